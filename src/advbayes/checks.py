@@ -1,0 +1,100 @@
+"""Argument checks: every message names the argument, what was wanted and what came."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def describe(value: object) -> str:
+    """What came, short enough for an error message.
+
+    >>> describe(torch.zeros(2, 3)), describe(-1.0)
+    ('a torch.float32 tensor of shape (2, 3) on cpu', '-1.0')
+    """
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    open_low: bool = False,
+    open_high: bool = False,
+) -> float:
+    """A finite real number within bounds, as a float.
+
+    >>> number("eps", -1, low=0)
+    Traceback (most recent call last):
+    ...
+    ValueError: eps must be a finite number >= 0, got -1
+    """
+    wanted = "a finite number"
+    if low > -math.inf:
+        wanted += f" {'>' if open_low else '>='} {low:g}"
+    if high < math.inf:
+        wanted += f"{' and' if low > -math.inf else ''} {'<' if open_high else '<='} {high:g}"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        try:
+            value = value.item()
+        except (AttributeError, ValueError, RuntimeError, TypeError):
+            raise TypeError(f"{name} must be {wanted}, got {describe(value)}") from None
+        if isinstance(value, (bool, complex)):
+            raise TypeError(f"{name} must be {wanted}, got {describe(value)}")
+    below = value <= low if open_low else value < low
+    above = value >= high if open_high else value > high
+    if not math.isfinite(value) or below or above:
+        raise ValueError(f"{name} must be {wanted}, got {value}")
+    return float(value)
+
+
+def count(name: str, value: Any, *, low: int = 1) -> int:
+    """A whole number, at least `low`.
+
+    >>> count("num_theta", 0)
+    Traceback (most recent call last):
+    ...
+    ValueError: num_theta must be a whole number >= 1, got 0
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be a whole number >= {low}, got {describe(value)}")
+    if value.__index__() < low:
+        raise ValueError(f"{name} must be a whole number >= {low}, got {value}")
+    return int(value.__index__())
+
+
+def choice(name: str, value: Any, options: Sequence[str]) -> str:
+    """One of a few words.
+
+    >>> choice("update", "on", ("online", "offline"))
+    Traceback (most recent call last):
+    ...
+    ValueError: update must be one of 'online', 'offline', got 'on'
+    """
+    if value not in options:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}, got {describe(value)}")
+    return str(value)
+
+
+def finite(name: str, value: Tensor) -> Tensor:
+    """A tensor without NaN and infinity.
+
+    >>> finite("x", torch.tensor([0.0, float("nan")]))
+    Traceback (most recent call last):
+    ...
+    ValueError: x must be finite, got 1 NaN and 0 infinite values in a torch.float32 tensor of shape (2,) on cpu
+    """
+    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        nan = int(torch.isnan(value).sum())
+        infinite = int(torch.isinf(value).sum())
+        raise ValueError(f"{name} must be finite, got {nan} NaN and {infinite} infinite values in {describe(value)}")
+    return value
