@@ -1,0 +1,123 @@
+"""Strict JSON: one way to write a document, and nothing read that could not have been written."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from pathlib import Path
+from typing import TypeAlias
+
+from .errors import StoreError
+from .files import read_bytes, write_bytes
+
+JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
+
+MAX_BYTES = 2 << 20  # a document is for settings and verdicts, arrays go into tensors
+MAX_DEPTH = 32
+_MAX_INT = 2**63
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def encode(document: object, name: str = "document") -> bytes:
+    """A document as sorted, indented JSON; what JSON cannot hold exactly is refused and named.
+
+    >>> encode({"b": 1, "a": (0.1, None)})
+    b'{\\n "a": [\\n  0.1,\\n  null\\n ],\\n "b": 1\\n}\\n'
+    >>> encode({"audit": {"accuracy": float("nan")}})
+    Traceback (most recent call last):
+    ...
+    advbayes.store.errors.StoreError: document.audit.accuracy: wanted a finite number, got nan
+    """
+    check(document, name)
+    data = json.dumps(document, allow_nan=False, sort_keys=True, indent=1).encode("ascii") + b"\n"
+    if len(data) > MAX_BYTES:
+        raise StoreError(name, wanted=f"a document of at most {MAX_BYTES} bytes", got=f"{len(data)}")
+    return data
+
+
+def decode(data: bytes, name: str = "document", *, limit: int = MAX_BYTES) -> JSON:
+    """Parse a document: UTF-8, no NaN, no key twice, bounded in size and depth.
+
+    >>> decode(b'{"a": 1, "a": 2}')
+    Traceback (most recent call last):
+    ...
+    advbayes.store.errors.StoreError: document: wanted each key once, got 'a' twice
+    """
+    if len(data) > limit:
+        raise StoreError(name, wanted=f"a document of at most {limit} bytes", got=f"{len(data)}")
+
+    def unique(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+        result = dict(pairs)
+        if len(result) < len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise StoreError(name, wanted="each key once", got=f"{twice[:80]!r} twice")
+        return result
+
+    def constant(text: str) -> JSON:
+        raise StoreError(name, wanted="finite numbers", got=text)
+
+    try:
+        document = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+    except StoreError:
+        raise
+    except RecursionError:
+        raise StoreError(name, wanted=f"JSON at most {MAX_DEPTH} deep", got="a deeper one") from None
+    except ValueError as error:  # bad UTF-8, bad JSON, numbers of thousands of digits
+        raise StoreError(name, wanted="JSON", got=f"{type(error).__name__}: {str(error)[:120]}") from None
+    check(document, name)
+    return document  # type: ignore[no-any-return]
+
+
+def check(value: object, name: str, *, depth: int = 0) -> None:
+    """Refuse what JSON cannot hold exactly, naming the place."""
+    if depth > MAX_DEPTH:
+        raise StoreError(name, wanted=f"JSON at most {MAX_DEPTH} deep", got="a deeper one")
+    match value:
+        case None | bool():
+            pass
+        case int():
+            if not -_MAX_INT <= value < _MAX_INT:
+                raise StoreError(name, wanted="an integer of 64 bits", got=f"one of {value.bit_length()} bits")
+        case float():
+            if not math.isfinite(value):
+                raise StoreError(name, wanted="a finite number", got=f"{value}")
+        case str():
+            if _SURROGATE.search(value):
+                raise StoreError(name, wanted="valid Unicode", got="a lone surrogate")
+        case list() | tuple():
+            for index, child in enumerate(value):
+                check(child, f"{name}[{index}]", depth=depth + 1)
+        case dict():
+            for key, child in value.items():
+                if not isinstance(key, str):
+                    raise StoreError(name, wanted="text keys", got=f"{key!r:.80}")
+                check(key, name, depth=depth)
+                check(child, f"{name}.{key[:40]}", depth=depth + 1)
+        case _:
+            raise StoreError(name, wanted="text, numbers, lists and dictionaries", got=type(value).__name__)
+
+
+def write_document(path: str | os.PathLike[str], document: object) -> None:
+    """Save one JSON file, atomically and durably.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_document(f"{folder}/config.json", {"epochs": 5})
+    ...     read_document(f"{folder}/config.json")
+    {'epochs': 5}
+    """
+    write_bytes(path, encode(document, Path(path).name))
+
+
+def read_document(path: str | os.PathLike[str]) -> JSON:
+    """Load one JSON file, strictly; see `write_document`.
+
+    >>> read_document("absent.json")
+    Traceback (most recent call last):
+    ...
+    advbayes.store.errors.MissingError: absent.json: wanted a file, got nothing (no such file)
+    """
+    return decode(read_bytes(Path(path), limit=MAX_BYTES), os.fspath(path))

@@ -1,0 +1,59 @@
+"""What can go wrong with a file: every message names the file, what was wanted and what came."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+
+class StoreError(ValueError):
+    """A file that cannot be trusted or written.
+
+    >>> str(StoreError("a/manifest.json", wanted="schema 1", got="schema 9"))
+    'a/manifest.json: wanted schema 1, got schema 9'
+    """
+
+    def __init__(self, file: str | os.PathLike[str], *, wanted: str, got: str) -> None:
+        self.file, self.wanted, self.got = os.fspath(file), wanted, got
+        super().__init__(f"{self.file}: wanted {wanted}, got {got}")
+
+    def __str__(self) -> str:  # OSError, a base of some subclasses, would print its own fields
+        return f"{self.file}: wanted {self.wanted}, got {self.got}"
+
+
+class MissingError(StoreError, FileNotFoundError):
+    """Nothing is there.
+
+    >>> isinstance(MissingError("run", wanted="a bundle"), FileNotFoundError)
+    True
+    """
+
+    def __init__(self, file: str | os.PathLike[str], *, wanted: str) -> None:
+        super().__init__(file, wanted=wanted, got="nothing (no such file)")
+
+
+class DiskFullError(StoreError, OSError):
+    """No room; whatever was there before is untouched.
+
+    >>> str(DiskFullError("ckpt", needed=2000, free=30))
+    'ckpt: wanted 2000 bytes of disk, got 30 bytes free; what was saved before is intact'
+    """
+
+    def __init__(self, file: str | os.PathLike[str], *, needed: int, free: int) -> None:
+        self.needed, self.free = needed, free
+        got = f"{free} bytes free; what was saved before is intact"
+        super().__init__(file, wanted=f"{needed} bytes of disk", got=got)
+        self.errno = errno.ENOSPC
+
+
+class LockedError(StoreError):
+    """Another writer is at work in the folder.
+
+    >>> LockedError("run/.lock", pid=7, host="alpha").pid
+    7
+    """
+
+    def __init__(self, file: str | os.PathLike[str], *, pid: int, host: str, advice: str = "") -> None:
+        self.pid, self.host = pid, host
+        got = f"one that pid {pid} on host {host} is writing to"
+        super().__init__(file, wanted="a folder without another writer", got=got + (f"; {advice}" if advice else ""))

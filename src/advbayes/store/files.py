@@ -1,0 +1,171 @@
+"""Durable files: written beside, flushed, renamed into place; at every instant the old content or the new one is there.
+
+All calls that change the disk go through `os`, one call for each step, so that tests can stop the process at each.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from .errors import DiskFullError, MissingError, StoreError
+from .owner import current, dead_tag
+
+_PIECE = 1 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Replace a file's content, atomically and durably.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_bytes(f"{folder}/a", b"one")
+    ...     write_bytes(f"{folder}/a", b"two")
+    ...     (Path(folder) / "a").read_bytes(), os.listdir(folder)
+    (b'two', ['a'])
+    """
+    target = Path(os.path.realpath(path))
+    sweep(target)
+    with room(target, len(data)), staged(target) as temporary:
+        create(temporary, data)
+        os.replace(temporary, target)
+        sync_folder(target.parent)
+
+
+def read_bytes(path: Path, *, limit: int) -> bytes:
+    """All of a regular file, never following a link, never more than `limit` bytes.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_bytes(f"{folder}/a", b"12345")
+    ...     read_bytes(Path(folder) / "a", limit=4)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    advbayes.store.errors.StoreError: .../a: wanted at most 4 bytes, got 5
+    """
+    with opened(path) as (descriptor, size):
+        if size > limit:
+            raise StoreError(path, wanted=f"at most {limit} bytes", got=f"{size}")
+        return read_at(path, descriptor, 0, size)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[int, int]]:
+    """Descriptor and size of a regular file; links, pipes, devices and folders are refused without waiting on them."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
+    except FileNotFoundError:
+        raise MissingError(path, wanted="a file") from None
+    except OSError as error:
+        got = "a symbolic link" if error.errno == errno.ELOOP else error.strerror or str(error)
+        raise StoreError(path, wanted="a readable regular file", got=got) from None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise StoreError(path, wanted="a regular file", got=stat.filemode(status.st_mode))
+        yield descriptor, status.st_size
+    finally:
+        os.close(descriptor)
+
+
+def read_at(path: Path, descriptor: int, offset: int, size: int) -> bytes:
+    """Exactly `size` bytes."""
+    return b"".join(pieces_at(path, descriptor, offset, size))
+
+
+def pieces_at(path: Path, descriptor: int, offset: int, size: int) -> Iterator[bytes]:
+    """Exactly `size` bytes, in pieces; a file that turns out shorter is refused."""
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    left = size
+    while left:
+        piece = os.read(descriptor, min(left, _PIECE))
+        if not piece:
+            raise StoreError(path, wanted=f"{offset + size} bytes", got=f"{offset + size - left} (truncated)")
+        left -= len(piece)
+        yield piece
+
+
+def create(path: Path, data: bytes) -> None:
+    """Write a file that does not exist yet and flush it to the disk."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        write_all(descriptor, data)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """`os.write` until everything is written."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left[:_PIECE]) :]
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable (a rename is not, before this)."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """A fresh name beside `target` that says who writes it; whatever is left under it at the end is removed."""
+    temporary = target.with_name(f".{target.name}.{current().tag}-{secrets.token_hex(4)}.tmp")
+    try:
+        yield temporary
+    finally:
+        discard(temporary)
+
+
+def discard(path: Path) -> None:
+    """Remove a file or a folder of ours, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            os.unlink(path)
+
+
+def sweep(target: Path) -> None:
+    """Remove what dead writers of `target` left beside it."""
+    leftover = re.compile(rf"\.{re.escape(target.name)}\.([0-9a-z-]+)-[0-9a-f]{{8}}\.tmp")
+    with suppress(FileNotFoundError):
+        for name in os.listdir(target.parent):
+            match = leftover.fullmatch(name)
+            if match and dead_tag(match[1]):
+                discard(target.with_name(name))
+
+
+@contextmanager
+def room(target: Path, needed: int) -> Iterator[None]:
+    """Refuse before the first byte when the disk has no room, and say the same when it fills up on the way."""
+    parent = target.parent
+    if not parent.is_dir():
+        raise MissingError(parent, wanted="a folder to write to")
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise DiskFullError(target, needed=needed, free=free)
+    try:
+        yield
+    except DiskFullError:
+        raise
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise DiskFullError(target, needed=needed, free=shutil.disk_usage(parent).free) from error

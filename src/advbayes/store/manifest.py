@@ -1,0 +1,127 @@
+"""The manifest of a bundle: schema, versions, and a SHA-256 for each part, sealed with its own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import safetensors
+import torch
+
+from . import documents
+from .documents import JSON
+from .errors import StoreError
+
+FORMAT = "advbayes-bundle"
+SCHEMA = 1
+MAX_BYTES = 1 << 18
+MAX_PARTS = 256
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
+PART = re.compile(rf"({NAME.pattern})\.([0-9a-f]{{16}})\.(safetensors|json)")
+_SEAL = b',\n "sha256": "%s"\n}\n'
+_SEALED = re.compile(_SEAL % b"([0-9a-f]{64})")
+_SEAL_BYTES = len(_SEAL % (64 * b"0"))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the manifest says of a part."""
+
+    name: str  # "posterior.safetensors"
+    sha256: str
+    size: int
+
+    @property
+    def file(self) -> str:
+        """The file that holds it: a changed content is another file."""
+        stem, _, suffix = self.name.rpartition(".")
+        return f"{stem}.{self.sha256[:16]}.{suffix}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Schema, the versions of the libraries that wrote the bundle, and its parts."""
+
+    schema: int
+    versions: dict[str, str]
+    parts: tuple[Part, ...]
+
+
+def versions() -> dict[str, str]:
+    """The versions that a manifest records.
+
+    >>> sorted(versions())
+    ['advbayes', 'python', 'safetensors', 'torch']
+    """
+    try:
+        own = version("advbayes")
+    except PackageNotFoundError:  # used from a source tree
+        own = "unknown"
+    return {
+        "advbayes": own,
+        "python": platform.python_version(),
+        "safetensors": safetensors.__version__,
+        "torch": str(torch.__version__),
+    }
+
+
+def encode(manifest: Manifest, file: Path) -> bytes:
+    """The bytes of a manifest; its last field is the SHA-256 of all bytes before it."""
+    parts = {part.name: {"bytes": part.size, "sha256": part.sha256} for part in manifest.parts}
+    body = {"format": FORMAT, "parts": parts, "schema": manifest.schema, "versions": manifest.versions}
+    data = documents.encode(body, os.fspath(file)).removesuffix(b"\n}\n")
+    return data + _SEAL % hashlib.sha256(data).hexdigest().encode()
+
+
+def decode(data: bytes, file: Path) -> Manifest:
+    """Check the seal, then parse."""
+    tail = _SEALED.fullmatch(data[-_SEAL_BYTES:])
+    if not tail:
+        raise StoreError(file, wanted="a manifest that ends in its own SHA-256", got="another end (damaged or altered)")
+    check_digest(file, tail[1].decode(), hashlib.sha256(data[:-_SEAL_BYTES]).hexdigest())
+    fields = documents.decode(data, os.fspath(file), limit=MAX_BYTES)
+    if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
+        raise StoreError(file, wanted=f"format {FORMAT}", got="something else")
+    schema = fields.pop("schema", None)
+    if not isinstance(schema, int) or isinstance(schema, bool) or schema not in _READERS:
+        hint = " (written by a newer advbayes: update it)" if isinstance(schema, int) and schema > SCHEMA else ""
+        raise StoreError(file, wanted=f"schema {', '.join(map(str, _READERS))}", got=f"{schema!r:.80}{hint}")
+    return _READERS[schema](fields, file)
+
+
+def _manifest_1(fields: Mapping[str, JSON], file: Path) -> Manifest:
+    match fields:
+        case {"parts": dict(parts), "versions": dict(libraries), "sha256": str(), **rest} if not rest:
+            if len(parts) > MAX_PARTS:
+                raise StoreError(file, wanted=f"at most {MAX_PARTS} parts", got=f"{len(parts)}")
+            described = tuple(_part_1(name, entry, file) for name, entry in parts.items())
+            return Manifest(1, {key: str(value) for key, value in libraries.items()}, described)
+    raise StoreError(file, wanted="the fields parts, versions and sha256", got=f"{sorted(fields)!r:.200}")
+
+
+def _part_1(name: str, entry: JSON, file: Path) -> Part:
+    match entry:
+        case {"bytes": int(size), "sha256": str(digest), **rest} if not rest:
+            part = Part(name, digest, size)
+            well = re.fullmatch(r"[0-9a-f]{64}", digest) and PART.fullmatch(part.file) and not isinstance(size, bool)
+            if well and size >= 0:
+                return part
+    raise StoreError(
+        file, wanted="NAME.safetensors or NAME.json with bytes and sha256", got=f"{name!r:.80}: {entry!r:.80}"
+    )
+
+
+def check_digest(file: Path, wanted: str, got: str) -> None:
+    """Two SHA-256, or an error that names the file."""
+    if wanted != got:
+        raise StoreError(file, wanted=f"SHA-256 {wanted}", got=f"{got} (damaged or altered)")
+
+
+# One reader for each schema that was ever written.
+_READERS = {1: _manifest_1}

@@ -1,0 +1,137 @@
+"""A log of records, one JSON line each, that survives a kill or a power cut in the middle of a line.
+
+Each line carries a check over itself and the line before, so that a lost or altered line is noticed, and any JSON-lines
+reader can still read the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from advbayes.checks import count
+
+from .documents import JSON, check, decode
+from .errors import StoreError
+from .files import read_bytes, room, sync_folder, write_all
+
+MAX_BYTES = 1 << 30
+_KEY = "check"
+_LINE = re.compile(rb'(\{.*), "check": "([0-9a-f]{16})"\}')
+
+
+@dataclass
+class _End:
+    """Where the next record goes, and the check that it continues."""
+
+    offset: int = 0
+    check: bytes = b""
+
+
+@dataclass(frozen=True)
+class RecordLog:
+    """An append-only file of records; one writer at a time (hold the folder's `Lock`), any number of readers.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     log = RecordLog(f"{folder}/history.jsonl")
+    ...     log.append({"step": 1, "loss": 0.5})
+    ...     RecordLog(f"{folder}/history.jsonl").read()
+    [{'step': 1, 'loss': 0.5}]
+    """
+
+    path: str | os.PathLike[str]
+    _end: list[_End] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def append(self, *records: Mapping[str, object]) -> None:
+        """Add records, all or none, and flush them to the disk."""
+        if not self._end:
+            self.keep(None)
+        end = self._end[0]
+        lines, check = _encode(records, end.check, os.fspath(self.path))
+        path = Path(os.path.realpath(self.path))
+        with room(path, len(lines)):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                try:
+                    os.lseek(descriptor, end.offset, os.SEEK_SET)
+                    write_all(descriptor, lines)
+                    os.fsync(descriptor)
+                except OSError:
+                    os.ftruncate(descriptor, end.offset)  # the disk is full: drop the torn line at once
+                    raise
+            finally:
+                os.close(descriptor)
+            if end.offset == 0:
+                sync_folder(path.parent)
+        end.offset, end.check = end.offset + len(lines), check
+
+    def read(self) -> list[dict[str, JSON]]:
+        """All whole records; a torn last line is left out, any other damage is refused. Changes nothing."""
+        return _scan(Path(self.path))[0]
+
+    def keep(self, num: int | None) -> None:
+        """Cut the file back to its first `num` records (None: to its whole ones), as a resumed run does."""
+        records, ends = _scan(Path(self.path))
+        wanted = len(records) if num is None else count("num", num, low=0)
+        if wanted > len(records):
+            raise StoreError(self.path, wanted=f"{wanted} records", got=f"{len(records)}")
+        end = ends[wanted]
+        if Path(self.path).exists() and Path(self.path).stat().st_size != end.offset:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                os.ftruncate(descriptor, end.offset)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        self._end[:] = [end]
+
+
+def _encode(records: Iterable[Mapping[str, object]], previous: bytes, name: str) -> tuple[bytes, bytes]:
+    lines = []
+    for record in records:
+        body = dict(record)
+        if not body or _KEY in body:
+            raise StoreError(name, wanted=f"a record with fields, none of them {_KEY!r}", got=f"{body!r:.80}")
+        check(body, name)
+        text = json.dumps(body, allow_nan=False).encode("ascii")[:-1]
+        previous = _digest(previous, text)
+        lines.append(b'%s, "check": "%s"}\n' % (text, previous))
+    return b"".join(lines), previous
+
+
+def _scan(path: Path) -> tuple[list[dict[str, JSON]], list[_End]]:
+    """The whole records and the ends before, between and after them."""
+    data = read_bytes(path, limit=MAX_BYTES) if path.exists() else b""
+    records: list[dict[str, JSON]] = []
+    ends = [_End()]
+    while ends[-1].offset < len(data):
+        start, previous = ends[-1].offset, ends[-1].check
+        stop = data.find(b"\n", start)
+        line = data[start : stop if stop >= 0 else len(data)]
+        match = _LINE.fullmatch(line)
+        if match and stop >= 0 and _digest(previous, match[1]) == match[2]:
+            record = decode(match[1] + b"}", f"{path}:{len(records) + 1}")
+            assert isinstance(record, dict)
+            records.append(record)
+            ends.append(_End(stop + 1, match[2]))
+        elif _torn(data, start, stop):
+            break
+        else:
+            wanted = "a record that continues the line before"
+            raise StoreError(f"{path}:{len(records) + 1}", wanted=wanted, got="a damaged, altered or misplaced one")
+    return records, ends
+
+
+def _torn(data: bytes, start: int, stop: int) -> bool:
+    """A last line whose end, or some block of it (then zeros), never reached the disk."""
+    return stop < 0 or b"\0" in data[start:]
+
+
+def _digest(previous: bytes, text: bytes) -> bytes:
+    return hashlib.sha256(previous + text).hexdigest()[:16].encode()
