@@ -1,0 +1,50 @@
+"""Scores per example first, reduced last: `accuracy(correct(predict(x), y))` is an `Estimate` with its interval."""
+
+from __future__ import annotations
+
+from advbayes.metrics.comparison import holm, mcnemar, paired_difference
+from advbayes.metrics.intervals import Estimate, bootstrap, clopper_pearson, incomplete_beta, wilson
+from advbayes.metrics.marginals import Interval, crps, interval, quantile
+from advbayes.metrics.ranking import RiskCoverage, aurc, auroc, risk_coverage, selective_accuracy
+from advbayes.metrics.reductions import Bin, accuracy, coverage, ece, mean, reliability, rmse
+from advbayes.metrics.scores import brier, confidence, correct, entropy, log_prob, nll, squared_error
+from advbayes.metrics.trivial import ConstantClasses, ConstantGaussian, constant, majority, uniform
+
+__all__ = [
+    "Bin",
+    "ConstantClasses",
+    "ConstantGaussian",
+    "Estimate",
+    "Interval",
+    "RiskCoverage",
+    "accuracy",
+    "aurc",
+    "auroc",
+    "bootstrap",
+    "brier",
+    "clopper_pearson",
+    "confidence",
+    "constant",
+    "correct",
+    "coverage",
+    "crps",
+    "ece",
+    "entropy",
+    "holm",
+    "incomplete_beta",
+    "interval",
+    "log_prob",
+    "majority",
+    "mcnemar",
+    "mean",
+    "nll",
+    "paired_difference",
+    "quantile",
+    "reliability",
+    "risk_coverage",
+    "rmse",
+    "selective_accuracy",
+    "squared_error",
+    "uniform",
+    "wilson",
+]

@@ -1,0 +1,74 @@
+"""Is one better than the other? Paired tests and the correction for asking often."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from advbayes.checks import finite, number
+from advbayes.metrics.intervals import Estimate, bootstrap, column, outcomes, same_length
+
+
+def mcnemar(
+    first: Any,  # (N,) truth values
+    second: Any,  # (N,) truth values of the same examples
+) -> float:
+    """Exact one-sided McNemar test: the p-value against "`first` is true no more often than `second`".
+
+    With n discordant pairs of which k have only `first` true, P(Binomial(n, 1/2) >= k).
+
+    >>> mcnemar([1, 1, 1, 1, 0], [0, 0, 0, 0, 0])  # 4 of 4 discordant pairs
+    0.0625
+    """
+    first, second = outcomes("first", first), outcomes("second", second)
+    same_length(first=first, second=second)
+    only_first, only_second = int((first > second).sum()), int((second > first).sum())
+    discordant = only_first + only_second
+    ways = term = math.comb(discordant, only_first)  # in whole numbers, so that the p-value is exact
+    for k in range(only_first, discordant):
+        term = term * (discordant - k) // (k + 1)
+        ways += term
+    return ways / (1 << discordant)
+
+
+def paired_difference(
+    first: Any,  # (N,) scores
+    second: Any,  # (N,) scores of the same examples
+    *,
+    level: float = 0.95,
+    num_resamples: int = 1000,
+    generator: torch.Generator | None = None,
+) -> Estimate:
+    """Mean of `first - second` over examples, resampled in pairs: `first` is lower if `high < 0`.
+
+    >>> paired_difference([1.0, 2.0, 3.0], [0.5, 1.5, 2.5])
+    Estimate(value=0.5, low=0.5, high=0.5, num=3, level=0.95)
+    """
+    first, second = finite("first", column("first", first)), finite("second", column("second", second))
+    same_length(first=first, second=second)
+    return bootstrap(
+        lambda difference: difference.mean(1),
+        first - second,
+        level=level,
+        num_resamples=num_resamples,
+        generator=generator,
+    )
+
+
+def holm(p_values: Sequence[float]) -> tuple[float, ...]:
+    """Holm's step-down adjusted p-values, in the order given.
+
+    Sorted, the i-th of m becomes max over j <= i of min(1, (m - j + 1) p_j).
+
+    >>> holm([0.01, 0.04, 0.02])
+    (0.03, 0.04, 0.04)
+    """
+    values = [number(f"p_values[{i}]", p, low=0.0, high=1.0) for i, p in enumerate(p_values)]
+    adjusted, running = [0.0] * len(values), 0.0
+    for rank, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        running = max(running, min(1.0, (len(values) - rank) * values[index]))
+        adjusted[index] = running
+    return tuple(adjusted)

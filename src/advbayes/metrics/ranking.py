@@ -1,0 +1,158 @@
+"""Scores that rank: whom to answer (risk-coverage), what to flag (AUROC). Only the order of the score matters."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from advbayes.checks import choice, finite, number
+from advbayes.metrics.intervals import Estimate, bootstrap, column, normal_quantile, outcomes, same_length, wilson
+from advbayes.metrics.reductions import share_ties
+
+
+@dataclass(frozen=True)
+class RiskCoverage:
+    """The risk among the k most confident answers, for every coverage k/N; `aurc` is the mean risk over the curve.
+
+    >>> RiskCoverage(coverage=(0.5, 1.0), risk=(0.0, 0.5), aurc=0.25).aurc
+    0.25
+    """
+
+    coverage: tuple[float, ...]
+    risk: tuple[float, ...]
+    aurc: float
+
+
+def risk_coverage(
+    losses: Any,  # (N,), e.g. 1 - correct, or a squared error
+    confidence: Any,  # (N,), any score: the larger, the sooner answered
+) -> RiskCoverage:
+    """The risk-coverage curve; tied confidences give the expectation over breaking the ties at random.
+
+    >>> risk_coverage([0, 1, 0], [0.9, 0.1, 0.5]).risk
+    (0.0, 0.0, 0.3333333333333333)
+    """
+    losses, confidence = _selection("losses", losses, confidence)
+    risk = _risks(losses[None], confidence[None])[0]
+    num = len(risk)
+    return RiskCoverage(tuple((k + 1) / num for k in range(num)), tuple(risk.tolist()), float(risk.mean()))
+
+
+def aurc(
+    losses: Any,  # (N,)
+    confidence: Any,  # (N,)
+    *,
+    level: float = 0.95,
+    num_resamples: int = 1000,
+    generator: torch.Generator | None = None,
+) -> Estimate:
+    """Area under the risk-coverage curve, with a bootstrap interval.
+
+    >>> round(aurc([0, 1, 0], [0.9, 0.1, 0.5]).value, 4)
+    0.1111
+    """
+    losses, confidence = _selection("losses", losses, confidence)
+    return bootstrap(
+        lambda losses, confidence: _risks(losses, confidence).mean(1),
+        losses,
+        confidence,
+        level=level,
+        num_resamples=num_resamples,
+        generator=generator,
+    )
+
+
+def selective_accuracy(
+    correct: Any,  # (N,) truth values
+    confidence: Any,  # (N,), any score: the larger, the sooner answered
+    *,
+    coverage: float,
+    level: float = 0.95,
+) -> Estimate:
+    """Accuracy among the ceil(coverage N) most confident answers, ties shared, with Wilson's interval for that many.
+
+    >>> selective_accuracy([1, 0, 1, 1], [0.9, 0.1, 0.8, 0.7], coverage=0.75).value
+    1.0
+    """
+    correct, confidence = _selection("correct", outcomes("correct", correct), confidence)
+    coverage = number("coverage", coverage, low=0.0, high=1.0, open_low=True)
+    answered = max(1, math.ceil(coverage * len(correct) - 1e-9))  # 0.7 * 10 is a little more than 7
+    ordered, order = confidence.sort(descending=True)
+    successes = float(share_ties(ordered[None], correct[order][None])[0, :answered].sum())
+    successes = min(successes, float(answered))
+    return Estimate(successes / answered, *wilson(successes, answered, level=level), answered, level)
+
+
+def _selection(name: str, values: Any, confidence: Any) -> tuple[Tensor, Tensor]:
+    values, confidence = finite(name, column(name, values)), column("confidence", confidence)
+    same_length(**{name: values, "confidence": confidence})
+    return values, confidence
+
+
+def _risks(losses: Tensor, confidence: Tensor) -> Tensor:  # (R, N) each -> (R, N)
+    ordered, order = confidence.sort(1, descending=True)
+    shared = share_ties(ordered, losses.gather(1, order))
+    return shared.cumsum(1) / torch.arange(1, losses.shape[1] + 1)
+
+
+def auroc(
+    scores: Any,  # (N,), the larger, the more positive
+    positive: Any,  # (N,) truth values, e.g. out-of-distribution
+    *,
+    level: float = 0.95,
+    method: str = "hanley_mcneil",
+) -> Estimate:
+    """Area under the ROC curve, P(score of a positive > of a negative) + P(equal)/2 (Mann-Whitney).
+
+    The interval is the score interval with Hanley and McNeil's variance (as Newcombe, 2006: all a such that
+    |value - a| <= z sd(a), so a perfect separation of few examples is not claimed to be certain), or DeLong's.
+
+    >>> auroc([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1]).value
+    0.75
+    """
+    scores, positive = column("scores", scores), outcomes("positive", positive).bool()
+    same_length(scores=scores, positive=positive)
+    choice("method", method, ("hanley_mcneil", "delong"))
+    above, below = scores[positive], scores[~positive]
+    m, n = len(above), len(below)
+    if m == 0 or n == 0:
+        raise ValueError(f"positive must have examples of both kinds, got {m} positive and {n} negative")
+    ranks = _midranks(scores)
+    # placements: the share of the other side that each one beats
+    above_wins = (ranks[positive] - _midranks(above)) / n
+    below_loses = 1 - (ranks[~positive] - _midranks(below)) / m
+    value = min(1.0, max(0.0, float(above_wins.mean())))
+    z = normal_quantile(level)
+    if method == "delong":
+        known = min(m, n) > 1
+        half = z * math.sqrt(float(above_wins.var() / m + below_loses.var() / n)) if known else math.inf
+        low, high = max(0.0, value - half), min(1.0, value + half)
+    else:
+        low, high = _score_bound(value, 0.0, m, n, z), _score_bound(value, 1.0, m, n, z)
+    return Estimate(value, low, high, len(scores), level)
+
+
+def _midranks(values: Tensor) -> Tensor:  # (N,) -> (N,), ranks from 1, ties get their mean
+    _, group, size = torch.unique(values, return_inverse=True, return_counts=True)
+    size = size.double()
+    ranks: Tensor = size.cumsum(0) - (size - 1) / 2
+    return ranks[group]
+
+
+def _score_bound(value: float, end: float, m: int, n: int, z: float) -> float:
+    """The area `a` farthest from `value` towards `end` with |value - a| <= z sd(a), by bisection."""
+
+    def covered(a: float) -> bool:
+        pairs = (m + n) / 2 - 1  # Newcombe's symmetric stand-in for m - 1 and n - 1
+        variance = a * (1 - a) * (1 + pairs * (1 - a) / (2 - a) + pairs * a / (1 + a)) / (m * n)
+        return (value - a) ** 2 <= z**2 * variance
+
+    near, far = value, end
+    for _ in range(60):
+        middle = 0.5 * (near + far)
+        near, far = (middle, far) if covered(middle) else (near, middle)
+    return near

@@ -1,0 +1,173 @@
+"""One score per example: a prediction (batch shape `(B,)`) against its targets. Nothing is reduced here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+from advbayes.checks import describe, finite
+
+
+def batch_size(prediction: Distribution) -> int:
+    """B, for a prediction of batch shape `(B,)`, or `(B, 1)` with one output.
+
+    >>> batch_size(torch.distributions.Normal(torch.zeros(3), 1.0))
+    3
+    """
+    if not isinstance(prediction, Distribution):
+        raise TypeError(f"prediction must be a torch Distribution, got {describe(prediction)}")
+    batch, event = tuple(prediction.batch_shape), tuple(prediction.event_shape)
+    one_output = len(batch) == 2 and batch[1] == 1 and event == ()
+    if (len(batch) != 1 and not one_output) or batch[0] == 0 or len(event) > 1:
+        raise ValueError(
+            "prediction must have batch shape (B,) with B >= 1 and event shape () or (D,), "
+            f"got batch shape {batch} and event shape {event}"
+        )
+    return batch[0]
+
+
+def class_probs(prediction: Distribution) -> Tensor:  # (B, C)
+    """The class probabilities of a categorical prediction, checked to be a distribution.
+
+    >>> class_probs(torch.distributions.Categorical(probs=torch.tensor([[0.25, 0.75]])))
+    tensor([[0.2500, 0.7500]])
+    """
+    num = batch_size(prediction)
+    probs = getattr(prediction, "probs", None)
+    if not isinstance(probs, Tensor) or tuple(prediction.event_shape) != () or probs.ndim != 2 or len(probs) != num:
+        raise TypeError(
+            f"prediction must be categorical with .probs of shape (B, C) = ({num}, C), got "
+            f"{type(prediction).__name__} with .probs {describe(probs)}"
+        )
+    finite("prediction.probs", probs)
+    error = (probs.detach().sum(-1) - 1).abs().max()
+    # float32 rounding of a sum of C terms stays far below this
+    if bool((probs < 0).any()) or float(error) > 1e-3:
+        raise ValueError(
+            "prediction.probs must be non-negative and sum to 1 over classes, got a minimum of "
+            f"{float(probs.min()):g} and a sum that is off by {float(error):g}"
+        )
+    return probs
+
+
+def labels(
+    prediction: Distribution,
+    y: Tensor,  # (B,) or (B, 1), integers
+) -> Tensor:  # (B,)
+    """Class labels that fit a categorical prediction.
+
+    >>> labels(torch.distributions.Categorical(logits=torch.zeros(2, 3)), torch.tensor([[0], [2]]))
+    tensor([0, 2])
+    """
+    num, num_classes = class_probs(prediction).shape
+    if not isinstance(y, Tensor) or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+        raise TypeError(f"y must be a tensor of integer class labels, got {describe(y)}")
+    if tuple(y.shape) not in ((num,), (num, 1)):
+        raise ValueError(f"y must have one label per prediction, shape ({num},), got {describe(y)}")
+    y = y.reshape(num).long()
+    if int(y.min()) < 0 or int(y.max()) >= num_classes:
+        raise ValueError(f"y must hold labels from 0 to {num_classes - 1}, got {int(y.min())} to {int(y.max())}")
+    return y
+
+
+def targets(
+    prediction: Distribution,
+    y: Tensor,  # (B,), (B, 1) or (B, D)
+) -> Tensor:  # batch shape + event shape of the prediction
+    """Regression targets in the prediction's own shape, so that `(B, 1)` never meets `(B,)` in a broadcast.
+
+    >>> targets(torch.distributions.Normal(torch.zeros(2), 1.0), torch.tensor([[1.0], [2.0]]))
+    tensor([1., 2.])
+    """
+    num = batch_size(prediction)
+    shape = tuple(prediction.batch_shape) + tuple(prediction.event_shape)
+    if not isinstance(y, Tensor) or y.is_complex() or y.dtype == torch.bool:
+        raise TypeError(f"y must be a real tensor, got {describe(y)}")
+    single = ((num,), (num, 1))
+    if tuple(y.shape) != shape and not (tuple(y.shape) in single and shape in single):
+        raise ValueError(f"y must have shape {shape} like the prediction, got {describe(y)}")
+    y = finite("y", y).reshape(shape)
+    return y if y.is_floating_point() else y.to(prediction.mean.dtype)
+
+
+def _is_categorical(prediction: Distribution) -> bool:
+    probs = getattr(prediction, "probs", None)
+    return isinstance(probs, Tensor) and tuple(prediction.event_shape) == () and probs.ndim == 2
+
+
+def log_prob(
+    prediction: Distribution,
+    y: Tensor,  # (B,) labels, or (B,), (B, 1), (B, D) targets
+) -> Tensor:  # (B,)
+    """log p(y given x), for classes and for densities.
+
+    >>> log_prob(torch.distributions.Categorical(probs=torch.tensor([[0.5, 0.5]])), torch.tensor([1])).exp()
+    tensor([0.5000])
+    """
+    num = batch_size(prediction)
+    y = labels(prediction, y) if _is_categorical(prediction) else targets(prediction, y)
+    return prediction.log_prob(y).reshape(num)
+
+
+def nll(prediction: Distribution, y: Tensor) -> Tensor:  # (B,)
+    """Negative log-likelihood, -log p(y given x).
+
+    >>> nll(torch.distributions.Categorical(logits=torch.zeros(1, 4)), torch.tensor([3]))
+    tensor([1.3863])
+    """
+    return -log_prob(prediction, y)
+
+
+def correct(prediction: Distribution, y: Tensor) -> Tensor:  # (B,), bool
+    """Whether the most probable class is the right one (of equally probable ones, the first is the answer).
+
+    >>> correct(torch.distributions.Categorical(probs=torch.tensor([[0.2, 0.8], [0.9, 0.1]])), torch.tensor([1, 1]))
+    tensor([ True, False])
+    """
+    return class_probs(prediction).argmax(-1) == labels(prediction, y)
+
+
+def confidence(prediction: Distribution) -> Tensor:  # (B,)
+    """Probability of the most probable class.
+
+    >>> confidence(torch.distributions.Categorical(probs=torch.tensor([[0.25, 0.75]])))
+    tensor([0.7500])
+    """
+    return class_probs(prediction).max(-1).values.clamp(max=1.0)
+
+
+def brier(prediction: Distribution, y: Tensor) -> Tensor:  # (B,)
+    """Brier score in [0, 2]: sum over classes of (p_c - 1[y = c])^2.
+
+    >>> brier(torch.distributions.Categorical(probs=torch.tensor([[0.25, 0.75]])), torch.tensor([1]))
+    tensor([0.1250])
+    """
+    probs = class_probs(prediction)
+    truth = torch.nn.functional.one_hot(labels(prediction, y), probs.shape[1])
+    return (probs - truth).square().sum(-1)
+
+
+def squared_error(
+    prediction: Distribution,
+    y: Tensor,  # (B,), (B, 1) or (B, D)
+) -> Tensor:  # (B,)
+    """Squared error of the predictive mean, averaged over the D outputs (so that an RMSE has the units of y).
+
+    >>> squared_error(torch.distributions.Normal(torch.zeros(2), 1.0), torch.tensor([1.0, 2.0]))
+    tensor([1., 4.])
+    """
+    if _is_categorical(prediction):
+        raise TypeError(f"squared_error wants a regression prediction, got {type(prediction).__name__}; use brier")
+    y = targets(prediction, y)
+    return (finite("prediction.mean", prediction.mean) - y).square().reshape(len(y), -1).mean(1)
+
+
+def entropy(prediction: Distribution) -> Tensor:  # (B,)
+    """The prediction's own entropy, in nats (a density's may be negative).
+
+    >>> entropy(torch.distributions.Categorical(logits=torch.zeros(1, 4)))
+    tensor([1.3863])
+    """
+    num = batch_size(prediction)
+    return prediction.entropy().reshape(num)
