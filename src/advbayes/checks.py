@@ -45,6 +45,8 @@ def number(
         wanted += f"{' and' if low > -math.inf else ''} {'<' if open_high else '<='} {high:g}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         try:
+            if isinstance(value, bool):
+                raise TypeError
             value = value.item()
         except (AttributeError, ValueError, RuntimeError, TypeError):
             raise TypeError(f"{name} must be {wanted}, got {describe(value)}") from None

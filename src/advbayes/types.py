@@ -81,4 +81,4 @@ class Posterior(Protocol):
 
     def sample(self, num: int = 1, *, generator: torch.Generator | None = None) -> Tensor: ...  # (S, P)
 
-    def kl(self, prior_scale: float | Tensor) -> Tensor: ...  # ()
+    def kl(self, prior_scale: float) -> Tensor: ...  # ()

@@ -1,0 +1,222 @@
+"""What an adversary may do to an input: {x + d : norm(d / scale) <= eps, x + d in the box, d = 0 where masked} (SM-5)."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from advbayes import checks
+
+Bound = float | Tensor  # a Tensor broadcasts against the event
+
+
+@dataclass(frozen=True, eq=False)
+class _Ball(ABC):
+    """The shared parts of a ball: `eps` in units of `scale`, `box` = (low, high), `mask` True where touching is allowed."""
+
+    eps: float
+    box: tuple[Bound, Bound] | None = None
+    scale: Tensor | float | None = None  # per-feature units of the norm, broadcastable against the event
+    mask: Tensor | None = None  # bool, broadcastable against the event
+
+    def __post_init__(self) -> None:
+        checks.number("eps", self.eps, low=0)
+        if self.box is not None:
+            if not isinstance(self.box, (tuple, list)) or len(self.box) != 2:
+                raise ValueError(f"box must be a pair (low, high), got {checks.describe(self.box)}")
+            object.__setattr__(self, "box", tuple(self.box))
+            low, high = (torch.as_tensor(side, dtype=torch.float64) for side in self.box)
+            if bool(torch.isnan(low).any() | torch.isnan(high).any()) or not bool((low < high).all()):
+                raise ValueError(f"box must be a pair (low, high) with low < high, got {self.box}")
+        if self.scale is not None:
+            scale = torch.as_tensor(self.scale)
+            if not bool(torch.isfinite(scale).all()) or not bool((scale > 0).all()):
+                raise ValueError(f"scale must be finite and positive, got {checks.describe(self.scale)}")
+        if self.mask is not None and (not isinstance(self.mask, Tensor) or self.mask.dtype != torch.bool):
+            raise TypeError(f"mask must be a bool tensor (True: may be touched), got {checks.describe(self.mask)}")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and all(
+            _same(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)
+        )
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.eps))
+
+    def __repr__(self) -> str:
+        shown = [f"{self.eps:g}"]
+        shown += [f"{f.name}={_short(getattr(self, f.name))}" for f in fields(self)[1:] if getattr(self, f.name) is not None]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def check(self, x: Tensor) -> None:
+        """Refuse data that the ball does not fit: inputs outside the box, a scale or mask of another shape."""
+        if self.box is not None:
+            low, high = self.box
+            below, above = bool((x < _on(low, x)).any()), bool((x > _on(high, x)).any())
+            if below or above:
+                raise ValueError(
+                    f"box must contain the data, got box {_short(self.box)} and x from {float(x.min()):g} to {float(x.max()):g}"
+                )
+        for name, value in (("scale", self.scale), ("mask", self.mask)):
+            if isinstance(value, Tensor) and value.ndim:
+                try:
+                    torch.broadcast_to(value, x.shape[1:])
+                except RuntimeError:
+                    raise ValueError(
+                        f"{name} must broadcast against the event shape {tuple(x.shape[1:])}, got {checks.describe(value)}"
+                    ) from None
+
+    def _unit(self, x: Tensor) -> Tensor | float:
+        """The length of one unit of the norm in each feature; zero where masked."""
+        unit: Tensor | float = 1.0 if self.scale is None else _on(self.scale, x)
+        if self.mask is None:
+            return unit
+        return unit * self.mask.to(device=x.device, dtype=x.dtype)
+
+    def _scaled(self, d: Tensor) -> Tensor:
+        """d in units of the norm."""
+        return d if self.scale is None else d / _on(self.scale, d)
+
+    def clip(self, x: Tensor) -> Tensor:
+        """Into the box."""
+        if self.box is None:
+            return x
+        low, high = self.box
+        if isinstance(low, Tensor) or isinstance(high, Tensor):
+            return torch.minimum(torch.maximum(x, _on(low, x)), _on(high, x))
+        return x.clamp(low, high)
+
+    def project(
+        self,
+        x_adv: Tensor,  # (B, *event)
+        x: Tensor,  # (B, *event), inside the box
+    ) -> Tensor:
+        """The nearest point of the norm ball around x, then into the box (which only brings it nearer to x)."""
+        d = x_adv - x
+        if self.mask is not None:
+            d = torch.where(self.mask.to(x.device), d, torch.zeros_like(d))
+        return self.clip(x + self._shrink(d))
+
+    @abstractmethod
+    def norm(self, d: Tensor) -> Tensor:
+        """norm(d / scale) of each example, (B,)."""
+
+    @abstractmethod
+    def _shrink(self, d: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def ascend(self, gradient: Tensor, step: float | Tensor) -> Tensor:
+        """argmax <gradient, d> over norm(d / scale) <= step: the steepest move; zero where the gradient is."""
+
+    @abstractmethod
+    def random(self, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """Points drawn uniformly from the norm ball around x, then clipped to the box."""
+
+    def contains(self, x_adv: Tensor, x: Tensor) -> Tensor:
+        """Which examples are finite, within eps (1 + 1e-5) + 1e-7, in the box, and untouched where masked; (B,) bool."""
+        d = x_adv - x
+        fine = torch.isfinite(x_adv).flatten(1).all(1) & (self.norm(d) <= self.eps * (1 + 1e-5) + 1e-7)
+        if self.box is not None:
+            fine &= (self.clip(x_adv) == x_adv).flatten(1).all(1)
+        if self.mask is not None:
+            fine &= (self.mask.to(x.device) | (d == 0)).flatten(1).all(1)
+        return fine
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class L2(_Ball):
+    """Euclidean ball.
+
+    >>> ball = L2(1.0, box=(0, 1))
+    >>> ball.project(torch.tensor([[3.0, 4.0]]), torch.tensor([[0.0, 0.0]]))
+    tensor([[0.6000, 0.8000]])
+    """
+
+    def norm(self, d: Tensor) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(self._scaled(d).flatten(1), dim=1)
+        return norm
+
+    def _shrink(self, d: Tensor) -> Tensor:
+        return d * (self.eps / _tiny_floor(self.norm(d))).clamp_max(1.0).view(-1, *[1] * (d.ndim - 1))
+
+    def ascend(self, gradient: Tensor, step: float | Tensor) -> Tensor:
+        unit = self._unit(gradient)
+        direction = _normalised(gradient * unit if isinstance(unit, Tensor) or unit != 1.0 else gradient)
+        return _each(step, direction) * direction * unit
+
+    def random(self, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+        radius = torch.rand(x.shape[0], generator=generator, dtype=x.dtype, device=x.device)
+        free = x[0].numel() if self.mask is None else int(self.mask.expand(x.shape[1:]).sum())
+        if self.mask is not None:
+            noise = noise * self.mask.to(x.device)
+        length = self.eps * radius ** (1.0 / max(free, 1))
+        return self.clip(x + _each(length, x) * _normalised(noise) * self._unit(x))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Linf(_Ball):
+    """Largest change of any feature.
+
+    >>> Linf(0.1).project(torch.tensor([[0.5, -0.05]]), torch.zeros(1, 2))
+    tensor([[ 0.1000, -0.0500]])
+    """
+
+    def norm(self, d: Tensor) -> Tensor:
+        norm: Tensor = torch.linalg.vector_norm(self._scaled(d).flatten(1), ord=math.inf, dim=1)
+        return norm
+
+    def _shrink(self, d: Tensor) -> Tensor:
+        if self.scale is None:
+            return d.clamp(-self.eps, self.eps)
+        reach = self.eps * _on(self.scale, d)
+        return torch.minimum(torch.maximum(d, -reach), reach)
+
+    def ascend(self, gradient: Tensor, step: float | Tensor) -> Tensor:
+        return _each(step, gradient) * gradient.sign() * self._unit(gradient)
+
+    def random(self, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        noise = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+        return self.clip(x + self.eps * (2 * noise - 1) * self._unit(x))
+
+
+def _tiny_floor(norm: Tensor) -> Tensor:
+    """Floor at the smallest normal number: flooring the squared norm instead hides small gradients."""
+    return norm.clamp_min(torch.finfo(norm.dtype).tiny)
+
+
+def _normalised(d: Tensor) -> Tensor:
+    """Unit vectors, zero where d is; scaled by the largest entry first so that tiny gradients do not underflow."""
+    flat = d.flatten(1)
+    flat = flat / _tiny_floor(flat.abs().amax(1, keepdim=True))
+    return (flat / _tiny_floor(torch.linalg.vector_norm(flat, dim=1, keepdim=True))).view_as(d)
+
+
+def _each(value: float | Tensor, like: Tensor) -> float | Tensor:
+    return value.view(-1, *[1] * (like.ndim - 1)) if isinstance(value, Tensor) and value.ndim else value
+
+
+def _on(value: Bound, like: Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device)
+
+
+def _same(a: object, b: object) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
+    return a == b
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_short, value))})"
+    if isinstance(value, Tensor) and value.numel() > 4:
+        return f"<tensor {tuple(value.shape)}>"
+    if isinstance(value, Tensor):
+        return str(value.tolist())
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,304 @@
+"""Adversarial channels p(x' | x, theta) (SM-5): each has `sample`, and `density` where one exists.
+
+Theta reaches a channel only through the Predictor it is given. Channel noise is never clipped: a clipped Gaussian has no
+simple density. Every density here is a mixture of Gaussians whose centres do not depend on x'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from advbayes import checks
+from advbayes.attacks import PGD, PerExample, mode
+from advbayes.balls import _Ball as Ball
+from advbayes.types import Attack, Channel, Predictor
+
+_LOG_TWO_PI = math.log(2.0 * math.pi)
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianDensity:
+    """x' -> log sum_k w_k N(x'; centres_kn, scales_k^2) for each reference point n: what a Purifier computes once.
+
+    >>> density = GaussianDensity((0.0,), (torch.zeros(2, 3),), (1.0,))
+    >>> density.log_prob(torch.zeros(5, 3)).shape
+    torch.Size([2, 5])
+    """
+
+    log_weights: tuple[float, ...]
+    centres: tuple[Tensor, ...]  # K times (N, *event)
+    scales: tuple[float | Tensor, ...]  # K times a number or (N, *event)
+
+    def log_prob(self, x_adv: Tensor) -> Tensor:  # (B, *event) -> (N, B)
+        parts = [
+            weight + _log_normal(x_adv, centres, scale)
+            for weight, centres, scale in zip(self.log_weights, self.centres, self.scales, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.logsumexp(torch.stack(parts), dim=0)
+
+
+def _log_normal(x_adv: Tensor, centres: Tensor, scale: float | Tensor, limit: int = 1 << 24) -> Tensor:
+    """log N(x'_b; c_n, scale_n^2), (N, B), from differences (exact to rounding), `limit` numbers at a time."""
+    points, middle = x_adv.flatten(1), centres.flatten(1)
+    if points.shape[1] != middle.shape[1]:
+        raise ValueError(
+            f"x_adv must have the event shape {tuple(centres.shape[1:])} of the reference, got {checks.describe(x_adv)}"
+        )
+    rows = max(1, limit // max(1, points.numel()))
+    out = []
+    for start in range(0, len(middle), rows):
+        chunk = middle[start : start + rows].unsqueeze(1)
+        if isinstance(scale, Tensor):
+            wide: float | Tensor = scale.flatten(1)[start : start + rows].unsqueeze(1)
+            log_det: float | Tensor = scale.flatten(1)[start : start + rows].log().sum(-1, keepdim=True)
+        else:
+            wide, log_det = scale, points.shape[1] * math.log(scale)
+        square = ((points - chunk) / wide).square().sum(-1)
+        out.append(-0.5 * square - log_det - 0.5 * points.shape[1] * _LOG_TWO_PI)
+    return torch.cat(out)
+
+
+def _add_noise(x: Tensor, sigma: float, generator: torch.Generator | None) -> Tensor:
+    if sigma == 0:
+        return x
+    return torch.add(x, torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device), alpha=sigma)
+
+
+def _refuse_dirac(channel: object) -> None:
+    raise ValueError(
+        f"{channel} has no density: with sigma = 0 all mass sits on single points. Give it noise (sigma > 0), or purify by "
+        "simulation, which only needs samples"
+    )
+
+
+@dataclass(frozen=True)
+class Noise:
+    """x' = x + sigma * noise; `Noise(0)` is the identity, the neutral element.
+
+    >>> Noise(0.0).sample(None, torch.ones(2, 3)).equal(torch.ones(2, 3))
+    True
+    """
+
+    sigma: float = 0.0
+
+    def __post_init__(self) -> None:
+        checks.number("sigma", self.sigma, low=0)
+
+    def sample(
+        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        return _add_noise(x, self.sigma, generator)
+
+    def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> GaussianDensity:
+        if self.sigma == 0:
+            _refuse_dirac(self)
+        return GaussianDensity((0.0,), (x,), (self.sigma,))
+
+
+@dataclass(frozen=True)
+class AttackChannel:
+    """x' = attack(x) + sigma * noise: an optimiser made probabilistic. At fixed theta its density is Gaussian around the attack.
+
+    >>> from advbayes import L2, one_step
+    >>> AttackChannel(one_step(L2(1.0)), sigma=0.1).sigma
+    0.1
+    """
+
+    attack: Attack
+    sigma: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not callable(self.attack):
+            raise TypeError(f"attack must be an attack such as one_step(L2(1.0)), got {checks.describe(self.attack)}")
+        checks.number("sigma", self.sigma, low=0)
+
+    def sample(
+        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        return _add_noise(self.attack(predict, x, y, generator=generator), self.sigma, generator)
+
+    def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> GaussianDensity:
+        if self.sigma == 0:
+            _refuse_dirac(self)
+        # A fixed generator: the centres of an attack with random starts are one draw, the same at every call.
+        generator = torch.Generator(x.device).manual_seed(0)
+        return GaussianDensity((0.0,), (self.attack(predict, x, y, generator=generator).detach(),), (self.sigma,))
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """sum_k pi_k p_k. Stratified within a batch by default, as the paper builds its batches; iid on request.
+
+    Stratified: example i of a random order takes the component at (i + u)/B of the cumulated weights, one u for the batch,
+    so each component's share is pi_k up to one example and exactly pi_k on average. Only the examples that use an attack
+    pay for it, and attacks that differ in their loss alone share their gradient passes.
+
+    >>> Mixture([0.5, 0.5], [Noise(0.0), Noise(1.0)]).sample(None, torch.zeros(4, 1)).eq(0).sum()
+    tensor(2)
+    """
+
+    weights: Sequence[float]
+    channels: Sequence[Channel]
+    stratified: bool = True
+
+    def __post_init__(self) -> None:
+        weights = tuple(float(weight) for weight in self.weights)
+        channels = tuple(self.channels)
+        if not channels or len(weights) != len(channels):
+            raise ValueError(f"weights must be as many as channels, got {len(weights)} weights and {len(channels)} channels")
+        if any(not math.isfinite(w) or w < 0 for w in weights) or abs(sum(weights) - 1) > 1e-6:
+            raise ValueError(f"Mixture weights must be non-negative and sum to 1, got {list(weights)}")
+        for channel in channels:
+            if not isinstance(channel, Channel):
+                raise TypeError(f"channels must have sample and density, got {checks.describe(channel)}")
+        object.__setattr__(self, "weights", weights)
+        object.__setattr__(self, "channels", channels)
+
+    def _strata(self, num: int, generator: torch.Generator | None, device: torch.device) -> tuple[Tensor, list[int]]:
+        """A random order of the examples and the edges that cut it into components: part k is order[edges[k]:edges[k+1]]."""
+        if self.stratified:
+            u = float(torch.rand((), generator=generator, dtype=torch.float64, device=device))
+            cumulated = [math.fsum(self.weights[:k]) for k in range(1, len(self.weights))]
+            inner = [min(num, max(0, math.ceil(round(num * edge, 9) - u))) for edge in cumulated]
+            return torch.randperm(num, generator=generator, device=device), [0, *inner, num]
+        weights = torch.tensor(self.weights, dtype=torch.float64, device=device)
+        component = torch.multinomial(weights, num, replacement=True, generator=generator)
+        counts = torch.bincount(component, minlength=len(self.weights))
+        return component.argsort(stable=True), [0, *counts.cumsum(0).tolist()]
+
+    def sample(
+        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        order, edges = self._strata(len(x), generator, x.device)
+        rows, moved = [], []
+        for members in self._groups:
+            parts = [order[edges[k] : edges[k + 1]] for k in members]
+            chosen = torch.cat(parts) if len(parts) > 1 else parts[0]
+            if len(chosen):
+                channel = self._merged(members, [len(part) for part in parts], x.device)
+                rows.append(chosen)
+                moved.append(channel.sample(predict, x[chosen], None if y is None else y[chosen], generator=generator))
+        return torch.empty_like(x).index_copy(0, torch.cat(rows), torch.cat(moved))
+
+    @cached_property
+    def _groups(self) -> list[list[int]]:
+        """Components that one call can serve: equal noises, and attacks alike but for their losses."""
+        groups: dict[object, list[int]] = {}
+        for k, channel in enumerate(self.channels):
+            key: object = k
+            if isinstance(channel, Noise):
+                key = channel
+            elif isinstance(channel, AttackChannel) and isinstance(channel.attack, PGD):
+                attack = channel.attack
+                steps = tuple(number for _, number in attack.stages)
+                key = (channel.sigma, attack.ball, attack.step_size, attack.restarts, steps)
+            groups.setdefault(key, []).append(k)
+        return list(groups.values())
+
+    def _merged(self, members: list[int], counts: list[int], device: torch.device) -> Channel:
+        """The channel of one group, its examples in the members' order, each with its own component's losses."""
+        first = self.channels[members[0]]
+        if len(members) == 1 or not isinstance(first, AttackChannel) or not isinstance(first.attack, PGD):
+            return first
+        stages = [self.channels[k].attack.stages for k in members]  # type: ignore[attr-defined]
+        index = torch.arange(len(members), device=device).repeat_interleave(torch.tensor(counts, device=device))
+        merged = tuple(
+            (PerExample(tuple(stage[i][0] for stage in stages), index), first.attack.stages[i][1])
+            for i in range(len(first.attack.stages))
+        )
+        return AttackChannel(replace(first.attack, stages=merged), first.sigma)
+
+    def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> GaussianDensity | MixtureDensity:
+        parts = [(w, c.density(predict, x, y)) for w, c in zip(self.weights, self.channels, strict=True) if w > 0]
+        gaussian = [(weight, part) for weight, part in parts if isinstance(part, GaussianDensity)]
+        if len(gaussian) < len(parts):
+            return MixtureDensity(tuple(math.log(w) for w, _ in parts), tuple(part for _, part in parts))
+        return GaussianDensity(
+            tuple(math.log(weight) + inner for weight, part in gaussian for inner in part.log_weights),
+            tuple(centres for _, part in gaussian for centres in part.centres),
+            tuple(scale for _, part in gaussian for scale in part.scales),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class MixtureDensity:
+    """logsumexp(ln pi_k + log p_k) for densities that are not all Gaussian."""
+
+    log_weights: tuple[float, ...]
+    parts: tuple[object, ...]
+
+    def log_prob(self, x_adv: Tensor) -> Tensor:
+        each = [w + part.log_prob(x_adv) for w, part in zip(self.log_weights, self.parts, strict=True)]  # type: ignore[attr-defined]
+        return torch.logsumexp(torch.stack(each), dim=0)
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """x' = x + bounded(mean) + std * noise with (mean, raw log-std) from a network of (x, y); trained against the model by `fit`.
+
+    The mean stays in `ball` around x, so that the adversary cannot win by leaving the data; the standard deviations stay in
+    `sigma_range`. `entropy_bonus` rewards the adversary for mean log-std, so that it keeps a distribution.
+
+    >>> from advbayes import L2
+    >>> from advbayes.networks import FullyConnectedGenerator
+    >>> channel = Learned(FullyConnectedGenerator(3), L2(1.0))
+    >>> channel.sample(None, torch.zeros(5, 3), torch.zeros(5)).shape
+    torch.Size([5, 3])
+    """
+
+    generator: nn.Module  # (x, y) -> mean shift and raw log-std, both of x's shape
+    ball: Ball
+    sigma_range: tuple[float, float] = (1e-2, 0.5)
+    entropy_bonus: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.generator, nn.Module):
+            raise TypeError(f"generator must be a torch.nn.Module of (x, y), got {checks.describe(self.generator)}")
+        low, high = self.sigma_range
+        checks.number("sigma_range[0]", low, low=0, open_low=True)
+        checks.number("sigma_range[1]", high, low=low)
+        checks.number("entropy_bonus", self.entropy_bonus, low=0)
+
+    def moments(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Centre and standard deviation of x', both of x's shape, differentiable in the generator."""
+        if y is None:
+            with torch.no_grad():
+                y = mode(predict(x))
+        shift, raw = self.generator(x, y)
+        if shift.shape != x.shape or raw.shape != x.shape:
+            raise ValueError(
+                f"generator must return mean and log-std of x's shape {tuple(x.shape)}, "
+                f"got {tuple(shift.shape)} and {tuple(raw.shape)}"
+            )
+        low, high = (math.log(bound) for bound in self.sigma_range)
+        return self.ball.project(x + shift, x), (low + (high - low) * torch.sigmoid(raw)).exp()
+
+    def sample(
+        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        centre, std = self.moments(predict, x, y)
+        return centre + std * torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+
+    def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> GaussianDensity:
+        with torch.no_grad():
+            centre, std = self.moments(predict, x, y)
+        return GaussianDensity((0.0,), (centre,), (std,))
+
+
+def learned_in(channel: Channel) -> list[Learned]:
+    """The learned channels in a (nested) mixture: the adversaries that `fit` trains.
+
+    >>> learned_in(Mixture([0.5, 0.5], [Noise(), Noise(1.0)]))
+    []
+    """
+    if isinstance(channel, Learned):
+        return [channel]
+    if isinstance(channel, Mixture):
+        return [learned for part in channel.channels for learned in learned_in(part)]
+    return []

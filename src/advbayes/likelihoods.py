@@ -1,0 +1,351 @@
+"""p(y | network output): likelihoods, and the predictive mixtures over theta (section 3.1).
+
+A likelihood turns a network's output into a `Distribution` over `y`. Some own a few numbers of theta themselves (a learned
+scale); those are the last coordinates of theta and reach the likelihood as `extra`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical as CategoricalDistribution
+from torch.distributions import Distribution, Independent, Normal, constraints
+from torch.nn import functional
+
+from advbayes import checks
+
+_HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+
+
+class Likelihood(Protocol):
+    """Network output -> Distribution over y, and the same log-density without building the Distribution."""
+
+    def num_extra(self) -> int: ...
+
+    def initial_extra(self) -> list[float]: ...
+
+    def __call__(
+        self,
+        output: Tensor,  # (*, B, O)
+        extra: Tensor,  # (*, num_extra)
+    ) -> Distribution: ...  # batch shape (*, B)
+
+    def log_prob(
+        self,
+        output: Tensor,  # (B, O)
+        y: Tensor,  # (B,) or (B, D)
+        extra: Tensor,  # (num_extra,)
+    ) -> Tensor: ...  # (B,)
+
+    def check_target(
+        self,
+        output: Tensor,  # (B, O)
+        y: Tensor,
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Categorical:
+    """Classes: the network's output are logits.
+
+    >>> Categorical()(torch.zeros(2, 4), torch.empty(0)).probs
+    tensor([[0.2500, 0.2500, 0.2500, 0.2500],
+            [0.2500, 0.2500, 0.2500, 0.2500]])
+    """
+
+    def num_extra(self) -> int:
+        return 0
+
+    def initial_extra(self) -> list[float]:
+        return []
+
+    def __call__(self, output: Tensor, extra: Tensor) -> CategoricalDistribution:
+        return CategoricalDistribution(logits=output, validate_args=False)
+
+    def log_prob(self, output: Tensor, y: Tensor, extra: Tensor) -> Tensor:
+        return -functional.cross_entropy(output, y, reduction="none")
+
+    def check_target(self, output: Tensor, y: Tensor) -> Tensor:
+        """Class indices of shape (B,), as int64."""
+        if output.ndim != 2 or output.shape[1] < 2:
+            raise ValueError(f"net must give logits of shape (B, C) with C >= 2 for Categorical, got {checks.describe(output)}")
+        if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+            raise TypeError(f"y must hold class indices (an integer tensor) for Categorical, got {checks.describe(y)}")
+        if y.ndim != 1:
+            raise ValueError(f"y must have shape (B,) for Categorical, got {checks.describe(y)}")
+        num_classes = output.shape[1]
+        if y.numel() and (int(y.min()) < 0 or int(y.max()) >= num_classes):
+            raise ValueError(
+                f"y must hold class indices in [0, {num_classes - 1}] (the net has {num_classes} outputs), "
+                f"got values from {int(y.min())} to {int(y.max())}"
+            )
+        return y.long()
+
+
+def _targets(y: Tensor, mean: Tensor) -> Tensor:
+    """`y` in the shape of `mean` ((B,) or (B, D)): (B, 1) is one output, and nothing is ever broadcast."""
+    if y.shape == mean.shape:
+        return y
+    if y.ndim == mean.ndim + 1 and y.shape[-1] == 1 and y.shape[:-1] == mean.shape:
+        return y.squeeze(-1)
+    raise ValueError(f"y must have the predicted mean's shape {tuple(mean.shape)}, got {checks.describe(y)}")
+
+
+def _outputs(output: Tensor) -> Tensor:
+    """(*, B, 1) -> (*, B); (*, B, D) stays."""
+    return output.squeeze(-1) if output.shape[-1] == 1 else output
+
+
+class _GaussianPrediction(Normal):
+    """One output: a Normal of batch shape (*, B) that accepts targets of shape (B, 1) and never broadcasts."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        z = (_targets(value, self.loc) - self.loc) / self.scale
+        return -0.5 * z * z - self.scale.log() - _HALF_LOG_TWO_PI
+
+
+def _gaussian(mean: Tensor, scale: Tensor, num_outputs: int) -> Distribution:
+    if num_outputs == 1:
+        return _GaussianPrediction(mean, scale, validate_args=False)
+    return Independent(Normal(mean, scale, validate_args=False), 1, validate_args=False)
+
+
+def _check_regression(mean: Tensor, y: Tensor) -> Tensor:
+    if not y.is_floating_point():
+        raise TypeError(f"y must be a floating-point tensor for a Gaussian likelihood, got {checks.describe(y)}")
+    y = _targets(y, mean)
+    if y.dtype != mean.dtype:
+        raise TypeError(f"y must have the model's dtype {mean.dtype}, got {checks.describe(y)}")
+    return y
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """Regression, N(y; output, scale^2): `scale` fixed, or learned with theta (log-scales, one per output, last in theta).
+
+    With several outputs, `scale` is one number or one per output, and learning needs `num_outputs`.
+
+    >>> Gaussian(0.5)(torch.zeros(3, 1), torch.empty(0)).variance
+    tensor([0.2500, 0.2500, 0.2500])
+    """
+
+    scale: float | tuple[float, ...] = 1.0
+    learned: bool = False
+    num_outputs: int = 1
+
+    def __post_init__(self) -> None:
+        checks.count("num_outputs", self.num_outputs)
+        scales = self.scale if isinstance(self.scale, tuple) else (self.scale,)
+        if len(scales) not in (1, self.num_outputs):
+            raise ValueError(f"scale must be one number or {self.num_outputs} (num_outputs), got {self.scale}")
+        for scale in scales:
+            checks.number("scale", scale, low=0, open_low=True)
+
+    def num_extra(self) -> int:
+        return self.num_outputs if self.learned else 0
+
+    def initial_extra(self) -> list[float]:
+        if not self.learned:
+            return []
+        scales = self.scale if isinstance(self.scale, tuple) else (self.scale,) * self.num_outputs
+        return [math.log(scale) for scale in scales]
+
+    def _scale(self, output: Tensor, extra: Tensor) -> Tensor:
+        if self.learned:
+            scale = extra.exp()  # (*, D)
+            return scale if self.num_outputs == 1 else scale.unsqueeze(-2)
+        return torch.as_tensor(self.scale, dtype=output.dtype, device=output.device)
+
+    def __call__(self, output: Tensor, extra: Tensor) -> Distribution:
+        mean = _outputs(output)
+        return _gaussian(mean, self._scale(output, extra).expand_as(mean), output.shape[-1])
+
+    def log_prob(self, output: Tensor, y: Tensor, extra: Tensor) -> Tensor:
+        mean = _outputs(output)
+        residual = _targets(y, mean) - mean
+        if not self.learned and not isinstance(self.scale, tuple):
+            density = residual.square().mul(-0.5 / self.scale**2) - (_HALF_LOG_TWO_PI + math.log(self.scale))
+        else:
+            scale = self._scale(output, extra)
+            density = -0.5 * (residual / scale).square() - scale.log() - _HALF_LOG_TWO_PI
+        return density if mean.ndim == 1 else density.sum(-1)
+
+    def check_target(self, output: Tensor, y: Tensor) -> Tensor:
+        """Targets of shape (B,) for one output, (B, D) for D."""
+        if output.ndim != 2 or output.shape[1] != self.num_outputs:
+            if not (output.ndim == 2 and not self.learned and isinstance(self.scale, (int, float))):
+                raise ValueError(
+                    f"net must give an output of shape (B, {self.num_outputs}) for {self}, got {checks.describe(output)}"
+                )
+        return _check_regression(_outputs(output), y)
+
+
+@dataclass(frozen=True)
+class HeteroscedasticGaussian:
+    """Regression with a scale for every input: the network gives D means, then D log-scales.
+
+    >>> HeteroscedasticGaussian()(torch.zeros(3, 2), torch.empty(0)).stddev
+    tensor([1., 1., 1.])
+    """
+
+    min_scale: float = 1e-3
+
+    def __post_init__(self) -> None:
+        checks.number("min_scale", self.min_scale, low=0)
+
+    def num_extra(self) -> int:
+        return 0
+
+    def initial_extra(self) -> list[float]:
+        return []
+
+    def _split(self, output: Tensor) -> tuple[Tensor, Tensor]:
+        if output.shape[-1] % 2:
+            raise ValueError(f"net must give D means and D log-scales (an even number of outputs), got {checks.describe(output)}")
+        mean, log_scale = output.chunk(2, dim=-1)
+        # The clamp keeps exp finite; it is far outside what data of unit scale call for.
+        scale = log_scale.clamp(-15.0, 15.0).exp().clamp_min(self.min_scale)
+        return _outputs(mean), _outputs(scale)
+
+    def __call__(self, output: Tensor, extra: Tensor) -> Distribution:
+        mean, scale = self._split(output)
+        return _gaussian(mean, scale, output.shape[-1] // 2)
+
+    def log_prob(self, output: Tensor, y: Tensor, extra: Tensor) -> Tensor:
+        mean, scale = self._split(output)
+        density = -0.5 * ((_targets(y, mean) - mean) / scale).square() - scale.log() - _HALF_LOG_TWO_PI
+        return density if mean.ndim == 1 else density.sum(-1)
+
+    def check_target(self, output: Tensor, y: Tensor) -> Tensor:
+        """Targets of shape (B,) for one mean, (B, D) for D."""
+        if output.ndim != 2:
+            raise ValueError(f"net must give an output of shape (B, 2 D), got {checks.describe(output)}")
+        return _check_regression(self._split(output)[0], y)
+
+
+class GaussianMixture(Distribution):
+    """A regression predictive sum_s w_s N(means_s, scales_s^2), components on axis 0; D outputs share their component.
+
+    `entropy()` is that of the moment-matched Gaussian, an upper bound (exact for one component) with a gradient in the
+    means; `monte_carlo_entropy` is unbiased and noisy.
+
+    >>> two = GaussianMixture(torch.tensor([[-1.0], [1.0]]), torch.full((2, 1), 0.5))
+    >>> two.mean, two.variance
+    (tensor([0.]), tensor([1.2500]))
+    """
+
+    arg_constraints = {}  # noqa: RUF012 (torch's own protocol)
+    support = constraints.real
+    has_rsample = False
+
+    def __init__(
+        self,
+        means: Tensor,  # (S, B) or (S, B, D)
+        scales: Tensor,  # as means
+        log_weights: Tensor | None = None,  # (S,) or (S, B); absent: equal
+    ) -> None:
+        if means.shape != scales.shape or means.ndim not in (2, 3):
+            raise ValueError(
+                "means and scales must share a shape (S, B) or (S, B, D), "
+                f"got {checks.describe(means)} and {checks.describe(scales)}"
+            )
+        self.means = means
+        self.scales = scales
+        num, batch = means.shape[:2]
+        if log_weights is None:
+            self.log_weights = means.new_full((num, batch), -math.log(num))
+        else:
+            columns = log_weights if log_weights.ndim == 2 else log_weights.unsqueeze(-1)
+            self.log_weights = columns.expand(num, batch).log_softmax(0)
+        super().__init__(torch.Size([batch]), means.shape[2:], validate_args=False)
+
+    def _weights(self) -> Tensor:
+        weights = self.log_weights.exp()
+        return weights if self.means.ndim == 2 else weights.unsqueeze(-1)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        z = (_targets(value, self.means[0]) - self.means) / self.scales
+        density = -0.5 * z * z - self.scales.log() - _HALF_LOG_TWO_PI
+        if self.means.ndim == 3:
+            density = density.sum(-1)
+        return torch.logsumexp(self.log_weights + density, dim=0)
+
+    @property
+    def mean(self) -> Tensor:
+        return (self._weights() * self.means).sum(0)
+
+    @property
+    def mode(self) -> Tensor:
+        """The mean: what an attacker without a label takes for y."""
+        return self.mean
+
+    @property
+    def variance(self) -> Tensor:
+        """E[s^2] + Var[m]."""
+        weights, mean = self._weights(), self.mean
+        return (weights * (self.scales.square() + (self.means - mean).square())).sum(0)
+
+    def entropy(self) -> Tensor:
+        """Of the Gaussian with this mean and (per-output) variance: 0.5 ln(2 pi e Var), summed over outputs."""
+        per_output = 0.5 * self.variance.log() + 0.5 + _HALF_LOG_TWO_PI
+        return per_output if self.means.ndim == 2 else per_output.sum(-1)
+
+    def monte_carlo_entropy(self, num: int = 1000, *, generator: torch.Generator | None = None) -> Tensor:
+        """-mean log p over `num` draws."""
+        draws = self.sample(torch.Size([num]), generator=generator)
+        return -torch.stack([self.log_prob(draw) for draw in draws]).mean(0)
+
+    def cdf(self, value: Tensor) -> Tensor:
+        """P(Y <= value) for one output."""
+        if self.means.ndim == 3:
+            raise ValueError("cdf is defined for one output; take one output's components first")
+        z = (_targets(value, self.means[0]) - self.means) / (self.scales * math.sqrt(2.0))
+        return (self.log_weights.exp() * 0.5 * (1.0 + torch.erf(z))).sum(0)
+
+    def icdf(self, value: Tensor) -> Tensor:
+        """Quantiles for one output, by bisection to the dtype's precision."""
+        level = torch.as_tensor(value, dtype=self.means.dtype, device=self.means.device).expand(self.batch_shape)
+        reach = 40.0 * self.scales.amax(0)
+        low, high = self.means.amin(0) - reach, self.means.amax(0) + reach
+        for _ in range(100):
+            middle = 0.5 * (low + high)
+            above = self.cdf(middle) >= level
+            high, low = torch.where(above, middle, high), torch.where(above, low, middle)
+        return 0.5 * (low + high)
+
+    def sample(self, sample_shape: Any = (), *, generator: torch.Generator | None = None) -> Tensor:
+        shape = torch.Size(sample_shape)
+        with torch.no_grad():
+            num = max(1, math.prod(shape))
+            pick = torch.multinomial(self.log_weights.exp().T, num, replacement=True, generator=generator).T  # (num, B)
+            rows = torch.arange(self.means.shape[1], device=self.means.device)
+            means, scales = self.means[pick, rows], self.scales[pick, rows]
+            noise = torch.randn(means.shape, generator=generator, dtype=means.dtype, device=means.device)
+            return (means + scales * noise).reshape(shape + self.batch_shape + self.event_shape)
+
+
+def mix(
+    each: Distribution,  # batch shape (S, B)
+    log_weights: Tensor | None = None,  # (S,) or (S, B)
+) -> Distribution:
+    """The predictive sum_s w_s p_s: probabilities are averaged, never logits.
+
+    >>> each = CategoricalDistribution(logits=torch.tensor([[[9.0, 0.0]], [[0.0, 9.0]]]))
+    >>> mix(each).probs
+    tensor([[0.5000, 0.5000]])
+    """
+    if isinstance(each, CategoricalDistribution):
+        log_probs = each.logits  # (S, B, C), normalised by torch
+        if log_weights is None:
+            mixed = torch.logsumexp(log_probs, dim=0) - math.log(log_probs.shape[0])
+        else:
+            log_weights = log_weights.log_softmax(0)
+            mixed = torch.logsumexp(log_weights.reshape(*log_weights.shape, *[1] * (3 - log_weights.ndim)) + log_probs, 0)
+        return CategoricalDistribution(logits=mixed, validate_args=False)
+    if isinstance(each, Independent):
+        each = each.base_dist
+    return GaussianMixture(each.mean, each.stddev, log_weights)

@@ -1,0 +1,171 @@
+"""p(y | x, theta) p(theta) from any `nn.Module`, with theta one flat vector (section 3.1, SM-6)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Distribution
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _NormBase
+
+from advbayes import checks
+from advbayes.likelihoods import Likelihood
+
+_RANDOM_IN_EVAL = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
+
+
+class BayesianModel:
+    """Any network becomes p(y | x, theta) N(theta; 0, prior_scale^2 I); theta holds every trainable parameter.
+
+    The network is copied and put in evaluation mode: theta is the only randomness, so dropout does nothing. Parameters
+    with `requires_grad=False` stay constants. `prior_scale=math.inf` is the flat prior.
+
+    >>> from advbayes import Categorical
+    >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
+    >>> model.num_params, model.at(torch.zeros(15))(torch.ones(2, 4)).probs.shape
+    (15, torch.Size([2, 3]))
+    """
+
+    def __init__(self, net: nn.Module, likelihood: Likelihood, prior_scale: float = 1.0) -> None:
+        if not isinstance(net, nn.Module):
+            raise TypeError(f"net must be a torch.nn.Module, got {checks.describe(net)}")
+        self.prior_scale = (
+            math.inf if prior_scale == math.inf else checks.number("prior_scale", prior_scale, low=0, open_low=True)
+        )
+        _refuse_unfit_layers(net)
+        self.likelihood = likelihood
+        self.net = copy.deepcopy(net).eval()
+        trainable = {name: p for name, p in self.net.named_parameters() if p.requires_grad}
+        if not trainable:
+            raise ValueError("net must have at least one trainable parameter, got none")
+        first = next(iter(trainable.values()))
+        for name, p in trainable.items():
+            if p.dtype != first.dtype or p.device != first.device:
+                raise TypeError(
+                    f"net must keep its parameters in one dtype and on one device, got {first.dtype} on {first.device} "
+                    f"and {p.dtype} on {p.device} ({name})"
+                )
+        self.names = tuple(trainable)
+        self.shapes = tuple(p.shape for p in trainable.values())
+        self._sizes = [p.numel() for p in trainable.values()] + [likelihood.num_extra()]
+        self.num_params = sum(self._sizes)
+        self.dtype, self.device = first.dtype, first.device
+        # Where each parameter hangs in the module tree, tied ones in several places.
+        self._slots = [
+            [(m._parameters, key) for m in self.net.modules() for key, held in m._parameters.items() if held is p]
+            for p in trainable.values()
+        ]
+        self._originals = list(trainable.values())
+        for p in self._originals:
+            p.requires_grad_(False)
+        self._channels_last = any(isinstance(m, nn.Conv2d) for m in self.net.modules())
+
+    def __repr__(self) -> str:
+        return (
+            f"BayesianModel({type(self.net).__name__}, {self.likelihood}, prior_scale={self.prior_scale:g}, "
+            f"num_params={self.num_params})"
+        )
+
+    def initial_theta(self) -> Tensor:
+        """The network's own weights (and the likelihood's initial scale) as a theta: where posteriors start."""
+        return self.theta_of(self.net)
+
+    def theta_of(self, net: nn.Module) -> Tensor:
+        """The weights of a (trained) network of the same shape as a theta, for a warm start."""
+        parameters = dict(net.named_parameters())
+        parts = []
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            if name not in parameters or parameters[name].shape != shape:
+                came = tuple(parameters[name].shape) if name in parameters else "no such parameter"
+                raise ValueError(f"net must have a parameter {name!r} of shape {tuple(shape)}, got {came}")
+            parts.append(parameters[name].detach().reshape(-1).to(self.device, self.dtype))
+        parts.append(torch.tensor(self.likelihood.initial_extra(), dtype=self.dtype, device=self.device))
+        return torch.cat(parts)
+
+    def output(
+        self,
+        theta: Tensor,  # (P,)
+        x: Tensor,  # (B, *event)
+    ) -> tuple[Tensor, Tensor]:  # (B, O), (num_extra,)
+        """The network's raw output at one theta, and theta's coordinates that belong to the likelihood."""
+        *flat, extra = torch.split(theta, self._sizes)
+        if self._channels_last and x.ndim == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        if torch.compiler.is_compiling():
+            views = {n: v.view(s) for n, v, s in zip(self.names, flat, self.shapes, strict=True)}
+            return _as_matrix(functional_call(self.net, views, (x,))), extra
+        # What functional_call does, at a third of its cost: hang the views in the tree, run, hang the originals back.
+        try:
+            for slots, view, shape in zip(self._slots, flat, self.shapes, strict=True):
+                tensor = view.view(shape)
+                for holder, key in slots:
+                    holder[key] = tensor  # type: ignore[assignment]
+            return _as_matrix(self.net(x)), extra
+        finally:
+            for slots, original in zip(self._slots, self._originals, strict=True):
+                for holder, key in slots:
+                    holder[key] = original
+
+    def log_likelihood(
+        self,
+        theta: Tensor,  # (P,)
+        x: Tensor,  # (B, *event)
+        y: Tensor,  # (B,) or (B, D)
+    ) -> Tensor:  # (B,)
+        """log p(y | x, theta), without building a Distribution."""
+        output, extra = self.output(theta, x)
+        return self.likelihood.log_prob(output, y, extra)
+
+    def at(self, theta: Tensor) -> Callable[[Tensor], Distribution]:
+        """The Predictor p(y | x, theta)."""
+        self._check_theta("theta", theta, 1)
+
+        def predict(x: Tensor) -> Distribution:
+            self._check_input(x)
+            return self.likelihood(*self.output(theta, x))
+
+        return predict
+
+    def at_each(self, thetas: Tensor) -> Callable[[Tensor], Distribution]:
+        """x -> the predictions of each theta, a Distribution of batch shape (S, B)."""
+        self._check_theta("thetas", thetas, 2)
+
+        def predict(x: Tensor) -> Distribution:
+            self._check_input(x)
+            outputs, extras = zip(*(self.output(theta, x) for theta in thetas), strict=True)
+            return self.likelihood(torch.stack(outputs), torch.stack(extras))
+
+        return predict
+
+    def _check_theta(self, name: str, theta: Tensor, ndim: int) -> None:
+        wanted = f"({self.num_params},)" if ndim == 1 else f"(S, {self.num_params})"
+        if not isinstance(theta, Tensor) or theta.ndim != ndim or theta.shape[-1] != self.num_params or not theta.numel():
+            raise ValueError(f"{name} must be a tensor of shape {wanted} for this model, got {checks.describe(theta)}")
+        if theta.dtype != self.dtype or theta.device != self.device:
+            raise TypeError(f"{name} must be {self.dtype} on {self.device} as the net, got {checks.describe(theta)}")
+
+    def _check_input(self, x: Any) -> None:
+        if not isinstance(x, Tensor) or x.ndim < 2:
+            raise TypeError(f"x must be a tensor of shape (B, *event), got {checks.describe(x)}")
+        if x.dtype != self.dtype or x.device != self.device:
+            raise TypeError(f"x must be {self.dtype} on {self.device} as the net, got {checks.describe(x)}")
+
+
+def _as_matrix(output: Tensor) -> Tensor:
+    return output.unsqueeze(-1) if output.ndim == 1 else output
+
+
+def _refuse_unfit_layers(net: nn.Module) -> None:
+    for name, layer in net.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) or (isinstance(layer, _NormBase) and layer.track_running_stats):
+            raise ValueError(
+                f"net must be free of batch statistics, got layer {name!r}: {layer}; running statistics belong to one theta and "
+                "a posterior has many. Convert it first: advbayes.networks.with_group_norm(net)"
+            )
+        if isinstance(layer, _RANDOM_IN_EVAL):
+            raise ValueError(f"net must be a function of x and theta alone, got layer {name!r}: {layer}, which draws at random")

@@ -1,0 +1,115 @@
+"""The paper's architectures (SM-5, SM-6), and GroupNorm for nets that came with BatchNorm."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from advbayes import checks
+
+
+def conv_net(num_classes: int = 10, channels: int = 1, size: int = 28) -> nn.Sequential:
+    """SM-6 classification: two blocks of 3x3 convolution (16, 32), ReLU, 2x2 average pooling; one dense layer.
+
+    >>> conv_net()(torch.zeros(2, 1, 28, 28)).shape
+    torch.Size([2, 10])
+    """
+    checks.count("size", size, low=4)
+    flat = 32 * (size // 4) ** 2
+    return nn.Sequential(
+        nn.Conv2d(checks.count("channels", channels), 16, 3, padding=1),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(flat, checks.count("num_classes", num_classes, low=2)),
+    )
+
+
+def mlp(num_features: int, num_outputs: int = 1, hidden: tuple[int, ...] = (16, 16)) -> nn.Sequential:
+    """SM-6 regression: fully connected, two hidden layers of 16 with ReLU, a dense output.
+
+    >>> mlp(11)(torch.zeros(2, 11)).shape
+    torch.Size([2, 1])
+    """
+    sizes = [checks.count("num_features", num_features), *hidden]
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(sizes):
+        layers += [nn.Linear(before, checks.count("hidden", after)), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], checks.count("num_outputs", num_outputs)))
+
+
+class ConvGenerator(nn.Module):
+    """SM-5's convolutional adversary: (x, class) -> mean perturbation and raw log-std, both of x's shape.
+
+    >>> shift, raw = ConvGenerator()(torch.zeros(2, 1, 28, 28), torch.tensor([0, 9]))
+    >>> shift.shape, raw.shape
+    (torch.Size([2, 1, 28, 28]), torch.Size([2, 1, 28, 28]))
+    """
+
+    def __init__(self, num_classes: int = 10, channels: int = 1, size: int = 28) -> None:
+        super().__init__()
+        self.num_classes = checks.count("num_classes", num_classes, low=2)
+        self.features = nn.Sequential(
+            nn.Conv2d(channels, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()
+        )
+        self.mean = nn.Conv2d(16, channels, 3, padding=1)
+        self.log_std = nn.Conv2d(16, channels, 3, padding=1)
+        self.label = nn.Linear(num_classes, channels * size * size)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.features(x)
+        label = self.label(functional.one_hot(y, self.num_classes).to(x.dtype)).view_as(x)
+        return self.mean(features) + label, self.log_std(features)
+
+
+class FullyConnectedGenerator(nn.Module):
+    """SM-5's adversary for tabular data: (x, y) -> mean perturbation and raw log-std, both of x's shape.
+
+    `num_classes` one-hot encodes class labels; without it y is a real target of `num_outputs`.
+
+    >>> shift, raw = FullyConnectedGenerator(3)(torch.zeros(2, 3), torch.zeros(2))
+    >>> shift.shape, raw.shape
+    (torch.Size([2, 3]), torch.Size([2, 3]))
+    """
+
+    def __init__(self, num_features: int, num_outputs: int = 1, num_classes: int | None = None, width: int = 128) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.label = nn.Linear(num_classes or num_outputs, num_features)
+        self.hidden = nn.Sequential(nn.Linear(2 * num_features, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+        self.mean = nn.Linear(width, num_features)
+        self.log_std = nn.Linear(width, num_features)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if self.num_classes is not None:
+            y = functional.one_hot(y, self.num_classes)
+        flat = x.flatten(1)
+        label = self.label(y.to(x.dtype).view(len(x), -1))
+        hidden = self.hidden(torch.cat([flat, label], dim=1))
+        return self.mean(hidden).view_as(x), self.log_std(hidden).view_as(x)
+
+
+def with_group_norm(net: nn.Module, num_groups: int = 8) -> nn.Module:
+    """A copy of the net in which every BatchNorm is a GroupNorm (the largest number of groups <= `num_groups` that divides).
+
+    >>> with_group_norm(nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6)))[1].num_groups
+    6
+    """
+    net = copy.deepcopy(net)
+
+    def convert(layer: nn.Module) -> nn.Module:
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            groups = max(g for g in range(1, num_groups + 1) if layer.num_features % g == 0)
+            return nn.GroupNorm(groups, layer.num_features, eps=layer.eps, affine=layer.affine)
+        for name, child in layer.named_children():
+            setattr(layer, name, convert(child))
+        return layer
+
+    return convert(net)

@@ -1,0 +1,239 @@
+"""The variational objectives of the proactive defense (sections 3.3 and 3.4, SM-3, SM-4).
+
+One tensor, log p(y_b | x'_skb, theta_s) of shape (S, K, B), and its one-line reductions. Adversarial training, TRADES, logit
+pairing and the robust Gibbs posterior are settings (docs/defenses.md).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical as CategoricalDistribution
+from torch.distributions import Distribution, kl_divergence
+
+from advbayes import checks
+from advbayes.attacks import through_attacks
+from advbayes.channels import AttackChannel, Noise
+from advbayes.model import BayesianModel
+from advbayes.types import Channel, Posterior
+
+BOUNDS = ("surrogate", "importance_weighted")
+
+
+class Terms(NamedTuple):
+    """The bound and its parts, each for the whole data set: bound = log_likelihood - kl_weight * kl - penalty."""
+
+    bound: Tensor
+    log_likelihood: Tensor
+    kl: Tensor
+    penalty: Tensor
+
+
+class Penalty(Protocol):
+    """Omega of Eq. 18, one value per example, from the raw outputs at x and at x'."""
+
+    @property
+    def likelihood(self) -> str: ...  # where y is scored: "adversarial" (at x') or "clean" (at x)
+
+    def __call__(self, model: BayesianModel, clean: Outputs, adversarial: Outputs) -> Tensor: ...  # (B,)
+
+
+class Outputs(NamedTuple):
+    """A network's raw output at one theta, with theta's coordinates that belong to the likelihood."""
+
+    output: Tensor  # (B, O)
+    extra: Tensor  # (num_extra,)
+
+
+@dataclass(frozen=True)
+class Trades:
+    """beta KL(p(. | x) || p(. | x')). The paper adds it to the adversarial likelihood, Zhang et al. to the clean one.
+
+    >>> Trades(6.0, likelihood="clean")
+    Trades(beta=6.0, likelihood='clean')
+    """
+
+    beta: float = 6.0
+    likelihood: str = "adversarial"
+
+    def __post_init__(self) -> None:
+        checks.number("beta", self.beta, low=0)
+        checks.choice("likelihood", self.likelihood, ("adversarial", "clean"))
+
+    def __call__(self, model: BayesianModel, clean: Outputs, adversarial: Outputs) -> Tensor:
+        p, q = model.likelihood(*clean), model.likelihood(*adversarial)
+        return self.beta * divergence(p, q)
+
+
+@dataclass(frozen=True)
+class LogitPairing:
+    """weight |g(x) - g(x')|^2 on the network's raw outputs (ALP).
+
+    >>> LogitPairing(0.5)
+    LogitPairing(weight=0.5, likelihood='adversarial')
+    """
+
+    weight: float = 0.5
+    likelihood: str = "adversarial"
+
+    def __post_init__(self) -> None:
+        checks.number("weight", self.weight, low=0)
+        checks.choice("likelihood", self.likelihood, ("adversarial", "clean"))
+
+    def __call__(self, model: BayesianModel, clean: Outputs, adversarial: Outputs) -> Tensor:
+        return self.weight * (clean.output - adversarial.output).square().sum(-1)
+
+
+def divergence(p: Distribution, q: Distribution) -> Tensor:
+    """KL(p || q) of each example; finite for categoricals at any logits.
+
+    >>> divergence(CategoricalDistribution(logits=torch.zeros(1, 2)), CategoricalDistribution(logits=torch.zeros(1, 2)))
+    tensor([0.])
+    """
+    if isinstance(p, CategoricalDistribution) and isinstance(q, CategoricalDistribution):
+        return (p.logits.exp() * (p.logits - q.logits)).sum(-1)
+    return kl_divergence(p, q)
+
+
+@dataclass(frozen=True)
+class ChannelELBO:
+    """The evidence lower bound of the robust posterior, through an adversarial channel.
+
+    surrogate (Eq. 11):           N/B sum_b mean_s mean_k log p_skb                - KL(q || prior)
+    importance_weighted (SM-3):   N/B sum_b mean_s log( 1/K sum_k p_skb )          - KL(q || prior)
+
+    whose gradient is SM-4's self-normalised estimator. The K channel samples of one theta share their attack where the
+    channel is an attack plus noise. By default no gradient flows through the attack, as in adversarial training;
+    `through=True` gives the paper's pathwise formula.
+
+    >>> ChannelELBO(60_000, num_channel=5, bound="importance_weighted").num_theta
+    1
+    """
+
+    num_data: int
+    num_theta: int = 1
+    num_channel: int = 1
+    bound: str = "surrogate"
+    penalty: Penalty | None = None
+    kl_weight: float = 1.0
+    through: bool = False
+
+    def __post_init__(self) -> None:
+        checks.count("num_data", self.num_data)
+        checks.count("num_theta", self.num_theta)
+        checks.count("num_channel", self.num_channel)
+        checks.choice("bound", self.bound, BOUNDS)
+        checks.number("kl_weight", self.kl_weight, low=0)
+
+    def __call__(
+        self,
+        model: BayesianModel,
+        posterior: Posterior,
+        channel: Channel,
+        x: Tensor,  # (B, *event)
+        y: Tensor,  # (B,) or (B, D)
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Terms:
+        """One estimate of the bound and its parts, differentiable in the posterior."""
+        thetas = posterior.rsample(self.num_theta, generator=generator)
+        x_adv = self.corrupt(model, thetas, channel, x, y, generator=generator)
+        return self.terms(model, posterior, thetas, x, x_adv, y)
+
+    def corrupt(
+        self,
+        model: BayesianModel,
+        thetas: Tensor,  # (S, P)
+        channel: Channel,
+        x: Tensor,
+        y: Tensor,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:  # (S, K, B, *event)
+        """x' ~ p(. | x, theta_s), K times for every theta."""
+        if isinstance(channel, Noise) and channel.sigma == 0:
+            return x.expand(len(thetas), self.num_channel, *x.shape)
+        with through_attacks() if self.through else torch.no_grad():
+            given = thetas if self.through else thetas.detach()
+            rows = [self._draw(channel, model.at(theta), x, y, generator) for theta in given]
+            return torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
+
+    def _draw(self, channel: Channel, predict: Any, x: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+        """K samples; K noises share one attack."""
+        if self.num_channel == 1:
+            return channel.sample(predict, x, y, generator=generator).unsqueeze(0)
+        if isinstance(channel, AttackChannel):
+            centre = channel.attack(predict, x, y, generator=generator)
+            noise = Noise(channel.sigma)
+            return torch.stack([noise.sample(predict, centre, generator=generator) for _ in range(self.num_channel)])
+        return torch.stack([channel.sample(predict, x, y, generator=generator) for _ in range(self.num_channel)])
+
+    def terms(
+        self,
+        model: BayesianModel,
+        posterior: Posterior,
+        thetas: Tensor,  # (S, P)
+        x: Tensor,  # (B, *event)
+        x_adv: Tensor,  # (S, K, B, *event)
+        y: Tensor,
+    ) -> Terms:
+        """The bound at given thetas and channel samples: no randomness left."""
+        scale = self.num_data / len(x)
+        kl = posterior.kl(model.prior_scale)
+        if self.penalty is None:
+            log_p = self._score(model, thetas, x_adv, y)
+            penalty = log_p.new_zeros(())
+        else:
+            log_p, omega = self._score_with_penalty(model, thetas, x, x_adv, y)
+            penalty = scale / (omega.shape[0] * omega.shape[1]) * omega.sum()
+        log_likelihood = scale / len(thetas) * self.reduce(log_p).sum()
+        bound = log_likelihood - kl if self.kl_weight == 1 else log_likelihood - self.kl_weight * kl
+        return Terms(bound if self.penalty is None else bound - penalty, log_likelihood, kl, penalty)
+
+    def reduce(self, log_p: Tensor) -> Tensor:  # (S, K, B) -> (S, B)
+        """Over the channel: the mean of the logs, or the log of the mean."""
+        if log_p.shape[1] == 1:
+            return log_p.squeeze(1)
+        if self.bound == "surrogate":
+            return log_p.mean(1)
+        return torch.logsumexp(log_p, dim=1) - math.log(log_p.shape[1])
+
+    def log_likelihoods(
+        self,
+        model: BayesianModel,
+        thetas: Tensor,  # (S, P)
+        channel: Channel,
+        x: Tensor,
+        y: Tensor,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """log p(y_b | x'_skb, theta_s), (S, K, B): what the bounds reduce."""
+        return self._score(model, thetas, self.corrupt(model, thetas, channel, x, y, generator=generator), y)
+
+    def _score(self, model: BayesianModel, thetas: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:  # (S, K, B)
+        num_channel = x_adv.shape[1]
+        if num_channel > 1:
+            y = y.repeat(num_channel, *[1] * (y.ndim - 1))
+        rows = [
+            model.log_likelihood(theta, inputs.flatten(0, 1), y).view(num_channel, -1)
+            for theta, inputs in zip(thetas, x_adv, strict=True)
+        ]
+        return torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
+
+    def _score_with_penalty(
+        self, model: BayesianModel, thetas: Tensor, x: Tensor, x_adv: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor]:  # (S, K, B) each
+        assert self.penalty is not None
+        scores, omegas = [], []
+        for theta, inputs in zip(thetas, x_adv, strict=True):
+            clean = Outputs(*model.output(theta, x))
+            attacked = [Outputs(*model.output(theta, one)) for one in inputs]
+            scored = attacked if self.penalty.likelihood == "adversarial" else [clean] * len(attacked)
+            scores.append(torch.stack([model.likelihood.log_prob(one.output, y, one.extra) for one in scored]))
+            omegas.append(torch.stack([self.penalty(model, clean, one) for one in attacked]))
+        return torch.stack(scores), torch.stack(omegas)

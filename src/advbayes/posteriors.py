@@ -1,0 +1,292 @@
+"""Distributions over theta that can be trained or given (section 3.3)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from advbayes import checks
+from advbayes.model import BayesianModel
+from advbayes.seeds import seed_for
+
+
+class _Posterior(nn.Module, ABC):
+    """What every posterior over theta shares: a size, a mean, draws without a gradient."""
+
+    num_params: int
+
+    @abstractmethod
+    def noise(self, num: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """All the randomness of `num` thetas."""
+
+    @abstractmethod
+    def at(self, noise: Tensor) -> Tensor:
+        """theta = f(noise): the reparameterisation, (num, P), differentiable in the posterior."""
+
+    def rsample(self, num: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
+        """`num` thetas, (num, P), differentiable in the posterior."""
+        return self.at(self.noise(checks.count("num", num), generator=generator))
+
+    @abstractmethod
+    def kl(self, prior_scale: float) -> Tensor: ...
+
+    @property
+    @abstractmethod
+    def mean(self) -> Tensor: ...
+
+    @torch.no_grad()
+    def sample(self, num: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
+        """`num` thetas without a gradient, (num, P)."""
+        return self.rsample(num, generator=generator).detach().clone()
+
+    def forward(self, *args: Any) -> Any:
+        raise TypeError("a posterior is not called; use rsample, sample or kl")
+
+
+def _start(model: BayesianModel, init: Tensor | nn.Module | None) -> Tensor:
+    if not isinstance(model, BayesianModel):
+        raise TypeError(f"model must be a BayesianModel, got {checks.describe(model)}")
+    if init is None:
+        return model.initial_theta()
+    if isinstance(init, nn.Module):
+        return model.theta_of(init)
+    model._check_theta("init", init, 1)
+    return init.detach().clone()
+
+
+def _inverse_softplus(scale: float) -> float:
+    return scale + math.log(-math.expm1(-scale))
+
+
+def _check_prior(prior_scale: float) -> float:
+    if prior_scale == math.inf:
+        return math.inf
+    return checks.number("prior_scale", prior_scale, low=0, open_low=True)
+
+
+class _GaussianKL(torch.autograd.Function):
+    """KL(N(mu, s^2), N(0, t^2)) summed over every parameter, with its gradient in closed form (three kernels a side)."""
+
+    @staticmethod
+    def forward(ctx: Any, mu: Tensor, rho: Tensor, scale: Tensor, prior_scale: float) -> Tensor:
+        ctx.save_for_backward(mu, rho, scale)
+        ctx.prior_scale = prior_scale
+        num = mu.numel()
+        squares = (mu.dot(mu) + scale.dot(scale)) / prior_scale**2
+        return 0.5 * (squares - num) + num * math.log(prior_scale) - scale.log().sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        mu, rho, scale = ctx.saved_tensors
+        precision = ctx.prior_scale**-2
+        return grad * precision * mu, grad * (precision * scale - scale.reciprocal()) * torch.sigmoid(rho), None, None
+
+
+class MeanField(_Posterior):
+    """q(theta) = N(mu, diag(softplus(rho)^2)), started at the net's own weights.
+
+    >>> from advbayes import BayesianModel, Categorical
+    >>> posterior = MeanField(BayesianModel(nn.Linear(4, 3), Categorical()))
+    >>> posterior.rsample(2, generator=torch.Generator().manual_seed(0)).shape, bool(posterior.kl(1.0) > 0)
+    (torch.Size([2, 15]), True)
+    """
+
+    def __init__(self, model: BayesianModel, init_scale: float = 0.02, init: Tensor | nn.Module | None = None) -> None:
+        super().__init__()
+        checks.number("init_scale", init_scale, low=0, open_low=True)
+        self.mu = nn.Parameter(_start(model, init))
+        self.rho = nn.Parameter(torch.full_like(self.mu, _inverse_softplus(init_scale)))
+        self.num_params = model.num_params
+
+    @property
+    def scale(self) -> Tensor:
+        """Standard deviations, (P,)."""
+        return functional.softplus(self.rho)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.mu.detach()
+
+    def noise(self, num: int, *, generator: torch.Generator | None = None) -> Tensor:
+        return torch.randn(num, self.num_params, generator=generator, dtype=self.mu.dtype, device=self.mu.device)
+
+    def at(self, noise: Tensor) -> Tensor:
+        return torch.addcmul(self.mu, self.scale, noise)
+
+    def kl(self, prior_scale: float) -> Tensor:
+        """0.5 sum((s^2 + mu^2)/t^2 - 1 - ln(s^2/t^2)), over every parameter."""
+        prior_scale = checks.number("prior_scale", prior_scale, low=0, open_low=True)
+        result: Tensor = _GaussianKL.apply(self.mu, self.rho, self.scale.detach(), prior_scale)  # type: ignore[no-untyped-call]
+        return result
+
+
+class PointMass(_Posterior):
+    """One theta: maximum a posteriori. `kl` is -ln p(theta) without its constant, the limit that MAP keeps.
+
+    >>> from advbayes import BayesianModel, Categorical
+    >>> posterior = PointMass(BayesianModel(nn.Linear(4, 3), Categorical()))
+    >>> torch.equal(*posterior.sample(2))
+    True
+    """
+
+    def __init__(self, model: BayesianModel, init: Tensor | nn.Module | None = None) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(_start(model, init))
+        self.num_params = model.num_params
+
+    @property
+    def mean(self) -> Tensor:
+        return self.theta.detach()
+
+    def noise(self, num: int, *, generator: torch.Generator | None = None) -> Tensor:
+        return self.theta.new_empty(num, 0)
+
+    def at(self, noise: Tensor) -> Tensor:
+        return self.theta.expand(len(noise), -1)
+
+    def kl(self, prior_scale: float) -> Tensor:
+        """0.5 |theta|^2 / t^2; zero for the flat prior."""
+        return 0.5 * self.theta.dot(self.theta) / _check_prior(prior_scale) ** 2
+
+
+def _balanced(num: int, total: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """`num` indices into `total` members, each used as often as any other up to one; all in order when num = total."""
+    if num == total:
+        return torch.arange(total, device=device)
+    rounds = [torch.randperm(total, generator=generator, device=device) for _ in range(-(-num // total))]
+    return torch.cat(rounds)[:num]
+
+
+class Ensemble(_Posterior):
+    """Equal-weight point masses; `rsample` uses each as often as any other. Members start at independent initialisations.
+
+    `kl` is the members' mean -ln p(theta), without its constant: each member is a maximum a posteriori.
+
+    >>> from advbayes import BayesianModel, Categorical
+    >>> Ensemble(BayesianModel(nn.Linear(4, 3), Categorical()), num=5).sample(5).shape
+    torch.Size([5, 15])
+    """
+
+    def __init__(self, model: BayesianModel, num: int = 5, seed: int = 0, init: Tensor | None = None) -> None:
+        super().__init__()
+        checks.count("num", num)
+        if init is not None:
+            model._check_theta("init", init, 2)
+            members = init.detach().clone()
+        else:
+            members = torch.stack([_reinitialised(model, seed_for(seed, "member", i)) for i in range(num)])
+        self.thetas = nn.Parameter(members)
+        self.num_params = model.num_params
+
+    @property
+    def mean(self) -> Tensor:
+        return self.thetas.detach().mean(0)
+
+    def noise(self, num: int, *, generator: torch.Generator | None = None) -> Tensor:
+        return _balanced(num, len(self.thetas), generator, self.thetas.device)
+
+    def at(self, noise: Tensor) -> Tensor:
+        return self.thetas[noise]
+
+    def kl(self, prior_scale: float) -> Tensor:
+        """mean_m 0.5 |theta_m|^2 / t^2."""
+        return 0.5 * self.thetas.square().sum() / len(self.thetas) / _check_prior(prior_scale) ** 2
+
+
+def _reinitialised(model: BayesianModel, seed: int) -> Tensor:
+    """The net's weights drawn anew by its layers' own rule, without touching the global generator."""
+    net = copy.deepcopy(model.net)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for layer in net.modules():
+            reset = getattr(layer, "reset_parameters", None)
+            if callable(reset):
+                reset()
+    return model.theta_of(net)
+
+
+class LowRank(_Posterior):
+    """q(theta) = N(mu, F F' + diag(softplus(rho)^2)) with F of `rank` columns.
+
+    >>> from advbayes import BayesianModel, Categorical
+    >>> LowRank(BayesianModel(nn.Linear(4, 3), Categorical()), rank=2).rsample(3).shape
+    torch.Size([3, 15])
+    """
+
+    def __init__(
+        self,
+        model: BayesianModel,
+        rank: int = 5,
+        init_scale: float = 0.02,
+        init: Tensor | nn.Module | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        checks.count("rank", rank)
+        checks.number("init_scale", init_scale, low=0, open_low=True)
+        self.mu = nn.Parameter(_start(model, init))
+        self.rho = nn.Parameter(torch.full_like(self.mu, _inverse_softplus(init_scale)))
+        generator = torch.Generator(self.mu.device).manual_seed(seed_for(seed, "factor"))
+        factor = torch.randn(model.num_params, rank, generator=generator, dtype=self.mu.dtype, device=self.mu.device)
+        self.factor = nn.Parameter(factor * (init_scale / math.sqrt(rank)))  # a zero factor is a saddle point
+        self.num_params = model.num_params
+
+    @property
+    def mean(self) -> Tensor:
+        return self.mu.detach()
+
+    def noise(self, num: int, *, generator: torch.Generator | None = None) -> Tensor:
+        columns = self.num_params + self.factor.shape[1]
+        return torch.randn(num, columns, generator=generator, dtype=self.mu.dtype, device=self.mu.device)
+
+    def at(self, noise: Tensor) -> Tensor:
+        diagonal, low = torch.split(noise, [self.num_params, self.factor.shape[1]], dim=1)
+        return self.mu + functional.softplus(self.rho) * diagonal + low @ self.factor.T
+
+    def kl(self, prior_scale: float) -> Tensor:
+        """0.5 [(tr C + |mu|^2)/t^2 - P + P ln t^2 - ln det C], C = F F' + D, by the determinant lemma."""
+        prior_scale = checks.number("prior_scale", prior_scale, low=0, open_low=True)
+        variance = functional.softplus(self.rho).square()
+        inner = self.factor.T @ (self.factor / variance.unsqueeze(-1))
+        eye = torch.eye(inner.shape[0], dtype=inner.dtype, device=inner.device)
+        log_det: Tensor = variance.log().sum() + torch.linalg.slogdet(eye + inner)[1]
+        squares = (variance.sum() + self.factor.square().sum() + self.mu.dot(self.mu)) / prior_scale**2
+        return 0.5 * (squares - self.num_params + 2 * self.num_params * math.log(prior_scale) - log_det)
+
+
+class Samples(_Posterior):
+    """Given thetas, from MCMC or elsewhere: they predict, purify and are attacked, but are not trained.
+
+    >>> Samples(torch.randn(8, 15)).sample(3).shape
+    torch.Size([3, 15])
+    """
+
+    thetas: Tensor
+
+    def __init__(self, thetas: Tensor) -> None:
+        super().__init__()
+        if not isinstance(thetas, Tensor) or thetas.ndim != 2 or not thetas.numel():
+            raise ValueError(f"thetas must be a non-empty tensor of shape (S, P), got {checks.describe(thetas)}")
+        self.register_buffer("thetas", checks.finite("thetas", thetas.detach().clone()))
+        self.num_params = thetas.shape[1]
+
+    @property
+    def mean(self) -> Tensor:
+        return self.thetas.mean(0)
+
+    def noise(self, num: int, *, generator: torch.Generator | None = None) -> Tensor:
+        return _balanced(num, len(self.thetas), generator, self.thetas.device)
+
+    def at(self, noise: Tensor) -> Tensor:
+        return self.thetas[noise]
+
+    def kl(self, prior_scale: float) -> Tensor:
+        raise TypeError("Samples has no kl: given thetas have no density. Train a MeanField or LowRank started at their mean")

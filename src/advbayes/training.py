@@ -1,0 +1,432 @@
+"""`fit`: one loop for every defense (section 3.3, SM-5).
+
+Randomness is keyed by (seed, purpose, step) and the batches by (seed, epoch), so a run that goes on from a `State` draws what an
+uninterrupted one would have drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from advbayes import checks
+from advbayes.attacks import PGD
+from advbayes.channels import AttackChannel, Learned, Mixture, learned_in
+from advbayes.model import BayesianModel
+from advbayes.objectives import ChannelELBO, Terms
+from advbayes.posteriors import Samples, _Posterior
+from advbayes.progress import Progress
+from advbayes.seeds import generator_for, seed_for
+from advbayes.types import Channel
+
+COLUMNS = ("bound", "log_likelihood", "kl", "penalty", "gradient_norm", "seconds")
+MAX_SKIPPED_IN_A_ROW = 10
+
+Data = tuple[Tensor | np.ndarray[Any, Any], Tensor | np.ndarray[Any, Any]] | DataLoader[Any]
+
+
+class NonFiniteError(FloatingPointError):
+    """Training met NaN or infinity ten steps in a row; the posterior is at its last finite state."""
+
+
+@dataclass
+class State:
+    """All that the next step needs: tensors by name (posterior, optimisers, adversaries), the step and the history."""
+
+    step: int = 0
+    skipped: int = 0
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    history: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What `fit` returns beside the trained posterior: one history entry for each step taken."""
+
+    history: dict[str, list[float]]
+    steps: int
+    skipped: int
+    interrupted: bool
+    state: State
+
+    def __repr__(self) -> str:
+        last = f", bound={self.history['bound'][-1]:.6g}" if self.history["bound"] else ""
+        return f"FitResult(steps={self.steps}, skipped={self.skipped}, interrupted={self.interrupted}{last})"
+
+
+def fit(
+    model: BayesianModel,
+    posterior: _Posterior,
+    channel: Channel,
+    data: Data,
+    *,
+    objective: ChannelELBO | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
+    batch_size: int = 128,
+    lr: float = 1e-3,
+    decay: float = 1.0,
+    adversary_lr: float = 1e-3,
+    seed: int = 0,
+    progress: bool | None = None,
+    compile: bool = False,
+    state: State | None = None,
+    checkpoint: Callable[[State], None] | None = None,
+    checkpoint_every: int | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> FitResult:
+    """Train the posterior through the channel: maximise the objective by Adam, in place.
+
+    The learning rate falls by the factor `decay` over each pass through the data. Learned channels take a step of their own
+    (against the model) before each step of the posterior. A step whose gradient is not finite is skipped and counted; ten in
+    a row raise `NonFiniteError`. Ctrl-C (or `stop()` returning true) finishes the step and returns what is trained, with
+    `interrupted=True`. `progress=None` shows a bar on a terminal alone. `checkpoint(state)` is called every
+    `checkpoint_every` steps and at the end; passing a saved state as `state` goes on from there, bit for bit.
+
+    >>> from advbayes import BayesianModel, Categorical, MeanField, Noise
+    >>> x = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
+    >>> model = BayesianModel(nn.Linear(2, 2), Categorical())
+    >>> fit(model, MeanField(model), Noise(0.1), (x, (x[:, 0] > 0).long()), epochs=2, batch_size=32).steps
+    4
+    """
+    batches = _batches(model, posterior, channel, data, batch_size, seed)
+    objective = _objective(objective, batches.num_data)
+    total = _total_steps(epochs, steps, batches)
+    checks.number("lr", lr, low=0, open_low=True)
+    checks.number("decay", decay, low=0, high=1, open_low=True)
+    checks.number("adversary_lr", adversary_lr, low=0, open_low=True)
+    if checkpoint_every is not None:
+        checks.count("checkpoint_every", checkpoint_every)
+
+    parameters = list(posterior.parameters())
+    optimiser = torch.optim.Adam(parameters, lr=lr, fused=True)
+    adversaries = [_Adversary(learned, adversary_lr) for learned in learned_in(channel)]
+    held = _Held(posterior, optimiser, adversaries)
+    state = State() if state is None else held.restore(state)
+    step_function = _compiled_terms(objective, model, posterior) if compile else _eager_terms(objective, model, posterior)
+    generator = torch.Generator(model.device)
+    skipped_in_a_row = 0
+    interrupted = False
+    origin = time.perf_counter() - (state.history["seconds"][-1] if state.history["seconds"] else 0.0)
+
+    with _deferred_interrupt() as interrupt, Progress("fit", total, progress, start=state.step) as bar:
+        for step in range(state.step, total):
+            x, y = batches(step)
+            for adversary in adversaries:
+                generator.manual_seed(seed_for(seed, "adversary", step))
+                adversary.step(model, posterior, x, y, generator)
+            generator.manual_seed(seed_for(seed, "step", step))
+            noise = posterior.noise(objective.num_theta, generator=generator)
+            with torch.no_grad():
+                thetas = posterior.at(noise)
+            x_adv = objective.corrupt(model, thetas, channel, x, y, generator=generator)
+            terms = step_function(noise, x, x_adv, y)
+            for parameter in parameters:
+                parameter.grad = None
+            (-terms.bound / batches.num_data).backward()  # type: ignore[no-untyped-call]
+            norm = _norm(parameters)
+            values = [float(term.detach()) for term in terms]
+            if math.isfinite(norm) and math.isfinite(values[0]):
+                for group in optimiser.param_groups:
+                    group["lr"] = lr * decay ** (step * batches.batch_size / batches.num_data)
+                optimiser.step()
+                skipped_in_a_row = 0
+            else:
+                state.skipped += 1
+                skipped_in_a_row += 1
+            for name, value in zip(COLUMNS, (*values, norm, time.perf_counter() - origin), strict=True):
+                state.history[name].append(value)
+            state.step = step + 1
+            bar.advance(f"bound {values[0]:.4g}")
+            if skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+                raise NonFiniteError(_cause(model, objective, thetas, x, y, x_adv, step))
+            if interrupt() or (stop is not None and stop()):
+                interrupted = state.step < total
+                break
+            if checkpoint is not None and checkpoint_every is not None and state.step % checkpoint_every == 0:
+                checkpoint(held.save(state))
+        held.save(state)
+        if checkpoint is not None:
+            checkpoint(state)
+    return FitResult(state.history, state.step, state.skipped, interrupted, state)
+
+
+StepFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Terms]
+
+
+def _eager_terms(objective: ChannelELBO, model: BayesianModel, posterior: _Posterior) -> StepFunction:
+    def terms(noise: Tensor, x: Tensor, x_adv: Tensor, y: Tensor) -> Terms:
+        return objective.terms(model, posterior, posterior.at(noise), x, x_adv, y)
+
+    return terms
+
+
+def _compiled_terms(objective: ChannelELBO, model: BayesianModel, posterior: _Posterior) -> StepFunction:
+    compiled: StepFunction = torch.compile(_eager_terms(objective, model, posterior), dynamic=False)
+    return compiled
+
+
+def _norm(parameters: list[nn.Parameter]) -> float:
+    return math.sqrt(sum(float(p.grad.square().sum()) for p in parameters if p.grad is not None))
+
+
+# --- Data ---------------------------------------------------------------------------------------------------------
+
+
+class _TensorBatches:
+    """Batch `step` of an endless concatenation of shuffled passes: all batches are full, all examples are used alike."""
+
+    def __init__(self, x: Tensor, y: Tensor, batch_size: int, seed: int) -> None:
+        self.x, self.y, self.seed = x, y, seed
+        self.num_data = len(x)
+        self.batch_size = min(batch_size, self.num_data)
+        self._orders: dict[int, Tensor] = {}
+
+    def _order(self, epoch: int) -> Tensor:
+        if epoch not in self._orders:
+            self._orders = {k: order for k, order in self._orders.items() if k == epoch - 1}
+            order = torch.randperm(self.num_data, generator=generator_for(self.seed, "order", epoch))
+            self._orders[epoch] = order.to(self.x.device)
+        return self._orders[epoch]
+
+    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
+        epoch, offset = divmod(step * self.batch_size, self.num_data)
+        index = self._order(epoch)[offset : offset + self.batch_size]
+        if len(index) < self.batch_size:
+            index = torch.cat([index, self._order(epoch + 1)[: self.batch_size - len(index)]])
+        return self.x[index], self.y[index]
+
+
+class _LoaderBatches:
+    """A DataLoader's own batches, pass after pass."""
+
+    def __init__(self, loader: DataLoader[Any], num_data: int, check: Callable[[Any, Any], tuple[Tensor, Tensor]]) -> None:
+        self.loader, self.check = loader, check
+        self.num_data = num_data
+        self.batch_size = max(1, round(num_data / len(loader)))
+        self._iterator = iter(loader)
+
+    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
+        try:
+            x, y = next(self._iterator)
+        except StopIteration:
+            self._iterator = iter(self.loader)
+            x, y = next(self._iterator)
+        return self.check(x, y)
+
+
+def as_tensors(model: BayesianModel, x: Any, y: Any) -> tuple[Tensor, Tensor]:
+    """Data in the model's dtype and device, refused when of the wrong shape, not finite or out of range.
+
+    >>> from advbayes import BayesianModel, Categorical
+    >>> x, y = as_tensors(BayesianModel(nn.Linear(2, 2), Categorical()), np.zeros((3, 2)), np.array([0, 1, 1]))
+    >>> x.dtype, y.dtype
+    (torch.float32, torch.int64)
+    """
+    if isinstance(x, np.ndarray):  # arrays follow the model; tensors must agree with it
+        x = torch.from_numpy(np.ascontiguousarray(x)).to(model.device, model.dtype)
+    if isinstance(y, np.ndarray):
+        y = torch.from_numpy(np.ascontiguousarray(y)).to(model.device)
+        y = y.to(model.dtype) if y.is_floating_point() else y
+    for name, value in (("x", x), ("y", y)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor or an array, got {checks.describe(value)}")
+    if not len(x):
+        raise ValueError(f"x must hold at least one example, got {checks.describe(x)}")
+    model._check_input(x)
+    if y.ndim == 0 or len(y) != len(x):
+        raise ValueError(f"y must hold one target for each of the {len(x)} examples of x, got {checks.describe(y)}")
+    if y.device != x.device:
+        raise TypeError(f"y must be on {x.device} as x, got {checks.describe(y)}")
+    checks.finite("x", x)
+    checks.finite("y", y)
+    with torch.no_grad():
+        probe, _ = model.output(model.initial_theta(), x[:1])
+    if probe.ndim != 2 or len(probe) != 1:
+        raise ValueError(f"net must give one output row for each input, got {checks.describe(probe)} for one input")
+    return x, model.likelihood.check_target(probe.expand(len(y), -1), y)
+
+
+def _batches(
+    model: BayesianModel, posterior: _Posterior, channel: Channel, data: Data, batch_size: int, seed: int
+) -> _TensorBatches | _LoaderBatches:
+    """Everything that can be refused before training starts is refused here."""
+    if not isinstance(model, BayesianModel):
+        raise TypeError(f"model must be a BayesianModel, got {checks.describe(model)}")
+    if isinstance(posterior, Samples) or not isinstance(posterior, _Posterior):
+        raise TypeError(f"posterior must be trainable (MeanField, LowRank, ...), got {checks.describe(posterior)}")
+    if posterior.num_params != model.num_params:
+        raise ValueError(f"posterior must be over the model's {model.num_params} parameters, got one over {posterior.num_params}")
+    if not isinstance(channel, Channel):
+        raise TypeError(f"channel must have sample and density, got {checks.describe(channel)}")
+    checks.count("seed", seed, low=0)
+    if isinstance(data, DataLoader):
+        num_data = len(data.dataset)  # type: ignore[arg-type]
+        if num_data == 0 or len(data) == 0:
+            raise ValueError("data must hold at least one example, got an empty DataLoader")
+
+        def check(x: Any, y: Any) -> tuple[Tensor, Tensor]:
+            x, y = as_tensors(model, x.to(model.device), y.to(model.device))
+            _check_channel(channel, x)
+            return x, y
+
+        return _LoaderBatches(data, num_data, check)
+    if not isinstance(data, (tuple, list)) or len(data) != 2:
+        raise TypeError(f"data must be a pair (x, y) or a DataLoader, got {checks.describe(data)}")
+    x, y = as_tensors(model, *data)
+    _check_channel(channel, x)
+    return _TensorBatches(x, y, checks.count("batch_size", batch_size), seed)
+
+
+def _check_channel(channel: Channel, x: Tensor) -> None:
+    """The balls of a channel must fit the data."""
+    if isinstance(channel, Mixture):
+        for part in channel.channels:
+            _check_channel(part, x)
+    elif isinstance(channel, AttackChannel) and isinstance(channel.attack, PGD):
+        channel.attack.ball.check(x)
+    elif isinstance(channel, Learned):
+        channel.ball.check(x)
+
+
+def _objective(objective: ChannelELBO | None, num_data: int) -> ChannelELBO:
+    if objective is None:
+        return ChannelELBO(num_data)
+    if objective.num_data != num_data:
+        raise ValueError(f"objective.num_data must be the size of the data, {num_data}, got {objective.num_data}")
+    return objective
+
+
+def _total_steps(epochs: float | None, steps: int | None, batches: _TensorBatches | _LoaderBatches) -> int:
+    if (epochs is None) == (steps is None):
+        raise ValueError(f"exactly one of epochs and steps must be given, got epochs={epochs} and steps={steps}")
+    if steps is not None:
+        return checks.count("steps", steps)
+    assert epochs is not None
+    checks.number("epochs", epochs, low=0, open_low=True)
+    return max(1, math.ceil(round(epochs * batches.num_data / batches.batch_size, 9)))
+
+
+# --- The adversary of a learned channel -----------------------------------------------------------------------------
+
+
+class _Adversary:
+    """Trains one learned channel to make the model's likelihood small: maximise -log p(y | x', theta) + bonus."""
+
+    def __init__(self, channel: Learned, lr: float) -> None:
+        self.channel = channel
+        self.optimiser = torch.optim.Adam(channel.generator.parameters(), lr=lr)
+
+    def step(self, model: BayesianModel, posterior: _Posterior, x: Tensor, y: Tensor, generator: torch.Generator) -> None:
+        theta = posterior.sample(1, generator=generator)[0]
+        centre, std = self.channel.moments(model.at(theta), x, y)
+        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+        gain = -model.log_likelihood(theta, centre + std * noise, y).mean()
+        gain = gain + self.channel.entropy_bonus * std.log().mean()
+        self.optimiser.zero_grad()
+        (-gain).backward()  # type: ignore[no-untyped-call]
+        gradients = [p.grad for p in self.channel.generator.parameters() if p.grad is not None]
+        if all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
+            self.optimiser.step()
+
+
+# --- State ------------------------------------------------------------------------------------------------------------
+
+
+class _Held:
+    """Copies between the live objects (posterior, optimisers, adversaries) and a State's named tensors."""
+
+    def __init__(self, posterior: _Posterior, optimiser: torch.optim.Optimizer, adversaries: list[_Adversary]) -> None:
+        self.modules: dict[str, nn.Module] = {"posterior": posterior}
+        self.optimisers = {"posterior": optimiser}
+        for k, adversary in enumerate(adversaries):
+            self.modules[f"adversary{k}"] = adversary.channel.generator
+            self.optimisers[f"adversary{k}"] = adversary.optimiser
+
+    def save(self, state: State) -> State:
+        state.tensors = {}
+        for owner, module in self.modules.items():
+            for name, tensor in module.state_dict().items():
+                state.tensors[f"{owner}/{name}"] = tensor.detach().clone()
+        for owner, optimiser in self.optimisers.items():
+            for index, slots in optimiser.state_dict()["state"].items():
+                for name, tensor in slots.items():
+                    state.tensors[f"{owner}/adam/{index}/{name}"] = tensor.detach().clone()
+        return state
+
+    def restore(self, state: State) -> State:
+        if not state.tensors and state.step == 0:
+            return state
+        for owner, module in self.modules.items():
+            names = module.state_dict()
+            missing = [name for name in names if f"{owner}/{name}" not in state.tensors]
+            if missing:
+                raise ValueError(f"state must hold the tensors of {owner}, got none for {missing}")
+            module.load_state_dict({name: state.tensors[f"{owner}/{name}"] for name in names})
+        for owner, optimiser in self.optimisers.items():
+            prefix = f"{owner}/adam/"
+            slots: dict[int, dict[str, Tensor]] = {}
+            for key, tensor in state.tensors.items():
+                if key.startswith(prefix):
+                    index, name = key[len(prefix) :].split("/")
+                    slots.setdefault(int(index), {})[name] = tensor.clone()
+            optimiser.load_state_dict({**optimiser.state_dict(), "state": slots})
+        history = {name: list(state.history[name]) for name in COLUMNS}
+        return State(state.step, state.skipped, dict(state.tensors), history)
+
+
+# --- What went wrong ---------------------------------------------------------------------------------------------------
+
+
+def _cause(model: BayesianModel, objective: ChannelELBO, thetas: Tensor, x: Tensor, y: Tensor, x_adv: Tensor, step: int) -> str:
+    """Where the first NaN or infinity stands on the way from data to gradient."""
+    with torch.no_grad():
+        scores = objective._score(model, thetas, x_adv, y)
+    suspects = (
+        ("the data (x)", x),
+        ("the data (y)", y),
+        ("the posterior's draws (its scale or the learning rate is too large)", thetas),
+        ("the channel (its samples x')", x_adv),
+        ("the likelihood (log p(y | x', theta))", scores),
+    )
+    cause = next(
+        (name for name, value in suspects if value.is_floating_point() and not bool(torch.isfinite(value).all())),
+        "the gradient (the likelihood is finite; lower the learning rate)",
+    )
+    return (
+        f"{MAX_SKIPPED_IN_A_ROW} steps in a row gave a bound or gradient that is not finite, up to step {step + 1}; the cause is "
+        f"{cause}. The posterior is left at its last finite state"
+    )
+
+
+@contextlib.contextmanager
+def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C sets a flag that the loop reads between steps; a second Ctrl-C interrupts at once."""
+    pressed: list[int] = []
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not (
+        signal.default_int_handler
+    ):
+        yield lambda: False
+        return
+
+    def note(number: int, frame: object) -> None:
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
