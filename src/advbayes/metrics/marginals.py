@@ -106,6 +106,9 @@ def quantile(
     slack = 1e-4 * spread  # the moments are rounded too
     low = centre - spread * math.sqrt((1 - q) / q) - slack
     high = centre + spread * math.sqrt(q / (1 - q)) + slack
+    with contextlib.suppress(NotImplementedError):  # a cdf may refuse what lies outside the support
+        low = low.clamp(min=getattr(prediction.support, "lower_bound", -math.inf))
+        high = high.clamp(max=getattr(prediction.support, "upper_bound", math.inf))
     for _ in range(64 if centre.dtype == torch.float64 else 40):
         middle = 0.5 * (low + high)
         below = _cdf(prediction, known, middle.reshape(num, -1)).reshape(middle.shape) < q

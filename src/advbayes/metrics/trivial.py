@@ -27,8 +27,8 @@ class ConstantClasses:
             raise ValueError(f"probs must be non-negative and sum to 1, got {describe(self.probs)}")
 
     def __call__(self, x: Tensor, /) -> Distribution:  # x (B, *event)
-        logits = torch.tensor(self.probs, device=x.device).log()
-        return Categorical(logits=logits + _nothing(x))
+        zeros = _zeros(x)
+        return Categorical(logits=torch.tensor(self.probs, dtype=torch.float64).to(zeros).log() + zeros)
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,18 @@ class ConstantGaussian:
             )
 
     def __call__(self, x: Tensor, /) -> Distribution:  # x (B, *event)
-        mean = torch.tensor(self.mean, device=x.device) + _nothing(x)  # (B, D)
-        scale = torch.tensor(self.scale, device=x.device).expand_as(mean)
+        zeros = _zeros(x)
+        mean = torch.tensor(self.mean, dtype=torch.float64).to(zeros) + zeros  # (B, D)
+        scale = torch.tensor(self.scale, dtype=torch.float64).to(zeros).expand_as(mean)
         if len(self.mean) == 1:
             return Normal(mean[:, 0], scale[:, 0])
         return Independent(Normal(mean, scale), 1)
 
 
-def _nothing(x: Tensor) -> Tensor:  # (B, 1)
+def _zeros(x: Tensor) -> Tensor:  # (B, 1)
     """Zeros that hang on x: gradient attacks then see a zero gradient, as they should, and not an error."""
-    return torch.where(torch.zeros(len(x), 1, dtype=torch.bool, device=x.device), x.reshape(len(x), -1)[:, :1], 0.0)
+    first = x.unsqueeze(-1).flatten(1)[:, :1]
+    return torch.where(torch.zeros_like(first, dtype=torch.bool), first, 0.0)
 
 
 def uniform(num_classes: int) -> ConstantClasses:
