@@ -176,11 +176,11 @@ class Gaussian:
 
     def check_target(self, output: Tensor, y: Tensor) -> Tensor:
         """Targets of shape (B,) for one output, (B, D) for D."""
-        if output.ndim != 2 or output.shape[1] != self.num_outputs:
-            if not (output.ndim == 2 and not self.learned and isinstance(self.scale, (int, float))):
-                raise ValueError(
-                    f"net must give an output of shape (B, {self.num_outputs}) for {self}, got {checks.describe(output)}"
-                )
+        one_scale_for_all = not self.learned and not isinstance(self.scale, tuple)
+        if output.ndim != 2 or (output.shape[1] != self.num_outputs and not one_scale_for_all):
+            raise ValueError(
+                f"net must give an output of shape (B, {self.num_outputs}) for {self}, got {checks.describe(output)}"
+            )
         return _check_regression(_outputs(output), y)
 
 
