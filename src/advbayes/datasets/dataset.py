@@ -1,0 +1,116 @@
+"""What a loaded data set is, and how rows without an official split are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from advbayes.checks import choice, describe, finite, number
+from advbayes.datasets.errors import DataError
+from advbayes.datasets.scaling import Standardize
+from advbayes.seeds import generator_for
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where the numbers came from: the SHA-256 of each unpacked content, and whether it is the published one.
+
+    >>> Provenance("wine.csv", {"wine.csv": "ab" * 32}).verified
+    False
+    """
+
+    source: str
+    sha256: Mapping[str, str] = field(default_factory=dict)
+    verified: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dataset:
+    """A task's training and test rows: images in [0, 1] as (N, C, H, W), or a table in its raw units as (N, F).
+
+    >>> x, y = torch.rand(4, 2), torch.tensor([0, 1, 0, 1])
+    >>> Dataset("toy", "classification", x, y, x[:1], y[:1], class_names=("no", "yes"))
+    Dataset('toy', classification, 4 train, 1 test, x (2,), 2 classes)
+    """
+
+    name: str
+    task: str  # "classification" or "regression"
+    x_train: Tensor  # (N, *event), float32
+    y_train: Tensor  # (N,) int64, or float32 of shape (N,) or (N, D)
+    x_test: Tensor
+    y_test: Tensor
+    class_names: tuple[str, ...] = ()
+    feature_names: tuple[str, ...] = ()
+    target_names: tuple[str, ...] = ()
+    box: tuple[float, float] | None = None
+    scaling: Standardize | None = None  # fitted on the training rows
+    provenance: Provenance = Provenance("memory")
+
+    def __post_init__(self) -> None:
+        choice("task", self.task, ("classification", "regression"))
+        wanted = torch.int64 if self.task == "classification" else torch.float32
+        for part in ("train", "test"):
+            x, y = getattr(self, f"x_{part}"), getattr(self, f"y_{part}")
+            if x.dtype != torch.float32 or x.ndim < 2:
+                raise TypeError(f"x_{part} must be a float32 tensor (N, *event), got {describe(x)}")
+            if y.dtype != wanted or y.ndim not in ((1,) if self.task == "classification" else (1, 2)):
+                raise TypeError(f"y_{part} must be a {wanted} tensor for {self.task}, got {describe(y)}")
+            if x.numel() == 0 or y.numel() == 0 or len(x) != len(y):
+                raise DataError(
+                    f"{self.name}: x_{part} and y_{part} must have the same rows, got {len(x)} and {len(y)}"
+                )
+            for label, value in ((f"x_{part}", x), (f"y_{part}", y)):
+                try:
+                    finite(label, value)
+                except ValueError as error:
+                    raise DataError(f"{self.name}: {error}") from None
+            low, high = (float(edge) for edge in x.aminmax())
+            if self.box is not None and not (self.box[0] <= low and high <= self.box[1]):
+                raise DataError(f"{self.name}: x_{part} must be within {self.box}, got {low:g} to {high:g}")
+            if self.task == "classification" and not (int(y.min()) >= 0 and int(y.max()) < len(self.class_names)):
+                got = f"{int(y.min())} to {int(y.max())}"
+                raise DataError(f"{self.name}: y_{part} must be from 0 to {len(self.class_names) - 1}, got {got}")
+        if self.x_train.shape[1:] != self.x_test.shape[1:] or self.y_train.shape[1:] != self.y_test.shape[1:]:
+            raise DataError(
+                f"{self.name}: train and test rows must have one shape, got x {tuple(self.x_train.shape[1:])} and "
+                f"{tuple(self.x_test.shape[1:])}, y {tuple(self.y_train.shape[1:])} and {tuple(self.y_test.shape[1:])}"
+            )
+
+    def __repr__(self) -> str:
+        event = tuple(self.x_train.shape[1:])
+        outputs = f"{len(self.class_names)} classes" if self.class_names else f"target {', '.join(self.target_names)}"
+        rows = f"{len(self.x_train)} train, {len(self.x_test)} test"
+        return f"Dataset({self.name!r}, {self.task}, {rows}, x {event}, {outputs})"
+
+
+def split_rows(
+    num: int,
+    *,
+    seed: int = 0,
+    test_fraction: float = 0.2,
+    labels: Tensor | None = None,  # (N,): each class is then divided in the same proportion
+) -> tuple[Tensor, Tensor]:
+    """Training and test row numbers: a shuffle that depends on the seed and the number of rows alone.
+
+    >>> train, test = split_rows(10, seed=1)
+    >>> len(train), len(test), sorted(torch.cat([train, test]).tolist()) == list(range(10))
+    (8, 2, True)
+    """
+    number("test_fraction", test_fraction, low=0, high=1, open_low=True, open_high=True)
+    if num < 2:
+        raise DataError(f"a training and a test set need at least 2 rows, got {num}")
+    order = torch.randperm(num, generator=generator_for(seed, "datasets/split"))
+    if labels is None:
+        cut = min(max(1, round(num * test_fraction)), num - 1)
+        return order[cut:], order[:cut]
+    test = torch.zeros(num, dtype=torch.bool)
+    for label in torch.unique(labels):
+        members = order[labels[order] == label]
+        test[members[: round(len(members) * test_fraction)]] = True
+    if not bool(test.any()):  # classes too small to divide: still one row to test on
+        test[order[0]] = True
+    return order[~test[order]], order[test[order]]

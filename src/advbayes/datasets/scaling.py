@@ -1,0 +1,177 @@
+"""Standardisation, fitted on the training set and kept with the model; eps in raw and in standardised units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from advbayes.checks import describe, finite
+
+_FIELDS = ("mean", "std", "target_mean", "target_std")
+
+
+@dataclass(frozen=True, eq=False)
+class Standardize:
+    """`z = (x - mean) / std` for each feature, and the same for a regression target.
+
+    A constant feature has no scale of its own: its std is set to 1, so that it maps to 0 and back.
+
+    >>> scaling = Standardize.fit(torch.tensor([[1.0, 7.0], [3.0, 7.0]]))
+    >>> scaling.transform(torch.tensor([[3.0, 7.0]])), scaling.raw_eps(0.5)
+    (tensor([[1., 0.]]), tensor([0.5000, 0.5000]))
+    """
+
+    mean: Tensor  # (*event)
+    std: Tensor  # (*event), positive
+    target_mean: Tensor | None = None  # () or (D,)
+    target_std: Tensor | None = None  # () or (D,), positive
+
+    def __post_init__(self) -> None:
+        if (self.target_mean is None) != (self.target_std is None):
+            raise ValueError("target_mean and target_std must be given together or not at all")
+        for prefix in ("", "target_"):
+            mean, std = getattr(self, f"{prefix}mean"), getattr(self, f"{prefix}std")
+            if mean is None:
+                continue
+            for name, value in ((f"{prefix}mean", mean), (f"{prefix}std", std)):
+                if not isinstance(value, Tensor) or not value.is_floating_point():
+                    raise TypeError(f"{name} must be a floating tensor, got {describe(value)}")
+                finite(name, value)
+            if mean.shape != std.shape:
+                raise ValueError(
+                    f"{prefix}std must have {prefix}mean's shape, got {describe(std)} for {describe(mean)}"
+                )
+            if not bool((std > 0).all()):
+                raise ValueError(f"{prefix}std must be positive, got a smallest value of {float(std.min()):g}")
+
+    @classmethod
+    def fit(
+        cls,
+        x: Tensor,  # (N, *event)
+        y: Tensor | None = None,  # (N,) or (N, D); absent: the target is not scaled
+    ) -> Standardize:
+        """Means and (biased) standard deviations of the rows, computed in double precision.
+
+        >>> Standardize.fit(torch.zeros(4, 2), torch.tensor([1.0, 1.0, 3.0, 3.0])).inverse_target(torch.tensor([1.0]))
+        tensor([3.])
+        """
+        mean, std = _moments("x", x)
+        if y is None:
+            return cls(mean, std)
+        if len(y) != len(x):
+            raise ValueError(f"y must have as many rows as x ({len(x)}), got {describe(y)}")
+        return cls(mean, std, *_moments("y", y))
+
+    def transform(self, x: Tensor) -> Tensor:
+        """Raw to standardised features; differentiable.
+
+        >>> Standardize(torch.tensor([1.0]), torch.tensor([2.0])).transform(torch.tensor([[5.0]]))
+        tensor([[2.]])
+        """
+        _match("x", x, self.mean)
+        return (x - self.mean.to(x)) / self.std.to(x)
+
+    def inverse(self, z: Tensor) -> Tensor:
+        """Standardised to raw features; differentiable.
+
+        >>> Standardize(torch.tensor([1.0]), torch.tensor([2.0])).inverse(torch.tensor([[2.0]]))
+        tensor([[5.]])
+        """
+        _match("z", z, self.mean)
+        return z * self.std.to(z) + self.mean.to(z)
+
+    def transform_target(self, y: Tensor) -> Tensor:
+        """Raw to standardised targets; unchanged where the target is not scaled.
+
+        >>> Standardize(torch.zeros(1), torch.ones(1)).transform_target(torch.tensor([5.0]))
+        tensor([5.])
+        """
+        if self.target_mean is None or self.target_std is None:
+            return y
+        _match("y", y, self.target_mean)
+        return (y - self.target_mean.to(y)) / self.target_std.to(y)
+
+    def inverse_target(self, z: Tensor) -> Tensor:
+        """Standardised to raw targets; unchanged where the target is not scaled.
+
+        >>> one = torch.ones(())
+        >>> Standardize(torch.zeros(1), torch.ones(1), 3 * one, 2 * one).inverse_target(torch.tensor([5.0]))
+        tensor([13.])
+        """
+        if self.target_mean is None or self.target_std is None:
+            return z
+        _match("z", z, self.target_mean)
+        return z * self.target_std.to(z) + self.target_mean.to(z)
+
+    def raw_eps(self, eps: float | Tensor) -> Tensor:  # (*event)
+        """What a radius `eps` of standardised units is in each feature's own unit: `eps * std`.
+
+        For an Linf ball these are the half-widths of the box, for an L2 ball the half-axes of the ellipsoid.
+
+        >>> Standardize(torch.zeros(2), torch.tensor([2.0, 10.0])).raw_eps(0.5)
+        tensor([1., 5.])
+        """
+        return eps * self.std
+
+    def standardised_eps(self, raw: float | Tensor) -> Tensor:  # (*event)
+        """What a radius of `raw` units of each feature is in standardised units: `raw / std`.
+
+        >>> Standardize(torch.zeros(2), torch.tensor([2.0, 10.0])).standardised_eps(1.0)
+        tensor([0.5000, 0.1000])
+        """
+        return raw / self.std
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """The tensors by name, without those that are absent.
+
+        >>> sorted(Standardize(torch.zeros(2), torch.ones(2)).to_dict())
+        ['mean', 'std']
+        """
+        values = {name: getattr(self, name) for name in _FIELDS}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as nested lists; float32 survives exactly.
+
+        >>> Standardize(torch.zeros(2), torch.ones(2)).to_json()
+        {'mean': [0.0, 0.0], 'std': [1.0, 1.0]}
+        """
+        return {name: value.tolist() for name, value in self.to_dict().items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Standardize:
+        """Back from `to_dict` or `to_json`.
+
+        >>> Standardize.from_dict({"mean": [0.0], "std": [2.0]}).transform(torch.ones(1))
+        tensor([0.5000])
+        """
+        unknown = sorted(set(values) - set(_FIELDS))
+        missing = sorted({"mean", "std"} - set(values))
+        if unknown or missing:
+            raise ValueError(f"scaling must have {', '.join(_FIELDS)}, got unknown {unknown} and missing {missing}")
+        tensors = {}
+        for name, value in values.items():
+            try:
+                tensors[name] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+            except (TypeError, ValueError, RuntimeError, OverflowError):
+                raise TypeError(f"scaling {name} must be numbers, got {describe(value)}") from None
+        return cls(**tensors)
+
+
+def _moments(name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
+    if rows.ndim < 1 or len(rows) == 0:
+        raise ValueError(f"{name} must have at least one row, got {describe(rows)}")
+    exact = finite(name, rows).double()
+    mean, std = exact.mean(0), exact.std(0, correction=0)
+    # Rounding leaves a constant column a spread of about 1e-16 of its value: that is no scale.
+    constant = std <= 1e-12 * mean.abs().clamp_min(1e-300)
+    return mean.float(), torch.where(constant, torch.ones_like(std), std).float()
+
+
+def _match(name: str, value: Tensor, mean: Tensor) -> None:
+    if tuple(value.shape[value.ndim - mean.ndim :]) != tuple(mean.shape) or value.ndim < mean.ndim:
+        raise ValueError(f"{name} must end in the fitted shape {tuple(mean.shape)}, got {describe(value)}")
