@@ -22,6 +22,7 @@ from .files import read_bytes, room, sync_folder, write_all
 
 MAX_BYTES = 1 << 30
 _KEY = "check"
+_BLOCK = 512  # every disk writes multiples of this
 _LINE = re.compile(rb'(\{.*), "check": "([0-9a-f]{16})"\}')
 
 
@@ -129,8 +130,14 @@ def _scan(path: Path) -> tuple[list[dict[str, JSON]], list[_End]]:
 
 
 def _torn(data: bytes, start: int, stop: int) -> bool:
-    """A last line whose end, or some block of it (then zeros), never reached the disk."""
-    return stop < 0 or b"\0" in data[start:]
+    """A last append whose end, or some blocks of it (then zeros up to a block's edge), never reached the disk."""
+    if stop < 0:
+        return True
+    hole = data.find(b"\0", start)
+    if hole < 0:
+        return False
+    end = next((index for index in range(hole, len(data)) if data[index]), len(data))
+    return (hole == start or hole % _BLOCK == 0) and (end == len(data) or end % _BLOCK == 0)
 
 
 def _digest(previous: bytes, text: bytes) -> bytes:

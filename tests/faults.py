@@ -1,0 +1,239 @@
+"""Ways to fail: death at any system call that changes the disk, and files made to harm whoever loads them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import signal
+import struct
+import warnings
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from advbayes.store import archive, write_bundle
+from advbayes.store import manifest as manifests
+
+CALLS = ("open", "write", "fsync", "close", "replace", "rename", "mkdir", "unlink", "rmdir", "ftruncate")
+MOMENTS = ("before", "halfway", "after")
+
+
+def forked(action: Callable[[], object]) -> int:
+    """Run in a child process; how it ended (0, or minus the signal)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            action()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def kill_points(action: Callable[[], object]) -> list[tuple[int, str, str]]:
+    """(index, call, moment) for every call with which `action` changes the disk; a write can also die halfway."""
+    reading, writing = os.pipe()
+
+    def traced() -> None:
+        seen: list[str] = []
+        _wrap(lambda name, call, args, options: (seen.append(name), call(*args, **options))[1])
+        action()
+        _ORIGINAL["write"](writing, json.dumps(seen).encode())
+
+    assert forked(traced) == 0
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        names = json.load(pipe)
+    return [
+        (index, name, moment) for index, name in enumerate(names) for moment in MOMENTS if moment != "halfway" or name == "write"
+    ]
+
+
+def killed_at(point: tuple[int, str, str], action: Callable[[], object]) -> bool:
+    """Run `action` in a child that is killed (SIGKILL) at a point; whether it got there."""
+    index, wanted, moment = point
+    left = [index]
+
+    def maybe(name: str, call: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        left[0] -= 1
+        if left[0] != -1:
+            return call(*args, **options)
+        assert name == wanted
+        with suppress(OSError):  # a call may fail as it does in a run that lives
+            if moment == "after":
+                call(*args, **options)
+            elif moment == "halfway":
+                call(args[0], args[1][: len(args[1]) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    def dying() -> None:
+        _wrap(maybe)
+        action()
+
+    return forked(dying) == -signal.SIGKILL
+
+
+_ORIGINAL = {name: getattr(os, name) for name in CALLS}
+
+
+def _wrap(around: Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    for name, call in _ORIGINAL.items():
+
+        def wrapped(*args: Any, _name: str = name, _call: Callable[..., Any] = call, **options: Any) -> Any:
+            return around(_name, _call, args, options)
+
+        setattr(os, name, wrapped)
+
+
+# Hostile bundles. Each carries correct hashes wherever its author could have made them so.
+
+
+class Payload:
+    """Unpickled, it writes a file."""
+
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os.mkdir, (os.fspath(self.canary),))
+
+
+def header(fields: object, data: bytes = b"", *, length: int | None = None) -> bytes:
+    """A safetensors file with any header."""
+    text = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def sealed(contents: dict[str, bytes], **changes: object) -> tuple[bytes, dict[str, bytes]]:
+    """A manifest with a correct seal over any content, and the parts under the names that it expects."""
+    described = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in contents.items()}
+    fields = {"format": manifests.FORMAT, "parts": described, "schema": 1, "versions": {}, **changes}
+    body = json.dumps(fields, indent=1).encode().removesuffix(b"\n}")
+    seal = b',\n "sha256": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode()
+    files = {manifests.Part(name, hashlib.sha256(data).hexdigest(), len(data)).file: data for name, data in contents.items()}
+    return body + seal, files
+
+
+def hostile(folder: Path, canary: Path) -> dict[str, Path]:
+    """Thirty bundles, by what they try; `canary` is where they would leave a trace."""
+    made: dict[str, Path] = {}
+
+    def target(name: str, suffix: str = ".advbayes") -> Path:
+        made[name] = folder / f"{len(made):02d}{suffix}"
+        return made[name]
+
+    def as_file(name: str, contents: dict[str, bytes], **changes: object) -> None:
+        manifest, files = sealed(contents, **changes)
+        target(name).write_bytes(b"".join(archive.pack({"manifest.json": manifest, **files}, name)))
+
+    def as_folder(name: str, contents: dict[str, bytes], **changes: object) -> Path:
+        manifest, files = sealed(contents, **changes)
+        path = target(name, "")
+        path.mkdir()
+        for file, data in {"manifest.json": manifest, **files}.items():
+            (path / file).write_bytes(data)
+        return path
+
+    def as_zip(name: str, members: list[tuple[zipfile.ZipInfo, bytes]], tail: bytes = b"") -> None:
+        with warnings.catch_warnings(), zipfile.ZipFile(target(name), "w") as file:
+            warnings.simplefilter("ignore")
+            for info, data in members:
+                file.writestr(info, data)
+        with made[name].open("ab") as end:
+            end.write(tail)
+
+    def member(name: str, method: int = zipfile.ZIP_STORED, mode: int = 0o100644) -> zipfile.ZipInfo:
+        info = zipfile.ZipInfo(name)
+        info.compress_type, info.external_attr = method, mode << 16
+        return info
+
+    theta = header({"mean": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, bytes(4))
+    manifest, files = sealed({"theta.safetensors": theta})
+    (part,) = files
+    program = pickle.dumps(Payload(canary))
+    torch_file = io.BytesIO()
+    torch.save(Payload(canary), torch_file)
+
+    # Pickles in disguise
+    target("a pickle named bundle").write_bytes(program)
+    target("a torch.save file named bundle").write_bytes(torch_file.getvalue())
+    as_file("a pickle as tensors", {"theta.safetensors": program})
+    as_file("a torch.save file as tensors", {"theta.safetensors": torch_file.getvalue()})
+    as_file("a pickle as document", {"config.json": program})
+    as_folder("a pickle as part of a folder", {"theta.safetensors": program})
+    path = as_folder("a pickle as manifest", {})
+    (path / "manifest.json").write_bytes(program)
+    # Names
+    as_zip("a member that climbs", [(member("manifest.json"), manifest), (member(f"../{canary.name}"), b"x")])
+    as_zip("an absolute member", [(member("manifest.json"), manifest), (member(os.fspath(canary)), b"x")])
+    as_zip("a member with backslashes", [(member("manifest.json"), manifest), (member(f"..\\{canary.name}"), b"x")])
+    as_zip("a link as member", [(member("manifest.json"), manifest), (member(part, mode=0o120777), b"/etc/passwd")])
+    as_zip("a member twice", [(member("manifest.json"), manifest), (member(part), theta), (member(part), theta)])
+    as_file("a manifest that names a path", {}, parts={f"../{canary.name}.json": {"bytes": 2, "sha256": 64 * "0"}})
+    as_folder("a manifest that names a device", {}, parts={"/dev/zero": {"bytes": 2**40, "sha256": 64 * "0"}})
+    path = as_folder("a part that is a link", {"theta.safetensors": theta})
+    (path / part).unlink()
+    (path / part).symlink_to("/dev/zero")
+    path = as_folder("a part that is a pipe", {"theta.safetensors": theta})
+    (path / part).unlink()
+    os.mkfifo(path / part)
+    path = as_folder("a manifest that is a link", {})
+    (path / "manifest.json").unlink()
+    (path / "manifest.json").symlink_to("/etc/passwd")
+    # Sizes
+    as_zip("a zip bomb", [(member("manifest.json", zipfile.ZIP_DEFLATED), bytes(1 << 28))])
+    nested = io.BytesIO()
+    with zipfile.ZipFile(nested, "w", zipfile.ZIP_DEFLATED) as inner:
+        inner.writestr("manifest.json", bytes(1 << 26))
+    as_zip("a bomb within a bomb", [(member("manifest.json", zipfile.ZIP_DEFLATED), nested.getvalue())])
+    as_zip("five thousand members", [(member(f"{index}"), b"") for index in range(5_000)])
+    as_zip("bytes after the end", [(member("manifest.json"), manifest), (member(part), theta)], tail=program)
+    path = as_folder("a sparse terabyte", {"theta.safetensors": theta})
+    os.truncate(path / part, 1 << 40)
+    path = as_folder("half a sparse gigabyte with a false hash", {}, parts={"t.json": {"bytes": 1 << 29, "sha256": 64 * "0"}})
+    (path / f"t.{16 * '0'}.json").touch()
+    os.truncate(path / f"t.{16 * '0'}.json", 1 << 29)
+    as_file("a header of 2^63 bytes", {"theta.safetensors": header({}, length=2**63)})
+    as_file("a header of two megabytes", {"theta.safetensors": header(b"{" + (2 << 20) * b" " + b"}")})
+    huge = {"mean": {"dtype": "F32", "shape": [2**31, 2**31], "data_offsets": [0, 2**64]}}
+    as_file("a tensor of 2^62 numbers", {"theta.safetensors": header(huge)})
+    shared = {f"t{i}": {"dtype": "F32", "shape": [1 << 18], "data_offsets": [0, 1 << 20]} for i in range(9000)}
+    as_file("nine thousand tensors in one place", {"theta.safetensors": header(shared, bytes(1 << 20))})
+    as_file("JSON a million deep", {"config.json": 1_000_000 * b"[" + 1_000_000 * b"]"})
+    as_file("JSON of two megabytes, all dictionaries", {"config.json": b"[" + 290_000 * b'{"":0},' + b"NaN]"})
+    as_file("a number of a million digits", {"config.json": 1_000_000 * b"9"})
+    return made
+
+
+def small_bundle(path: Path, version: int = 0) -> None:
+    """A bundle of four parts whose every number tells its version."""
+    tensors = {
+        "theta": {"mean": torch.full((17,), float(version)), "rho": torch.full((17,), float(version))},
+        "moments": {"step": torch.tensor(version)},
+    }
+    write_bundle(path, tensors, {"config": {"version": version}, "state": {"history": [version] * 5}})
+
+
+def small_version(loaded: tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]) -> int:
+    """The version of a small bundle, having checked that all of it is of that version."""
+    tensors, documents = loaded
+    numbers = {
+        *tensors["theta"]["mean"].tolist(),
+        *tensors["theta"]["rho"].tolist(),
+        tensors["moments"]["step"].item(),
+        documents["config"]["version"],
+        *documents["state"]["history"],
+    }
+    assert len(numbers) == 1, f"a mixed bundle: {numbers}"
+    return int(numbers.pop())

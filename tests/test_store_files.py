@@ -1,0 +1,382 @@
+"""Atomic files, strict documents, locks and record logs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from advbayes.store import (
+    DiskFullError,
+    Lock,
+    LockedError,
+    MissingError,
+    RecordLog,
+    StoreError,
+    claim,
+    read_document,
+    write_bytes,
+    write_document,
+)
+from advbayes.store import documents as strict
+from advbayes.store.files import read_bytes
+from advbayes.store.owner import Owner, current, dead_tag
+
+
+def dead_owner() -> Owner:
+    """A process of this machine that has ended."""
+    program = (
+        "import dataclasses, json; from advbayes.store.owner import current; print(json.dumps(dataclasses.asdict(current())))"
+    )
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return Owner(**json.loads(child.stdout))
+
+
+@pytest.fixture(scope="module")
+def dead() -> Owner:
+    return dead_owner()
+
+
+# Atomic files
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, call: str, error: int = errno.ENOSPC) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, call, refuse)
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "replace"])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int) -> None:
+    write_bytes(tmp_path / "a", b"old")
+    with monkeypatch.context() as patch:
+        full_disk(patch, call, error)
+        with pytest.raises(DiskFullError, match=r"a: wanted 1000 bytes of disk, got \d+ bytes free") as caught:
+            write_bytes(tmp_path / "a", 1000 * b"x")
+    assert caught.value.errno == errno.ENOSPC
+    assert isinstance(caught.value, OSError)
+    assert os.listdir(tmp_path) == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"old"
+
+
+def test_no_room_is_known_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
+    full_disk(monkeypatch, "open")
+    with pytest.raises(DiskFullError, match="wanted 11 bytes of disk, got 10 bytes free"):
+        write_bytes(tmp_path / "a", 11 * b"x")
+
+
+def test_other_errors_pass_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full_disk(monkeypatch, "write", errno.EIO)
+    with pytest.raises(OSError, match="Input/output") as caught:
+        write_bytes(tmp_path / "a", b"x")
+    assert not isinstance(caught.value, StoreError)
+    assert not os.listdir(tmp_path)
+
+
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: whole(descriptor, data[:7]))
+    write_bytes(tmp_path / "a", bytes(range(100)))
+    assert (tmp_path / "a").read_bytes() == bytes(range(100))
+
+
+def test_a_link_is_written_through(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder" / "a")
+    write_bytes(tmp_path / "link", b"x")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "folder" / "a").read_bytes() == b"x"
+
+
+def test_leftovers_of_the_dead_only(tmp_path: Path, dead: Owner) -> None:
+    elsewhere = Owner(1, "elsewhere", "00000000", "0").tag
+    names = {
+        f".a.{dead.tag}-00000000.tmp": False,
+        f".a.{current().tag}-00000000.tmp": True,  # another thread of ours
+        f".a.{elsewhere}-00000000.tmp": True,  # cannot be known from here
+        f".b.{dead.tag}-00000000.tmp": True,  # of another file
+        f".a.{dead.tag}-00000000.tmpx": True,
+        ".a.tmp": True,
+    }
+    for name in names:
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / f".a.{dead.tag}-11111111.tmp").mkdir()
+    write_bytes(tmp_path / "a", b"x")
+    assert set(os.listdir(tmp_path)) == {"a", *(name for name, stays in names.items() if stays)}
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    with pytest.raises(MissingError, match="absent: wanted a folder to write to"):
+        write_bytes(tmp_path / "absent" / "a", b"x")
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StoreError, match="link: wanted a readable regular file, got a symbolic link"):
+        read_bytes(tmp_path / "link", limit=10)
+    with pytest.raises(StoreError, match="pipe: wanted a regular file, got p"):
+        read_bytes(tmp_path / "pipe", limit=10)
+    with pytest.raises(StoreError, match="wanted a regular file, got d"):
+        read_bytes(tmp_path, limit=10)
+
+
+# Documents
+
+
+@pytest.mark.parametrize(
+    ("data", "wanted"),
+    [
+        (b"", "JSON"),
+        (b"{", "JSON"),
+        (b"\xff", "JSON"),
+        (b"\xef\xbb\xbf{}", "JSON"),
+        (b"{'a': 1}", "JSON"),
+        (b"1" * 5000, "JSON"),
+        (b"9223372036854775808", "64 bits"),
+        (b"NaN", "finite"),
+        (b"[1, -Infinity]", "finite"),
+        (b"1e999", "finite"),
+        (b'{"a": {"b": 1, "b": 1}}', "each key once"),
+        (b'"\\ud800"', "Unicode"),
+        (b'{"\\ud800": 1}', "Unicode"),
+        (b"[" * 100 + b"]" * 100, "32 deep"),
+        (b"[" * 100_000, "32 deep"),
+        (b" " * (2 << 20) + b"1", "at most 2097152 bytes"),
+        (b"{} {}", "JSON"),
+        (b"!!python/object/apply:os.system [id]", "JSON"),
+    ],
+)
+def test_documents_refused(data: bytes, wanted: str) -> None:
+    with pytest.raises(StoreError, match=rf"x\.json.*: wanted .*{wanted}"):
+        strict.decode(data, "x.json")
+
+
+@pytest.mark.parametrize("value", [{1: 2}, {"a": {1}}, {"a": b"x"}, {"a": object()}, {"a": float("inf")}, {"a": 2**63}])
+def test_documents_that_are_not_written(value: object) -> None:
+    with pytest.raises(StoreError, match=r"^x"):
+        strict.encode(value, "x")
+
+
+def test_a_document_too_large_to_read_is_not_written() -> None:
+    with pytest.raises(StoreError, match="at most 2097152 bytes"):
+        strict.encode("x" * (2 << 20), "x")
+
+
+def test_document_round_trip(tmp_path: Path) -> None:
+    document = {"b": [1, 2.5, 1e-300, -0.0, None, True, "é\n\0"], "a": {"": {}}, "c": 2**63 - 1}
+    write_document(tmp_path / "d.json", document)
+    assert read_document(tmp_path / "d.json") == document
+    assert strict.encode(document) == strict.encode(dict(reversed(document.items())))
+
+
+# Locks
+
+
+def test_lock_says_who(tmp_path: Path) -> None:
+    with Lock(tmp_path) as lock:
+        assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+        with pytest.raises(LockedError, match=f"pid {os.getpid()} on host {current().host}") as caught, Lock(tmp_path):
+            pass
+        assert (caught.value.pid, caught.value.host) == (os.getpid(), current().host)
+    assert not os.listdir(tmp_path)
+    with Lock(tmp_path):
+        pass
+
+
+def test_lock_is_released_by_an_exception(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), Lock(tmp_path):
+        raise RuntimeError
+    assert not os.listdir(tmp_path)
+
+
+def test_lock_needs_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(MissingError, match="absent: wanted a folder to lock"), Lock(tmp_path / "absent"):
+        pass
+
+
+def plant(folder: Path, owner: Owner) -> None:
+    (folder / ".lock").write_text(json.dumps(asdict(owner)))
+
+
+def test_stale_lock_is_taken(tmp_path: Path, dead: Owner) -> None:
+    plant(tmp_path, dead)
+    with Lock(tmp_path) as lock:
+        assert json.loads(lock.path.read_text())["pid"] == os.getpid()
+
+
+def test_a_reused_pid_is_not_the_writer(tmp_path: Path) -> None:
+    me = current()
+    plant(tmp_path, Owner(me.pid, me.host, me.place, me.started + "1"))
+    with Lock(tmp_path):
+        pass
+    plant(tmp_path, Owner(me.pid, me.host, me.place, "0"))  # no starting time known: rather refuse than steal
+    with pytest.raises(LockedError), Lock(tmp_path):
+        pass
+
+
+def test_another_host_cannot_be_judged(tmp_path: Path) -> None:
+    plant(tmp_path, Owner(1, "alpha", "12345678", "0"))
+    with pytest.raises(LockedError, match=r"pid 1 on host alpha .*; delete .*\.lock if that process is gone"):
+        Lock(tmp_path).__enter__()
+    assert os.listdir(tmp_path) == [".lock"]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"pid": 1', b"[" * 4000, b"null"])
+def test_a_lock_torn_while_written_is_free(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".lock").write_bytes(content)
+    with Lock(tmp_path):
+        pass
+    assert not os.listdir(tmp_path)
+
+
+def test_lock_waits(tmp_path: Path) -> None:
+    program = "import sys, time; from advbayes.store import Lock\nwith Lock(sys.argv[1]): print(flush=True); time.sleep(0.3)"
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        with pytest.raises(LockedError, match=f"pid {child.pid} "), Lock(tmp_path):
+            pass
+        with Lock(tmp_path, wait=20):
+            pass
+    with pytest.raises(ValueError, match="wait must be"):
+        Lock(tmp_path, wait=-1)
+
+
+def test_a_lock_that_was_taken_over_is_left_alone(tmp_path: Path, dead: Owner) -> None:
+    with Lock(tmp_path):
+        plant(tmp_path, Owner(1, "alpha", "12345678", "0"))  # the user deleted ours, another host took it
+    assert json.loads((tmp_path / ".lock").read_text())["host"] == "alpha"
+
+
+def test_dead_tags(dead: Owner) -> None:
+    assert dead_tag(dead.tag)
+    assert dead.alive() is False
+    assert not dead_tag(Owner(1, "x", "00000000", "0").tag)
+    assert not dead_tag("../../etc")
+
+
+def test_claim_never_gives_a_folder_twice(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file in the way")
+    assert Path(claim(tmp_path / "run").folder).name == "run-2"
+    with pytest.raises(MissingError, match="absent"):
+        claim(tmp_path / "absent" / "run")
+
+
+# Record logs
+
+
+def filled(path: Path, num: int = 5) -> bytes:
+    log = RecordLog(path)
+    log.append(*({"step": step, "loss": 1 / (step + 1)} for step in range(num)))
+    return path.read_bytes()
+
+
+def test_log_is_json_lines_and_goes_on(tmp_path: Path) -> None:
+    filled(tmp_path / "log", 3)
+    again = RecordLog(tmp_path / "log")
+    again.append({"step": 3})
+    again.append({"step": 4}, {"step": 5})
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(6))
+    assert [record["step"] for record in again.read()] == list(range(6))
+
+
+def test_every_torn_tail_is_dropped(tmp_path: Path) -> None:
+    data = filled(tmp_path / "log")
+    ends = [0, *(index + 1 for index, byte in enumerate(data) if byte == 10)]
+    for size in range(len(data)):
+        whole = max(index for index, end in enumerate(ends) if end <= size)
+        (tmp_path / "log").write_bytes(data[:size])
+        assert len(RecordLog(tmp_path / "log").read()) == whole
+    RecordLog(tmp_path / "log").append({"step": 4})
+    assert [record["step"] for record in RecordLog(tmp_path / "log").read()] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("start", range(6))
+def test_blocks_that_never_reached_the_disk_are_dropped(tmp_path: Path, start: int) -> None:
+    data = filled(tmp_path / "log", 60)
+    ends = [0, *(index + 1 for index, byte in enumerate(data) if byte == 10)]
+    synced = ends[7 * start]  # all after this was one append, some blocks of which are lost
+    for block in range(synced // 512, len(data) // 512 + 1):
+        first, last = max(synced, 512 * block), min(len(data), 512 * (block + 1))
+        (tmp_path / "log").write_bytes(data[:first] + bytes(last - first) + data[last:])
+        assert len(RecordLog(tmp_path / "log").read()) == sum(end <= first for end in ends) - 1
+
+
+def test_every_bit_flip_is_refused_and_located(tmp_path: Path) -> None:
+    data = filled(tmp_path / "log", 3)
+    for bit in range(8 * (len(data) - 1)):  # without the last newline the line is a torn one
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "log").write_bytes(damaged)
+        line = data[: bit // 8].count(b"\n") + 1
+        with pytest.raises(StoreError, match=rf"log:{line}: wanted a record that continues"):
+            RecordLog(tmp_path / "log").read()
+
+
+def test_lost_and_swapped_lines_are_refused(tmp_path: Path) -> None:
+    lines = filled(tmp_path / "log").splitlines(keepends=True)
+    for wrong in (lines[1:], lines[:1] + lines[2:], [lines[1], lines[0], *lines[2:]], [lines[0], *lines]):
+        (tmp_path / "log").write_bytes(b"".join(wrong))
+        with pytest.raises(StoreError, match="misplaced"):
+            RecordLog(tmp_path / "log").append({"step": 5})
+
+
+def test_keep(tmp_path: Path) -> None:
+    data = filled(tmp_path / "log")
+    log = RecordLog(tmp_path / "log")
+    with pytest.raises(StoreError, match="wanted 6 records, got 5"):
+        log.keep(6)
+    log.keep(3)
+    log.append({"step": 3, "loss": 1 / 4}, {"step": 4, "loss": 1 / 5})
+    assert (tmp_path / "log").read_bytes() == data  # what a resumed run writes is what an uninterrupted one wrote
+    log.keep(0)
+    assert (tmp_path / "log").read_bytes() == b""
+
+
+def test_nan_is_never_logged(tmp_path: Path) -> None:
+    log = RecordLog(tmp_path / "log")
+    log.append({"loss": 1.0})
+    with pytest.raises(StoreError, match=r"log\.loss: wanted a finite number, got nan"):
+        log.append({"loss": 2.0}, {"loss": float("nan")})
+    for record in ({}, {"check": 1}):
+        with pytest.raises(StoreError, match="wanted a record with fields"):
+            log.append(record)
+    assert log.read() == [{"loss": 1.0}]
+
+
+def test_full_disk_leaves_whole_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RecordLog(tmp_path / "log")
+    log.append({"step": 0})
+    whole = os.write
+
+    def torn(descriptor: int, data: memoryview) -> int:
+        whole(descriptor, data[:5])
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", torn)
+        with pytest.raises(DiskFullError):
+            log.append({"step": 1})
+    assert (tmp_path / "log").read_bytes().endswith(b"}\n")
+    log.append({"step": 1})
+    assert log.read() == [{"step": 0}, {"step": 1}]
+
+
+def test_no_log_is_an_empty_one(tmp_path: Path) -> None:
+    assert RecordLog(tmp_path / "log").read() == []
+    RecordLog(tmp_path / "log").keep(None)
+    assert not os.listdir(tmp_path)
