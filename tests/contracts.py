@@ -1,0 +1,344 @@
+"""What every posterior, channel, attack and predictor must keep. A new member is one row in `tests/test_contracts.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from advbayes import BayesianModel, Categorical, Gaussian
+from advbayes.types import Attack, Channel, Predictor
+
+DTYPES = (torch.float32, torch.float64)
+TASKS = ("classification", "regression")
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def small_model(task: str, dtype: torch.dtype) -> BayesianModel:
+    """A smooth two-layer net on four features: three classes, or one output."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        outputs = 3 if task == "classification" else 1
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, outputs)).to(dtype)
+    return BayesianModel(net, Categorical() if task == "classification" else Gaussian(0.5))
+
+
+def small_data(task: str, dtype: torch.dtype, num: int = 12) -> tuple[Tensor, Tensor]:
+    x = torch.rand(num, 4, generator=seeded(1), dtype=dtype)
+    if task == "classification":
+        return x, torch.randint(3, (num,), generator=seeded(2))
+    return x, torch.randn(num, generator=seeded(2), dtype=dtype)
+
+
+# --- Posteriors -----------------------------------------------------------------------------------------------------
+
+
+class PosteriorContract:
+    """Subclass with `make(model) -> posterior`; `trainable = False` for given samples."""
+
+    trainable = True
+
+    def make(self, model: BayesianModel) -> nn.Module:
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_draws_have_shape_dtype_and_no_gradient_unless_asked(self, dtype: torch.dtype) -> None:
+        model = small_model("classification", dtype)
+        posterior = self.make(model)
+        draws = posterior.sample(5, generator=seeded())
+        assert draws.shape == (5, model.num_params)
+        assert draws.dtype == dtype
+        assert not draws.requires_grad
+        assert posterior.rsample(2, generator=seeded()).requires_grad is self.trainable
+        assert posterior.mean.shape == (model.num_params,)
+        assert posterior.num_params == model.num_params
+
+    def test_same_generator_same_draws(self) -> None:
+        posterior = self.make(small_model("regression", torch.float32))
+        torch.testing.assert_close(
+            posterior.sample(4, generator=seeded(7)), posterior.sample(4, generator=seeded(7)), rtol=0, atol=0
+        )
+
+    def test_global_generator_is_never_seeded(self) -> None:
+        before = torch.get_rng_state()
+        self.make(small_model("regression", torch.float32)).sample(4, generator=seeded(7))
+        assert torch.equal(before, torch.get_rng_state())
+
+    def test_draws_do_not_alias_the_parameters(self) -> None:
+        posterior = self.make(small_model("regression", torch.float32))
+        draws = posterior.sample(3, generator=seeded())
+        mean = posterior.mean.clone()
+        draws.zero_()
+        assert torch.equal(posterior.mean, mean)
+
+    def test_kl_gradient_matches_finite_differences_for_every_parameter(self) -> None:
+        posterior = self.make(small_model("regression", torch.float64))
+        if not self.trainable:
+            with pytest.raises(TypeError, match="kl"):
+                posterior.kl(1.0)
+            return
+        for parameter in posterior.parameters():
+            posterior.zero_grad()
+            posterior.kl(0.7).backward()
+            gradient = parameter.grad.flatten()
+            assert bool((gradient != 0).any())
+            for index in (0, gradient.numel() // 2, gradient.numel() - 1):
+                flat = parameter.data.view(-1)
+                value, step = float(flat[index]), 1e-6
+                flat[index] = value + step
+                up = float(posterior.kl(0.7).detach())
+                flat[index] = value - step
+                down = float(posterior.kl(0.7).detach())
+                flat[index] = value
+                assert float(gradient[index]) == pytest.approx((up - down) / (2 * step), rel=1e-5, abs=1e-7)
+
+    def test_bad_counts_and_priors_are_named(self) -> None:
+        posterior = self.make(small_model("regression", torch.float32))
+        with pytest.raises(ValueError, match="num must be"):
+            posterior.sample(0)
+        if self.trainable:
+            with pytest.raises(ValueError, match="prior_scale"):
+                posterior.kl(-1.0)
+
+    def test_state_round_trips(self) -> None:
+        model = small_model("regression", torch.float32)
+        posterior, other = self.make(model), self.make(model)
+        with torch.no_grad():
+            for tensor in posterior.state_dict().values():
+                tensor.add_(0.1)
+        other.load_state_dict(posterior.state_dict())
+        assert torch.equal(posterior.sample(3, generator=seeded()), other.sample(3, generator=seeded()))
+
+
+# --- Channels ---------------------------------------------------------------------------------------------------------
+
+
+class ChannelContract:
+    """Subclass with `make(task) -> channel`; `has_density = False` for those without one."""
+
+    has_density = True
+    tasks: tuple[str, ...] = TASKS
+
+    def make(self, task: str, dtype: torch.dtype) -> Channel:
+        raise NotImplementedError
+
+    def cases(self) -> list[tuple[str, torch.dtype]]:
+        return [(task, dtype) for task in self.tasks for dtype in DTYPES]
+
+    def predictor(self, task: str, dtype: torch.dtype) -> Predictor:
+        model = small_model(task, dtype)
+        return model.at(model.initial_theta())
+
+    def test_sample_keeps_shape_dtype_and_its_input(self) -> None:
+        for task, dtype in self.cases():
+            x, y = small_data(task, dtype)
+            before = x.clone()
+            for labels in (y, None):
+                drawn = self.make(task, dtype).sample(self.predictor(task, dtype), x, labels, generator=seeded())
+                assert drawn.shape == x.shape
+                assert drawn.dtype == dtype
+                assert bool(torch.isfinite(drawn).all())
+            assert torch.equal(x, before)
+            assert not x.requires_grad
+
+    def test_same_generator_same_sample(self) -> None:
+        for task, dtype in self.cases():
+            x, y = small_data(task, dtype)
+            channel, predict = self.make(task, dtype), self.predictor(task, dtype)
+            first = channel.sample(predict, x, y, generator=seeded(5))
+            assert torch.equal(first, channel.sample(predict, x, y, generator=seeded(5)))
+
+    def test_density_has_shape_and_does_not_depend_on_what_was_asked_before(self) -> None:
+        for task, dtype in self.cases():
+            x, y = small_data(task, dtype)
+            channel, predict = self.make(task, dtype), self.predictor(task, dtype)
+            if not self.has_density:
+                with pytest.raises(ValueError, match="no density"):
+                    channel.density(predict, x, y)
+                continue
+            density = channel.density(predict, x[:5], y[:5])
+            queries = x[5:] + 0.1
+            log_p = density.log_prob(queries)
+            assert log_p.shape == (5, len(queries))
+            assert log_p.dtype == dtype
+            torch.testing.assert_close(log_p[:, 2:3], density.log_prob(queries[2:3]))
+
+    def test_density_integrates_to_one(self) -> None:
+        """Importance sampling from a wide Gaussian around the centre, in float64."""
+        if not self.has_density:
+            return
+        for task in self.tasks:
+            x, y = small_data(task, torch.float64, num=3)
+            density = self.make(task, torch.float64).density(self.predictor(task, torch.float64), x, y)
+            wide = torch.distributions.Normal(x.mean(0), torch.full((4,), 0.8, dtype=torch.float64))
+            points = x.mean(0) + 0.8 * torch.randn(200_000, 4, generator=seeded(9), dtype=torch.float64)
+            ratios = (density.log_prob(points) - wide.log_prob(points).sum(1)).exp()
+            error = ratios.std(1) / math.sqrt(ratios.shape[1])
+            assert bool(((ratios.mean(1) - 1).abs() < 6 * error + 1e-9).all())
+            assert bool((error < 0.1).all())
+
+    def test_samples_fit_the_density(self) -> None:
+        """The mean log-density of samples equals minus the entropy estimated from the density itself by sampling anew."""
+        if not self.has_density:
+            return
+        for task in self.tasks:
+            x, y = small_data(task, torch.float64, num=1)
+            channel, predict = self.make(task, torch.float64), self.predictor(task, torch.float64)
+            density = channel.density(predict, x, y)
+            many = channel.sample(predict, x.expand(4000, -1), y.expand(4000), generator=seeded(4)).detach()
+            own = density.log_prob(many)[0]
+            shifted = density.log_prob(many + 0.05)[0]
+            assert float(own.mean()) > float(shifted.mean())
+            ratio = (shifted - own).exp()  # E[p(x + c) / p(x)] = 1 under p
+            assert abs(float(ratio.mean()) - 1) < 6 * float(ratio.std()) / math.sqrt(4000)
+
+
+# --- Attacks ------------------------------------------------------------------------------------------------------------
+
+
+class AttackContract:
+    """Subclass with `make(ball) -> attack`."""
+
+    tasks: tuple[str, ...] = TASKS
+
+    def make(self, ball: object) -> Attack:
+        raise NotImplementedError
+
+    def run(self, ball: object, task: str, dtype: torch.dtype, labels: bool = True) -> tuple[Tensor, Tensor]:
+        model = small_model(task, dtype)
+        x, y = small_data(task, dtype)
+        before = x.clone()
+        x_adv = self.make(ball)(model.at(model.initial_theta()), x, y if labels else None, generator=seeded(6))
+        assert torch.equal(x, before)
+        return x, x_adv
+
+    def balls(self, dtype: torch.dtype) -> list[object]:
+        from advbayes import L2, Linf
+
+        scale = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=dtype)
+        mask = torch.tensor([True, False, True, True])
+        return [
+            ball(eps, box=box, scale=s, mask=m)
+            for ball in (L2, Linf)
+            for eps, box, s, m in ((0.3, (0.0, 1.0), None, None), (0.3, None, scale, mask), (5.0, (0.0, 1.0), scale, None))
+        ]
+
+    def test_feasible_finite_and_of_the_input_s_shape(self) -> None:
+        for task in self.tasks:
+            for dtype in DTYPES:
+                for ball in self.balls(dtype):
+                    for labels in (True, False):
+                        x, x_adv = self.run(ball, task, dtype, labels)
+                        assert x_adv.shape == x.shape
+                        assert x_adv.dtype == dtype
+                        assert bool(ball.contains(x_adv, x).all()), (task, ball)
+                        assert not x_adv.requires_grad
+
+    def test_zero_budget_changes_no_bit(self) -> None:
+        from advbayes import L2, Linf
+
+        for task in self.tasks:
+            for ball in (L2(0.0, box=(0.0, 1.0)), Linf(0.0)):
+                x, x_adv = self.run(ball, task, torch.float32)
+                assert torch.equal(x, x_adv)
+
+    def test_same_generator_same_attack(self) -> None:
+        from advbayes import L2
+
+        for task in self.tasks:
+            first, second = (self.run(L2(0.5), task, torch.float64)[1] for _ in range(2))
+            assert torch.equal(first, second)
+
+    def test_a_prediction_without_gradient_is_survived(self) -> None:
+        from advbayes import L2
+
+        def constant(x: Tensor) -> torch.distributions.Categorical:
+            return torch.distributions.Categorical(logits=torch.zeros(len(x), 3, dtype=x.dtype))
+
+        x, y = small_data("classification", torch.float32)
+        x_adv = self.make(L2(0.5))(constant, x, y, generator=seeded())
+        assert bool(L2(0.5).contains(x_adv, x).all())
+
+
+# --- Predictors ------------------------------------------------------------------------------------------------------------
+
+
+class PredictorContract:
+    """Subclass with `make(model) -> predictor`; `stochastic = True` if two calls may differ."""
+
+    stochastic = False
+
+    def make(self, model: BayesianModel) -> Predictor:
+        raise NotImplementedError
+
+    @pytest.mark.parametrize("task", TASKS)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_prediction_has_batch_shape_and_consistent_parts(self, task: str, dtype: torch.dtype) -> None:
+        predict = self.make(small_model(task, dtype))
+        x, y = small_data(task, dtype)
+        prediction = predict(x)
+        assert prediction.batch_shape == (len(x),)
+        log_p = prediction.log_prob(y)
+        assert log_p.shape == (len(x),)
+        assert log_p.dtype == dtype
+        assert bool(torch.isfinite(log_p).all())
+        assert prediction.entropy().shape == (len(x),)
+        if task == "classification":
+            torch.testing.assert_close(prediction.probs.sum(1), torch.ones(len(x), dtype=dtype))
+            torch.testing.assert_close(prediction.logits.exp(), prediction.probs)
+            assert bool((prediction.entropy() >= -1e-6).all())
+            assert bool((prediction.entropy() <= math.log(3) + 1e-6).all())
+        else:
+            assert prediction.mean.shape == prediction.variance.shape == (len(x),)
+            assert bool((prediction.variance > 0).all())
+            torch.testing.assert_close(prediction.log_prob(y.unsqueeze(1)), log_p)
+            with pytest.raises(ValueError, match="y must have"):
+                prediction.log_prob(y[:, None].expand(-1, 2))
+
+    @pytest.mark.parametrize("task", TASKS)
+    def test_an_example_s_prediction_does_not_depend_on_its_batch(self, task: str) -> None:
+        if self.stochastic:
+            return
+        predict = self.make(small_model(task, torch.float64))
+        x, y = small_data(task, torch.float64)
+        torch.testing.assert_close(predict(x).log_prob(y)[3:4], predict(x[3:4]).log_prob(y[3:4]))
+
+    @pytest.mark.parametrize("task", TASKS)
+    def test_input_gradient_matches_finite_differences(self, task: str) -> None:
+        if self.stochastic:
+            return
+        predict = self.make(small_model(task, torch.float64))
+        x, y = small_data(task, torch.float64, num=3)
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(predict(leaf).log_prob(y).sum(), leaf)
+        step = 1e-6
+        for column in range(x.shape[1]):
+            shift = torch.zeros_like(x)
+            shift[:, column] = step
+            slope = (predict(x + shift).log_prob(y) - predict(x - shift).log_prob(y)) / (2 * step)
+            torch.testing.assert_close(gradient[:, column], slope.detach(), rtol=1e-5, atol=1e-7)
+
+    @pytest.mark.parametrize("task", TASKS)
+    def test_own_gradient_is_autograd_s(self, task: str) -> None:
+        """A predictor with a faster way to its gradient gives the same numbers as autograd through its call."""
+        from advbayes import margin, nll, squared_error
+        from advbayes.attacks import HasInputGradient
+
+        predict = self.make(small_model(task, torch.float64))
+        if self.stochastic or not isinstance(predict, HasInputGradient):
+            return
+        x, y = small_data(task, torch.float64)
+        losses: list[Callable[..., Tensor]] = [nll, margin if task == "classification" else squared_error]
+        for loss in losses:
+            value, _, gradient = predict.loss_and_gradient(loss, x, y)
+            leaf = x.clone().requires_grad_()
+            plain = loss(predict(leaf), y)
+            (expected,) = torch.autograd.grad(plain.sum(), leaf)
+            torch.testing.assert_close(value, plain.detach())
+            torch.testing.assert_close(gradient, expected, rtol=1e-8, atol=1e-10)
