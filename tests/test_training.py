@@ -1,0 +1,266 @@
+"""`fit`: reproducible bit for bit, exact when it goes on, honest about what it skips, kind to Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from advbayes import (
+    L2,
+    AttackChannel,
+    BayesianModel,
+    Categorical,
+    ChannelELBO,
+    Ensemble,
+    Gaussian,
+    Learned,
+    LowRank,
+    MeanField,
+    Mixture,
+    Noise,
+    NonFiniteError,
+    PointMass,
+    fit,
+    nll,
+    one_step,
+    pgd,
+)
+from advbayes.networks import FullyConnectedGenerator
+from advbayes.training import State
+from advbayes.types import Predictor
+from tests.contracts import seeded, small_model
+
+X = torch.rand(60, 4, generator=seeded(1))
+Y = (X.sum(1) > 2).long()
+
+
+def learned(seed: int = 0) -> Learned:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Learned(FullyConnectedGenerator(4, num_classes=3, width=16), L2(0.5))
+
+
+CHANNELS = {
+    "identity": lambda: Noise(0.0),
+    "one_step": lambda: AttackChannel(one_step(L2(0.3)), 0.1),
+    "mixture": lambda: Mixture([0.4, 0.6], [Noise(0.1), AttackChannel(pgd(L2(0.3), 3), 0.1)]),
+    "learned": learned,
+    "half_learned": lambda: Mixture([0.5, 0.5], [Noise(0.0), learned()]),
+}
+
+
+def weights(posterior: nn.Module) -> list[Tensor]:
+    return [tensor.clone() for tensor in posterior.state_dict().values()]
+
+
+@pytest.mark.parametrize("name", CHANNELS)
+def test_same_seed_same_bits_and_a_state_goes_on_exactly(name: str) -> None:
+    model = small_model("classification", torch.float32)
+    settings = {"batch_size": 16, "lr": 1e-2, "decay": 0.9, "seed": 3}
+    whole, again, parts = MeanField(model), MeanField(model), MeanField(model)
+    first = fit(model, whole, CHANNELS[name](), (X, Y), steps=9, **settings)
+    second = fit(model, again, CHANNELS[name](), (X, Y), steps=9, **settings)
+    saved: list[State] = []
+    fit(model, parts, CHANNELS[name](), (X, Y), steps=9, stop=lambda: True, checkpoint=saved.append, **settings)
+    assert saved[-1].step == 1
+    rest = fit(model, MeanField(model), CHANNELS[name](), (X, Y), steps=9, state=saved[-1], **settings)
+    resumed = [rest.state.tensors[f"posterior/{key}"] for key in whole.state_dict()]
+    for a, b, c in zip(weights(whole), weights(again), resumed, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+    for column in ("bound", "log_likelihood", "kl", "gradient_norm"):
+        assert first.history[column] == second.history[column] == rest.history[column]
+
+
+def test_another_seed_another_run() -> None:
+    model = small_model("classification", torch.float32)
+    runs = []
+    for seed in (0, 1):
+        posterior = MeanField(model)
+        fit(model, posterior, Noise(0.1), (X, Y), steps=3, seed=seed)
+        runs.append(posterior.mu.detach().clone())
+    assert not torch.equal(*runs)
+
+
+@pytest.mark.parametrize("kind", [MeanField, PointMass, Ensemble, LowRank])
+def test_every_posterior_improves_its_bound(kind: type) -> None:
+    model = small_model("classification", torch.float32)
+    result = fit(model, kind(model), AttackChannel(one_step(L2(0.1)), 0.05), (X, Y), steps=150, lr=2e-2)
+    bounds = result.history["bound"]
+    assert sum(bounds[-20:]) > sum(bounds[:20])
+    assert result.steps == len(bounds) == 150
+    assert all(math.isfinite(value) for column in result.history.values() for value in column)
+
+
+def test_every_example_is_used_equally_often_whatever_the_batch_size() -> None:
+    seen: list[Tensor] = []
+
+    class Recorder:
+        def sample(self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: object = None) -> Tensor:
+            seen.append(x[:, 0].clone())
+            return x
+
+        def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> object:
+            raise AssertionError
+
+    model = small_model("classification", torch.float32)
+    result = fit(model, PointMass(model), Recorder(), (X, Y), epochs=4, batch_size=16)
+    assert result.steps == 15
+    values, counts = torch.cat(seen).unique(return_counts=True)
+    assert len(values) == 60
+    assert bool((counts == 4).all())
+
+
+def test_a_loader_trains_too() -> None:
+    model = small_model("classification", torch.float32)
+    loader = DataLoader(TensorDataset(X, Y), batch_size=20)
+    result = fit(model, MeanField(model), Noise(0.0), loader, epochs=2)
+    assert result.steps == 6
+
+
+def test_the_learned_adversary_learns_and_stays_in_its_ball() -> None:
+    model = small_model("classification", torch.float32)
+    posterior = PointMass(model)
+    fit(model, posterior, Noise(0.0), (X, Y), steps=200, lr=2e-2)
+    channel = learned()
+    predict = model.at(posterior.mean)
+    before = float(-predict(channel.sample(predict, X, Y, generator=seeded()).detach()).log_prob(Y).mean())
+    fit(model, posterior, channel, (X, Y), steps=150, lr=1e-8, adversary_lr=1e-2)
+    after = float(-predict(channel.sample(predict, X, Y, generator=seeded()).detach()).log_prob(Y).mean())
+    assert after > before + 0.05
+    centre, std = channel.moments(predict, X, Y)
+    assert bool(L2(0.5).contains(centre.detach(), X).all())
+    assert 1e-2 <= float(std.detach().min()) <= float(std.detach().max()) <= 0.5
+
+
+def test_the_entropy_bonus_widens_the_learned_channel() -> None:
+    spreads = []
+    for bonus in (0.0, 10.0):
+        model = small_model("classification", torch.float32)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            channel = Learned(FullyConnectedGenerator(4, num_classes=3, width=16), L2(0.5), entropy_bonus=bonus)
+        fit(model, PointMass(model), channel, (X, Y), steps=60, adversary_lr=1e-2)
+        spreads.append(float(channel.moments(model.at(model.initial_theta()), X, Y)[1].detach().mean()))
+    assert spreads[1] > spreads[0] + 0.05
+
+
+class Poison:
+    """A channel that gives NaN at chosen steps."""
+
+    def __init__(self, bad: range) -> None:
+        self.bad, self.calls = bad, 0
+
+    def sample(self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: object = None) -> Tensor:
+        self.calls += 1
+        return x * math.nan if self.calls - 1 in self.bad else x
+
+    def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> object:
+        raise AssertionError
+
+
+def test_a_bad_step_is_skipped_and_counted() -> None:
+    model = small_model("classification", torch.float32)
+    posterior = MeanField(model)
+    result = fit(model, posterior, Poison(range(3, 6)), (X, Y), steps=10)
+    assert result.skipped == 3
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in weights(posterior))
+
+
+def test_ten_bad_steps_in_a_row_stop_name_the_channel_and_keep_the_last_finite_state() -> None:
+    model = small_model("classification", torch.float32)
+    posterior, reference = MeanField(model), MeanField(model)
+    fit(model, reference, Poison(range(0)), (X, Y), steps=4)
+    with pytest.raises(NonFiniteError, match="the cause is the channel"):
+        fit(model, posterior, Poison(range(4, 99)), (X, Y), steps=50)
+    for kept, wanted in zip(weights(posterior), weights(reference), strict=True):
+        assert torch.equal(kept, wanted)
+
+
+def test_the_likelihood_is_named_when_it_overflows() -> None:
+    class Square(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((4,), 1e30))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.weight).square()
+
+    model = BayesianModel(Square(), Gaussian(1.0))
+    with pytest.raises(NonFiniteError, match="the cause is the likelihood"):
+        fit(model, PointMass(model), Noise(0.0), (X, X[:, 0]), steps=20)
+
+
+def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    model = small_model("classification", torch.float32)
+    fit(model, MeanField(model), Noise(0.1), (X, Y), steps=3)
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""
+
+
+SCRIPT = """
+import json, sys, torch
+from advbayes import *
+x = torch.rand(512, 50); y = (x.sum(1) > 25).long()
+model = BayesianModel(torch.nn.Sequential(torch.nn.Linear(50, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2)), Categorical())
+posterior = MeanField(model)
+started = []
+def stop():  # called after every step, never stops
+    if not started:
+        started.append(print("ready", flush=True))
+    return False
+result = fit(model, posterior, AttackChannel(pgd(L2(1.0), 10), 0.1), (x, y), steps=10**6, stop=stop)
+finite = all(bool(torch.isfinite(t).all()) for t in posterior.state_dict().values())
+print(json.dumps({"interrupted": result.interrupted, "steps": result.steps, "entries": len(result.history["bound"]), "finite": finite}))
+"""
+
+
+def test_ctrl_c_keeps_what_is_trained(tmp_path: Path) -> None:
+    """A real process, a real SIGINT."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, env=env, cwd=tmp_path)
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "ready"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=30)
+    answer = json.loads(out)
+    assert process.returncode == 0
+    assert answer["interrupted"]
+    assert answer["finite"]
+    assert answer["steps"] == answer["entries"] > 0
+
+
+def test_minibatches_and_objective_settings_reach_the_bound() -> None:
+    """The KL weight and the number of thetas and channel samples show in the history, not only in the configuration."""
+    model = small_model("classification", torch.float64)
+    x, y = X.double(), Y
+    posterior = MeanField(model)
+    kl = float(posterior.kl(1.0).detach())
+    heavy = fit(model, posterior, Noise(0.1), (x, y), steps=1, objective=ChannelELBO(60, 3, 2, kl_weight=5.0))
+    assert heavy.history["kl"][0] == pytest.approx(kl)
+    assert heavy.history["bound"][0] == pytest.approx(heavy.history["log_likelihood"][0] - 5.0 * kl)
+
+
+def test_categorical_and_learned_scale_regression_recover_the_noise() -> None:
+    generator = seeded(5)
+    x = torch.randn(400, 2, generator=generator)
+    y = x @ torch.tensor([1.0, -2.0]) + 0.3 * torch.randn(400, generator=generator)
+    model = BayesianModel(nn.Linear(2, 1), Gaussian(1.0, learned=True))
+    posterior = MeanField(model)
+    fit(model, posterior, Noise(0.0), (x, y), steps=1500, lr=2e-2, decay=0.995)
+    assert math.exp(float(posterior.mean[-1])) == pytest.approx(0.3, rel=0.1)
+    assert isinstance(model.likelihood, Gaussian)
+    assert Categorical().num_extra() == 0
+    assert nll(model.at(posterior.mean)(x), y).shape == (400,)
