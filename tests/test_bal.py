@@ -34,7 +34,7 @@ def log_odds(table: Tensor) -> float:
 
 def stationary(sweep: Tensor) -> Tensor:
     """The law that a Markov kernel (rows sum to one) leaves alone."""
-    power = torch.linalg.matrix_power(sweep, 2**12)
+    power: Tensor = torch.linalg.matrix_power(sweep, 2**12)
     torch.testing.assert_close(power[0], power[1], rtol=1e-12, atol=0)
     return power[0]
 
