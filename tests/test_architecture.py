@@ -12,10 +12,12 @@ import pytest
 import advbayes
 
 ROOT = Path(advbayes.__file__).parent
-ORDER = (
-    "seeds checks progress types likelihoods model posteriors balls attacks channels objectives predictive purification purifier_attacks "
-    "smoothing adapters training certify metrics evaluation audit store datasets networks runs report experiments estimators config cli"
-).split()
+LAYOUT = """
+seeds checks progress types likelihoods model posteriors balls attacks channels objectives predictive purification
+purifier_attacks smoothing adapters training certify metrics evaluation audit store datasets networks runs report
+experiments estimators config cli
+"""
+ORDER = LAYOUT.split()
 CORE_PACKAGES = {"advbayes", "torch", "numpy", "safetensors"} | set(sys.stdlib_module_names)
 CORE = ORDER[: ORDER.index("store") + 1]
 FILES = sorted(ROOT.rglob("*.py"))

@@ -222,7 +222,8 @@ def stop():  # called after every step, never stops
     return False
 result = fit(model, posterior, AttackChannel(pgd(L2(1.0), 10), 0.1), (x, y), steps=10**6, stop=stop)
 finite = all(bool(torch.isfinite(t).all()) for t in posterior.state_dict().values())
-print(json.dumps({"interrupted": result.interrupted, "steps": result.steps, "entries": len(result.history["bound"]), "finite": finite}))
+entries = len(result.history["bound"])
+print(json.dumps({"interrupted": result.interrupted, "steps": result.steps, "entries": entries, "finite": finite}))
 """
 
 
