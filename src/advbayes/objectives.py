@@ -34,7 +34,7 @@ class Terms(NamedTuple):
 
 
 class Penalty(Protocol):
-    """Omega of Eq. 18, one value per example, from the raw outputs at x and at x'."""
+    """Omega of Eq. 15, one value per example, from the raw outputs at x and at x'."""
 
     @property
     def likelihood(self) -> str: ...  # where y is scored: "adversarial" (at x') or "clean" (at x)
