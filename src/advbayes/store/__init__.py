@@ -1,7 +1,9 @@
 """Files that can be trusted: bundles, checkpoints, locks and record logs, without pickle."""
 
+from .bundle import Bundle, load, save
 from .documents import JSON, read_document, write_document
 from .errors import DiskFullError, LockedError, MissingError, StoreError
+from .export import export_program
 from .files import write_bytes
 from .lock import Lock, claim
 from .manifest import SCHEMA, Manifest, Part, versions
@@ -12,6 +14,7 @@ __all__ = [
     "JSON",
     "SCHEMA",
     "SUFFIX",
+    "Bundle",
     "DiskFullError",
     "Lock",
     "LockedError",
@@ -21,9 +24,12 @@ __all__ = [
     "RecordLog",
     "StoreError",
     "claim",
+    "export_program",
+    "load",
     "read_bundle",
     "read_document",
     "read_manifest",
+    "save",
     "versions",
     "write_bundle",
     "write_bytes",

@@ -60,9 +60,7 @@ class Lock:
                     raise
             time.sleep(0.02)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         mine = self._held.pop()
         if mine.pid != os.getpid():
             return  # a forked child left the block: the lock stays its parent's

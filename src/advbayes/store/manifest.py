@@ -112,9 +112,7 @@ def _part_1(name: str, entry: JSON, file: Path) -> Part:
             well = re.fullmatch(r"[0-9a-f]{64}", digest) and PART.fullmatch(part.file) and not isinstance(size, bool)
             if well and size >= 0:
                 return part
-    raise StoreError(
-        file, wanted="NAME.safetensors or NAME.json with bytes and sha256", got=f"{name!r:.80}: {entry!r:.80}"
-    )
+    raise StoreError(file, wanted="NAME.safetensors or NAME.json with bytes and sha256", got=f"{name!r:.80}: {entry!r:.80}")
 
 
 def check_digest(file: Path, wanted: str, got: str) -> None:

@@ -104,7 +104,14 @@ def read_bundle(
     ...
     advbayes.store.errors.MissingError: absent: wanted a bundle, got nothing (no such file)
     """
-    _, found = _read(Path(path), max_bytes)
+    return read_all(path, max_bytes=max_bytes)[1:]
+
+
+def read_all(
+    path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES
+) -> tuple[Manifest, dict[str, dict[str, Tensor]], dict[str, JSON]]:
+    """Manifest, tensors and documents of one version of a bundle; see `read_bundle`."""
+    manifest, found = _read(Path(path), max_bytes)
     loaded: dict[str, dict[str, Tensor]] = {}
     texts: dict[str, JSON] = {}
     for name, data in found.items():
@@ -113,7 +120,7 @@ def read_bundle(
             texts[stem] = documents.decode(data, f"{os.fspath(path)}:{name}")
         else:
             loaded[stem] = tensors.decode(data, f"{os.fspath(path)}:{name}")
-    return loaded, texts
+    return manifest, loaded, texts
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:

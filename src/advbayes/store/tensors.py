@@ -81,14 +81,10 @@ def _check_header(data: bytes, name: str) -> None:
         if key == "__metadata__":
             continue
         match entry:
-            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)], **rest} if (
-                not rest
-            ):
+            case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)], **rest} if not rest:
                 sizes = [size for size in shape if isinstance(size, int) and not isinstance(size, bool) and size >= 0]
                 if dtype not in _ITEM or len(sizes) != len(shape) or len(shape) > MAX_DIMS:
-                    raise StoreError(
-                        name, wanted="plain types and shapes", got=f"{dtype[:20]} {shape!r:.80} for {key:.80}"
-                    )
+                    raise StoreError(name, wanted="plain types and shapes", got=f"{dtype[:20]} {shape!r:.80} for {key:.80}")
                 if not 0 <= start <= stop or stop - start != _ITEM[dtype] * math.prod(sizes):
                     raise StoreError(name, wanted="offsets that fit the shape", got=f"{start}, {stop} for {key:.80}")
                 spans.append((start, stop))

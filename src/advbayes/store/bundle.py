@@ -1,0 +1,221 @@
+"""A model that others can use: `save` and `load` everything that its predictions and its claims need."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from advbayes import posteriors
+from advbayes.likelihoods import Likelihood
+from advbayes.model import BayesianModel
+from advbayes.types import Channel, Posterior
+
+from . import kinds
+from .documents import JSON
+from .errors import StoreError
+from .manifest import Manifest
+from .nets import build_net, describe_net, fill_net
+from .parts import read_all, write_bundle
+
+_DOCUMENTS = {"model", "posterior", "channel", "class_names", "threat_model", "audit", "extra"}
+_TENSORS = {"net", "posterior", "channel", "scaling", "threat_model"}
+
+
+@dataclass(frozen=True, eq=False)
+class Bundle:
+    """What `load` returns. `scaling` holds the tensors of `datasets.Standardize` (`Standardize.from_dict`)."""
+
+    model: BayesianModel
+    posterior: Any  # the class that was saved: MeanField, LowRank, ...
+    channel: Channel | None
+    scaling: dict[str, Tensor] | None
+    class_names: tuple[str, ...] | None
+    threat_model: Any
+    audit: JSON
+    extra: JSON
+    versions: dict[str, str]
+    manifest: Manifest
+
+
+def save(
+    path: str | os.PathLike[str],
+    *,
+    model: BayesianModel,
+    posterior: Posterior,
+    channel: Channel | None = None,
+    scaling: Mapping[str, Tensor] | None = None,
+    class_names: Sequence[str] | None = None,
+    threat_model: object = None,
+    audit: object = None,
+    extra: object = None,
+) -> None:
+    """Save a model as a folder, or as one file when `path` ends in `.advbayes`; atomic, without pickle, never with NaN.
+
+    `threat_model` is a ball, an attack, or a dictionary of such and of plain values; `audit` and `extra` are plain values.
+
+    >>> import tempfile
+    >>> from advbayes import Categorical, MeanField, Noise
+    >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(f"{folder}/m.advbayes", model=model, posterior=MeanField(model), channel=Noise(0.1), class_names="abc")
+    ...     bundle = load(f"{folder}/m.advbayes")
+    >>> bundle.channel, bundle.class_names
+    (Noise(sigma=0.1), ('a', 'b', 'c'))
+    """
+    place = os.fspath(path)
+    tensors: dict[str, dict[str, Tensor]] = {"net": dict(model.net.state_dict()), "channel": {}, "threat_model": {}}
+    described: dict[str, object] = {
+        "net": describe_net(model.net),
+        "likelihood": kinds.encode(model.likelihood, f"{place}:likelihood", {}),
+        "prior_scale": kinds.encode(model.prior_scale, f"{place}:prior_scale", {}),
+        "parameters": [[name, list(shape)] for name, shape in zip(model.names, model.shapes, strict=True)],
+    }
+    documents: dict[str, object] = {"model": described}
+    documents["posterior"], tensors["posterior"] = _encode_posterior(posterior, model, place)
+    documents["channel"] = kinds.encode(channel, "channel", tensors["channel"])
+    documents["threat_model"] = kinds.encode_document(threat_model, "threat_model", tensors["threat_model"])
+    documents["class_names"] = None if class_names is None else [str(name) for name in class_names]
+    documents |= {"audit": audit, "extra": extra}
+    if scaling is not None:
+        tensors["scaling"] = dict(scaling)
+    write_bundle(
+        path,
+        {name: values for name, values in tensors.items() if values or name == "scaling"},
+        {name: document for name, document in documents.items() if document is not None},
+    )
+
+
+def load(path: str | os.PathLike[str], *, net: nn.Module | None = None, device: torch.device | str = "cpu") -> Bundle:
+    """Load what `save` saved; safe for a stranger's file: hashes first, an explicit list of classes, nothing executed.
+
+    A network with code of its own has to be given as `net` (its weights come from the file).
+
+    >>> load("absent")
+    Traceback (most recent call last):
+    ...
+    advbayes.store.errors.MissingError: absent: wanted a bundle, got nothing (no such file)
+    """
+    place = os.fspath(path)
+    manifest, tensors, documents = read_all(path)
+    if unknown := (tensors.keys() - _TENSORS) | (documents.keys() - _DOCUMENTS):
+        raise StoreError(place, wanted="the parts of a model", got=f"a part {min(unknown)}")
+    tensors = {part: {key: value.to(device) for key, value in held.items()} for part, held in tensors.items()}
+    model = _decode_model(documents.get("model"), tensors.get("net", {}), net, place)
+    names = documents.get("class_names")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise StoreError(f"{place}:class_names", wanted="a list of names", got=f"{names!r:.80}")
+    channel = kinds.decode(documents.get("channel"), "channel", tensors.get("channel", {}))
+    if channel is not None and not isinstance(channel, Channel):
+        raise StoreError(f"{place}:channel", wanted="a channel", got=type(channel).__name__)
+    return Bundle(
+        model=model,
+        posterior=_decode_posterior(documents.get("posterior"), tensors.get("posterior", {}), model, place),
+        channel=channel,
+        scaling=tensors.get("scaling"),
+        class_names=None if names is None else tuple(str(name) for name in names),
+        threat_model=kinds.decode_document(documents.get("threat_model"), "threat_model", tensors.get("threat_model", {})),
+        audit=documents.get("audit"),
+        extra=documents.get("extra"),
+        versions=manifest.versions,
+        manifest=manifest,
+    )
+
+
+def _decode_model(document: JSON, state: dict[str, Tensor], given: nn.Module | None, place: str) -> BayesianModel:
+    part = f"{place}:model"
+    match document:
+        case {
+            "net": description,
+            "likelihood": likelihood,
+            "prior_scale": prior_scale,
+            "parameters": list(parameters),
+            **rest,
+        } if not rest:
+            pass
+        case _:
+            wanted = "net, likelihood, prior_scale and parameters"
+            raise StoreError(part, wanted=wanted, got=f"{document!r:.200}")
+    if given is not None:
+        net = copy.deepcopy(given)
+    elif description is None:
+        wanted = "load(path, net=...): this network has code of its own, which a file cannot bring"
+        raise StoreError(part, wanted=wanted, got="no net")
+    else:
+        net = build_net(description, part)
+    fill_net(net, state, part)
+    recorded = [(name, tuple(shape)) for name, shape in _pairs(parameters, part)]
+    named = dict(net.named_parameters())
+    for name, value in named.items():
+        value.requires_grad_(name in dict(recorded))
+    built = [(name, tuple(value.shape)) for name, value in named.items() if value.requires_grad]
+    if built != recorded:
+        raise StoreError(part, wanted=f"parameters {recorded!r:.200}", got=f"{built!r:.200}")
+    try:
+        chosen: Likelihood = kinds.decode(likelihood, f"{place}:likelihood", {})
+        if not isinstance(chosen, kinds.LIKELIHOODS):
+            raise StoreError(f"{place}:likelihood", wanted="a likelihood", got=type(chosen).__name__)
+        return BayesianModel(net, chosen, kinds.decode(prior_scale, f"{place}:prior_scale", {}))
+    except StoreError:
+        raise
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise StoreError(part, wanted="a network that fits a BayesianModel", got=f"{error!s:.200}") from None
+
+
+def _pairs(parameters: list[JSON], part: str) -> list[tuple[str, list[int]]]:
+    pairs = []
+    for entry in parameters:
+        match entry:
+            case [str(name), list(shape)] if all(isinstance(size, int) for size in shape):
+                pairs.append((name, [size for size in shape if isinstance(size, int)]))
+            case _:
+                raise StoreError(part, wanted="parameters as [name, shape]", got=f"{entry!r:.80}")
+    return pairs
+
+
+# Each posterior with its tensors and how it is made of them.
+_POSTERIORS: dict[str, tuple[Any, tuple[str, ...], Any]] = {
+    "MeanField": (posteriors.MeanField, ("mu", "rho"), lambda model, held: posteriors.MeanField(model, init=held["mu"])),
+    "PointMass": (posteriors.PointMass, ("theta",), lambda model, held: posteriors.PointMass(model, init=held["theta"])),
+    "Ensemble": (posteriors.Ensemble, ("thetas",), lambda model, held: posteriors.Ensemble(model, init=held["thetas"])),
+    "LowRank": (
+        posteriors.LowRank,
+        ("mu", "rho", "factor"),
+        lambda model, held: posteriors.LowRank(model, rank=held["factor"].shape[-1], init=held["mu"]),
+    ),
+    "Samples": (posteriors.Samples, ("thetas",), lambda model, held: posteriors.Samples(held["thetas"])),
+}
+
+
+def _encode_posterior(posterior: object, model: BayesianModel, place: str) -> tuple[JSON, dict[str, Tensor]]:
+    kind = type(posterior).__name__
+    if kind not in _POSTERIORS or type(posterior) is not _POSTERIORS[kind][0]:
+        raise StoreError(f"{place}:posterior", wanted=f"one of {', '.join(_POSTERIORS)}", got=kind)
+    assert isinstance(posterior, nn.Module)
+    if posterior.num_params != model.num_params:
+        wanted = f"a posterior over the model's {model.num_params} parameters"
+        raise StoreError(f"{place}:posterior", wanted=wanted, got=f"{posterior.num_params}")
+    return {"kind": kind}, dict(posterior.state_dict())
+
+
+def _decode_posterior(document: JSON, state: dict[str, Tensor], model: BayesianModel, place: str) -> nn.Module:
+    part = f"{place}:posterior"
+    kind = document.get("kind") if isinstance(document, dict) and len(document) == 1 else None
+    if not isinstance(kind, str) or kind not in _POSTERIORS:
+        raise StoreError(part, wanted=f"one of {', '.join(_POSTERIORS)}", got=f"{document!r:.80}")
+    _, wanted, build = _POSTERIORS[kind]
+    if state.keys() != set(wanted):
+        raise StoreError(part, wanted=f"the tensors {', '.join(wanted)}", got=f"{sorted(state)!r:.200}")
+    try:
+        posterior: nn.Module = build(model, state)
+        if posterior.num_params != model.num_params:
+            raise ValueError(f"{posterior.num_params} parameters for a model of {model.num_params}")
+        posterior.load_state_dict(state)
+        return posterior
+    except (ValueError, TypeError, RuntimeError, LookupError) as error:
+        raise StoreError(part, wanted=f"tensors that fit {kind} and the model", got=f"{error!s:.200}") from None

@@ -1,0 +1,148 @@
+"""Likelihoods, balls, attacks and channels as data: {"kind": name, field: value, ...} over an explicit list of classes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from torch import Tensor, nn
+
+from advbayes import attacks, balls, channels, likelihoods
+
+from .documents import JSON
+from .errors import StoreError
+from .nets import build_net, describe_net, fill_net
+
+LIKELIHOODS = (likelihoods.Categorical, likelihoods.Gaussian, likelihoods.HeteroscedasticGaussian)
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        *LIKELIHOODS,
+        balls.L2,
+        balls.Linf,
+        attacks.PGD,
+        channels.Noise,
+        channels.AttackChannel,
+        channels.Mixture,
+        channels.Learned,
+    )
+}
+_LOSSES: dict[str, Any] = {loss.__name__: loss for loss in (attacks.nll, attacks.margin, attacks.entropy, attacks.squared_error)}
+_NUMBERS = {"inf": math.inf, "-inf": -math.inf}
+
+
+def is_kind(value: object) -> bool:
+    """Whether `encode` writes the value as a kind of its own.
+
+    >>> is_kind(balls.L2(1.0)), is_kind({"eps": 1.0})
+    (True, False)
+    """
+    return type(value) in _KINDS.values() or any(value is loss for loss in _LOSSES.values())
+
+
+def encode(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:
+    """A setting as JSON; its tensors go into `tensors`, named by where they belong.
+
+    >>> encode(balls.L2(0.5, box=(0, 1)), "ball", {})
+    {'kind': 'L2', 'eps': 0.5, 'box': [0, 1], 'scale': None, 'mask': None}
+    """
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"kind": "number", "value": str(value)}
+    if isinstance(value, (tuple, list)):
+        return [encode(item, f"{place}/{index}", tensors) for index, item in enumerate(value)]
+    if isinstance(value, Tensor):
+        tensors[place] = value
+        return {"kind": "tensor", "name": place}
+    if isinstance(value, nn.Module):
+        described = describe_net(value)
+        if described is None:
+            raise StoreError(place, wanted="a network of plain layers or a built-in one", got=type(value).__name__)
+        tensors.update({f"{place}/{name}": tensor for name, tensor in value.state_dict().items()})
+        return {"kind": "net", "net": described}
+    if type(value) in _KINDS.values():
+        named = {field.name: getattr(value, field.name) for field in fields(value)}  # type: ignore[arg-type]
+        inner = {name: encode(item, f"{place}/{name}", tensors) for name, item in named.items()}
+        return {"kind": type(value).__name__, **inner}
+    for name, loss in _LOSSES.items():
+        if value is loss:
+            return {"kind": "loss", "name": name}
+    wanted = f"one of {', '.join([*_KINDS, *_LOSSES])}"
+    raise StoreError(place, wanted=wanted, got=f"{value!r:.80} ({type(value).__name__})")
+
+
+def decode(value: object, place: str, tensors: Mapping[str, Tensor]) -> Any:
+    """Back from `encode`: unknown kinds and fields are refused, and every class checks its own values.
+
+    >>> decode({"kind": "L2", "eps": 0.5, "box": [0, 1]}, "ball", {})
+    L2(0.5, box=(0, 1))
+    >>> decode({"kind": "os.system", "command": "id"}, "ball", {})
+    Traceback (most recent call last):
+    ...
+    advbayes.store.errors.StoreError: ball: wanted a known kind, got 'os.system'
+    """
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list():
+            return tuple(decode(item, f"{place}/{index}", tensors) for index, item in enumerate(value))
+        case {"kind": "number", "value": str(text), **rest} if not rest and text in _NUMBERS:
+            return _NUMBERS[text]
+        case {"kind": "tensor", "name": str(name), **rest} if not rest and name in tensors:
+            return tensors[name]
+        case {"kind": "loss", "name": str(name), **rest} if not rest and name in _LOSSES:
+            return _LOSSES[name]
+        case {"kind": "net", "net": description, **rest} if not rest:
+            prefix = f"{place}/"
+            state = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+            return fill_net(build_net(description, place), state, place)
+        case {"kind": str(kind), **arguments} if kind in _KINDS:
+            return _construct(_KINDS[kind], {str(key): item for key, item in arguments.items()}, place, tensors)
+        case {"kind": kind}:
+            raise StoreError(place, wanted="a known kind", got=f"{kind!r:.80}")
+    raise StoreError(place, wanted="a setting", got=f"{value!r:.80}")
+
+
+def _construct(kind: Any, arguments: dict[str, Any], place: str, tensors: Mapping[str, Tensor]) -> Any:
+    known = {field.name: field for field in fields(kind)}
+    needed = {name for name, field in known.items() if field.default is MISSING and field.default_factory is MISSING}
+    if unknown := arguments.keys() - known.keys():
+        raise StoreError(place, wanted=f"{kind.__name__} with {', '.join(known) or 'no fields'}", got=f"{min(unknown):.80}")
+    if missing := needed - arguments.keys():
+        raise StoreError(place, wanted=f"{kind.__name__} with {min(missing)}", got="none")
+    decoded = {name: decode(item, f"{place}/{name}", tensors) for name, item in arguments.items()}
+    try:
+        return kind(**decoded)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise StoreError(place, wanted=f"settings that {kind.__name__} accepts", got=f"{error!s:.200}") from None
+
+
+def encode_document(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:
+    """A document whose values, at any depth of dictionaries, may be kinds.
+
+    >>> encode_document({"loss": attacks.nll, "who": "white box"}, "threat", {})
+    {'loss': {'kind': 'loss', 'name': 'nll'}, 'who': 'white box'}
+    """
+    if is_kind(value):
+        return encode(value, place, tensors)
+    if isinstance(value, Mapping):
+        if "kind" in value:
+            raise StoreError(place, wanted="other names than kind", got="kind")
+        return {str(key): encode_document(item, f"{place}/{key}", tensors) for key, item in value.items()}
+    return value  # type: ignore[return-value]  # checked where it is written
+
+
+def decode_document(value: JSON, place: str, tensors: Mapping[str, Tensor]) -> Any:
+    """Back from `encode_document`.
+
+    >>> decode_document({"loss": {"kind": "loss", "name": "nll"}}, "threat", {})["loss"] is attacks.nll
+    True
+    """
+    if isinstance(value, dict):
+        if "kind" in value:
+            return decode(value, place, tensors)
+        return {key: decode_document(item, f"{place}/{key}", tensors) for key, item in value.items()}
+    return value

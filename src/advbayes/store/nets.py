@@ -1,0 +1,158 @@
+"""Networks as data: a tree of plain layers, rebuilt from an explicit list and never by importing a name from a file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from advbayes.networks import ConvGenerator, FullyConnectedGenerator
+
+from .documents import JSON
+from .errors import StoreError
+
+_CONV = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "bias", "padding_mode")
+# Each layer with the arguments of its constructor that are also its attributes.
+_LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
+    nn.Linear: ("in_features", "out_features", "bias"),
+    nn.Conv1d: _CONV,
+    nn.Conv2d: _CONV,
+    nn.AvgPool2d: ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"),
+    nn.MaxPool2d: ("kernel_size", "stride", "padding", "dilation", "return_indices", "ceil_mode"),
+    nn.AdaptiveAvgPool2d: ("output_size",),
+    nn.Flatten: ("start_dim", "end_dim"),
+    nn.Identity: (),
+    nn.Dropout: ("p", "inplace"),
+    nn.GroupNorm: ("num_groups", "num_channels", "eps", "affine"),
+    nn.LayerNorm: ("normalized_shape", "eps", "elementwise_affine"),
+    nn.ReLU: ("inplace",),
+    nn.LeakyReLU: ("negative_slope", "inplace"),
+    nn.ELU: ("alpha", "inplace"),
+    nn.GELU: ("approximate",),
+    nn.SiLU: ("inplace",),
+    nn.Softplus: ("beta", "threshold"),
+    nn.Tanh: (),
+    nn.Sigmoid: (),
+}
+_BY_NAME = {layer.__name__: (layer, names) for layer, names in _LAYERS.items()}
+_FAULTS = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError)
+
+
+def describe_net(net: nn.Module) -> dict[str, JSON] | None:
+    """What `build_net` needs to rebuild the net without its weights; None for a net with code of its own.
+
+    >>> describe_net(nn.Sequential(nn.Linear(4, 3), nn.Tanh()))["layers"]["0"]
+    {'kind': 'Linear', 'in_features': 4, 'out_features': 3, 'bias': True}
+    """
+    described = _describe(net)
+    if described is None or _signature(net) != _signature(build_net(described, "net")):
+        return None  # a tied weight, for instance
+    return described
+
+
+def build_net(description: object, name: str) -> nn.Module:
+    """The net, on the meta device: nothing is drawn and nothing allocated, so sizes can be checked first.
+
+    >>> build_net({"kind": "Linear", "in_features": 4, "out_features": 3, "bias": True}, "net")
+    Linear(in_features=4, out_features=3, bias=True)
+    """
+    match description:
+        case {"kind": "Sequential", "layers": dict(layers), **rest} if not rest:
+            net = nn.Sequential()
+            for key, layer in layers.items():
+                if not key or "." in key or hasattr(net, key):
+                    raise StoreError(name, wanted="plain names of layers", got=f"{key!r:.80}")
+                net.add_module(key, build_net(layer, f"{name}.{key}"))
+            return net
+        case {"kind": str(kind), **arguments} if kind in _GENERATORS or kind in _BY_NAME:
+            layer_type, wanted = (_GENERATORS[kind][0], _GENERATORS[kind][1]) if kind in _GENERATORS else _BY_NAME[kind]
+            if arguments.keys() != set(wanted):
+                raise StoreError(name, wanted=f"{kind} with {', '.join(wanted)}", got=f"{list(arguments)!r:.200}")
+            try:
+                with torch.device("meta"):
+                    built: nn.Module = layer_type(**{str(key): _setting(value) for key, value in arguments.items()})
+                return built
+            except _FAULTS as error:
+                raise StoreError(name, wanted=f"settings that {kind} accepts", got=f"{error!s:.200}") from None
+    kinds = ", ".join(["Sequential", *_BY_NAME, *_GENERATORS])
+    raise StoreError(name, wanted=f"a layer of kind {kinds}", got=f"{description!r:.200}")
+
+
+def fill_net(net: nn.Module, state: Mapping[str, Tensor], name: str) -> nn.Module:
+    """Give a net its weights and buffers; names and shapes must be exactly its own."""
+    wanted = {key: tuple(value.shape) for key, value in net.state_dict().items()}
+    came = {key: tuple(value.shape) for key, value in state.items()}
+    for key in sorted(wanted.keys() | came.keys()):
+        if wanted.get(key) != came.get(key):
+            shape, other = wanted.get(key, "no such tensor"), came.get(key, "none")
+            raise StoreError(name, wanted=f"{key} of shape {shape}", got=f"{other}")
+    try:
+        net.load_state_dict(dict(state), strict=True, assign=True)
+    except _FAULTS as error:  # a weight of whole numbers, for instance
+        raise StoreError(name, wanted="weights that fit the net", got=f"{error!s:.200}") from None
+    return net
+
+
+def _describe(net: nn.Module) -> dict[str, JSON] | None:
+    if net._forward_hooks or net._forward_pre_hooks:
+        return None
+    if type(net) is nn.Sequential:
+        layers: dict[str, JSON] = {}
+        for name, child in net.named_children():
+            layer = _describe(child)
+            if layer is None:
+                return None
+            layers[name] = layer
+        return {"kind": "Sequential", "layers": layers} if len(layers) == len(net) else None
+    kind = type(net).__name__
+    if kind in _GENERATORS and type(net) is _GENERATORS[kind][0]:
+        return {"kind": kind, **_GENERATORS[kind][2](net)}
+    if type(net) not in _LAYERS:
+        return None
+    return {"kind": kind, **{name: _plain(getattr(net, name)) for name in _LAYERS[type(net)]}}
+
+
+def _plain(value: Any) -> JSON:
+    if isinstance(value, Tensor):
+        return True  # a bias that is there
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value  # type: ignore[no-any-return]
+
+
+def _setting(value: object) -> object:
+    return tuple(map(_setting, value)) if isinstance(value, list) else value
+
+
+def _signature(net: nn.Module) -> tuple[list[tuple[str, tuple[int, ...]]], list[tuple[str, tuple[int, ...]]], str]:
+    parameters = [(name, tuple(value.shape)) for name, value in net.named_parameters()]
+    return parameters, [(name, tuple(value.shape)) for name, value in net.state_dict().items()], repr(net)
+
+
+def _conv_generator(net: Any) -> dict[str, JSON]:
+    channels = net.mean.out_channels
+    size = math.isqrt(net.label.out_features // channels)
+    return {"num_classes": net.num_classes, "channels": channels, "size": size}
+
+
+def _full_generator(net: Any) -> dict[str, JSON]:
+    return {
+        "num_features": net.mean.out_features,
+        "num_outputs": net.label.in_features if net.num_classes is None else 1,
+        "num_classes": net.num_classes,
+        "width": net.mean.in_features,
+    }
+
+
+# The built-in networks that are classes of their own.
+_GENERATORS: dict[str, tuple[Any, tuple[str, ...], Any]] = {
+    "ConvGenerator": (ConvGenerator, ("num_classes", "channels", "size"), _conv_generator),
+    "FullyConnectedGenerator": (
+        FullyConnectedGenerator,
+        ("num_features", "num_outputs", "num_classes", "width"),
+        _full_generator,
+    ),
+}
