@@ -166,12 +166,13 @@ class Gaussian:
 
     def log_prob(self, output: Tensor, y: Tensor, extra: Tensor) -> Tensor:
         mean = _outputs(output)
-        residual = _targets(y, mean) - mean
-        if not self.learned and not isinstance(self.scale, tuple):
-            density = residual.square().mul(-0.5 / self.scale**2) - (_HALF_LOG_TWO_PI + math.log(self.scale))
+        target = _targets(y, mean)
+        if not self.learned and not isinstance(self.scale, tuple):  # three kernels forwards, two backwards
+            squares = functional.mse_loss(mean, target, reduction="none")
+            density = squares.mul(-0.5 / self.scale**2).sub(_HALF_LOG_TWO_PI + math.log(self.scale))
         else:
             scale = self._scale(output, extra)
-            density = -0.5 * (residual / scale).square() - scale.log() - _HALF_LOG_TWO_PI
+            density = -0.5 * ((target - mean) / scale).square() - scale.log() - _HALF_LOG_TWO_PI
         return density if mean.ndim == 1 else density.sum(-1)
 
     def check_target(self, output: Tensor, y: Tensor) -> Tensor:
