@@ -1,0 +1,129 @@
+"""The input gradient of a loss through a Predictor, and the best iterate so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from advbayes.attacks.losses import success
+from advbayes.balls import _Ball as Ball
+from advbayes.types import Loss, Predictor
+
+
+@runtime_checkable
+class HasInputGradient(Protocol):
+    """A Predictor that knows a better way to its own gradient than autograd through `__call__` (less memory, compiled)."""
+
+    def loss_and_gradient(
+        self, loss: Loss, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]: ...  # loss (B,), succeeded (B,), gradient (B, *event)
+
+
+_through = False
+
+
+@contextmanager
+def through_attacks() -> Iterator[None]:
+    """Within, attacks keep the graph from theta to x': the paper's pathwise gradient (ChannelELBO(through=True))."""
+    global _through
+    before, _through = _through, True
+    try:
+        yield
+    finally:
+        _through = before
+
+
+def loss_and_gradient(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, whether the example is broken, and the loss' input gradient, example by example.
+
+    >>> from advbayes.attacks import squared_error
+    >>> predict = lambda x: torch.distributions.Normal(x[:, 0], 1.0)
+    >>> loss_and_gradient(predict, squared_error, torch.tensor([[3.0]]), torch.tensor([1.0]))[2]
+    tensor([[4.]])
+    """
+    if isinstance(predict, HasInputGradient) and not _through:
+        return predict.loss_and_gradient(loss, x, y)
+    with torch.enable_grad():
+        if not (_through and x.requires_grad):
+            x = x.detach().requires_grad_()
+        prediction = predict(x)
+        value = loss(prediction, y)
+        if value.requires_grad:
+            (gradient,) = torch.autograd.grad(value.sum(), x, create_graph=_through, allow_unused=True)
+        else:
+            gradient = None
+    with torch.no_grad():
+        broken = success(loss, prediction, y)
+    return value.detach(), broken, torch.zeros_like(x) if gradient is None else gradient
+
+
+@torch.no_grad()
+def score(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss and whether the example is broken, without a gradient."""
+    prediction = predict(x)
+    return loss(prediction, y), success(loss, prediction, y)
+
+
+def move(ball: Ball, point: Tensor, gradient: Tensor, step: float | Tensor, x: Tensor) -> Tensor:
+    """One projected ascent step; a gradient that is not finite (p(y) = 0) moves nothing or by its sign, never to NaN."""
+    usable = torch.nan_to_num(gradient, nan=0.0, posinf=1e18, neginf=-1e18)
+    return ball.project(point + ball.ascend(usable, step), x)
+
+
+def is_flat(gradient: Tensor) -> Tensor:
+    """Where there is no direction to go, (B,) bool."""
+    return (torch.nan_to_num(gradient, nan=0.0) == 0).flatten(1).all(1)
+
+
+def where_rows(rows: Tensor, this: Tensor, other: Tensor) -> Tensor:
+    """`this` in the rows that are True."""
+    return torch.where(rows.view(-1, *[1] * (this.ndim - 1)), this, other)
+
+
+@dataclass(frozen=True)
+class Best:
+    """A point of each example with its loss and whether it is broken."""
+
+    x: Tensor  # (B, *event)
+    value: Tensor  # (B,)
+    broken: Tensor  # (B,)
+
+    def or_better(self, other: Best) -> Best:
+        """Broken beats not broken, then the larger loss wins; a loss that is not a number never does."""
+        better = (other.broken & ~self.broken) | ((other.broken == self.broken) & (other.value > self.value))
+        return Best(
+            where_rows(better, other.x, self.x),
+            torch.where(better, other.value, self.value),
+            self.broken | other.broken,
+        )
+
+    def put(self, rows: Tensor, part: Best) -> Best:
+        """With the given rows replaced."""
+        return Best(
+            self.x.index_copy(0, rows, part.x),
+            self.value.index_copy(0, rows, part.value.to(self.value.dtype)),
+            self.broken.index_copy(0, rows, part.broken),
+        )
+
+    def pick(self, rows: Tensor | slice) -> Best:
+        """Some rows."""
+        return Best(self.x[rows], self.value[rows], self.broken[rows])
+
+
+def config(attack: Any) -> str:
+    """The repr of an attack: its settings, functions by their name, so that equal settings read equal."""
+    shown = ", ".join(f"{field.name}={_named(getattr(attack, field.name))}" for field in fields(attack))
+    return f"{type(attack).__name__}({shown})"
+
+
+def _named(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_named, value))}{',' if len(value) == 1 else ''})"
+    if callable(value) and hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    return repr(value)

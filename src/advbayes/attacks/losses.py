@@ -1,0 +1,359 @@
+"""What the attacker wants large: one value per example, and when an example counts as broken (section 4, SM-5).
+
+A loss is a function `(prediction, y) -> (B,)`. By default an example is broken when its class is wrong; a loss with a method
+`succeeded` says otherwise, and a loss that holds one entry per example has a method `rows` that picks some of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical as CategoricalDistribution
+from torch.distributions import Distribution
+
+from advbayes import checks
+from advbayes.types import Loss
+
+
+@runtime_checkable
+class HasSuccess(Protocol):
+    """A loss that knows when an example is broken."""
+
+    def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor: ...  # (B,) bool
+
+
+@runtime_checkable
+class HasRows(Protocol):
+    """A loss that holds something for each example."""
+
+    def rows(self, index: Tensor | slice) -> Loss: ...
+
+
+def succeeded(prediction: Distribution, y: Tensor) -> Tensor:
+    """Whether the class is wrong, (B,) bool; regression has no such notion and gives False.
+
+    >>> succeeded(CategoricalDistribution(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([0]))
+    tensor([True])
+    """
+    if isinstance(prediction, CategoricalDistribution):
+        return prediction.logits.argmax(-1) != y
+    return torch.zeros(prediction.batch_shape, dtype=torch.bool, device=y.device)
+
+
+def success(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
+    """Whether an attack on `loss` may call these examples broken: the loss' own notion, or else a wrong class.
+
+    >>> success(nll, CategoricalDistribution(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([0]))
+    tensor([True])
+    """
+    if not isinstance(loss, FunctionType) and isinstance(loss, HasSuccess):  # functions first: they are the fast path
+        return loss.succeeded(prediction, y)
+    return succeeded(prediction, y)
+
+
+def for_rows(loss: Loss, index: Tensor | slice) -> Loss:
+    """The loss of some of the examples, when others have left the batch.
+
+    >>> for_rows(PerExample((nll, margin), torch.tensor([0, 1])), torch.tensor([1])).index
+    tensor([1])
+    """
+    return loss.rows(index) if not isinstance(loss, FunctionType) and isinstance(loss, HasRows) else loss
+
+
+def mode(prediction: Distribution) -> Tensor:
+    """What the attacker without a label takes for y: the likeliest class, or the mean.
+
+    >>> mode(CategoricalDistribution(logits=torch.tensor([[0.0, 1.0]])))
+    tensor([1])
+    """
+    if isinstance(prediction, CategoricalDistribution):
+        return prediction.logits.argmax(-1)
+    return prediction.mean
+
+
+# --- Away from y ------------------------------------------------------------------------------------------------------
+
+
+def nll(prediction: Distribution, y: Tensor) -> Tensor:
+    """-log p(y): through a predictive this is the loss of the log-mean-exp over theta, never of mean logits.
+
+    >>> nll(CategoricalDistribution(logits=torch.zeros(1, 2)), torch.tensor([0]))
+    tensor([0.6931])
+    """
+    return -prediction.log_prob(y)
+
+
+def margin(prediction: Distribution, y: Tensor) -> Tensor:
+    """max_{c != y} log p(c) - log p(y) (Carlini and Wagner): positive when the class is wrong.
+
+    >>> margin(CategoricalDistribution(logits=torch.tensor([[2.0, 0.0, 1.0]])), torch.tensor([0]))
+    tensor([-1.])
+    """
+    logits = _logits(prediction, "margin")
+    own = logits.gather(1, y.unsqueeze(1)).squeeze(1)
+    others = logits.scatter(1, y.unsqueeze(1), float("-inf"))
+    return others.amax(1) - own
+
+
+def dlr(prediction: Distribution, y: Tensor) -> Tensor:
+    """The margin over the spread of the three largest logits (Croce and Hein): blind to the logits' scale. Two classes: the margin.
+
+    >>> dlr(CategoricalDistribution(logits=torch.tensor([[4.0, 0.0, 2.0]])), torch.tensor([0]))
+    tensor([-0.5000])
+    """
+    logits = _logits(prediction, "dlr")
+    if logits.shape[1] < 3:
+        return margin(prediction, y)
+    top = logits.topk(3, dim=1).values
+    spread = top[:, 0] - top[:, 2]
+    return margin(prediction, y) / spread.clamp_min(torch.finfo(spread.dtype).eps)
+
+
+def squared_error(prediction: Distribution, y: Tensor) -> Tensor:
+    """|E[y] - y|^2, summed over outputs; (B, 1) targets meet (B,) means without broadcasting.
+
+    >>> squared_error(torch.distributions.Normal(torch.zeros(2), 1.0), torch.tensor([[1.0], [2.0]]))
+    tensor([1., 4.])
+    """
+    mean = prediction.mean
+    if y.ndim == mean.ndim + 1 and y.shape[-1] == 1:
+        y = y.squeeze(-1)
+    if y.shape != mean.shape:
+        raise ValueError(f"y must have the predicted mean's shape {tuple(mean.shape)}, got {checks.describe(y)}")
+    return _per_example((mean - y).square())
+
+
+# --- The predictive itself --------------------------------------------------------------------------------------------
+
+
+def entropy(prediction: Distribution, y: Tensor) -> Tensor:
+    """The predictive's entropy: the attacker who wants doubt.
+
+    >>> entropy(CategoricalDistribution(logits=torch.zeros(1, 2)), torch.tensor([0]))
+    tensor([0.6931])
+    """
+    value: Tensor = prediction.entropy()
+    return value
+
+
+def certainty(prediction: Distribution, y: Tensor) -> Tensor:
+    """Minus the entropy: the attacker who wants misplaced trust.
+
+    >>> certainty(CategoricalDistribution(logits=torch.zeros(1, 2)), torch.tensor([0]))
+    tensor([-0.6931])
+    """
+    return -entropy(prediction, y)
+
+
+def raise_mean(prediction: Distribution, y: Tensor) -> Tensor:
+    """E[y], summed over outputs: regression pushed upwards whatever y is. `lower_mean` pushes downwards.
+
+    >>> raise_mean(torch.distributions.Normal(torch.tensor([2.0]), 1.0), torch.zeros(1))
+    tensor([2.])
+    """
+    return _per_example(_moment(prediction, "raise_mean").mean)
+
+
+def lower_mean(prediction: Distribution, y: Tensor) -> Tensor:
+    """-E[y], summed over outputs.
+
+    >>> lower_mean(torch.distributions.Normal(torch.tensor([2.0]), 1.0), torch.zeros(1))
+    tensor([-2.])
+    """
+    return -_per_example(_moment(prediction, "lower_mean").mean)
+
+
+def inflate_variance(prediction: Distribution, y: Tensor) -> Tensor:
+    """ln Var[y], summed over outputs: intervals too wide to be of use.
+
+    >>> inflate_variance(torch.distributions.Normal(torch.zeros(1), 1.0), torch.zeros(1))
+    tensor([0.])
+    """
+    return _per_example(_moment(prediction, "inflate_variance").variance.log())
+
+
+def deflate_variance(prediction: Distribution, y: Tensor) -> Tensor:
+    """-ln Var[y], summed over outputs: intervals too narrow to be true.
+
+    >>> deflate_variance(torch.distributions.Normal(torch.zeros(1), 1.0), torch.zeros(1))
+    tensor([-0.])
+    """
+    return -inflate_variance(prediction, y)
+
+
+@dataclass(frozen=True, eq=False)
+class DivergenceFrom:
+    """-KL(target | prediction): how near the predictive comes to a distribution of the attacker's choosing.
+
+    Classes: `target` holds probabilities, (C,) or (B, C). Regression: `target` and `scale` are the wanted mean and standard
+    deviation, each a number or (B,), and the prediction counts through its first two moments. Ranked by the loss alone.
+
+    >>> wish = DivergenceFrom(torch.tensor([0.5, 0.5]))
+    >>> wish(CategoricalDistribution(logits=torch.zeros(1, 2)), torch.tensor([0])).abs()
+    tensor([0.])
+    """
+
+    target: Tensor
+    scale: Tensor | float | None = None
+
+    def __post_init__(self) -> None:
+        checks.finite("target", self.target)
+        if self.scale is None:
+            if not bool((self.target >= 0).all()) or not bool(((self.target.sum(-1) - 1).abs() < 1e-4).all()):
+                raise ValueError("target must hold probabilities (non-negative, summing to 1), or be a mean with its scale")
+        elif not bool((torch.as_tensor(self.scale) > 0).all()):
+            raise ValueError(f"scale must be positive, got {checks.describe(self.scale)}")
+
+    def __call__(self, prediction: Distribution, y: Tensor) -> Tensor:
+        if self.scale is None:
+            logits = _logits(prediction, "DivergenceFrom a target without scale")
+            target = self.target.to(logits).expand_as(logits)
+            return (target * logits - torch.xlogy(target, target)).sum(-1)
+        moments = _moment(prediction, "DivergenceFrom a target with scale")
+        scale = torch.as_tensor(self.scale).to(moments.mean)
+        ratio = scale.square() / moments.variance
+        shift = (moments.mean - self.target.to(moments.mean)).square() / moments.variance
+        return _per_example(0.5 * (1 + ratio.log() - ratio - shift))
+
+    def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
+        return torch.zeros(prediction.batch_shape, dtype=torch.bool, device=y.device)
+
+    def rows(self, index: Tensor | slice) -> DivergenceFrom:
+        batched = self.target.ndim == (2 if self.scale is None else 1)
+        scale = self.scale[index] if isinstance(self.scale, Tensor) and self.scale.ndim else self.scale
+        return DivergenceFrom(self.target[index] if batched else self.target, scale)
+
+
+# --- Combinators: a loss in, a loss out -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PerExample:
+    """A loss for each example, `losses[index[b]]`: one gradient pass serves them all.
+
+    >>> both = PerExample((nll, margin), torch.tensor([0, 1]))
+    >>> both(CategoricalDistribution(logits=torch.zeros(2, 2)), torch.tensor([0, 1]))
+    tensor([0.6931, 0.0000])
+    """
+
+    losses: tuple[Loss, ...]
+    index: Tensor  # (B,)
+
+    def __call__(self, prediction: Distribution, y: Tensor) -> Tensor:
+        values = torch.stack([loss(prediction, y) for loss in self.losses], dim=1)  # (B, losses)
+        return values.gather(1, self.index.unsqueeze(1)).squeeze(1)
+
+    def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
+        if all(isinstance(loss, FunctionType) for loss in self.losses):
+            return succeeded(prediction, y)
+        each = torch.stack([success(loss, prediction, y) for loss in self.losses], dim=1)
+        return each.gather(1, self.index.unsqueeze(1)).squeeze(1)
+
+    def rows(self, index: Tensor | slice) -> PerExample:
+        return PerExample(tuple(for_rows(loss, index) for loss in self.losses), self.index[index])
+
+
+@dataclass(frozen=True)
+class Toward:
+    """Targeted: y is what the prediction shall become, the loss is minimised, and an example is broken once its class is y.
+
+    >>> wish = Toward(nll)
+    >>> wish.succeeded(CategoricalDistribution(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([1]))
+    tensor([True])
+    """
+
+    loss: Loss = nll
+
+    def __call__(self, prediction: Distribution, y: Tensor) -> Tensor:
+        return -self.loss(prediction, y)
+
+    def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
+        if isinstance(prediction, CategoricalDistribution):
+            return prediction.logits.argmax(-1) == y
+        return torch.zeros(prediction.batch_shape, dtype=torch.bool, device=y.device)
+
+    def rows(self, index: Tensor | slice) -> Toward:
+        return Toward(for_rows(self.loss, index))
+
+
+@dataclass(frozen=True)
+class ByLoss:
+    """The same loss, but no example ever counts as broken: iterates are ranked by the loss alone (attacks on a score).
+
+    >>> ByLoss(certainty).succeeded(CategoricalDistribution(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([0]))
+    tensor([False])
+    """
+
+    loss: Loss
+
+    def __call__(self, prediction: Distribution, y: Tensor) -> Tensor:
+        return self.loss(prediction, y)
+
+    def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
+        return torch.zeros(prediction.batch_shape, dtype=torch.bool, device=y.device)
+
+    def rows(self, index: Tensor | slice) -> ByLoss:
+        return ByLoss(for_rows(self.loss, index))
+
+
+@dataclass(frozen=True)
+class Exceeding:
+    """loss - threshold, broken where positive: gives regression a notion of success, hence a robust radius.
+
+    >>> far = Exceeding(squared_error, 1.0)
+    >>> far(torch.distributions.Normal(torch.zeros(1), 1.0), torch.tensor([2.0]))
+    tensor([3.])
+    """
+
+    loss: Loss
+    threshold: float
+
+    def __post_init__(self) -> None:
+        checks.number("threshold", self.threshold)
+
+    def __call__(self, prediction: Distribution, y: Tensor) -> Tensor:
+        return self.loss(prediction, y) - self.threshold
+
+    def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
+        return self(prediction, y) > 0
+
+    def rows(self, index: Tensor | slice) -> Exceeding:
+        return Exceeding(for_rows(self.loss, index), self.threshold)
+
+
+@dataclass(frozen=True, eq=False)
+class MarginTo:
+    """log p(c) - log p(y) for one chosen class c of each example: away from y, by way of c. Exact on linear models.
+
+    >>> MarginTo(torch.tensor([1]))(CategoricalDistribution(logits=torch.tensor([[2.0, 0.0, 1.0]])), torch.tensor([0]))
+    tensor([-2.])
+    """
+
+    classes: Tensor  # (B,)
+
+    def __call__(self, prediction: Distribution, y: Tensor) -> Tensor:
+        pair = _logits(prediction, "MarginTo").gather(1, torch.stack([self.classes, y], dim=1))
+        return pair[:, 0] - pair[:, 1]
+
+    def rows(self, index: Tensor | slice) -> MarginTo:
+        return MarginTo(self.classes[index])
+
+
+def _logits(prediction: Distribution, name: str) -> Tensor:
+    if not isinstance(prediction, CategoricalDistribution):
+        raise TypeError(f"{name} is a loss for classification, got a prediction of type {type(prediction).__name__}")
+    return prediction.logits
+
+
+def _moment(prediction: Distribution, name: str) -> Distribution:
+    if isinstance(prediction, CategoricalDistribution):
+        raise TypeError(f"{name} is a loss for regression, got a prediction of type {type(prediction).__name__}")
+    return prediction
+
+
+def _per_example(value: Tensor) -> Tensor:
+    return value if value.ndim == 1 else value.flatten(1).sum(1)
