@@ -1,0 +1,203 @@
+"""What is refused before the first attack runs: data, predictors and radii that cannot give a number to believe."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Distribution
+from torch.utils.data import DataLoader
+
+from advbayes import checks
+from advbayes.balls import _Ball as Ball
+from advbayes.metrics.intervals import wilson
+from advbayes.metrics.scores import labels, targets
+from advbayes.metrics.trivial import ConstantClasses, ConstantGaussian
+from advbayes.types import Predictor
+
+Task = Literal["classification", "regression"]
+Data = tuple[Any, Any] | DataLoader[Any]  # (x, y) of tensors or arrays, or batches of them
+
+
+class UnitsWarning(UserWarning):
+    """The radius and the data seem to be in different units."""
+
+
+class SoftmaxWarning(UserWarning):
+    """Probabilities seem to have been given as logits, and been soft-maxed again."""
+
+
+def as_tensors(data: Data) -> tuple[Tensor, Tensor]:
+    """One x and one y from tensors, arrays or a DataLoader; refused when empty, of unequal length or not finite.
+
+    >>> x, y = as_tensors((np.zeros((3, 2)), np.array([0, 1, 1])))
+    >>> x.dtype, y.dtype
+    (torch.float32, torch.int64)
+    """
+    if isinstance(data, DataLoader):
+        batches = [(x, y) for x, y in data]
+        if not batches:
+            raise ValueError("data must hold at least one example, got an empty DataLoader")
+        x, y = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+    elif isinstance(data, (tuple, list)) and len(data) == 2:
+        x, y = (_tensor(name, value) for name, value in zip("xy", data, strict=True))
+    else:
+        raise TypeError(f"data must be a pair (x, y) or a DataLoader, got {checks.describe(data)}")
+    if x.ndim < 2 or not len(x) or not x.is_floating_point():
+        raise ValueError(f"x must be a floating-point tensor of shape (N, *event) with N >= 1, got {checks.describe(x)}")
+    if y.ndim == 0 or len(y) != len(x):
+        raise ValueError(f"y must hold one target for each of the {len(x)} examples of x, got {checks.describe(y)}")
+    return checks.finite("x", x), checks.finite("y", y)
+
+
+def _tensor(name: str, value: Any) -> Tensor:
+    if isinstance(value, np.ndarray):
+        array: Tensor = torch.from_numpy(np.ascontiguousarray(value))
+        return array.float() if array.dtype == torch.float64 else array
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor or an array, got {checks.describe(value)}")
+    return value
+
+
+def check_predictor(
+    predict: Predictor,
+    x: Tensor,  # (B, *event), a few examples
+    y: Tensor,
+    name: str = "predict",
+) -> Task:
+    """The task of a predictor, after one call on a few examples; what is wrong with its predictions is named.
+
+    >>> check_predictor(lambda x: x.softmax(1), torch.zeros(2, 3), torch.tensor([0, 1]))
+    Traceback (most recent call last):
+    ...
+    TypeError: predict must return a torch Distribution over y, got a torch.float32 tensor of shape (2, 3) on cpu; wrap logits \
+as Categorical(logits=...), probabilities as Categorical(probs=...)
+    """
+    with torch.no_grad():
+        prediction = predict(x)
+    if not isinstance(prediction, Distribution):
+        raise TypeError(
+            f"{name} must return a torch Distribution over y, got {checks.describe(prediction)}; wrap logits as "
+            "Categorical(logits=...), probabilities as Categorical(probs=...)"
+        )
+    if tuple(prediction.batch_shape) not in ((len(x),), (len(x), 1)):
+        raise ValueError(
+            f"{name} must predict with batch shape ({len(x)},) for {len(x)} inputs, "
+            f"got batch shape {tuple(prediction.batch_shape)}"
+        )
+    if not isinstance(prediction, Categorical):
+        targets(prediction, y)
+        check_scores(prediction.log_prob(y.reshape(prediction.mean.shape)), f"the log-probabilities of {name}")
+        return "regression"
+    check_scores(prediction.logits, f"the log-probabilities of {name}")
+    labels(prediction, y)
+    constant = isinstance(predict, (ConstantClasses, ConstantGaussian))
+    spread = prediction.logits.amax(1) - prediction.logits.amin(1)
+    if not constant and float(spread.max()) < 1e-7:
+        raise ValueError(
+            f"{name} must tell the classes apart, got equal logits for all {prediction.logits.shape[1]} classes on each of "
+            f"{len(x)} inputs (all zero, or a constant was added); use advbayes.metrics.uniform for the trivial predictor"
+        )
+    if not constant and softmaxed_twice(prediction.logits, y.reshape(-1)):
+        ceiling = math.e / (math.e + prediction.logits.shape[1] - 1)
+        warnings.warn(
+            f"{name} seems to give probabilities where logits are due (soft-maxed twice): no confidence exceeds "
+            f"e/(e + C - 1) = {ceiling:.3f} and many sit just below it",
+            SoftmaxWarning,
+            stacklevel=3,
+        )
+    return "classification"
+
+
+def check_scores(scores: Tensor, what: str) -> None:
+    """Refuse scores that are not finite, with their number.
+
+    >>> check_scores(torch.tensor([0.0, float("nan")]), "the log-probabilities of MIX")
+    Traceback (most recent call last):
+    ...
+    ValueError: the log-probabilities of MIX must be finite, got 1 NaN and 0 infinite of 2
+    """
+    if not bool(torch.isfinite(scores).all()):
+        nan, infinite = int(scores.isnan().sum()), int(scores.isinf().sum())
+        raise ValueError(f"{what} must be finite, got {nan} NaN and {infinite} infinite of {scores.numel()}")
+
+
+def softmaxed_twice(
+    log_probs: Tensor,  # (B, C), normalised
+    y: Tensor,  # (B,)
+) -> bool:
+    """Whether log p = log softmax(p') for probabilities p' on every row, with p' often close to certain.
+
+    Adding a constant to log p so that each row sums to 1 recovers p'; only a soft-maxed softmax gives rows without a negative
+    entry that pile up at the ceiling p' = 1 and are right far more often than they say.
+
+    >>> certain = torch.eye(3).repeat(40, 1)
+    >>> softmaxed_twice(certain.log_softmax(1), torch.arange(3).repeat(40)), softmaxed_twice((9 * certain).log_softmax(1),
+    ...     torch.arange(3).repeat(40))
+    (True, False)
+    """
+    log_probs = log_probs.double()
+    num, num_classes = log_probs.shape
+    recovered = log_probs + (1 - log_probs.sum(1, keepdim=True)) / num_classes
+    if float(recovered.min()) < -1e-4 or float((recovered.amax(1) > 0.95).double().mean()) < 0.05:
+        return False
+    right = int((log_probs.argmax(1) == y).sum())
+    return wilson(right, num, level=0.99)[0] > float(log_probs.exp().amax(1).mean())
+
+
+def check_units(
+    ball: Ball,
+    x: Tensor,  # (N, *event)
+    name: str = "ball",
+) -> str | None:
+    """A sentence with both scales when eps and the data cannot be in the same units: eps beyond the data's whole extent, or
+    below a thousandth of it.
+
+    >>> from advbayes import Linf
+    >>> check_units(Linf(8.0), torch.tensor([[0.0, 0.5], [1.0, 0.5]]))
+    'ball has eps = 8, but the data extend over 1 in its norm (x from 0 to 1): more than the whole of it; in other units?'
+    """
+    extent = extent_of(ball, x)
+    if ball.eps == 0 or extent == 0 or 1e-3 * extent <= ball.eps <= extent:
+        return None
+    side = "more than the whole of it" if ball.eps > extent else "less than a thousandth of it"
+    return (
+        f"{name} has eps = {ball.eps:g}, but the data extend over {extent:.3g} in its norm (x from {float(x.min()):g} to "
+        f"{float(x.max()):g}): {side}; in other units?"
+    )
+
+
+def extent_of(ball: Ball, x: Tensor) -> float:
+    """The norm of the smallest box around the data (or of the ball's own box): a radius from which everything is reachable."""
+    if ball.box is None:
+        reach = x.amax(0) - x.amin(0)
+    else:
+        low, high = (torch.as_tensor(side, dtype=x.dtype, device=x.device) for side in ball.box)
+        reach = (high - low).expand(x.shape[1:])
+        if not bool(torch.isfinite(reach).all()):
+            reach = x.amax(0) - x.amin(0)
+    return float(ball.norm(reach.unsqueeze(0)))
+
+
+def warn_units(ball: Ball, x: Tensor, name: str) -> None:
+    """`check_units` as a warning."""
+    sentence = check_units(ball, x, name)
+    if sentence is not None:
+        warnings.warn(sentence, UnitsWarning, stacklevel=3)
+
+
+def is_stochastic(predict: Predictor, x: Tensor) -> bool:
+    """Whether two calls on the same inputs differ.
+
+    >>> is_stochastic(lambda x: Categorical(logits=x), torch.zeros(2, 3))
+    False
+    """
+    with torch.no_grad():
+        first, second = predict(x), predict(x)
+    if isinstance(first, Categorical) and isinstance(second, Categorical):
+        return not torch.equal(first.logits, second.logits)
+    return not (torch.equal(first.mean, second.mean) and torch.equal(first.variance, second.variance))

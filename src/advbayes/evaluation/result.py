@@ -1,0 +1,170 @@
+"""What `evaluate` returns: records per example, and every table and curve as a reduction of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from advbayes import checks, metrics
+from advbayes.evaluation.inputs import Task
+from advbayes.evaluation.scoring import Columns, worst
+from advbayes.evaluation.tables import Row, Table
+from advbayes.metrics import Estimate
+
+CLEAN, WORST = "clean", "worst"
+
+
+def _proportion(values: Tensor) -> Estimate:  # in [0, 1], fractions where a stochastic predictor was scored several times
+    total, num = float(values.sum()), len(values)
+    return Estimate(total / num, *metrics.wilson(min(total, num), num), num, 0.95)
+
+
+REDUCTIONS: dict[Task, dict[str, Callable[[Columns], Estimate]]] = {
+    "classification": {
+        "accuracy": lambda rows: _proportion(rows["correct"]),
+        "nll": lambda rows: metrics.mean(-rows["log_prob"]),
+        "brier": lambda rows: metrics.mean(rows["brier"]),
+        "ece": lambda rows: metrics.ece(rows["confidence"], rows["correct"].round()),
+        "selective_accuracy": lambda rows: metrics.selective_accuracy(rows["correct"].round(), -rows["entropy"], coverage=0.5),
+        "aurc": lambda rows: metrics.aurc(1 - rows["correct"], -rows["entropy"]),
+    },
+    "regression": {
+        "rmse": lambda rows: metrics.rmse(rows["squared_error"]),
+        "nll": lambda rows: metrics.mean(-rows["log_prob"]),
+        "crps": lambda rows: metrics.mean(rows["crps"]),
+        "coverage": lambda rows: _proportion(rows["inside"]),
+        "aurc": lambda rows: metrics.aurc(rows["squared_error"], -rows["entropy"]),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One column of records: whom, by what, how far (eps None: the attack does not say)."""
+
+    predictor: str
+    attack: str
+    eps: float | None
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluation:
+    """Scores of every example under every attack; reductions and tables are made from them.
+
+    >>> from torch.distributions import Categorical
+    >>> import torch
+    >>> from advbayes import L2, pgd
+    >>> from advbayes.evaluation import evaluate
+    >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
+    >>> data = torch.tensor([[2.0], [-0.3]]), torch.tensor([0, 1])
+    >>> evaluate(predict, data, attacks={"PGD": pgd(L2(1.0), steps=5)}).estimate("accuracy", attack="worst").value
+    0.5
+    """
+
+    task: Task
+    cells: Mapping[Cell, Columns]
+    trivial: tuple[str, ...]  # predictors that never look at x
+    config: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+
+    @property
+    def predictors(self) -> tuple[str, ...]:
+        """Names, trivial ones last."""
+        return tuple(dict.fromkeys(cell.predictor for cell in self.cells))
+
+    @property
+    def attacks(self) -> tuple[str, ...]:
+        """Names, without clean and worst."""
+        return tuple(dict.fromkeys(cell.attack for cell in self.cells if cell.attack != CLEAN))
+
+    @property
+    def radii(self) -> tuple[float | None, ...]:
+        """The budgets, smallest first."""
+        found = dict.fromkeys(cell.eps for cell in self.cells if cell.attack != CLEAN)
+        return tuple(sorted(found, key=lambda eps: math.inf if eps is None else eps))
+
+    def _name(self, predictor: str | None) -> str:
+        name = self.predictors[0] if predictor is None else predictor
+        return checks.choice("predictor", name, self.predictors)
+
+    def columns(self, predictor: str | None = None, attack: str = WORST, eps: float | None = None) -> Columns:
+        """The scores of one cell, one value per example; eps may be left out where the attack has one radius.
+
+        `worst` is the union of clean and every attack at that radius.
+        """
+        predictor = self._name(predictor)
+        checks.choice("attack", attack, (CLEAN, WORST, *self.attacks))
+        if attack == CLEAN or predictor in self.trivial:
+            return self.cells[Cell(predictor, CLEAN, 0.0)]
+        held = [c.eps for c in self.cells if c.predictor == predictor and c.attack != CLEAN and attack in (WORST, c.attack)]
+        radii = list(dict.fromkeys(held))
+        if eps is None and len(radii) == 1:
+            eps = radii[0]
+        if eps not in radii:
+            raise ValueError(f"eps must be one of {radii} for {attack!r}, got {eps}")
+        if attack != WORST:
+            return self.cells[Cell(predictor, attack, eps)]
+        return worst([self.cells[Cell(predictor, CLEAN, 0.0)], *self._at(predictor, eps)], self.task)
+
+    def _at(self, predictor: str, eps: float | None) -> list[Columns]:
+        return [
+            rows for cell, rows in self.cells.items() if (cell.predictor, cell.eps) == (predictor, eps) and cell.attack != CLEAN
+        ]
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """One dictionary per example, predictor, attack and radius."""
+        for cell, rows in self.cells.items():
+            for index in range(len(rows["log_prob"])):
+                yield {
+                    "predictor": cell.predictor,
+                    "attack": cell.attack,
+                    "eps": cell.eps,
+                    "index": index,
+                    "seed": self.config.get("seed"),
+                    "iterations": self.config.get("iterations", {}).get(cell.attack, 0),
+                    **{name: float(values[index]) for name, values in rows.items()},
+                }
+
+    def estimate(self, metric: str, predictor: str | None = None, attack: str = WORST, eps: float | None = None) -> Estimate:
+        """One number with its confidence interval."""
+        reductions = REDUCTIONS[self.task]
+        return reductions[checks.choice("metric", metric, tuple(reductions))](self.columns(predictor, attack, eps))
+
+    def curve(self, metric: str | None = None, predictor: str | None = None, attack: str = WORST) -> list[tuple[float, Estimate]]:
+        """The security curve: (eps, estimate), from the clean point outward."""
+        metric = metric or next(iter(REDUCTIONS[self.task]))
+        predictor = self._name(predictor)
+        clean = (0.0, self.estimate(metric, predictor, CLEAN))
+        held = [eps for eps in self.radii if eps and (attack == WORST or Cell(self._first(predictor), attack, eps) in self.cells)]
+        return [clean, *((eps, self.estimate(metric, predictor, attack, eps)) for eps in held)]
+
+    def _first(self, predictor: str) -> str:
+        return self.predictors[0] if predictor in self.trivial else predictor
+
+    def table(self, metrics: Sequence[str] | None = None, *, verdict: Any = None) -> Table:
+        """Rows predictor x attack x eps, clean first, the worst case after its attacks, trivial predictors last.
+
+        With a verdict (of `audit`) the attacked rows of a value that did not pass carry a dagger and the failed ids.
+        """
+        names = tuple(REDUCTIONS[self.task]) if metrics is None else tuple(metrics)
+        rows = []
+        for predictor in self.predictors:
+            keys: list[tuple[str, float | None]] = [(CLEAN, 0.0)]
+            if predictor not in self.trivial:
+                for eps in self.radii:
+                    keys += [
+                        (c.attack, eps) for c in self.cells if (c.predictor, c.eps) == (predictor, eps) and c.attack != CLEAN
+                    ]
+                    keys.append((WORST, eps))
+            for attack, eps in keys:
+                label = "any" if predictor in self.trivial else attack
+                values = {name: self.estimate(name, predictor, attack, eps) for name in names}
+                rows.append(Row(predictor, label, None if label == "any" else eps, values, marked=attack != CLEAN))
+        note = "" if verdict is None else verdict.line()
+        dagger = verdict is not None and verdict.level not in ("A", "B")
+        return Table(names, tuple(rows), note=note, dagger=dagger)

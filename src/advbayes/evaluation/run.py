@@ -1,0 +1,337 @@
+"""`evaluate`: attack, predict, score -> one record per example; written as they are made, resumed where they stopped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from advbayes import checks
+from advbayes.attacks import nll
+from advbayes.balls import _Ball as Ball
+from advbayes.evaluation.attackers import ball_of, loss_names, losses_of, restarts_of, steps_of, text_of, with_eps, with_generator
+from advbayes.evaluation.files import Block, Folder, data_hash, fingerprint
+from advbayes.evaluation.inputs import Data, Task, as_tensors, check_predictor, is_stochastic, warn_units
+from advbayes.evaluation.result import CLEAN, WORST, Cell, Evaluation
+from advbayes.evaluation.scoring import WORSE, Columns, score
+from advbayes.metrics import constant, majority, uniform
+from advbayes.progress import Progress
+from advbayes.seeds import generator_for, seed_for
+from advbayes.store import Lock
+from advbayes.types import Attack, Loss, Predictor
+
+PROBE = 256  # examples that a predictor is tried on before anything starts
+
+
+def evaluate(
+    predict: Predictor | Mapping[str, Predictor],
+    data: Data,
+    *,
+    attacks: Mapping[str, Attack],
+    radii: Sequence[float] | None = None,
+    train_y: Tensor | None = None,
+    batch_size: int = 256,
+    seed: int = 0,
+    rescore: int = 10,
+    interval_level: float = 0.9,
+    out: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> Evaluation:
+    """Every predictor under every attack at every radius, scored example by example.
+
+    `radii` re-makes each attack at each eps (security curves); absent, each keeps its own. Trivial predictors are added from
+    `train_y` (absent: from y). A predictor whose answers differ from call to call is scored `rescore` times at each final
+    point. With `out`, records and adversarial arrays are on disk before the next batch starts, and calling again with the
+    same arguments goes on with the first batch that is missing: randomness is keyed by (seed, predictor, attack, eps, batch).
+
+    >>> from torch.distributions import Categorical
+    >>> from advbayes import L2, pgd
+    >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
+    >>> data = torch.tensor([[2.0], [-0.3]]), torch.tensor([0, 1])
+    >>> report = evaluate(predict, data, attacks={"PGD": pgd(L2(1.0), steps=5)}, radii=(0.1, 1.0))
+    >>> [(eps, accuracy.value) for eps, accuracy in report.curve("accuracy")]
+    [(0.0, 1.0), (0.1, 1.0), (1.0, 0.5)]
+    """
+    x, y = as_tensors(data)
+    checks.count("batch_size", batch_size)
+    checks.count("seed", seed, low=0)
+    checks.count("rescore", rescore)
+    predictors = dict(predict) if isinstance(predict, Mapping) else {"predict": predict}
+    jobs = _jobs(attacks, radii, x)
+    task = _checked(predictors, x, y)
+    y = y.reshape(-1).long() if task == "classification" else y
+    trivial = _trivial(predictors, task, x, y, y if train_y is None else train_y)
+    repeats = {name: rescore if is_stochastic(each, x[:2]) else 1 for name, each in predictors.items()}
+
+    blocks = _blocks(predictors, jobs, trivial, len(x), batch_size)
+    iterations = {name: (steps_of(attack) or 0) * restarts_of(attack) for name, attack in attacks.items()}
+    config: dict[str, Any] = {
+        "task": task,
+        "seed": seed,
+        "num": len(x),
+        "batch_size": batch_size,
+        "interval_level": interval_level,
+        "rescored": repeats,
+        "trivial": list(trivial),
+        "attacks": {name: text_of(attack) for name, attack in attacks.items()},
+        "losses": {name: list(loss_names(attack)) for name, attack in attacks.items()},
+        "iterations": iterations,
+        "radii": None if radii is None else [float(eps) for eps in radii],
+        "data": data_hash(x, y),
+        "predictors": {
+            name: fingerprint(_keyed(each, seed, "fingerprint", 0), x[:4]) for name, each in (predictors | trivial).items()
+        },
+    }
+    cells: dict[Cell, dict[str, list[Tensor]]] = {}
+    with ExitStack() as stack:
+        folder, done = None, {}
+        if out is not None:
+            Path(out).mkdir(parents=True, exist_ok=True)
+            stack.enter_context(Lock(out))
+            folder = Folder(Path(out))
+            folder.open(config)
+            log = folder.log
+            done = _resumed(folder, blocks, task)
+            log.keep(sum(blocks[number].stop - blocks[number].start for number in done))
+        bar = stack.enter_context(Progress("evaluate", len(blocks), progress, start=len(done)))
+        for block in blocks:
+            rows = done.get(block.number)
+            if rows is None:
+                each = (predictors | trivial)[block.predictor]
+                attack = jobs.get((block.attack, block.eps))
+                part = slice(block.start, block.stop)
+                x_adv, rows = _measure(
+                    each, attack, x[part], y[part], block, task, seed, repeats.get(block.predictor, 1), interval_level
+                )
+                if folder is not None:
+                    folder.write_array(block, x_adv, y[part])
+                    log.append(*_lines(block, rows, seed, iterations.get(block.attack, 0)))
+                bar.advance(f"{block.predictor}, {block.attack}")
+            held = cells.setdefault(Cell(block.predictor, block.attack, block.eps), {name: [] for name in rows})
+            for name, values in rows.items():
+                held[name].append(values)
+    joined = {cell: {name: torch.cat(parts) for name, parts in held.items()} for cell, held in cells.items()}
+    return Evaluation(task, joined, tuple(trivial), config, folder.path if folder else None)
+
+
+def _jobs(attacks: Mapping[str, Attack], radii: Sequence[float] | None, x: Tensor) -> dict[tuple[str, float | None], Attack]:
+    """Name and radius -> attack, checked against the data."""
+    if not isinstance(attacks, Mapping) or not attacks:
+        raise ValueError(f"attacks must be a mapping of at least one named attack, got {checks.describe(attacks)}")
+    if radii is not None and not len(radii):
+        raise ValueError("radii must hold at least one eps, got none")
+    jobs: dict[tuple[str, float | None], Attack] = {}
+    warned: set[tuple[type, float]] = set()
+    for name, attack in attacks.items():
+        if name in (CLEAN, WORST):
+            raise ValueError(f"attacks must not be named {CLEAN!r} or {WORST!r}: these rows are always there")
+        if not callable(attack):
+            raise TypeError(f"attacks[{name!r}] must be an attack such as pgd(ball), got {checks.describe(attack)}")
+        ball = ball_of(attack)
+        if isinstance(ball, Ball):
+            ball.check(x)
+            if (type(ball), ball.eps) not in warned:
+                warn_units(ball, x, f"attacks[{name!r}]")
+                warned.add((type(ball), ball.eps))
+        if radii is None:
+            jobs[name, None if ball is None else float(ball.eps)] = attack
+        else:
+            for eps in radii:
+                jobs[name, checks.number("radii", eps, low=0)] = with_eps(attack, float(eps))
+    return jobs
+
+
+def _checked(predictors: Mapping[str, Predictor], x: Tensor, y: Tensor) -> Task:
+    if not predictors:
+        raise ValueError("predict must be a predictor or a mapping of at least one, got none")
+    tasks = {name: check_predictor(each, x[:PROBE], y[:PROBE], name) for name, each in predictors.items()}
+    if len(set(tasks.values())) > 1:
+        raise ValueError(f"predict must hold predictors of one task, got {tasks}")
+    if isinstance(predictors, dict) and any("/" in name for name in predictors):
+        raise ValueError(f"names of predictors must not hold '/', got {sorted(predictors)}")
+    return next(iter(tasks.values()))
+
+
+def _trivial(predictors: Mapping[str, Predictor], task: Task, x: Tensor, y: Tensor, train_y: Tensor) -> dict[str, Predictor]:
+    """Rows that any result must beat."""
+    if task == "regression":
+        found: dict[str, Predictor] = {"constant": constant(train_y)}
+    else:
+        with torch.no_grad():
+            prediction: Any = next(iter(predictors.values()))(x[:1])
+        num_classes = prediction.logits.shape[-1]
+        found = {"uniform": uniform(num_classes), "majority": majority(train_y.reshape(-1), num_classes)}
+    clash = sorted(found.keys() & predictors.keys())
+    if clash:
+        raise ValueError(f"predictors must not be named as the trivial ones, got {clash}")
+    return found
+
+
+def _blocks(
+    predictors: Mapping[str, Predictor],
+    jobs: Mapping[tuple[str, float | None], Attack],
+    trivial: Mapping[str, Predictor],
+    num: int,
+    batch_size: int,
+) -> list[Block]:
+    cells: list[tuple[str, str, float | None]] = []
+    for name in predictors:
+        cells.append((name, CLEAN, 0.0))
+        cells += [(name, attack, eps) for attack, eps in jobs]
+    cells += [(name, CLEAN, 0.0) for name in trivial]
+    starts = range(0, num, batch_size)
+    return [
+        Block(number, *cell, start, min(start + batch_size, num))
+        for number, (cell, start) in enumerate((cell, start) for cell in cells for start in starts)
+    ]
+
+
+def _keyed(predict: Predictor, seed: int, purpose: str, step: int) -> Predictor:
+    return with_generator(predict, generator_for(seed, purpose, step))
+
+
+def _measure(
+    predict: Predictor,
+    attack: Attack | None,
+    x: Tensor,
+    y: Tensor,
+    block: Block,
+    task: Task,
+    seed: int,
+    repeats: int,
+    interval_level: float,
+) -> tuple[Tensor, Columns]:
+    """The adversarial array of a block and its scores; every draw depends on the block's key alone."""
+    key = f"{block.predictor}/{block.attack}/{block.eps!r}"
+    what = f"the scores of {block.predictor!r} under {block.attack!r} (eps = {block.eps})"
+    # Predictors without a generator of their own draw from the global stream: seed a copy of it and put it back.
+    with torch.random.fork_rng():
+        torch.manual_seed(seed_for(seed, f"{key}/global", block.start))
+        x_adv = x
+        loss: Loss = nll
+        if attack is not None:
+            through = _keyed(predict, seed, f"{key}/attack theta", block.start)
+            x_adv = attack(through, x, y, generator=generator_for(seed, f"{key}/attack", block.start, x.device)).detach()
+            loss = _recorded_loss(attack)
+            if x_adv.shape != x.shape:
+                raise ValueError(f"{block.attack!r} must return inputs of shape {tuple(x.shape)}, got {checks.describe(x_adv)}")
+        checks.finite(f"the adversarial inputs of {block.attack!r}", x_adv)
+        torch.manual_seed(seed_for(seed, f"{key}/score", block.start))
+        scored = _keyed(predict, seed, f"{key}/score theta", block.start)
+        rows = score(scored, x_adv, y, task, loss=loss, repeats=repeats, interval_level=interval_level, what=what)
+    ball = None if attack is None else ball_of(attack)
+    change = x_adv - x
+    norm = ball.norm(change) if ball is not None else torch.linalg.vector_norm(change.flatten(1), dim=1)
+    rows["norm"] = norm.detach().cpu().double()
+    return x_adv, {name: rows[name] for name in WORSE[task]}
+
+
+def _recorded_loss(attack: Attack) -> Loss:
+    """The last loss that the attack climbs, where it is a plain one of (prediction, y); else the NLL."""
+    losses = losses_of(attack)
+    plain = losses and getattr(losses[-1], "__module__", "").startswith("advbayes.") and hasattr(losses[-1], "__name__")
+    return losses[-1] if plain else nll
+
+
+def _lines(block: Block, rows: Columns, seed: int, iterations: int) -> list[dict[str, Any]]:
+    table = {name: values.tolist() for name, values in rows.items()}
+    return [
+        {
+            "predictor": block.predictor,
+            "attack": block.attack,
+            "eps": block.eps,
+            "index": block.start + row,
+            "block": block.number,
+            "seed": seed,
+            "iterations": iterations,
+            **{name: values[row] for name, values in table.items()},
+        }
+        for row in range(block.stop - block.start)
+    ]
+
+
+def _resumed(folder: Folder, blocks: Sequence[Block], task: Task) -> dict[int, Columns]:
+    """The whole blocks at the head of the log; one that was cut is made again."""
+    records = folder.log.read()
+    done: dict[int, Columns] = {}
+    position = 0
+    for block in blocks:
+        size = block.stop - block.start
+        part = records[position : position + size]
+        if len(part) < size or any(record.get("block") != block.number for record in part):
+            break
+        done[block.number] = {
+            name: torch.tensor([float(record[name]) for record in part], dtype=torch.float64)  # type: ignore[arg-type]
+            for name in WORSE[task]
+        }
+        position += size
+    return done
+
+
+def load_evaluation(folder: str | os.PathLike[str]) -> Evaluation:
+    """The evaluation in a folder, from its records alone."""
+    place = Folder(Path(folder))
+    config = place.config()
+    task: Task = "classification" if config["task"] == "classification" else "regression"
+    cells: dict[Cell, dict[str, list[float]]] = {}
+    for record in place.log.read():
+        eps = record["eps"]
+        cell = Cell(str(record["predictor"]), str(record["attack"]), None if eps is None else float(eps))  # type: ignore[arg-type]
+        held = cells.setdefault(cell, {name: [] for name in WORSE[task]})
+        for name, values in held.items():
+            values.append(float(record[name]))  # type: ignore[arg-type]
+    columns = {
+        cell: {name: torch.tensor(values, dtype=torch.float64) for name, values in held.items()} for cell, held in cells.items()
+    }
+    return Evaluation(task, columns, tuple(config["trivial"]), config, place.path)
+
+
+def rescore(folder: str | os.PathLike[str], predict: Predictor | Mapping[str, Predictor]) -> Evaluation:
+    """The same table made again from the saved arrays: what was attacked is what is scored.
+
+    `predict` names the predictors as they were named; rows of predictors that are not given are left out.
+    """
+    place = Folder(Path(folder))
+    claimed = load_evaluation(folder)
+    config = claimed.config
+    given = dict(predict) if isinstance(predict, Mapping) else {claimed.predictors[0]: predict}
+    seed = int(config["seed"])
+    cells: dict[Cell, dict[str, list[Tensor]]] = {}
+    for block in _saved_blocks(place):
+        if block.predictor not in given:
+            continue
+        x_adv, y = place.read_array(block)
+        each = given[block.predictor]
+        key = f"{block.predictor}/{block.attack}/{block.eps!r}"
+        with torch.random.fork_rng():
+            torch.manual_seed(seed_for(seed, f"{key}/score", block.start))
+            rows = score(
+                _keyed(each, seed, f"{key}/score theta", block.start),
+                x_adv,
+                y,
+                claimed.task,
+                repeats=int(config["rescored"].get(block.predictor, 1)),
+                interval_level=float(config["interval_level"]),
+            )
+        cell = Cell(block.predictor, block.attack, block.eps)
+        rows["norm"] = claimed.cells[cell]["norm"][block.start : block.stop]
+        rows.pop("loss")  # the attack's own loss is not known to the files
+        held = cells.setdefault(cell, {name: [] for name in rows})
+        for name, values in rows.items():
+            held[name].append(values)
+    joined = {cell: {name: torch.cat(parts) for name, parts in held.items()} for cell, held in cells.items()}
+    return Evaluation(claimed.task, joined, (), config, place.path)
+
+
+def _saved_blocks(folder: Folder) -> list[Block]:
+    found: dict[int, list[Any]] = {}
+    for record in folder.log.read():
+        index, number = int(record["index"]), int(record["block"])  # type: ignore[arg-type]
+        held = found.setdefault(number, [record["predictor"], record["attack"], record["eps"], index, index])
+        held[4] = index
+    return [Block(number, held[0], held[1], held[2], held[3], held[4] + 1) for number, held in sorted(found.items())]

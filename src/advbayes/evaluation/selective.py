@@ -1,0 +1,112 @@
+"""The selective task of section 4: entropy as the filter, both sides attacked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from advbayes import checks, metrics
+from advbayes.attacks import PGD, ByLoss, certainty, pgd_plus
+from advbayes.balls import _Ball as Ball
+from advbayes.evaluation.attackers import with_eps, with_generator
+from advbayes.evaluation.inputs import Data, as_tensors, check_predictor, is_stochastic, warn_units
+from advbayes.evaluation.scoring import score
+from advbayes.metrics import Estimate
+from advbayes.progress import Progress
+from advbayes.seeds import generator_for
+from advbayes.types import Attack, Predictor
+
+
+@dataclass(frozen=True)
+class SelectivePoint:
+    """The task at one radius: accuracy among those kept, how well entropy tells outsiders, the area under risk-coverage."""
+
+    eps: float
+    selective_accuracy: Estimate
+    ood_auroc: Estimate
+    aurc: Estimate
+    kept_outside: float  # share of outsiders among those kept
+
+
+def selective_task(
+    predict: Predictor,
+    inside: Data,  # (x, y)
+    outside: Any,  # (N, *event), out-of-distribution inputs
+    *,
+    ball: Ball,
+    radii: Sequence[float] | None = None,
+    inside_attack: Attack | None = None,
+    outside_attack: Attack | None = None,
+    coverage: float = 0.5,
+    batch_size: int = 256,
+    seed: int = 0,
+    rescore: int = 10,
+    progress: bool | None = None,
+) -> list[SelectivePoint]:
+    """Accuracy on the `coverage` of lowest entropy of a balanced mix of known and foreign inputs, both attacked.
+
+    Known inputs meet PGD+ (error, then entropy up), foreign ones a PGD that lowers the entropy; a foreign input that is
+    kept counts as an error, whatever class it is given.
+
+    >>> from torch.distributions import Categorical
+    >>> from advbayes import L2
+    >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
+    >>> known = torch.tensor([[3.0], [-3.0]]), torch.tensor([0, 1])
+    >>> [p.selective_accuracy.value for p in selective_task(predict, known, torch.zeros(2, 1), ball=L2(5.0), radii=(0.0, 5.0))]
+    [1.0, 0.0]
+    """
+    x, y = as_tensors(inside)
+    if check_predictor(predict, x[:256], y[:256]) != "classification":
+        raise TypeError("selective_task is about classes, got a regression predictor")
+    foreign = as_tensors((outside, torch.zeros(len(outside))))[0]
+    if foreign.shape[1:] != x.shape[1:]:
+        raise ValueError(f"outside must have the event shape {tuple(x.shape[1:])} of inside, got {checks.describe(foreign)}")
+    checks.number("coverage", coverage, low=0, high=1, open_low=True)
+    ball.check(x)
+    ball.check(foreign)
+    warn_units(ball, x, "ball")
+    num = min(len(x), len(foreign))  # balanced
+    x, y, foreign = x[:num], y[:num].reshape(-1).long(), foreign[:num]
+    inside_attack = pgd_plus(ball) if inside_attack is None else inside_attack
+    outside_attack = PGD(ball, stages=((ByLoss(certainty), 50),)) if outside_attack is None else outside_attack
+    repeats = checks.count("rescore", rescore) if is_stochastic(predict, x[:2]) else 1
+    radii = (ball.eps,) if radii is None else tuple(radii)
+    starts = range(0, num, checks.count("batch_size", batch_size))
+    points = []
+    with Progress("selective_task", len(radii) * len(starts), progress) as bar:
+        for eps in radii:
+            sides: dict[str, list[Tensor]] = {"correct": [], "entropy": [], "foreign entropy": []}
+            for start in starts:
+                part = slice(start, start + batch_size)
+                key = f"selective/{eps!r}"
+                through = with_generator(predict, generator_for(seed, f"{key}/theta", start))
+                known = with_eps(inside_attack, eps)(through, x[part], y[part], generator=generator_for(seed, key, start))
+                nobody = torch.zeros_like(y[part])  # an outsider has no class; the entropy does not look at it
+                moved = with_eps(outside_attack, eps)(
+                    through, foreign[part], nobody, generator=generator_for(seed, f"{key}/outside", start)
+                )
+                rows = score(through, known, y[part], "classification", repeats=repeats)
+                other = score(through, moved, nobody, "classification", repeats=repeats)
+                sides["correct"].append(rows["correct"])
+                sides["entropy"].append(rows["entropy"])
+                sides["foreign entropy"].append(other["entropy"])
+                bar.advance(f"eps {eps:g}")
+            points.append(_point(eps, *(torch.cat(parts) for parts in sides.values()), coverage=coverage))
+    return points
+
+
+def _point(eps: float, correct: Tensor, entropy: Tensor, foreign_entropy: Tensor, *, coverage: float) -> SelectivePoint:
+    answers = torch.cat([correct.round(), torch.zeros_like(foreign_entropy)])
+    doubt = torch.cat([entropy, foreign_entropy])
+    foreign = torch.cat([torch.zeros_like(entropy), torch.ones_like(foreign_entropy)])
+    return SelectivePoint(
+        float(eps),
+        metrics.selective_accuracy(answers, -doubt, coverage=coverage),
+        metrics.auroc(doubt, foreign),
+        metrics.aurc(1 - answers, -doubt),
+        metrics.selective_accuracy(foreign, -doubt, coverage=coverage).value,
+    )
