@@ -4,7 +4,10 @@ Which thetas it goes through is the Predictor's business: one theta (`model.at(t
 (`PosteriorPredictive`), fresh thetas at each call (`FreshPredictive`), the posterior's mean (`model.at(posterior.mean)`).
 """
 
+from advbayes.attacks.apgd import APGD
+from advbayes.attacks.black_box import RandomSearch, Square
 from advbayes.attacks.gradients import HasInputGradient, loss_and_gradient, through_attacks
+from advbayes.attacks.hard_label import HardLabel
 from advbayes.attacks.losses import (
     ByLoss,
     DivergenceFrom,
@@ -29,19 +32,28 @@ from advbayes.attacks.losses import (
     succeeded,
     success,
 )
+from advbayes.attacks.minimum_norm import MinimumNorm
 from advbayes.attacks.pgd import PGD, entropy_pgd, one_step, pgd, pgd_plus
+from advbayes.attacks.suite import Suite, Transfer, strong_suite, with_ball
 
 __all__ = [
+    "APGD",
     "PGD",
     "ByLoss",
     "DivergenceFrom",
     "Exceeding",
+    "HardLabel",
     "HasInputGradient",
     "HasRows",
     "HasSuccess",
     "MarginTo",
+    "MinimumNorm",
     "PerExample",
+    "RandomSearch",
+    "Square",
+    "Suite",
     "Toward",
+    "Transfer",
     "certainty",
     "deflate_variance",
     "dlr",
@@ -59,7 +71,9 @@ __all__ = [
     "pgd_plus",
     "raise_mean",
     "squared_error",
+    "strong_suite",
     "succeeded",
     "success",
     "through_attacks",
+    "with_ball",
 ]

@@ -100,7 +100,7 @@ def margin(prediction: Distribution, y: Tensor) -> Tensor:
 
 
 def dlr(prediction: Distribution, y: Tensor) -> Tensor:
-    """The margin over the spread of the three largest logits (Croce and Hein): blind to the logits' scale. Two classes: the margin.
+    """The margin over the spread of the three largest logits (Croce and Hein), blind to their scale; for two classes the margin.
 
     >>> dlr(CategoricalDistribution(logits=torch.tensor([[4.0, 0.0, 2.0]])), torch.tensor([0]))
     tensor([-0.5000])

@@ -114,7 +114,14 @@ class PGD:
         return best
 
     def _climb(
-        self, predict: Predictor, start: Tensor, x: Tensor, y: Tensor, owner: Tensor, from_x: int, generator: torch.Generator | None
+        self,
+        predict: Predictor,
+        start: Tensor,
+        x: Tensor,
+        y: Tensor,
+        owner: Tensor,
+        from_x: int,
+        generator: torch.Generator | None,
     ) -> Best:
         """All stages; the first `from_x` rows begin at x itself and take the one-step move first."""
         best = Best(start, start.new_zeros(len(x)), torch.zeros(len(x), dtype=torch.bool, device=x.device))
@@ -190,7 +197,13 @@ def one_step(ball: Ball, loss: Loss = nll) -> PGD:
 
 
 def pgd(
-    ball: Ball, steps: int = 50, loss: Loss = nll, *, step_size: float | None = None, restarts: int = 1, stop_at_success: bool = False
+    ball: Ball,
+    steps: int = 50,
+    loss: Loss = nll,
+    *,
+    step_size: float | None = None,
+    restarts: int = 1,
+    stop_at_success: bool = False,
 ) -> PGD:
     """Projected gradient ascent on the negative log-likelihood (PGD).
 

@@ -1,0 +1,140 @@
+"""Ascent whose step sizes adapt to each example (after Croce and Hein's APGD)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from advbayes import checks
+from advbayes.attacks.gradients import Best, config, is_flat, loss_and_gradient, move, score, where_rows
+from advbayes.attacks.losses import MarginTo, for_rows, margin, mode
+from advbayes.attacks.pgd import check_ball
+from advbayes.balls import _Ball as Ball
+from advbayes.types import Loss, Predictor
+
+
+@dataclass(frozen=True, repr=False)
+class APGD:
+    """Ascent with momentum from a step of 2 eps; an example that stops improving returns to its best point with half the step.
+
+    The first run starts at x (whose first step is the one-step point), further restarts at random; a vanishing gradient at x
+    starts at random too. `targets` > 0 adds runs by way of the likeliest wrong classes at x, one after the other, on the loss
+    log p(class) - log p(y): on a linear model with all classes tried this is the exact optimum. Later runs see only what is
+    not yet broken when `stop_at_success`, and then broken examples leave within a run too.
+
+    >>> predict = lambda x: torch.distributions.Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
+    >>> from advbayes import L2
+    >>> APGD(L2(0.5), steps=10)(predict, torch.tensor([[1.0]]), torch.tensor([0]))
+    tensor([[0.5000]])
+    """
+
+    ball: Ball
+    loss: Loss = margin
+    steps: int = 100
+    restarts: int = 1
+    targets: int = 0
+    stop_at_success: bool = False
+    momentum: float = 0.25
+    progress: float = 0.75  # the share of steps between two checks that must improve, or else the step is halved
+
+    __repr__ = config
+
+    def __post_init__(self) -> None:
+        check_ball(self.ball)
+        if not callable(self.loss):
+            raise TypeError(f"loss must be a loss such as nll, got {checks.describe(self.loss)}")
+        checks.count("steps", self.steps)
+        checks.count("restarts", self.restarts, low=0)
+        checks.count("targets", self.targets, low=0)
+        if not self.restarts + self.targets:
+            raise ValueError("restarts and targets must not both be 0: there would be no run")
+        checks.number("momentum", self.momentum, low=0, high=1, open_high=True)
+        checks.number("progress", self.progress, low=0, high=1)
+
+    def __call__(
+        self,
+        predict: Predictor,
+        x: Tensor,  # (B, *event)
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        if self.ball.eps == 0 or not len(x):
+            return x.clone()
+        with torch.no_grad():
+            prediction = predict(x)
+            if y is None:
+                y = mode(prediction)
+        best = Best(x, *score(predict, self.loss, x, y))
+        for run, loss in enumerate(self._losses(prediction, y)):
+            rows = torch.arange(len(x), device=x.device)
+            if self.stop_at_success:
+                rows = rows[~best.broken]
+                if not len(rows):
+                    break
+            start = x[rows] if run == 0 or run >= self.restarts else self.ball.random(x[rows], generator=generator)
+            reached = self._run(predict, for_rows(loss, rows), start, x[rows], y[rows], generator)
+            if loss is not self.loss:  # runs with other losses compete by this attack's loss
+                value, broken = score(predict, for_rows(self.loss, rows), reached.x, y[rows])
+                reached = Best(reached.x, value, broken)
+            best = best.put(rows, best.pick(rows).or_better(reached))
+        return best.x
+
+    def _losses(self, prediction: torch.distributions.Distribution, y: Tensor) -> Iterator[Loss]:
+        """The loss of each run."""
+        for _ in range(self.restarts):
+            yield self.loss
+        if self.targets:
+            if not isinstance(prediction, torch.distributions.Categorical):
+                raise TypeError(f"targets needs a classifier, got a prediction of type {type(prediction).__name__}")
+            wrong = prediction.logits.scatter(1, y.unsqueeze(1), float("-inf")).argsort(dim=1, descending=True)
+            for k in range(min(self.targets, wrong.shape[1] - 1)):
+                yield MarginTo(wrong[:, k])
+
+    def _run(
+        self, predict: Predictor, whole_loss: Loss, start: Tensor, x: Tensor, y: Tensor, generator: torch.Generator | None
+    ) -> Best:
+        """One ascent from `start`; rows are dropped from every tensor of the state when their example is broken."""
+        loss, kept = whole_loss, torch.arange(len(x), device=x.device)
+        value, broken, gradient = loss_and_gradient(predict, loss, start, y)
+        found = Best(start, value, broken)  # what is returned: broken first
+        peak_x, peak, peak_gradient = start, value, gradient  # where to go back to: the largest loss alone
+        flat = is_flat(gradient)
+        point = where_rows(flat, self.ball.random(x, generator=generator), start) if bool(flat.any()) else start
+        before, step = point, torch.full_like(value, 2 * self.ball.eps)
+        rises, last_value = torch.zeros_like(value), value
+        peak_at_check, halved_at_check = peak, torch.ones_like(broken)
+        check, since = max(1, int(0.22 * self.steps)), 0
+        for iteration in range(self.steps):
+            if self.stop_at_success and bool(broken.any()):
+                stay = (~found.broken[kept]).nonzero().squeeze(1)
+                if not len(stay):
+                    break
+                (kept, x, y, point, before, gradient, step, rises, last_value, peak_x, peak, peak_gradient) = (
+                    t[stay] for t in (kept, x, y, point, before, gradient, step, rises, last_value, peak_x, peak, peak_gradient)
+                )
+                peak_at_check, halved_at_check = peak_at_check[stay], halved_at_check[stay]
+                loss = for_rows(whole_loss, kept)
+            proposal = move(self.ball, point, gradient, step, x)
+            if iteration and self.momentum:
+                mixed = point + (1 - self.momentum) * (proposal - point) + self.momentum * (point - before)
+                proposal = self.ball.project(mixed, x)
+            point, before = proposal, point
+            value, broken, gradient = loss_and_gradient(predict, loss, point, y)
+            found = found.put(kept, found.pick(kept).or_better(Best(point, value, broken)))
+            rises, last_value = rises + (value > last_value), value
+            higher = value > peak
+            peak_x, peak_gradient = where_rows(higher, point, peak_x), where_rows(higher, gradient, peak_gradient)
+            peak = torch.where(higher, value, peak)
+            since += 1
+            if since == check:
+                stuck = (rises <= self.progress * since) | (~halved_at_check & (peak <= peak_at_check))
+                step = torch.where(stuck, step / 2, step)
+                point, gradient = where_rows(stuck, peak_x, point), where_rows(stuck, peak_gradient, gradient)
+                peak_at_check, halved_at_check = peak, stuck
+                rises, since = torch.zeros_like(rises), 0
+                check = max(check - max(1, int(0.03 * self.steps)), max(1, int(0.06 * self.steps)))
+        return found

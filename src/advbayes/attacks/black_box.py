@@ -1,0 +1,202 @@
+"""Attacks that ask for predictions only, never for gradients: random points of the sphere, and Square."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from advbayes import checks
+from advbayes.attacks.gradients import Best, config, score, where_rows
+from advbayes.attacks.losses import for_rows, margin, mode, nll
+from advbayes.attacks.pgd import check_ball
+from advbayes.balls import L2
+from advbayes.balls import _Ball as Ball
+from advbayes.types import Loss, Predictor
+
+
+def on_sphere(ball: Ball, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+    """Points drawn from the edge of the ball (L2: every direction alike; Linf: its corners), then clipped to the box.
+
+    >>> from advbayes import Linf
+    >>> on_sphere(Linf(0.5), torch.zeros(1, 3)).abs()
+    tensor([[0.5000, 0.5000, 0.5000]])
+    """
+    noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+    if ball.scale is not None:  # directions are uniform in units of the norm
+        noise = noise / torch.as_tensor(ball.scale, dtype=x.dtype, device=x.device)
+    return ball.project(x + ball.ascend(noise, ball.eps), x)
+
+
+@dataclass(frozen=True, repr=False)
+class RandomSearch:
+    """The best of `num` random points of the sphere: what any attack with a gradient must beat.
+
+    >>> predict = lambda x: torch.distributions.Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
+    >>> from advbayes import L2
+    >>> RandomSearch(L2(1.5), 50)(predict, torch.tensor([[1.0]]), torch.tensor([0]), generator=torch.Generator().manual_seed(0))
+    tensor([[-0.5000]])
+    """
+
+    ball: Ball
+    num: int = 100
+    loss: Loss = nll
+    stop_at_success: bool = False
+
+    __repr__ = config
+
+    def __post_init__(self) -> None:
+        check_ball(self.ball)
+        checks.count("num", self.num)
+
+    def __call__(
+        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        if self.ball.eps == 0 or not len(x):
+            return x.clone()
+        if y is None:
+            with torch.no_grad():
+                y = mode(predict(x))
+        best = Best(x, *score(predict, self.loss, x, y))
+        rows = torch.arange(len(x), device=x.device)
+        for _ in range(self.num):
+            if self.stop_at_success:
+                rows = rows[~best.broken[rows]]
+                if not len(rows):
+                    break
+            drawn = on_sphere(self.ball, x[rows], generator=generator)
+            here = Best(drawn, *score(predict, for_rows(self.loss, rows), drawn, y[rows]))
+            best = best.put(rows, best.pick(rows).or_better(here))
+        return best.x
+
+
+@dataclass(frozen=True, repr=False)
+class Square:
+    """Random square-shaped changes, kept where they help (after Andriushchenko et al.): queries, no gradients.
+
+    Images (C, H, W) are changed in square windows, other inputs in random sets of features. The share of the input that
+    one proposal touches starts at `share` and halves along the queries. Linf: a window moves to a corner of the ball. L2: a
+    window takes over another one's budget, in a shape that falls off from its middle.
+
+    >>> predict = lambda x: torch.distributions.Categorical(logits=torch.stack([x.sum(1), -x.sum(1)], 1))
+    >>> from advbayes import Linf
+    >>> x_adv = Square(Linf(1.5), 50)(predict, torch.ones(1, 4), torch.tensor([0]), generator=torch.Generator().manual_seed(0))
+    >>> bool(x_adv.sum() < 0)
+    True
+    """
+
+    ball: Ball
+    queries: int = 5000
+    loss: Loss = margin
+    share: float = 0.8
+    stop_at_success: bool = True
+
+    __repr__ = config
+
+    def __post_init__(self) -> None:
+        check_ball(self.ball)
+        checks.count("queries", self.queries)
+        checks.number("share", self.share, low=0, high=1, open_low=True)
+
+    def __call__(
+        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        if self.ball.eps == 0 or not len(x):
+            return x.clone()
+        if y is None:
+            with torch.no_grad():
+                y = mode(predict(x))
+        best = Best(x, *score(predict, self.loss, x, y))
+        rows = torch.arange(len(x), device=x.device)
+        for query in range(self.queries):
+            if self.stop_at_success:
+                rows = rows[~best.broken[rows]]
+                if not len(rows):
+                    break
+            centre = x[rows]
+            if query == 0:
+                drawn = self._stripes(centre, generator)
+            elif isinstance(self.ball, L2):
+                drawn = self._shift_mass(best.x[rows], centre, self._share_at(query), generator)
+            else:
+                drawn = self._corners(best.x[rows], centre, self._share_at(query), generator)
+            here = Best(drawn, *score(predict, for_rows(self.loss, rows), drawn, y[rows]))
+            best = best.put(rows, best.pick(rows).or_better(here))
+        return best.x
+
+    def _share_at(self, query: int) -> float:
+        """Halved at fixed fractions of the queries: early on often, later rarely."""
+        marks = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
+        return self.share * 0.5 ** float(sum(query > mark * self.queries for mark in marks))
+
+    def _stripes(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The first proposal: vertical stripes of random sign for images, random signs otherwise; on the edge of the ball."""
+        shape = (len(x), x.shape[1], 1, x.shape[3]) if x.ndim == 4 else x.shape
+        signs = _signs(shape, x, generator).expand(x.shape)
+        return self.ball.project(x + self.ball.ascend(signs, self.ball.eps), x)
+
+    def _corners(self, point: Tensor, x: Tensor, share: float, generator: torch.Generator | None) -> Tensor:
+        """Linf: one window of each example moves to +-eps, one sign for each channel (each feature where there are none)."""
+        inside, _ = _windows(x, share, generator)
+        shape = (len(x), x.shape[1], 1, 1) if x.ndim == 4 else x.shape
+        corner = x + self.ball.ascend(_signs(shape, x, generator).expand(x.shape), self.ball.eps)
+        return self.ball.project(torch.where(inside, corner, point), x)
+
+    def _shift_mass(self, point: Tensor, x: Tensor, share: float, generator: torch.Generator | None) -> Tensor:
+        """L2: window 1 takes the budget that it, window 2 and the slack hold, in its old direction bent by a bump."""
+        unit = torch.ones_like(x[:1]) if self.ball.scale is None else torch.as_tensor(self.ball.scale).to(x).expand_as(x[:1])
+        d = (point - x) / unit
+        first, bump = _windows(x, share, generator)
+        second, _ = _windows(x, share, generator)
+        slack = (self.ball.eps**2 - _square(d)).clamp_min(0)
+        held = _square(torch.where(first | second, d, torch.zeros_like(d)))
+        old = torch.where(first, d, torch.zeros_like(d))
+        signs = _signs((len(x), x.shape[1], 1, 1) if x.ndim == 4 else x.shape, x, generator)
+        bent = old / _floor(_square(old).sqrt()) + signs * bump / _floor(_square(bump).sqrt())
+        if self.ball.mask is not None:
+            bent = bent * self.ball.mask.to(x.device)
+        fresh = bent / _floor(_square(bent).sqrt()) * (held + slack).sqrt()
+        moved = where_rows((_square(bent) > 0).flatten(), torch.where(first, fresh, d * ~second), d)
+        return self.ball.project(x + moved * unit, x)
+
+
+def _windows(x: Tensor, share: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """For each example a random window holding about `share` of the input: where it is, and a bump inside of it."""
+    if x.ndim != 4:
+        count = max(1, round(share * x[0].numel()))
+        order = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device).flatten(1)
+        inside = (order <= order.kthvalue(count, dim=1, keepdim=True).values).view_as(x)
+        return inside, inside.to(x.dtype)
+    height, width = x.shape[2:]
+    side = min(max(1, round(math.sqrt(share * height * width))), height, width)
+    top = torch.randint(height - side + 1, (len(x), 1, 1, 1), generator=generator, device=x.device)
+    left = torch.randint(width - side + 1, (len(x), 1, 1, 1), generator=generator, device=x.device)
+    row = torch.arange(height, device=x.device).view(1, 1, -1, 1) - top
+    column = torch.arange(width, device=x.device).view(1, 1, 1, -1) - left
+    inside = (row >= 0) & (row < side) & (column >= 0) & (column < side)
+    # Two opposite halves, each with its peak in its middle: neighbouring pixels agree, the whole window's mean is near zero.
+    along, across = (row, column) if _coin(generator, x.device) else (column, row)
+    half = max(1, side // 2)
+    sign = torch.where(along < half, 1.0, -1.0)
+    peak = torch.maximum((along % half - (half - 1) / 2).abs() / half, (across - (side - 1) / 2).abs() / side)
+    bump = torch.where(inside, sign / (0.2 + peak).square(), torch.zeros((), device=x.device))
+    return inside.expand_as(x), bump.to(x.dtype).expand_as(x)
+
+
+def _coin(generator: torch.Generator | None, device: torch.device) -> bool:
+    return bool(torch.rand((), generator=generator, device=device) < 0.5)
+
+
+def _signs(shape: torch.Size | tuple[int, ...], x: Tensor, generator: torch.Generator | None) -> Tensor:
+    return torch.randint(2, shape, generator=generator, device=x.device).to(x.dtype) * 2 - 1
+
+
+def _square(d: Tensor) -> Tensor:
+    """|d|^2 of each example, broadcastable against d."""
+    return d.flatten(1).square().sum(1).view(-1, *[1] * (d.ndim - 1))
+
+
+def _floor(norm: Tensor) -> Tensor:
+    return norm.clamp_min(torch.finfo(norm.dtype).tiny)

@@ -1,0 +1,146 @@
+"""The robust radius: the nearest input that breaks a prediction (after Pintor et al.'s fast minimum-norm attack)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from advbayes import checks
+from advbayes.attacks.gradients import Best, config, is_flat, loss_and_gradient, score, where_rows
+from advbayes.attacks.losses import for_rows, margin, mode
+from advbayes.attacks.pgd import check_ball
+from advbayes.balls import L2
+from advbayes.balls import _Ball as Ball
+from advbayes.types import Loss, Predictor
+
+
+@dataclass(frozen=True, repr=False)
+class MinimumNorm:
+    """The nearest broken input within the ball, whose `eps` is the largest radius searched.
+
+    Ascent on the loss inside a radius that shrinks while the example is broken and grows while it is not; the first radius
+    is the linear guess |loss| / |gradient|. A bisection towards x ends it. `loss` must be positive exactly where the
+    example is broken: `margin`, or `Exceeding(squared_error, t)` in regression. Where nothing breaks, the call returns the
+    point of largest loss and `radius` says infinity.
+
+    >>> predict = lambda x: torch.distributions.Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
+    >>> from advbayes import L2
+    >>> MinimumNorm(L2(5.0)).radius(predict, torch.tensor([[1.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 0])).round(decimals=3)
+    tensor([1., inf])
+    """
+
+    ball: Ball
+    loss: Loss = margin
+    steps: int = 100
+    restarts: int = 1
+    shrink: float = 0.05  # how fast the radius follows, first; falls to a fiftieth of it
+
+    __repr__ = config
+
+    def __post_init__(self) -> None:
+        check_ball(self.ball)
+        if not callable(self.loss):
+            raise TypeError(f"loss must be a loss such as margin, got {checks.describe(self.loss)}")
+        checks.count("steps", self.steps)
+        checks.count("restarts", self.restarts)
+        checks.number("shrink", self.shrink, low=0, high=1, open_low=True, open_high=True)
+
+    def radius(
+        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> Tensor:  # (B,)
+        """The norm of the smallest change found that breaks each example: 0 if it needs none, infinity if none was found."""
+        if y is None:
+            with torch.no_grad():
+                y = mode(predict(x))
+        x_adv = self(predict, x, y, generator=generator)
+        if not len(x):
+            return x.new_zeros(0)
+        _, broken = score(predict, self.loss, x_adv, y)
+        return torch.where(broken, self.ball.norm(x_adv - x), torch.full_like(self.ball.norm(x), math.inf))
+
+    def __call__(
+        self,
+        predict: Predictor,
+        x: Tensor,  # (B, *event)
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        if self.ball.eps == 0 or not len(x):
+            return x.clone()
+        if y is None:
+            with torch.no_grad():
+                y = mode(predict(x))
+        value, broken, gradient = loss_and_gradient(predict, self.loss, x, y)
+        best = Best(x, value, broken)
+        rows = (~broken).nonzero().squeeze(1)  # what is broken as it stands has radius 0
+        for restart in range(self.restarts):
+            if not len(rows):
+                break
+            centre, loss = x[rows], for_rows(self.loss, rows)
+            start = centre if restart == 0 else self.ball.random(centre, generator=generator)
+            flat = is_flat(gradient[rows])
+            if restart == 0 and bool(flat.any()):
+                start = where_rows(flat, self.ball.random(centre, generator=generator), centre)
+            reached = self._run(predict, loss, start, centre, y[rows])
+            best = best.put(rows, _nearer(self.ball, best.pick(rows), reached, centre))
+        return best.x
+
+    def _run(self, predict: Predictor, loss: Loss, start: Tensor, x: Tensor, y: Tensor) -> Best:
+        """One search; the smallest broken point, or the one of largest loss."""
+        point, limit = start, x.new_full((len(x),), self.ball.eps)
+        radius, smallest = limit, torch.full_like(limit, math.inf)
+        best: Best | None = None
+        for step in range(self.steps):
+            fading = 0.5 * (1 + math.cos(math.pi * step / self.steps))
+            value, broken, gradient = loss_and_gradient(predict, loss, point, y)
+            norm = self.ball.norm(point - x)
+            here = Best(point, value, broken)
+            best = here if best is None else _nearer(self.ball, best, here, x)
+            smallest = torch.where(broken, torch.minimum(smallest, norm), smallest)
+            rate = self.shrink * (0.02 + 0.98 * fading)
+            # Along the steepest direction a unit of the norm gains <gradient, ascend(gradient, 1)>.
+            gain = (torch.nan_to_num(gradient) * self.ball.ascend(torch.nan_to_num(gradient), 1.0)).flatten(1).sum(1)
+            guess = norm + value.abs() / gain.clamp_min(torch.finfo(gain.dtype).tiny)
+            outward = torch.where(smallest.isinf(), guess, radius) * (1 + rate)
+            radius = torch.where(broken, torch.minimum(radius, smallest) * (1 - rate), outward)
+            radius = torch.minimum(torch.nan_to_num(radius, nan=self.ball.eps), torch.minimum(limit, smallest))
+            size = radius.clamp_min(0.01 * norm) * (0.02 + 0.98 * fading)
+            point = point + self.ball.ascend(torch.nan_to_num(gradient), size)
+            point = self.ball.project(_within(self.ball, point - x, radius) + x, x)
+        assert best is not None
+        best = _nearer(self.ball, best, Best(point, *score(predict, loss, point, y)), x)
+        return self._bisect(predict, loss, best, x, y)
+
+    def _bisect(self, predict: Predictor, loss: Loss, best: Best, x: Tensor, y: Tensor, rounds: int = 12) -> Best:
+        """Between x and the broken point, on the straight line."""
+        low, high, far = torch.zeros_like(best.value), torch.ones_like(best.value), best.x
+        for _ in range(rounds):
+            middle = 0.5 * (low + high)
+            point = self.ball.project(x + middle.view(-1, *[1] * (x.ndim - 1)) * (far - x), x)
+            here = Best(point, *score(predict, loss, point, y))
+            best = _nearer(self.ball, best, here, x)
+            high, low = torch.where(here.broken, middle, high), torch.where(here.broken, low, middle)
+        return best
+
+
+def _nearer(ball: Ball, this: Best, other: Best, x: Tensor) -> Best:
+    """Broken first, then the smaller norm; among the unbroken the larger loss."""
+    near = ball.norm(other.x - x) < ball.norm(this.x - x)
+    better = (other.broken & ~this.broken) | (other.broken & this.broken & near)
+    better |= ~other.broken & ~this.broken & (other.value > this.value)
+    return Best(where_rows(better, other.x, this.x), torch.where(better, other.value, this.value), this.broken | other.broken)
+
+
+def _within(ball: Ball, d: Tensor, radius: Tensor) -> Tensor:
+    """The nearest change whose norm is at most the radius of its example."""
+    if isinstance(ball, L2):
+        norm = ball.norm(d).clamp_min(torch.finfo(d.dtype).tiny)
+        return d * (radius / norm).clamp_max(1.0).view(-1, *[1] * (d.ndim - 1))
+    reach = radius.view(-1, *[1] * (d.ndim - 1))
+    if ball.scale is not None:
+        reach = reach * torch.as_tensor(ball.scale).to(d)
+    return torch.minimum(torch.maximum(d, -reach), reach)
