@@ -62,7 +62,7 @@ def read_plain(path: Path, limit: int, *, exact: bool = False) -> bytes:
         remedy = _REFETCH if exact else "Give a smaller file or raise the limit."
         raise DataError(problem(path, wanted, f"{size} bytes", remedy))
     with _opened(path) as stream:
-        data = stream.read(limit + 1)
+        data = stream.read(size + 1)  # the buffer is as large as what is asked for
     if len(data) != size:
         raise DataError(problem(path, f"{size} bytes", f"{len(data)} bytes: it changes while it is read", _REFETCH))
     return data

@@ -60,9 +60,8 @@ class Dataset:
             if y.dtype != wanted or y.ndim not in ((1,) if self.task == "classification" else (1, 2)):
                 raise TypeError(f"y_{part} must be a {wanted} tensor for {self.task}, got {describe(y)}")
             if x.numel() == 0 or y.numel() == 0 or len(x) != len(y):
-                raise DataError(
-                    f"{self.name}: x_{part} and y_{part} must have the same rows, got {len(x)} and {len(y)}"
-                )
+                got = f"shapes {tuple(x.shape)} and {tuple(y.shape)}"
+                raise DataError(f"{self.name}: x_{part} and y_{part} must have as many rows, at least one, got {got}")
             for label, value in ((f"x_{part}", x), (f"y_{part}", y)):
                 try:
                     finite(label, value)

@@ -82,9 +82,7 @@ def _fetch(source: Source, remote: Remote, path: Path, url: str, progress: Progr
     except OSError as error:  # DownloadError is none: these are the disk's
         free = shutil.disk_usage(next(p for p in (path.parent, *path.parents) if p.exists())).free
         wanted = f"to write up to {source.limit} bytes"
-        raise DownloadError(
-            problem(path, wanted, f"{error} ({free} bytes free)", "Make room or set ADVBAYES_CACHE.")
-        ) from None
+        raise DownloadError(problem(path, wanted, f"{error} ({free} bytes free)", "Make room or set ADVBAYES_CACHE.")) from None
 
 
 @dataclass(frozen=True)
@@ -169,9 +167,7 @@ class Resuming:
     def _bound(self, url: str, num: int) -> None:
         if num > self.limit:
             self.part.unlink(missing_ok=True)
-            raise DownloadError(
-                problem(url, f"at most {self.limit} bytes", f"{num} or more", "Give another mirror= address.")
-            )
+            raise DownloadError(problem(url, f"at most {self.limit} bytes", f"{num} or more", "Give another mirror= address."))
 
 
 def _range_start(content_range: str) -> int | None:

@@ -22,9 +22,7 @@ def parse_idx(data: bytes, name: str) -> npt.NDArray[np.uint8]:
     array([5, 7], dtype=uint8)
     """
     if len(data) < 4 or data[:3] != b"\0\0\x08" or not 1 <= data[3] <= 4:
-        raise DataError(
-            problem(name, "an IDX file of bytes with 1 to 4 dimensions", f"{data[:4].hex()} at its start", _REMEDY)
-        )
+        raise DataError(problem(name, "an IDX file of bytes with 1 to 4 dimensions", f"{data[:4].hex()} at its start", _REMEDY))
     ndim = data[3]
     start = 4 + 4 * ndim
     if len(data) < start:

@@ -81,13 +81,9 @@ def load_dataset(
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"name must be one of {', '.join(map(repr, names()))}, got {name!r}{hint}")
     if test_fraction is not None and name in _OFFICIAL_SPLIT:
-        raise ValueError(
-            f"test_fraction must be left out for {name}, which has an official test set, got {test_fraction}"
-        )
+        raise ValueError(f"test_fraction must be left out for {name}, which has an official test set, got {test_fraction}")
     if target is not None and (name != "energy" or target not in ("Y1", "Y2", "both")):
-        raise ValueError(
-            f"target must be 'Y1', 'Y2' or 'both' for energy and left out otherwise, got {target!r} for {name}"
-        )
+        raise ValueError(f"target must be 'Y1', 'Y2' or 'both' for energy and left out otherwise, got {target!r} for {name}")
     options = _Options(seed, 0.2 if test_fraction is None else test_fraction, target)
     if name in _EMBEDDED:
         return _embedded(name, options)
@@ -155,9 +151,7 @@ def _cifar(source: Source, contents: dict[str, bytes], provenance: Provenance, _
         counts = np.bincount(labels, minlength=10)
         if counts.min() != counts.max():
             got = f"{counts.tolist()}"
-            raise DataError(
-                problem(f"cifar10's {part} batches", "as many images of each class", got, "Fetch the set again.")
-            )
+            raise DataError(problem(f"cifar10's {part} batches", "as many images of each class", got, "Fetch the set again."))
     (train, y_train), (test, y_test) = parts
     tensors = (_pixels(train), _labels(y_train), _pixels(test), _labels(y_test))
     return _images(source.name, tensors, _PHOTOGRAPHS, provenance)
@@ -170,9 +164,7 @@ def _tabular(source: Source, contents: dict[str, bytes], provenance: Provenance,
     wanted = {"energy": ("Y1", "Y2"), "california": ("medianHouseValue",)}.get(source.name, ("quality",))
     absent = [column for column in wanted if column not in table.columns]
     if absent:
-        raise DataError(
-            problem(content.name, f"a column {absent[0]!r}", f"{', '.join(table.columns)[:300]}", source.hint)
-        )
+        raise DataError(problem(content.name, f"a column {absent[0]!r}", f"{', '.join(table.columns)[:300]}", source.hint))
     features = tuple(column for column in table.columns if column not in wanted)
     targets = wanted if options.target == "both" else (options.target or wanted[0],)
     columns = list(table.columns)

@@ -21,6 +21,8 @@ _DIRECTORY_LIMIT = 1 << 16  # bytes: some hundred members, where a data set has 
 _HEADER_LIMIT = 1 << 12
 _CHUNK = 1 << 20
 _REMEDY = "Write it with numpy.savez(path, x=..., y=...) from plain numeric arrays."
+# What the standard zip reader raises on broken files, besides its own error.
+_ZIP_FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, struct.error, RuntimeError, OSError, ValueError, OverflowError)
 # What numpy writes. A pattern, and no parsing of Python: only plain types of at most 8 bytes, or text, get through.
 _HEADER = re.compile(
     r"\{'descr': '([<>|=]?(?:b1|[iu][1248]|f[248]|U[0-9]{1,4}))', 'fortran_order': (True|False), "
@@ -48,15 +50,9 @@ def read_npz(path: Path, keys: Collection[str], max_bytes: int) -> dict[str, npt
             with zipfile.ZipFile(stream) as archive:
                 members = _members(path, archive, keys, max_bytes)
                 return {key: _read_array(path, archive, info) for key, info in members.items()}
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        EOFError,
-        struct.error,
-        NotImplementedError,
-        RuntimeError,
-        OSError,
-    ) as error:
+    except DataError:
+        raise
+    except _ZIP_FAULTS as error:
         raise DataError(problem(path, "an intact .npz file", str(error) or type(error).__name__, _REMEDY)) from None
 
 

@@ -69,9 +69,7 @@ def from_csv(
     else:
         y = _regression_target(path, targets, table, numeric)
     x = _float32(path, "the features", table.numbers)
-    train, test = split_rows(
-        len(x), seed=seed, test_fraction=test_fraction, labels=y if task == "classification" else None
-    )
+    train, test = split_rows(len(x), seed=seed, test_fraction=test_fraction, labels=y if task == "classification" else None)
     return Dataset(
         path.stem,
         task,
@@ -122,22 +120,18 @@ def from_npz(
     y = {key: _outputs(path, key, value, task) for key, value in arrays.items() if key.startswith("y")}
     if "x" in x:
         if len(x["x"]) != len(y["y"]):
-            raise DataError(
-                problem(path, "as many rows in y as in x", f"{len(x['x'])} and {len(y['y'])}", "Check them.")
-            )
+            raise DataError(problem(path, "as many rows in y as in x", f"{len(x['x'])} and {len(y['y'])}", "Check them."))
         labels = y["y"] if task == "classification" else None
         train, test = split_rows(len(x["x"]), seed=seed, test_fraction=test_fraction, labels=labels)
         x = {"x_train": x["x"][train], "x_test": x["x"][test]}
         y = {"y_train": y["y"][train], "y_test": y["y"][test]}
     class_names = names.get("class_names", ())
     if task == "classification" and not class_names:
-        class_names = tuple(
-            str(index) for index in range(1 + max((int(v.max()) for v in y.values() if len(v)), default=0))
-        )
+        class_names = tuple(str(index) for index in range(1 + max((int(v.max()) for v in y.values() if len(v)), default=0)))
     image = x["x_train"].ndim > 2
     box = (0.0, 1.0) if image and all(v.numel() and v.min() >= 0 and v.max() <= 1 for v in x.values()) else None
     scaling = None
-    if not image and len(x["x_train"]):
+    if not image and x["x_train"].numel() and y["y_train"].numel() and len(x["x_train"]) == len(y["y_train"]):
         scaling = Standardize.fit(x["x_train"], y["y_train"] if task == "regression" else None)
     digest = {key: hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest() for key, value in arrays.items()}
     return Dataset(
@@ -157,9 +151,7 @@ def from_npz(
 def _classes(path: Path, cells: list[str], numeric: Sequence[float | None]) -> tuple[tuple[str, ...], Tensor]:
     """Class names, numbers in their order and text in the alphabet's, and each row's class."""
     if "" in cells:
-        raise DataError(
-            problem(path, "a class for every row", f"an empty one in row {cells.index('') + 1}", "Fill it in.")
-        )
+        raise DataError(problem(path, "a class for every row", f"an empty one in row {cells.index('') + 1}", "Fill it in."))
     values = dict(zip(cells, numeric, strict=True))
     number_like = None not in values.values()
     names = sorted(values, key=lambda cell: (values[cell] or 0.0, cell) if number_like else (0.0, cell))
@@ -174,31 +166,29 @@ def _regression_target(path: Path, targets: tuple[str, ...], table: Table, numer
         if None in values:
             row = values.index(None)
             got = f"{table.text[name][row][:80]!r} in row {row + 1}"
-            raise DataError(
-                problem(path, f"numbers in the target {name!r}", got, "Fix it, or pass task='classification'.")
-            )
+            raise DataError(problem(path, f"numbers in the target {name!r}", got, "Fix it, or pass task='classification'."))
     y = _float32(path, "the target", np.array(numeric, np.float64).T)
     return y[:, 0] if len(targets) == 1 else y
 
 
 def _float32(path: Path, what: str, values: npt.NDArray[Any]) -> Tensor:
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):  # what does not survive is not finite, and refused below
         narrow = np.array(values, np.float32, order="C")  # a copy: tensors must own what they hold
     if not np.isfinite(narrow).all():
         row = int(np.argwhere(~np.isfinite(narrow))[0][0]) + 1
-        raise DataError(
-            problem(path, f"finite numbers within float32 in {what}", f"others in row {row}", "Rescale or drop it.")
-        )
+        raise DataError(problem(path, f"finite numbers within float32 in {what}", f"others in row {row}", "Rescale or drop it."))
     return torch.from_numpy(narrow)
 
 
 def _names(path: Path, key: str, value: npt.NDArray[Any]) -> tuple[str, ...]:
     if value.dtype.kind != "U" or value.ndim != 1 or len(value) > _MAX_CLASSES:
         raise DataError(problem(path, f"{key} as a list of text", f"{value.dtype} of shape {value.shape}", "Fix it."))
-    try:
-        return tuple(str(name) for name in value)
-    except ValueError as error:  # code points that do not exist
-        raise DataError(problem(path, f"{key} as text", str(error), "Fix it.")) from None
+    # Numbers that are no characters make the interpreter fail in ways that cannot be caught by type: look first.
+    order = ">" if value.dtype.byteorder == ">" else "<"
+    codes = np.frombuffer(value.tobytes(), f"{order}u4")
+    if bool(((codes > 0x10FFFF) | ((codes >= 0xD800) & (codes < 0xE000))).any()):
+        raise DataError(problem(path, f"{key} as text", "numbers that are no characters", "Write it again."))
+    return tuple(str(name) for name in value)
 
 
 def _inputs(path: Path, key: str, value: npt.NDArray[Any]) -> Tensor:
@@ -217,21 +207,17 @@ def _inputs(path: Path, key: str, value: npt.NDArray[Any]) -> Tensor:
 def _outputs(path: Path, key: str, value: npt.NDArray[Any], task: str) -> Tensor:
     if value.dtype.kind not in "iufb" or value.ndim not in (1, 2):
         raise DataError(
-            problem(
-                path, f"{key} as numbers of shape (N,) or (N, D)", f"{value.dtype} of shape {value.shape}", "Fix it."
-            )
+            problem(path, f"{key} as numbers of shape (N,) or (N, D)", f"{value.dtype} of shape {value.shape}", "Fix it.")
         )
     if value.ndim == 2 and value.shape[1] == 1:
         value = value[:, 0]
     if task == "regression":
         return _float32(path, key, value)
-    whole = value.ndim == 1 and (
-        value.dtype.kind != "f" or bool((np.isfinite(value) & (value == np.floor(value))).all())
-    )
+    with np.errstate(all="ignore"):
+        integral = value.dtype.kind != "f" or bool((np.isfinite(value) & (value == np.floor(value))).all())
+    whole = value.ndim == 1 and integral
     if not whole or (len(value) and not (value.min() >= 0 and value.max() < _MAX_CLASSES)):
         raise DataError(
-            problem(
-                path, f"{key} as classes 0, 1, ... below {_MAX_CLASSES}", "other values", "Number the classes from 0."
-            )
+            problem(path, f"{key} as classes 0, 1, ... below {_MAX_CLASSES}", "other values", "Number the classes from 0.")
         )
     return torch.from_numpy(value.astype(np.int64))

@@ -117,9 +117,7 @@ def check_contents(
     )
 
 
-def read_contents(
-    source: Source, files: Mapping[str, Path], verify: bool | None
-) -> tuple[dict[str, bytes], Provenance]:
+def read_contents(source: Source, files: Mapping[str, Path], verify: bool | None) -> tuple[dict[str, bytes], Provenance]:
     """Every content of a set from the files that hold them, each file opened once, checked."""
     contents: dict[str, bytes] = {}
     for path in dict.fromkeys(files.values()):
@@ -131,9 +129,7 @@ def missing(source: Source, looked: tuple[Path, ...], found: Mapping[str, Path])
     """The error for a set that is not there, or not all there."""
     absent = [content.name for content in source.contents if content.name not in found]
     where = ", ".join(str(place / source.folders[0]) for place in looked)
-    file = " or ".join(
-        dict.fromkeys([remote.file for remote in source.remotes if absent[0] in remote.contents] + absent[:1])
-    )
+    file = " or ".join(dict.fromkeys([remote.file for remote in source.remotes if absent[0] in remote.contents] + absent[:1]))
     return DataMissingError(
         problem(
             f"data set {source.name!r}",

@@ -42,9 +42,7 @@ class Standardize:
                     raise TypeError(f"{name} must be a floating tensor, got {describe(value)}")
                 finite(name, value)
             if mean.shape != std.shape:
-                raise ValueError(
-                    f"{prefix}std must have {prefix}mean's shape, got {describe(std)} for {describe(mean)}"
-                )
+                raise ValueError(f"{prefix}std must have {prefix}mean's shape, got {describe(std)} for {describe(mean)}")
             if not bool((std > 0).all()):
                 raise ValueError(f"{prefix}std must be positive, got a smallest value of {float(std.min()):g}")
 
@@ -163,8 +161,8 @@ class Standardize:
 
 
 def _moments(name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
-    if rows.ndim < 1 or len(rows) == 0:
-        raise ValueError(f"{name} must have at least one row, got {describe(rows)}")
+    if rows.ndim < 1 or rows.numel() == 0:
+        raise ValueError(f"{name} must have at least one row and one column, got {describe(rows)}")
     exact = finite(name, rows).double()
     mean, std = exact.mean(0), exact.std(0, correction=0)
     # Rounding leaves a constant column a spread of about 1e-16 of its value: that is no scale.

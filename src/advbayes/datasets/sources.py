@@ -86,6 +86,7 @@ def _wine(name: str, colour: str, rows: int, size: int, sha256: str) -> Source:
     )
 
 
+# Of the members of the official archive (MD5 c32a1d4ab5d03f1284b67883e8d87530 on its page), as other libraries check them.
 _CIFAR_HASHES = {
     "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
     "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",

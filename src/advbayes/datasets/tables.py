@@ -9,7 +9,6 @@ import math
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,8 @@ from advbayes.checks import describe
 from advbayes.datasets.errors import DataError, problem
 
 DELIMITERS = (",", ";", "\t")
+_MAX_LINE = 1 << 20
+_MAX_COLUMNS = 100_000
 
 
 @dataclass(frozen=True)
@@ -49,40 +50,59 @@ def parse_table(
     ...
     advbayes.datasets.errors.DataError: t.csv: wanted a number in line 2, column 'b', got 'x'. Encode text as numbers...
     """
+    lines = _Lines(data, name)
     try:
-        content = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            problem(name, "text in UTF-8", f"byte {data[error.start]:#04x} at {error.start}", "Save it as UTF-8.")
-        ) from None
-    first = content.lstrip("\r\n ").split("\n", 1)[0]
-    if not first.strip():
-        raise DataError(problem(name, "a table", "an empty file", "Check the file."))
-    if delimiter is None:
-        delimiter = max(DELIMITERS, key=lambda candidate: len(_cells(first, candidate)))
-    elif len(delimiter) != 1 or delimiter in '"\r\n':
-        raise ValueError(f"delimiter must be one character, no quote and no line end, got {describe(delimiter)}")
-    reader = csv.reader(io.StringIO(content, newline=""), delimiter=delimiter, skipinitialspace=True)
-    try:
-        return _parse(reader, name, header, text, numbers)
+        if delimiter is None:
+            delimiter = _sniffed(_Lines(data, name))
+        elif len(delimiter) != 1 or delimiter in '"\r\n':
+            raise ValueError(f"delimiter must be one character, no quote and no line end, got {describe(delimiter)}")
+        reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True)
+        return _parse(lines, reader, name, header, text, numbers)
     except csv.Error as error:
-        raise DataError(
-            problem(name, "delimited text", f"{error} (line {reader.line_num})", "Check that line.")
-        ) from None
+        raise DataError(problem(name, "delimited text", f"{error} in line {lines.num}", "Check that line.")) from None
+    except UnicodeDecodeError as error:
+        got = f"byte {error.object[error.start]:#04x} after line {lines.num}"
+        raise DataError(problem(name, "text in UTF-8", got, "Save it as UTF-8.")) from None
 
 
-class _Reader(Protocol):
-    @property
-    def line_num(self) -> int: ...
+class _Lines:
+    """The lines of a file, decoded as they are read, none of them endless and each a row of its own."""
 
-    def __iter__(self) -> Iterator[list[str]]: ...
+    def __init__(self, data: bytes, name: str) -> None:
+        self.name = name
+        self.num = 0  # lines given out
+        self.rows = 0  # lines whose row is complete
+        self.stream = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig", newline="")
+
+    def __iter__(self) -> Iterator[str]:
+        while line := self.stream.readline(_MAX_LINE + 1):
+            self.num += 1
+            if len(line) > _MAX_LINE:
+                wanted = f"at most {_MAX_LINE} characters in line {self.num}"
+                raise DataError(problem(self.name, wanted, "more", "Check that it is a table."))
+            if self.num > self.rows + 1:
+                # A row that goes on over lines could go on for ever, and no number has a line end in it.
+                wanted = f"the quote opened in line {self.num - 1} closed there"
+                raise DataError(problem(self.name, wanted, "a line end inside it", "Check that line."))
+            yield line
+
+    def complete(self) -> None:
+        self.rows = self.num
 
 
 def _parse(
-    reader: _Reader, name: str, header: Sequence[str] | None, text: Sequence[str], numbers: Sequence[str] | None
+    lines: _Lines,
+    reader: Iterator[list[str]],
+    name: str,
+    header: Sequence[str] | None,
+    text: Sequence[str],
+    numbers: Sequence[str] | None,
 ) -> Table:
-    rows = (row for row in reader if any(cell.strip() for cell in row))
+    rows = _rows(lines, reader)
     columns = [cell.strip() for cell in (header if header is not None else next(rows, []))]
+    if not 0 < len(columns) <= _MAX_COLUMNS:
+        got = f"{len(columns)} columns" if columns else "an empty file"
+        raise DataError(problem(name, f"a table of 1 to {_MAX_COLUMNS} columns", got, "Check the file."))
     if header is None and all(finite_number(cell) is not None for cell in columns):
         raise DataError(problem(name, "a first line that names the columns", "numbers", "Add one, or pass header=."))
     seen = {""}
@@ -105,13 +125,11 @@ def _parse(
     num = 0
     for row in rows:
         if len(row) != len(columns):
-            raise DataError(
-                problem(name, f"{len(columns)} cells in line {reader.line_num}", f"{len(row)}", "Check that line.")
-            )
+            raise DataError(problem(name, f"{len(columns)} cells in line {lines.num}", f"{len(row)}", "Check that line."))
         for index in kept:
             value = finite_number(row[index])
             if value is None:
-                raise DataError(_not_a_number(name, reader.line_num, columns[index], row[index]))
+                raise DataError(_not_a_number(name, lines.num, columns[index], row[index]))
             values.append(value)
         for column, index in left.items():
             words[column].append(row[index].strip())
@@ -120,6 +138,23 @@ def _parse(
         raise DataError(problem(name, "rows below the header", "none", "Check the file."))
     cells = np.frombuffer(values, np.float64).reshape(num, len(kept)) if kept else np.empty((num, 0))
     return Table(tuple(columns[index] for index in kept), cells, words)
+
+
+def _rows(lines: _Lines, reader: Iterator[list[str]]) -> Iterator[list[str]]:
+    for row in reader:
+        lines.complete()
+        if any(cell.strip() for cell in row):
+            yield row
+
+
+def _sniffed(lines: _Lines) -> str:
+    """The delimiter that divides the first line that is not blank into the most cells."""
+    first = ""
+    for first in lines:
+        lines.complete()
+        if first.strip():
+            break
+    return max(DELIMITERS, key=lambda candidate: len(_cells(first, candidate)))
 
 
 def _cells(line: str, delimiter: str) -> list[str]:
