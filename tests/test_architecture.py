@@ -14,8 +14,8 @@ import advbayes
 ROOT = Path(advbayes.__file__).parent
 LAYOUT = """
 seeds checks progress types likelihoods model posteriors balls attacks channels objectives predictive purification
-purifier_attacks smoothing adapters training certify metrics evaluation audit store datasets networks runs report
-experiments estimators config cli
+purifier_attacks smoothing adapters training certification metrics evaluation auditing store datasets networks config runs report
+experiments estimators cli
 """
 ORDER = LAYOUT.split()
 CORE_PACKAGES = {"advbayes", "torch", "numpy", "safetensors"} | set(sys.stdlib_module_names)
