@@ -7,6 +7,7 @@ pairing and the robust Gibbs posterior are settings (docs/defenses.md).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +19,7 @@ from torch.distributions import Distribution, kl_divergence
 from advbayes import checks
 from advbayes.attacks import through_attacks
 from advbayes.channels import AttackChannel, Noise
-from advbayes.model import BayesianModel
+from advbayes.model import BayesianModel, Parts
 from advbayes.types import Channel, Posterior
 
 BOUNDS = ("surrogate", "importance_weighted")
@@ -31,6 +32,14 @@ class Terms(NamedTuple):
     log_likelihood: Tensor
     kl: Tensor
     penalty: Tensor
+
+
+class ThetaGradient(NamedTuple):
+    """Parts of the bound for the whole data set, and the gradient of -(log_likelihood - penalty) / N in each theta."""
+
+    log_likelihood: Tensor
+    penalty: Tensor
+    gradient: Tensor  # (S, P)
 
 
 class Penalty(Protocol):
@@ -147,7 +156,7 @@ class ChannelELBO:
     def corrupt(
         self,
         model: BayesianModel,
-        thetas: Tensor,  # (S, P)
+        thetas: Tensor | Sequence[Parts],  # (S, P)
         channel: Channel,
         x: Tensor,
         y: Tensor,
@@ -158,7 +167,7 @@ class ChannelELBO:
         if isinstance(channel, Noise) and channel.sigma == 0:
             return x.expand(len(thetas), self.num_channel, *x.shape)
         with through_attacks() if self.through else torch.no_grad():
-            given = thetas if self.through else thetas.detach()
+            given = thetas.detach() if isinstance(thetas, Tensor) and not self.through else thetas
             rows = [self._draw(channel, model.at(theta), x, y, generator) for theta in given]
             return torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
 
@@ -194,6 +203,45 @@ class ChannelELBO:
         bound = log_likelihood - kl if self.kl_weight == 1 else log_likelihood - self.kl_weight * kl
         return Terms(bound if self.penalty is None else bound - penalty, log_likelihood, kl, penalty)
 
+    def theta_gradient(
+        self,
+        model: BayesianModel,
+        thetas: Tensor | Sequence[Parts],  # (S, P): a leaf, or the parts of each theta, all leaves
+        x: Tensor,  # (B, *event)
+        x_adv: Tensor,  # (S, K, B, *event)
+        y: Tensor,
+    ) -> ThetaGradient:
+        """What `terms` holds beside the KL, with its gradient in theta (past theta the posterior's `pull_back` goes on).
+
+        Parts make it cheap: the bound is a sum over thetas, and gradients meet in one flat vector at the end. A tensor of
+        thetas is for gradients that also go through the attack.
+        """
+        scale = self.num_data / (len(x) * len(thetas))
+        if isinstance(thetas, Tensor):
+            log_p, omega = self._score_all(model, thetas, x, x_adv, y)
+            total, penalty = self.reduce(log_p).sum(), omega.sum() / omega.shape[1]
+            (gradient,) = torch.autograd.grad(total - penalty, thetas)
+            return ThetaGradient(total.detach() * scale, penalty.detach() * scale, gradient * (-scale / self.num_data))
+        totals, penalties, rows = [], [], []
+        for parts, inputs in zip(thetas, x_adv, strict=True):
+            if self.penalty is None and len(inputs) == 1:
+                value = total = model.log_likelihood(parts, inputs[0], y).sum()
+            else:
+                log_p, omega = self._score_all(model, [parts], x, inputs.unsqueeze(0), y)
+                total, penalty = self.reduce(log_p).sum(), omega.sum() / omega.shape[1]
+                value = total if self.penalty is None else total - penalty
+                penalties.append(penalty.detach())
+            wanted = parts if parts[-1].numel() else parts[:-1]
+            found = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
+            rows.append(torch.cat([g.reshape(-1) for g in found]))
+            totals.append(total.detach())
+        gradient = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+        return ThetaGradient(
+            _sum(totals) * scale,
+            _sum(penalties) * scale if penalties else torch.zeros((), dtype=x.dtype, device=x.device),
+            gradient.mul_(-scale / self.num_data),
+        )
+
     def reduce(self, log_p: Tensor) -> Tensor:  # (S, K, B) -> (S, B)
         """Over the channel: the mean of the logs, or the log of the mean."""
         if log_p.shape[1] == 1:
@@ -215,7 +263,16 @@ class ChannelELBO:
         """log p(y_b | x'_skb, theta_s), (S, K, B): what the bounds reduce."""
         return self._score(model, thetas, self.corrupt(model, thetas, channel, x, y, generator=generator), y)
 
-    def _score(self, model: BayesianModel, thetas: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:  # (S, K, B)
+    def _score_all(
+        self, model: BayesianModel, thetas: Tensor | Sequence[Parts], x: Tensor, x_adv: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor]:  # (S, K, B) each
+        """log p and the penalty, zero where there is none."""
+        if self.penalty is not None:
+            return self._score_with_penalty(model, thetas, x, x_adv, y)
+        log_p = self._score(model, thetas, x_adv, y)
+        return log_p, torch.zeros_like(log_p)
+
+    def _score(self, model: BayesianModel, thetas: Tensor | Sequence[Parts], x_adv: Tensor, y: Tensor) -> Tensor:  # (S, K, B)
         num_channel = x_adv.shape[1]
         if num_channel > 1:
             y = y.repeat(num_channel, *[1] * (y.ndim - 1))
@@ -226,7 +283,7 @@ class ChannelELBO:
         return torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
 
     def _score_with_penalty(
-        self, model: BayesianModel, thetas: Tensor, x: Tensor, x_adv: Tensor, y: Tensor
+        self, model: BayesianModel, thetas: Tensor | Sequence[Parts], x: Tensor, x_adv: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor]:  # (S, K, B) each
         assert self.penalty is not None
         scores, omegas = [], []
@@ -237,3 +294,7 @@ class ChannelELBO:
             scores.append(torch.stack([model.likelihood.log_prob(one.output, y, one.extra) for one in scored]))
             omegas.append(torch.stack([self.penalty(model, clean, one) for one in attacked]))
         return torch.stack(scores), torch.stack(omegas)
+
+
+def _sum(values: list[Tensor]) -> Tensor:
+    return values[0] if len(values) == 1 else torch.stack(values).sum()

@@ -37,6 +37,23 @@ class _Posterior(nn.Module, ABC):
     @abstractmethod
     def kl(self, prior_scale: float) -> Tensor: ...
 
+    def pull_back(
+        self,
+        noise: Tensor,
+        gradient: Tensor,  # (num, P), of some loss in the thetas
+        prior_scale: float,
+        kl_weight: float,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """KL, and the gradient of loss(at(noise)) + kl_weight KL in each trainable parameter: the chain rule past theta."""
+        with torch.enable_grad():
+            kl = self.kl(prior_scale)
+            outputs, weights = [self.at(noise)], [gradient]
+            if kl.requires_grad:
+                outputs, weights = [*outputs, kl], [*weights, torch.full_like(kl, kl_weight)]
+            wanted = [p for p in self.parameters() if p.requires_grad]
+            found = torch.autograd.grad(outputs, wanted, weights, allow_unused=True, materialize_grads=True)
+        return kl.detach(), list(found)
+
     @property
     @abstractmethod
     def mean(self) -> Tensor: ...
@@ -78,9 +95,7 @@ class _GaussianKL(torch.autograd.Function):
     def forward(ctx: Any, mu: Tensor, rho: Tensor, scale: Tensor, prior_scale: float) -> Tensor:
         ctx.save_for_backward(mu, rho, scale)
         ctx.prior_scale = prior_scale
-        num = mu.numel()
-        squares = (mu.dot(mu) + scale.dot(scale)) / prior_scale**2
-        return 0.5 * (squares - num) + num * math.log(prior_scale) - scale.log().sum()
+        return gaussian_kl(mu, scale, prior_scale)
 
     @staticmethod
     @once_differentiable
@@ -88,6 +103,41 @@ class _GaussianKL(torch.autograd.Function):
         mu, rho, scale = ctx.saved_tensors
         precision = ctx.prior_scale**-2
         return grad * precision * mu, grad * (precision * scale - scale.reciprocal()) * torch.sigmoid(rho), None, None
+
+
+def gaussian_kl(mu: Tensor, scale: Tensor, prior_scale: float) -> Tensor:
+    """KL(N(mu, s^2), N(0, t^2)) summed over every parameter.
+
+    >>> gaussian_kl(torch.zeros(3), torch.ones(3), 1.0)
+    tensor(0.)
+    """
+    num = mu.numel()
+    squares = (mu.dot(mu) + scale.dot(scale)) * (0.5 / prior_scale**2)
+    return squares - scale.log().sum() + num * (math.log(prior_scale) - 0.5)
+
+
+def gaussian_pull_back(
+    mu: Tensor,  # (P,)
+    rho: Tensor,  # (P,)
+    noise: Tensor,  # (S, P)
+    gradient: Tensor,  # (S, P)
+    prior_scale: float,
+    kl_weight: float,
+) -> tuple[Tensor, list[Tensor]]:
+    """`MeanField.pull_back` as a function of tensors alone.
+
+    >>> gaussian_pull_back(torch.ones(2), torch.zeros(2), torch.zeros(1, 2), torch.zeros(1, 2), 1.0, 1.0)[1][0]
+    tensor([1., 1.])
+    """
+    scale = functional.softplus(rho)
+    if len(noise) == 1:
+        of_mu, of_scale = gradient[0], gradient[0] * noise[0]
+    else:
+        of_mu, of_scale = gradient.sum(0), (gradient * noise).sum(0)
+    weight = kl_weight / prior_scale**2
+    of_mu = torch.add(of_mu, mu, alpha=weight)
+    of_scale = of_scale.add(scale, alpha=weight).sub(scale.reciprocal(), alpha=kl_weight)
+    return gaussian_kl(mu, scale, prior_scale), [of_mu, of_scale * torch.sigmoid(rho)]
 
 
 class MeanField(_Posterior):
@@ -126,6 +176,13 @@ class MeanField(_Posterior):
         prior_scale = checks.number("prior_scale", prior_scale, low=0, open_low=True)
         result: Tensor = _GaussianKL.apply(self.mu, self.rho, self.scale.detach(), prior_scale)  # type: ignore[no-untyped-call]
         return result
+
+    def pull_back(self, noise: Tensor, gradient: Tensor, prior_scale: float, kl_weight: float) -> tuple[Tensor, list[Tensor]]:
+        """By hand, in a dozen kernels: d theta = d mu + noise d s, d s = sigmoid(rho) d rho."""
+        prior_scale = checks.number("prior_scale", prior_scale, low=0, open_low=True)
+        with torch.no_grad():
+            kl, found = gaussian_pull_back(self.mu, self.rho, noise, gradient, prior_scale, kl_weight)
+        return kl, [g for g, p in zip(found, (self.mu, self.rho), strict=True) if p.requires_grad]
 
 
 class PointMass(_Posterior):
