@@ -80,7 +80,7 @@ def selective_accuracy(
     """
     correct, confidence = _selection("correct", outcomes("correct", correct), confidence)
     coverage = number("coverage", coverage, low=0.0, high=1.0, open_low=True)
-    answered = max(1, math.ceil(coverage * len(correct) - 1e-9))  # 0.7 * 10 is a little more than 7
+    answered = max(1, math.ceil(coverage * len(correct) - 1e-9))  # 0.55 * 100 is a little more than 55
     ordered, order = confidence.sort(descending=True)
     successes = float(share_ties(ordered[None], correct[order][None])[0, :answered].sum())
     successes = min(successes, float(answered))
