@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import faults
 from advbayes.store import (
     DiskFullError,
     MissingError,
@@ -25,6 +24,7 @@ from advbayes.store import (
     write_bundle,
 )
 from advbayes.store import tensors as strict
+from tests import faults
 
 FORMS = ["bundle", "bundle.advbayes"]
 

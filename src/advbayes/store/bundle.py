@@ -154,7 +154,7 @@ def _decode_model(document: JSON, state: dict[str, Tensor], given: nn.Module | N
     for name, value in named.items():
         value.requires_grad_(name in dict(recorded))
     built = [(name, tuple(value.shape)) for name, value in named.items() if value.requires_grad]
-    if built != recorded:
+    if built != recorded or not recorded:
         raise StoreError(part, wanted=f"parameters {recorded!r:.200}", got=f"{built!r:.200}")
     try:
         chosen: Likelihood = kinds.decode(likelihood, f"{place}:likelihood", {})

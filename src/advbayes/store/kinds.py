@@ -23,13 +23,38 @@ _KINDS: dict[str, Any] = {
         balls.L2,
         balls.Linf,
         attacks.PGD,
+        attacks.APGD,
+        attacks.MinimumNorm,
+        attacks.RandomSearch,
+        attacks.Square,
+        attacks.HardLabel,
+        attacks.Suite,
+        attacks.Toward,
+        attacks.ByLoss,
+        attacks.Exceeding,
+        attacks.MarginTo,
+        attacks.DivergenceFrom,
         channels.Noise,
         channels.AttackChannel,
         channels.Mixture,
         channels.Learned,
     )
 }
-_LOSSES: dict[str, Any] = {loss.__name__: loss for loss in (attacks.nll, attacks.margin, attacks.entropy, attacks.squared_error)}
+_LOSSES: dict[str, Any] = {
+    loss.__name__: loss
+    for loss in (
+        attacks.nll,
+        attacks.margin,
+        attacks.dlr,
+        attacks.entropy,
+        attacks.certainty,
+        attacks.squared_error,
+        attacks.raise_mean,
+        attacks.lower_mean,
+        attacks.inflate_variance,
+        attacks.deflate_variance,
+    )
+}
 _NUMBERS = {"inf": math.inf, "-inf": -math.inf}
 
 

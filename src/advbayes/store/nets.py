@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from advbayes.networks import ConvGenerator, FullyConnectedGenerator
 
 from .documents import JSON
 from .errors import StoreError
@@ -37,15 +36,14 @@ _LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Tanh: (),
     nn.Sigmoid: (),
 }
-_BY_NAME = {layer.__name__: (layer, names) for layer, names in _LAYERS.items()}
 _FAULTS = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError)
 
 
 def describe_net(net: nn.Module) -> dict[str, JSON] | None:
     """What `build_net` needs to rebuild the net without its weights; None for a net with code of its own.
 
-    >>> describe_net(nn.Sequential(nn.Linear(4, 3), nn.Tanh()))["layers"]["0"]
-    {'kind': 'Linear', 'in_features': 4, 'out_features': 3, 'bias': True}
+    >>> describe_net(nn.Sequential(nn.Linear(4, 3), nn.Tanh()))["layers"][0]
+    ['0', {'kind': 'Linear', 'in_features': 4, 'out_features': 3, 'bias': True}]
     """
     described = _describe(net)
     if described is None or _signature(net) != _signature(build_net(described, "net")):
@@ -60,15 +58,17 @@ def build_net(description: object, name: str) -> nn.Module:
     Linear(in_features=4, out_features=3, bias=True)
     """
     match description:
-        case {"kind": "Sequential", "layers": dict(layers), **rest} if not rest:
+        case {"kind": "Sequential", "layers": list(layers), **rest} if not rest:
             net = nn.Sequential()
-            for key, layer in layers.items():
-                if not key or "." in key or hasattr(net, key):
-                    raise StoreError(name, wanted="plain names of layers", got=f"{key!r:.80}")
-                net.add_module(key, build_net(layer, f"{name}.{key}"))
+            for entry in layers:
+                match entry:
+                    case [str(key), layer] if key and "." not in key and not hasattr(net, key):
+                        net.add_module(key, build_net(layer, f"{name}.{key}"))
+                    case _:
+                        raise StoreError(name, wanted="layers as [name, layer]", got=f"{entry!r:.80}")
             return net
-        case {"kind": str(kind), **arguments} if kind in _GENERATORS or kind in _BY_NAME:
-            layer_type, wanted = (_GENERATORS[kind][0], _GENERATORS[kind][1]) if kind in _GENERATORS else _BY_NAME[kind]
+        case {"kind": str(kind), **arguments} if kind in _known():
+            layer_type, wanted = _known()[kind]
             if arguments.keys() != set(wanted):
                 raise StoreError(name, wanted=f"{kind} with {', '.join(wanted)}", got=f"{list(arguments)!r:.200}")
             try:
@@ -77,7 +77,7 @@ def build_net(description: object, name: str) -> nn.Module:
                 return built
             except _FAULTS as error:
                 raise StoreError(name, wanted=f"settings that {kind} accepts", got=f"{error!s:.200}") from None
-    kinds = ", ".join(["Sequential", *_BY_NAME, *_GENERATORS])
+    kinds = ", ".join(["Sequential", *_known()])
     raise StoreError(name, wanted=f"a layer of kind {kinds}", got=f"{description!r:.200}")
 
 
@@ -97,22 +97,34 @@ def fill_net(net: nn.Module, state: Mapping[str, Tensor], name: str) -> nn.Modul
 
 
 def _describe(net: nn.Module) -> dict[str, JSON] | None:
-    if net._forward_hooks or net._forward_pre_hooks:
+    if net._forward_hooks or net._forward_pre_hooks or "forward" in net.__dict__:
         return None
     if type(net) is nn.Sequential:
-        layers: dict[str, JSON] = {}
+        layers: list[JSON] = []
         for name, child in net.named_children():
             layer = _describe(child)
             if layer is None:
                 return None
-            layers[name] = layer
+            layers.append([name, layer])
         return {"kind": "Sequential", "layers": layers} if len(layers) == len(net) else None
     kind = type(net).__name__
-    if kind in _GENERATORS and type(net) is _GENERATORS[kind][0]:
-        return {"kind": kind, **_GENERATORS[kind][2](net)}
-    if type(net) not in _LAYERS:
+    if kind not in _known() or type(net) is not _known()[kind][0]:
         return None
-    return {"kind": kind, **{name: _plain(getattr(net, name)) for name in _LAYERS[type(net)]}}
+    if type(net) in _LAYERS:
+        return {"kind": kind, **{name: _plain(getattr(net, name)) for name in _LAYERS[type(net)]}}
+    return {"kind": kind, **(_conv_generator(net) if kind == "ConvGenerator" else _full_generator(net))}
+
+
+@functools.cache
+def _known() -> dict[str, tuple[Any, tuple[str, ...]]]:
+    """Every layer and built-in network by name, with the arguments of its constructor."""
+    from advbayes.networks import ConvGenerator, FullyConnectedGenerator  # stands below this module in the layout
+
+    return {
+        **{layer.__name__: (layer, names) for layer, names in _LAYERS.items()},
+        "ConvGenerator": (ConvGenerator, ("num_classes", "channels", "size")),
+        "FullyConnectedGenerator": (FullyConnectedGenerator, ("num_features", "num_outputs", "num_classes", "width")),
+    }
 
 
 def _plain(value: Any) -> JSON:
@@ -145,14 +157,3 @@ def _full_generator(net: Any) -> dict[str, JSON]:
         "num_classes": net.num_classes,
         "width": net.mean.in_features,
     }
-
-
-# The built-in networks that are classes of their own.
-_GENERATORS: dict[str, tuple[Any, tuple[str, ...], Any]] = {
-    "ConvGenerator": (ConvGenerator, ("num_classes", "channels", "size"), _conv_generator),
-    "FullyConnectedGenerator": (
-        FullyConnectedGenerator,
-        ("num_features", "num_outputs", "num_classes", "width"),
-        _full_generator,
-    ),
-}
