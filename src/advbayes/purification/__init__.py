@@ -1,0 +1,7 @@
+"""The reactive defense (section 3.2): infer the clean input behind x', exactly over the whole reference set."""
+
+from advbayes.purification.diagnosis import Diagnosis
+from advbayes.purification.purifier import Purifier
+from advbayes.purification.regression import PurifiedMixture
+
+__all__ = ["Diagnosis", "PurifiedMixture", "Purifier"]

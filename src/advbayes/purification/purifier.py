@@ -1,0 +1,223 @@
+"""The reactive predictive p(y | x', D), exact over the whole reference set (section 3.2, Eq. 4 and 5)."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical as CategoricalDistribution
+from torch.distributions import Distribution
+
+from advbayes import checks
+from advbayes.model import BayesianModel
+from advbayes.predictive import PosteriorPredictive
+from advbayes.purification import store as stores
+from advbayes.purification.banks import GaussianBank, Query
+from advbayes.purification.diagnosis import Diagnosis, diagnose, merge
+from advbayes.purification.regression import PurifiedMixture
+from advbayes.purification.rows import spans
+from advbayes.purification.store import Features, Store
+from advbayes.purification.sweep import Evidence
+from advbayes.types import Channel
+
+_QUERIES = 512  # at a time; more are answered one block after the other
+_FARTHEST = 1e6  # in radii of the centres; float32 tells no directions apart beyond
+
+
+class Purifier:
+    """Infers the clean input behind x' and predicts from it: sum_s sum_n p(y | x_n, theta_s) p(x' | x_n, theta_s), normalised.
+
+    `update="online"` weighs the thetas by their evidence for x' (Eq. 4), `"offline"` keeps them equal (Eq. 5). `reference`
+    is the training set, `(x, y)` or x alone (the channel then attacks the model's own predictions), or samples of any
+    generative model of x, or such a model itself (anything with `sample(n)`, as scikit-learn's mixtures), of which
+    `num_samples` are drawn. All that does not depend on x' is computed here, once: in memory up to `memory_limit` bytes,
+    in a folder beyond it. `features` compares x' and centres after a map of the user's, differentiable in x'.
+
+    The gradient through a prediction is exact, at the memory of one block (blocks are computed again, not stored), so every
+    attack on a Predictor is an adaptive attack on this one. Inputs farther than a million radii of the data are answered
+    as if they were there; `diagnose` flags what is far.
+
+    >>> from torch import nn
+    >>> from advbayes import BayesianModel, Categorical, MeanField, Noise
+    >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
+    >>> purified = Purifier(model, Noise(0.5), MeanField(model).sample(5), torch.randn(100, 4))
+    >>> purified(torch.ones(2, 4)).probs.shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        model: BayesianModel,
+        channel: Channel,
+        thetas: Tensor,  # (S, P)
+        reference: Any,
+        update: str = "online",
+        *,
+        num_samples: int = 10_000,
+        memory_limit: int = 2 << 30,
+        folder: str | Path | None = None,
+        features: Features | None = None,
+    ) -> None:
+        if not isinstance(model, BayesianModel):
+            raise TypeError(f"model must be a BayesianModel, got {checks.describe(model)}")
+        checks.choice("update", update, ("online", "offline"))
+        model._check_theta("thetas", thetas, 2)
+        checks.finite("thetas", thetas)
+        checks.count("memory_limit", memory_limit)
+        x, y = _reference(reference, checks.count("num_samples", num_samples), model)
+        store = stores.build(
+            model,
+            channel,
+            thetas.detach(),
+            x,
+            y,
+            features=features,
+            memory_limit=int(memory_limit),
+            folder=None if folder is None else Path(folder),
+        )
+        base = PosteriorPredictive(model, thetas)
+        note = f"Purifier({model}, {channel}, num_thetas={len(thetas)}, num_reference={len(x)}, update={update!r})"
+        self._set(store, update, features, base, note)
+
+    def _set(self, store: Store, update: str, features: Features | None, base: PosteriorPredictive | None, note: str) -> Purifier:
+        self.store, self.update, self.features, self.base, self._note = store, update, features, base, note
+        self._reach = 0.0
+        for bank in store.banks:
+            if isinstance(bank, GaussianBank):
+                self._reach = max(self._reach, math.sqrt(2.0 * float(bank.half_norms.max())))
+        largest = torch.finfo(store.centre.dtype).max
+        for bank in store.banks:
+            if isinstance(bank, GaussianBank) and isinstance(bank.scale, float):
+                scale = bank.scale * bank.factor
+                if _FARTHEST * max(self._reach, 1.0) ** 2 / scale**2 > 1e-2 * largest:
+                    raise ValueError(f"sigma must be large enough for {store.centre.dtype} to hold 1/sigma^2, got {scale:g}")
+        return self
+
+    def __repr__(self) -> str:
+        return self._note
+
+    def __call__(self, x: Tensor) -> Distribution:  # (B, *event)
+        self._check(x)
+        if self.store.num_outputs:
+            return PurifiedMixture.of(self, x)
+        logits = [self._class_logits(x[start:stop]) for start, stop in spans(len(x), _QUERIES)]
+        if not logits:
+            return CategoricalDistribution(logits=x.new_zeros(0, self.store.width), validate_args=False)
+        return CategoricalDistribution(logits=logits[0] if len(logits) == 1 else torch.cat(logits), validate_args=False)
+
+    def _class_logits(self, x: Tensor) -> Tensor:  # (B, C)
+        log_evidence, averages = self.evidence(x)
+        log_probs = log_mean(averages.log(), self.log_shares(log_evidence))
+        # Normalised in float64: in float32 the gradient of a saturated prediction would be rounding.
+        return log_probs.log_softmax(-1).to(x.dtype)
+
+    def evidence(self, x: Tensor, tilt: Any = None, *, values: bool = True) -> tuple[Tensor, Tensor]:
+        """log sum_n p(x' | x_n, theta_s), (S, B), and the weighted averages of the values, (S, B, V), in float64."""
+        log_evidence, averages = Evidence.apply(self.flat(x), x, self.store, tilt, values)
+        return log_evidence, averages
+
+    def log_shares(self, log_evidence: Tensor) -> Tensor:  # (S, B)
+        """The thetas' log-weights: by evidence online, equal offline; equal too where no theta explains x'."""
+        if self.update == "offline":
+            return torch.full_like(log_evidence, -math.log(len(log_evidence)))
+        possible = (log_evidence > -math.inf).any(0)
+        return torch.where(possible, log_evidence, torch.zeros_like(log_evidence)).log_softmax(0)
+
+    def flat(self, x: Tensor) -> Tensor:  # (B, d)
+        """x (or its features) around the reference's mean, the unreasonably far brought to where float32 still tells."""
+        points = (x if self.features is None else self.features(x)).flatten(1) - self.store.centre
+        limit = _FARTHEST * max(self._reach, 1.0)
+        with torch.no_grad():
+            largest = points.abs().amax() if points.numel() else points.sum()
+            if float(largest) * math.sqrt(points.shape[1]) <= limit:
+                return points
+            size = points.abs().amax(1, keepdim=True).clamp_min(1.0)
+            norm = torch.linalg.vector_norm((points / size).double(), dim=1, keepdim=True) * size.double()
+            shrink = (limit / norm).clamp_max(1.0).to(points.dtype)
+        return points * shrink
+
+    def query(self, x: Tensor) -> Query:
+        """A block of inputs as the banks want it."""
+        with torch.no_grad():
+            return Query(x.detach(), self.flat(x.detach()))
+
+    def diagnose(self, x: Tensor) -> Diagnosis:
+        """Effective sample sizes, log evidence, nearest centre and support of each prediction: whether to believe it."""
+        self._check(x)
+        if not len(x):
+            raise ValueError("x must hold at least one input, got none")
+        with torch.no_grad():
+            parts = [diagnose(self.store, self.query(x[a:b]), self.log_shares) for a, b in spans(len(x), _QUERIES)]
+        return merge(parts)
+
+    def widened(self, factor: float) -> Purifier:
+        """The same purifier with the channel's noise `factor` times as wide, sharing all tables: for annealed attacks.
+
+        >>> from torch import nn
+        >>> from advbayes import BayesianModel, Categorical, MeanField, Noise
+        >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
+        >>> purified = Purifier(model, Noise(0.1), MeanField(model).sample(5), torch.randn(100, 4))
+        >>> float(purified.widened(10.0).diagnose(torch.ones(1, 4)).ess_reference) > 10
+        True
+        """
+        checks.number("factor", factor, low=0, open_low=True)
+        return self._like(self.store.widened(factor), f"{self._note}.widened({factor:g})")
+
+    def _like(self, store: Store, note: str) -> Purifier:
+        return Purifier.__new__(Purifier)._set(store, self.update, self.features, self.base, note)
+
+    def save(self, folder: str | Path) -> None:
+        """The tables and a JSON document; the model is not needed to answer queries and is not saved."""
+        stores.save(self.store, Path(folder), self.update, self._note)
+
+    @classmethod
+    def load(cls, folder: str | Path, *, memory_limit: int = 2 << 30, features: Features | None = None) -> Purifier:
+        """A saved purifier; its tables stay on disk if they take more than `memory_limit` bytes."""
+        store, update, note = stores.load(Path(folder), checks.count("memory_limit", memory_limit))
+        return cls.__new__(cls)._set(store, checks.choice("update", update, ("online", "offline")), features, None, note)
+
+    def _check(self, x: Any) -> None:
+        wanted = ", ".join(("B", *map(str, self.store.event_shape)))
+        if not isinstance(x, Tensor) or x.ndim < 2 or tuple(x.shape[1:]) != self.store.event_shape:
+            raise ValueError(f"x must have shape ({wanted}) as the reference, got {checks.describe(x)}")
+        if x.dtype != self.store.centre.dtype:
+            raise TypeError(f"x must be {self.store.centre.dtype} as the reference, got {checks.describe(x)}")
+        checks.finite("x", x)
+
+
+def log_mean(log_values: Tensor, log_shares: Tensor) -> Tensor:  # (S, B, V), (S, B) -> (B, V)
+    """log sum_s share_s value_s.
+
+    >>> log_mean(torch.tensor([[[1.0]], [[3.0]]]).log(), torch.tensor([[0.5], [0.5]]).log()).exp()
+    tensor([[2.0000]])
+    """
+    if len(log_values) == 1:
+        return log_values[0]
+    return torch.logsumexp(log_values + log_shares.unsqueeze(-1), 0)
+
+
+def _reference(reference: Any, num_samples: int, model: BayesianModel) -> tuple[Tensor, Tensor | None]:
+    """x and the labels, if any, checked; drawn if the reference is a generative model."""
+    y = None
+    if callable(getattr(reference, "sample", None)):
+        drawn = reference.sample(num_samples)
+        drawn = drawn[0] if isinstance(drawn, tuple) else drawn  # scikit-learn's mixtures also tell the component
+        x = torch.as_tensor(drawn, dtype=model.dtype, device=model.device)
+    elif isinstance(reference, (tuple, list)):
+        if len(reference) != 2:
+            raise ValueError(f"reference must be x, (x, y) or a model with sample(n), got {len(reference)} parts")
+        x, y = reference
+    else:
+        x = reference
+    if not isinstance(x, Tensor) or x.ndim < 2:
+        raise TypeError(f"reference must hold a tensor x of shape (N, *event), got {checks.describe(x)}")
+    if not len(x):
+        raise ValueError(f"reference must hold at least one point, got {checks.describe(x)}")
+    model._check_input(x)
+    checks.finite("reference", x)
+    if y is not None and (not isinstance(y, Tensor) or y.ndim < 1 or len(y) != len(x)):
+        raise ValueError(f"reference labels must be one for each of the {len(x)} points, got {checks.describe(y)}")
+    return x.detach(), y

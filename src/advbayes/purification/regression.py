@@ -1,0 +1,236 @@
+"""The purified predictive of a regression: the full mixture of S x N Gaussians, never held at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, constraints
+
+from advbayes import checks
+from advbayes.purification.rows import spans
+from advbayes.purification.store import Store
+from advbayes.purification.sweep import Sums, sweep, weights
+
+if TYPE_CHECKING:
+    from advbayes.purification.purifier import Purifier
+
+_HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+_QUERIES = 512
+_LEVELS = 60  # halvings at most; Newton's steps need about ten
+
+
+@dataclass(frozen=True, eq=False)
+class _Target:
+    """log N(y_b; mean_sn, scale_sn^2), summed over outputs: the tilt that makes evidence a joint density."""
+
+    store: Store
+    y: Tensor  # (B, D)
+
+    def _log_normal(self, y: Tensor, found: Tensor) -> Tensor:  # (*, D), (*, 3 D) -> (*)
+        outputs = self.store.num_outputs
+        mean, variance = found[..., :outputs] + self.store.middle, found[..., outputs : 2 * outputs]
+        return (-0.5 * (y - mean).square() / variance - 0.5 * variance.log() - _HALF_LOG_TWO_PI).sum(-1)
+
+    def block(self, thetas: slice, rows: slice) -> Tensor:
+        found = self.store.value_block(rows)[:, thetas].transpose(0, 1)  # (s, n, 3 D)
+        return self._log_normal(self.y[:, None], found.unsqueeze(1))
+
+    def at(self, theta: int, index: Tensor) -> Tensor:
+        return self._log_normal(self.y[:, None], self.store.value_at(index)[:, :, theta])
+
+
+class PurifiedMixture(Distribution):
+    """sum_s sum_n w_sn(x') N(y; mean_sn, scale_sn^2): moments at once, everything else by further passes over the reference.
+
+    `mean`, `variance`, `entropy()` (of the moment-matched Gaussian, an upper bound) and `log_prob` are differentiable in
+    x'. `cdf` and `icdf` are for one output. Obtained by calling a `Purifier`.
+    """
+
+    arg_constraints = {}  # noqa: RUF012 (torch's own protocol)
+    support = constraints.real
+    has_rsample = False
+
+    @classmethod
+    def of(cls, purifier: Purifier, x: Tensor) -> PurifiedMixture:
+        """The predictive at x, its evidence and moments computed in one pass."""
+        blocks = [purifier.evidence(x[start:stop]) for start, stop in spans(len(x), _QUERIES)]
+        if not blocks:
+            raise ValueError("x must hold at least one input, got none")
+        made = cls.__new__(cls)
+        made._purifier, made._x = purifier, x
+        made._log_evidence = torch.cat([evidence for evidence, _ in blocks], 1)  # (S, B)
+        averages = torch.cat([values for _, values in blocks], 1)  # (S, B, 3 D)
+        shares = purifier.log_shares(made._log_evidence).exp().unsqueeze(-1)
+        outputs = purifier.store.num_outputs
+        mean, noise, square = (shares * averages).sum(0).split(outputs, -1)
+        made._mean = made._shaped((mean + purifier.store.middle).to(x.dtype))
+        made._variance = made._shaped((noise + (square - mean.square()).clamp_min(0.0)).to(x.dtype))
+        made._cached = {}
+        Distribution.__init__(made, torch.Size([len(x)]), made._mean.shape[1:], validate_args=False)
+        return made
+
+    _purifier: Purifier
+    _x: Tensor
+    _log_evidence: Tensor
+    _mean: Tensor
+    _variance: Tensor
+    _cached: dict[int, Sums]
+
+    def _shaped(self, values: Tensor) -> Tensor:  # (*, B, D) -> (*, B) for one output
+        return values.squeeze(-1) if values.shape[-1] == 1 else values
+
+    @property
+    def mean(self) -> Tensor:
+        return self._mean
+
+    @property
+    def mode(self) -> Tensor:
+        """The mean: what an attacker without a label takes for y."""
+        return self._mean
+
+    @property
+    def variance(self) -> Tensor:
+        """E[scale^2] + Var[mean]."""
+        return self._variance
+
+    def entropy(self) -> Tensor:
+        """Of the Gaussian with this mean and (per-output) variance, summed over outputs: an upper bound."""
+        each: Tensor = 0.5 * self._variance.log() + 0.5 + _HALF_LOG_TWO_PI
+        return each if each.ndim == 1 else each.sum(-1)
+
+    def monte_carlo_entropy(self, num: int = 1000, *, generator: torch.Generator | None = None) -> Tensor:
+        """-mean log p over `num` draws."""
+        draws = self.sample(torch.Size([num]), generator=generator)
+        return -torch.stack([self.log_prob(draw) for draw in draws]).mean(0)
+
+    def _columns(self, value: Tensor) -> Tensor:  # (B, D)
+        outputs = self._purifier.store.num_outputs
+        if value.shape == (len(self._x), outputs):
+            return value
+        if outputs == 1 and value.shape == (len(self._x),):
+            return value.unsqueeze(-1)
+        raise ValueError(f"y must have the predicted mean's shape {tuple(self._mean.shape)}, got {checks.describe(value)}")
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        y = self._columns(value).to(self._x.dtype)
+        found = []
+        for start, stop in spans(len(self._x), _QUERIES):
+            target = _Target(self._purifier.store, y[start:stop])
+            joint, _ = self._purifier.evidence(self._x[start:stop], target, values=False)
+            evidence = self._log_evidence[:, start:stop]
+            lost = evidence == -math.inf
+            if bool(lost.any()):  # thetas that exclude x' know nothing of it: their plain average
+                joint = torch.where(lost, self._blind(target), joint)
+                evidence = evidence.masked_fill(lost, 0.0)
+            shares = self._purifier.log_shares(self._log_evidence[:, start:stop])
+            found.append(torch.logsumexp(shares + joint - evidence, 0).to(self._x.dtype))
+        return torch.cat(found)
+
+    def _blind(self, target: _Target) -> Tensor:  # (S, B)
+        num, thetas = target.store.num_reference, slice(0, target.store.num_thetas)
+        parts = [target.block(thetas, slice(a, b)).double().logsumexp(-1) for a, b in spans(num, 1000)]
+        return torch.logsumexp(torch.stack(parts), 0) - math.log(num)
+
+    # --- passes that need every component ------------------------------------------------------------------------
+
+    def _sums(self, start: int, stop: int) -> Sums:
+        if start not in self._cached:
+            query = self._purifier.query(self._x[start:stop])
+            self._cached[start] = sweep(self._purifier.store, query, values=False)
+        return self._cached[start]
+
+    def _expect(
+        self, functions: Callable[[slice, Tensor, Tensor], tuple[Tensor, ...]], num: int
+    ) -> tuple[Tensor, ...]:  # num times (B,)
+        """E over components of functions(queries, means (s, n), scales (s, n)) -> num times (s, b, n); one output."""
+        store = self._purifier.store
+        out = self._x.new_zeros(num, len(self._x), dtype=torch.float64)
+        with torch.no_grad():
+            for start, stop in spans(len(self._x), _QUERIES):
+                sums = self._sums(start, stop)
+                shares = self._purifier.log_shares(sums.log_evidence).exp()
+                for thetas, rows, terms, factor in weights(store, self._purifier.query(self._x[start:stop]), sums):
+                    found = store.value_block(rows)[:, thetas].transpose(0, 1)  # (s, n, 3)
+                    means, scales = found[..., 0] + store.middle, found[..., 1].sqrt()
+                    for k, values in enumerate(functions(slice(start, stop), means, scales)):
+                        each = (terms * values).sum(-1).double()  # (s, b)
+                        out[k, start:stop] += (each * factor * shares[thetas]).sum(0)
+        return tuple(out)
+
+    def _one_output(self, name: str) -> None:
+        if self._purifier.store.num_outputs > 1:
+            raise ValueError(f"{name} is defined for one output, got {self._purifier.store.num_outputs}")
+
+    def cdf(self, value: Tensor) -> Tensor:
+        """P(Y <= value) for one output."""
+        self._one_output("cdf")
+        y = self._columns(torch.as_tensor(value, dtype=self._x.dtype).expand(len(self._x))).squeeze(-1)
+        (below,) = self._expect(lambda rows, m, s: (torch.special.ndtr((y[rows, None] - m[:, None]) / s[:, None]),), 1)
+        return below.clamp(0.0, 1.0).to(self._x.dtype)
+
+    def icdf(self, value: Tensor) -> Tensor:
+        """Quantiles for one output: Newton's steps within Cantelli's bracket, halved where they leave it."""
+        self._one_output("icdf")
+        level = torch.as_tensor(value, dtype=torch.float64, device=self._x.device).expand(len(self._x))
+        if bool(((level <= 0) | (level >= 1)).any()):
+            raise ValueError(f"value must lie strictly between 0 and 1, got {checks.describe(value)}")
+        mean, spread = self._mean.detach().double(), self._variance.detach().double().sqrt()
+        low = mean - spread * ((1 - level) / level).sqrt() * (1 + 1e-6)
+        high = mean + spread * (level / (1 - level)).sqrt() * (1 + 1e-6)
+        tolerance = 4 * torch.finfo(self._x.dtype).eps * (spread + mean.abs())
+        at = 0.5 * (low + high)
+        for _ in range(_LEVELS):
+
+            def both(rows: slice, m: Tensor, s: Tensor, at: Tensor = at) -> tuple[Tensor, Tensor]:
+                z = (at[rows, None].to(m.dtype) - m[:, None]) / s[:, None]
+                return torch.special.ndtr(z), (-0.5 * z.square() - _HALF_LOG_TWO_PI).exp() / s[:, None]
+
+            below, density = self._expect(both, 2)
+            high = torch.where(below >= level, at, high)
+            low = torch.where(below >= level, low, at)
+            step = at - (below - level) / density.clamp_min(1e-300)
+            settled = (step - at).abs() <= tolerance
+            at = torch.where((step > low) & (step < high), step, 0.5 * (low + high))
+            if bool((settled | (high - low <= tolerance)).all()):
+                break
+        return at.to(self._x.dtype)
+
+    def sample(self, sample_shape: Any = (), *, generator: torch.Generator | None = None) -> Tensor:
+        shape = torch.Size(sample_shape)
+        num, outputs = max(1, math.prod(shape)), self._purifier.store.num_outputs
+        with torch.no_grad():
+            parts = [self._draw(a, b, num, generator) for a, b in spans(len(self._x), _QUERIES)]
+            found = torch.cat(parts, 1)  # (num, B, 3 D)
+            mean, variance, _ = found.split(outputs, -1)
+            noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
+            drawn = self._shaped(mean + self._purifier.store.middle + variance.sqrt() * noise)
+        return drawn.reshape(shape + self.batch_shape + self.event_shape)
+
+    def _draw(self, start: int, stop: int, num: int, generator: torch.Generator | None) -> Tensor:  # (num, b, 3 D)
+        """Values of `num` components of each query: first the block that they fall into, then the row within it."""
+        store, query, sums = self._purifier.store, self._purifier.query(self._x[start:stop]), self._sums(start, stop)
+        shares = self._purifier.log_shares(sums.log_evidence).exp()
+        masses, owners = [], []  # of each (theta, block)
+        for thetas, _, terms, factor in weights(store, query, sums):
+            mass = terms.sum(-1).double() * factor * shares[thetas]  # (s, b)
+            masses.append(mass)
+            owners += list(range(store.num_thetas))[thetas]
+        chosen = torch.multinomial(torch.cat(masses).T, num, replacement=True, generator=generator)  # (b, num)
+        within = torch.rand(chosen.shape, generator=generator, dtype=torch.float64, device=chosen.device)
+        index, first = torch.zeros_like(chosen), 0
+        for mass, (thetas, rows, terms, _) in zip(masses, weights(store, query, sums), strict=True):
+            cumulated = terms.double().cumsum(-1)  # (g, b, n)
+            for place in range(len(mass)):
+                mine = cumulated[place if len(cumulated) > 1 else 0]
+                row = torch.searchsorted(mine, within * mine[:, -1:], right=True).clamp_max(mine.shape[1] - 1)
+                index = torch.where(chosen == first + place, row + rows.start, index)
+            first += len(mass)
+        theta = torch.tensor(owners, device=chosen.device)[chosen]  # (b, num)
+        found = store.value_at(index)  # (b, num, S, 3 D)
+        picked = found.gather(2, theta[:, :, None, None].expand(-1, -1, 1, found.shape[-1])).squeeze(2)
+        return picked.transpose(0, 1)
