@@ -14,12 +14,12 @@ import advbayes
 ROOT = Path(advbayes.__file__).parent
 LAYOUT = """
 seeds checks progress types likelihoods model posteriors balls attacks channels objectives predictive purification
-purifier_attacks smoothing adapters training certification metrics evaluation auditing store datasets networks config runs report
+purifier_attacks smoothing adapters training certification metrics store evaluation auditing datasets networks config runs report
 experiments estimators cli
 """
 ORDER = LAYOUT.split()
 CORE_PACKAGES = {"advbayes", "torch", "numpy", "safetensors"} | set(sys.stdlib_module_names)
-CORE = ORDER[: ORDER.index("store") + 1]
+CORE = ORDER[: ORDER.index("auditing") + 1]
 FILES = sorted(ROOT.rglob("*.py"))
 
 
