@@ -56,16 +56,6 @@ def ball_of(attack: object) -> Ball | None:
     return None
 
 
-def with_ball(attack: Attack, ball: Ball) -> Attack:
-    """The same attack within another ball: every `ball` field in it is replaced, at any depth.
-
-    >>> from advbayes import L2, pgd
-    >>> with_ball(pgd(L2(1.0)), L2(2.0)).ball
-    L2(2)
-    """
-    return cast(Attack, _rebuilt(attack, lambda _: ball))
-
-
 def with_eps(attack: Attack, eps: float) -> Attack:
     """The same attack with another budget: norm, box, scale and mask stay.
 

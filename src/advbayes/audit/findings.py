@@ -1,0 +1,124 @@
+"""What a check found, and what all of them say together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from advbayes import checks
+
+Status = Literal["passed", "failed", "not run", "not applicable"]
+Figure = float | int | str | bool | None
+STATUSES = ("passed", "failed", "not run", "not applicable")
+_SIGN = {"passed": "ok", "failed": "FAILED", "not run": "not run", "not applicable": "n/a"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check's verdict: its figures, and what to do about it.
+
+    >>> Finding("E1", "feasible", "failed", {"infeasible": 3}, "project").line()
+    'E1   FAILED   feasible: infeasible = 3. project'
+    """
+
+    id: str
+    title: str
+    status: Status
+    figures: dict[str, Figure] = field(default_factory=dict)
+    advice: str = ""
+    mandatory: bool = True
+
+    def __post_init__(self) -> None:
+        checks.choice("status", self.status, STATUSES)
+
+    def line(self) -> str:
+        """One line of text."""
+        figures = ", ".join(f"{name} = {_shown(value)}" for name, value in self.figures.items())
+        said = f"{self.title}{': ' + figures if figures else ''}"
+        return f"{self.id:<4} {_SIGN[self.status]:<8} {said}{'. ' + self.advice if self.advice else ''}"
+
+    def json(self) -> dict[str, Any]:
+        """A dictionary that JSON can hold."""
+        figures = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in self.figures.items()}
+        return {
+            "id": self.id,
+            "title": self.title,
+            "status": self.status,
+            "figures": figures,
+            "advice": self.advice,
+            "mandatory": self.mandatory,
+        }
+
+
+def _shown(value: Figure) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All findings, and a level: A certified, B every mandatory check passed, C all ran and some failed, D some not run.
+
+    >>> Verdict((Finding("E1", "feasible", "passed"), Finding("E2", "null attack", "not run"))).level
+    'D'
+    """
+
+    findings: tuple[Finding, ...]
+    tier: str = "standard"
+    certified: bool = False
+    summary: dict[str, Figure] = field(default_factory=dict)
+
+    @property
+    def level(self) -> str:
+        """A to D; a check that did not run never counts as passed."""
+        mandatory = [finding.status for finding in self.findings if finding.mandatory]
+        if self.certified:
+            return "A"
+        if "not run" in mandatory:
+            return "D"
+        return "C" if "failed" in mandatory else "B"
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """The ids of the checks that failed."""
+        return tuple(finding.id for finding in self.findings if finding.status == "failed")
+
+    @property
+    def not_run(self) -> tuple[str, ...]:
+        """The ids of the mandatory checks that did not run."""
+        return tuple(finding.id for finding in self.findings if finding.status == "not run" and finding.mandatory)
+
+    def __getitem__(self, id: str) -> Finding:
+        """The finding of one check, by its id."""
+        for finding in self.findings:
+            if finding.id == id:
+                return finding
+        raise KeyError(f"no check {id!r}; there are {', '.join(finding.id for finding in self.findings)}")
+
+    def line(self) -> str:
+        """The line beneath a table."""
+        parts = [f"audit ({self.tier}): level {self.level}"]
+        if self.failed:
+            parts.append(f"failed {', '.join(self.failed)}{' †' if self.level not in 'AB' else ''}")
+        if self.not_run:
+            parts.append(f"not run {', '.join(self.not_run)}")
+        return "; ".join(parts)
+
+    def text(self) -> str:
+        """All findings, one line each, and the level."""
+        head = ", ".join(f"{name} {_shown(value)}" for name, value in self.summary.items())
+        return "\n".join([*([head] if head else []), *(finding.line() for finding in self.findings), self.line()])
+
+    __str__ = text
+
+    def json(self) -> dict[str, Any]:
+        """A dictionary that JSON can hold."""
+        return {
+            "level": self.level,
+            "tier": self.tier,
+            "certified": self.certified,
+            "failed": list(self.failed),
+            "not_run": list(self.not_run),
+            "summary": self.summary,
+            "findings": [finding.json() for finding in self.findings],
+        }

@@ -1,0 +1,165 @@
+"""Checks against other attackers: the black box (E11), transfer (E13), more thetas (E10), knowledge of them (E14, E15)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+
+from advbayes.audit.case import POINT, Case, finding, judged, not_applicable, not_run, replaced
+from advbayes.audit.findings import Finding
+from advbayes.audit.strength import breaks_more
+from advbayes.evaluation.attackers import with_generator
+from advbayes.evaluation.scoring import Columns, worst
+from advbayes.types import Predictor
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A stochastic predictor with its randomness fixed: every call draws the same."""
+
+    predict: Predictor
+    seed: int
+
+    def __call__(self, x: Tensor) -> Distribution:
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            return with_generator(self.predict, torch.Generator(x.device).manual_seed(self.seed))(x)
+
+
+def black_box(case: Case) -> Finding:
+    """E11: Square breaks at most 0.2 points beyond the union of all attacks."""
+    attack = case.black_box
+    if attack is None:
+        return not_run("E11", "give a black-box attack (Square with 5,000 queries)")
+    before = case.worst()
+    rows = torch.arange(len(case.x)) if case.task == "regression" else (before["correct"] >= 0.5).nonzero().squeeze(1)
+    if not len(rows):
+        return finding("E11", "passed", beyond=0.0, standing=0)
+    found = case.scored(case.attacked(attack, "black box", rows=rows), "black box", rows=rows)
+    after = {key: value.clone() for key, value in before.items() if key in found}
+    part = worst([{key: before[key][rows] for key in found}, found], case.task)
+    for key, value in part.items():
+        after[key][rows] = value
+    case.join("black box", after)
+    beyond = case.value(before) - case.value(after)
+    advice = "gradients mislead the attack: the predictor masks them"
+    return judged("E11", beyond > 0.002 + 1e-9, advice, beyond=beyond, standing=len(rows), queries=case.budget.queries)
+
+
+def transfer(case: Case) -> Finding:
+    """E13: examples made for an undefended or sibling model do not break more."""
+    sources = dict(case.siblings)
+    if case.undefended is not None:
+        sources["undefended"] = case.undefended
+    if case.unpurified is not None:
+        sources["unpurified"] = case.unpurified
+    if not sources:
+        return not_run("E13", "give an undefended or a sibling model")
+    if not case.attacks:
+        return not_run("E13", "give the attacks, not only their arrays")
+    own = case.gradient()
+    figures: dict[str, Any] = {"own attack": case.value(own)}
+    worse = []
+    for name, source in sources.items():
+        parts = [
+            case.scored(case.attacked(attack, f"transfer {name} {kind}", through=source), f"transfer {name} {kind}")
+            for kind, attack in case.attacks.items()
+        ]
+        found = worst(parts, case.task)
+        case.join(f"transfer {name}", found)
+        figures[f"from {name}"] = case.value(found)
+        if breaks_more(case, found, own)[0]:
+            worse.append(name)
+    advice = f"examples made for {', '.join(worse)} do more harm than the attack itself: its gradients are no use"
+    return judged("E13", bool(worse), advice, **figures)
+
+
+def _through(case: Case, predict: Predictor, purpose: str) -> Columns:
+    """The union of the attacks going through another predictor, scored by the one under audit."""
+    parts = [
+        case.scored(case.attacked(attack, f"{purpose} {name}", through=predict), f"{purpose} {name}")
+        for name, attack in case.attacks.items()
+    ]
+    return worst(parts, case.task)
+
+
+def enough_thetas(case: Case) -> Finding:
+    """E10: twice the thetas in the attack cost at most half a point, from 20 thetas up."""
+    if not case.is_bayesian:
+        return not_applicable("E10", "the predictor has no thetas")
+    if not case.attacks:
+        return not_run("E10", "give the attacks, not only their arrays")
+    claimed = case.claim is not None and case.claim.through is not None
+    if claimed:
+        used = case.threat_model.attack_thetas or 1
+        wider = _with_thetas(case, max(20, 2 * used))
+        if wider is None:
+            return not_run("E10", "give `fresh`, a FreshPredictive to draw more thetas from")
+        before, after = case.value(case.gradient()), case.value(_through(case, wider[0], f"thetas {wider[1]}"))
+        advice = f"attack through at least {wider[1]} thetas, not {used}"
+        return judged("E10", before - after > POINT + 1e-9, advice, thetas=used, cost=before - after, accuracy=after)
+    if case.fresh is None:
+        return not_run("E10", "give `fresh`, a FreshPredictive to draw more thetas from")
+    num = max(20, case.threat_model.attack_thetas or 20) if case.num_thetas is None else 20
+    before = case.value(_through(case, replaced(case.fresh, num=num), f"thetas {num}"))
+    while True:
+        num *= 2
+        columns = _through(case, replaced(case.fresh, num=num), f"thetas {num}")
+        case.join(f"thetas {num}", columns)
+        after = case.value(columns)
+        if before - after <= POINT + 1e-9 or num >= case.budget.max_thetas:
+            break
+        before = after
+    advice = "draw more thetas in the attack until doubling changes nothing"
+    return judged("E10", before - after > POINT + 1e-9, advice, thetas=num // 2, cost=before - after, accuracy=after)
+
+
+def _with_thetas(case: Case, num: int) -> tuple[Predictor, int] | None:
+    if case.fresh is not None:
+        return replaced(case.fresh, num=num), num
+    thetas = case.num_thetas
+    return (case.predict, thetas) if thetas is not None and thetas >= 20 and not case.stochastic else None
+
+
+def fixed_randomness(case: Case) -> Finding:
+    """E14: the attack that knows the evaluated thetas is not weaker than the one that does not, by more than a point."""
+    if not case.is_bayesian and not case.stochastic:
+        return not_applicable("E14", "the predictor has no randomness to know")
+    if case.claim is not None and case.threat_model.randomness == "fixed" and case.stochastic:
+        advice = "the thetas are said to be fixed, but are drawn anew at each call: fix them for attack and score alike"
+        return finding("E14", "failed", advice, randomness="drawn anew")
+    if not case.attacks:
+        return not_run("E14", "give the attacks, not only their arrays")
+    blind = case.fresh if case.fresh is not None else case.predict if case.stochastic else None
+    if blind is None:
+        return not_run("E14", "give `fresh`, a FreshPredictive that does not know the evaluated thetas")
+    scorer = Frozen(case.predict, case.seed) if case.stochastic else case.predict
+
+    def value(through: Predictor, purpose: str) -> float:
+        parts = [
+            case.scored(case.attacked(attack, f"{purpose} {name}", through=through), purpose, by=scorer)
+            for name, attack in case.attacks.items()
+        ]
+        return case.value(worst(parts, case.task))
+
+    known, unknown = value(scorer, "thetas known"), value(blind, "thetas fresh")
+    case.memory["knowledge"] = {"thetas known": known, "thetas fresh": unknown}
+    advice = "the attack that knows the thetas must be at least as strong: they were redrawn between attack and score"
+    return judged("E14", known - unknown > 2 * POINT + 1e-9, advice, thetas_known=known, thetas_fresh=unknown)
+
+
+def two_knowledge_levels(case: Case) -> Finding:
+    """E15: the table has a column for thetas known and one for thetas fresh."""
+    if not case.is_bayesian and not case.stochastic:
+        return not_applicable("E15", "the predictor has no thetas")
+    if case.claim is not None:
+        absent = [level for level in ("thetas known", "thetas fresh") if level not in case.claim.knowledge]
+        return judged("E15", bool(absent), f"add the column {' and '.join(absent)}", columns=len(case.claim.knowledge))
+    levels = case.memory.get("knowledge")
+    if levels is None:
+        return not_run("E15", "give `fresh`, so that both columns can be made")
+    return finding("E15", "passed", **levels)

@@ -1,0 +1,267 @@
+"""Checks of how strong the attack is against this predictor: E1 to E9 and E12."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Distribution
+
+from advbayes import metrics
+from advbayes.attacks import loss_and_gradient, nll, one_step, squared_error
+from advbayes.audit.case import POINT, Case, finding, judged, not_applicable, not_run
+from advbayes.audit.findings import Finding
+from advbayes.evaluation.attackers import losses_of, steps_of, with_eps, with_restarts, with_steps
+from advbayes.evaluation.inputs import extent_of
+from advbayes.evaluation.scoring import Columns, worst
+from advbayes.types import Attack, Predictor
+
+SIGNIFICANT = 0.01
+
+
+def breaks_more(case: Case, first: Columns, second: Columns) -> tuple[bool, float]:
+    """Whether `first` does significantly more harm than `second`: McNemar on what broke, or a paired bootstrap of the
+    squared errors; with the p-value (regression: the least difference in the 98 % interval)."""
+    if case.task == "classification":
+        p = metrics.mcnemar(first["correct"] < 0.5, second["correct"] < 0.5)
+        return p < SIGNIFICANT, p
+    difference = metrics.paired_difference(first["squared_error"], second["squared_error"], level=1 - 2 * SIGNIFICANT)
+    return difference.low > 0, difference.low
+
+
+def feasible(case: Case) -> Finding:
+    """E1: every scored point is finite, in the ball and in the box."""
+    outside, farthest = 0, 0.0
+    for x_adv in case.arrays().values():
+        outside += int((~case.ball.contains(x_adv, case.x)).sum())
+        farthest = max(farthest, float(case.ball.norm(x_adv - case.x).nan_to_num(torch.inf).max()))
+    advice = "project the array that is scored, after every conversion of it"
+    return judged("E1", outside > 0, advice, infeasible=outside, largest_norm=farthest, eps=float(case.ball.eps))
+
+
+def null_attack(case: Case) -> Finding:
+    """E2: eps = 0 changes nothing."""
+    if not case.attacks:
+        return not_run("E2", "give the attacks, not only their arrays")
+    changed = 0
+    for name, attack in case.attacks.items():
+        x_adv = case.attacked(with_eps(attack, 0.0), f"null {name}")
+        changed += int((x_adv != case.x).flatten(1).any(1).sum())
+    return judged("E2", changed > 0, "with eps = 0 the attack must return x itself, to the bit", changed=changed)
+
+
+def beats_one_step(case: Case) -> Finding:
+    """E3: the one-step attack does not break more than the iterative one."""
+    iterative = [name for name in case.arrays() if (steps_of(case.attacks.get(name)) or 2) > 1]
+    if not iterative:
+        return not_run("E3", "there is no iterative attack")
+    loss = squared_error if case.task == "regression" else nll
+    single = case.scored(case.attacked(one_step(case.ball, loss), "one step"), "one step")
+    case.join("one step", single)
+    many = case.columns()[iterative[0]]
+    worse, p = breaks_more(case, single, many)
+    advice = "the iterative attack is broken: keep the best iterate, start at the one-step point, check its step size"
+    return judged("E3", worse, advice, one_step=case.value(single), iterative=case.value(many), p=p)
+
+
+def _radii(case: Case) -> list[tuple[float, Columns]]:
+    """(eps, scores of the union of attacks) at half, once and twice eps and the whole box; each radius by itself."""
+
+    def make() -> list[tuple[float, Columns]]:
+        whole = extent_of(case.ball, case.x)
+        found = []
+        for eps in sorted({0.5 * case.ball.eps, case.ball.eps, min(2 * case.ball.eps, whole), whole}):
+            parts = [
+                case.scored(case.attacked(with_eps(attack, eps), f"eps {eps!r} {name}"), f"eps {eps!r} {name}")
+                for name, attack in case.attacks.items()
+            ]
+            found.append((eps, worst(parts, case.task)))
+        return found
+
+    return case.once("radii", make)  # type: ignore[no-any-return]
+
+
+def monotone(case: Case) -> Finding:
+    """E4: accuracy does not rise with eps, and the largest eps leaves at most 1 %."""
+    if not case.attacks:
+        return not_run("E4", "give the attacks, not only their arrays")
+    curve = _radii(case)
+    rises = [
+        f"{nearer:g} to {farther:g}"
+        for (nearer, before), (farther, after) in pairwise(curve)
+        if breaks_more(case, before, after)[0]
+    ]
+    figures = {f"at eps {eps:.3g}": case.value(columns) for eps, columns in curve}
+    left = case.value(worst([columns for _, columns in curve], case.task))
+    bad = bool(rises) or (case.task == "classification" and left > 0.01)
+    advice = f"accuracy rises from eps {', '.join(rises)}" if rises else "the largest eps leaves too much"
+    return judged("E4", bad, f"{advice}: the attack does not use its budget, or the labels leak", **figures)
+
+
+def unbounded(case: Case) -> Finding:
+    """E5: with the whole box to move in, nothing is left."""
+    if case.task == "regression":
+        return not_applicable("E5", "regression has no accuracy")
+    if not case.attacks:
+        return not_run("E5", "give the attacks, not only their arrays")
+    curve = _radii(case)
+    left = case.value(worst([columns for _, columns in curve], case.task))  # points of a smaller ball are in the larger one
+    advice = "some of the answer does not come from what the attacker may touch (leaked labels, masked gradients)"
+    return judged("E5", left > 0.01, advice, eps=curve[-1][0], accuracy=left)
+
+
+def _cost_of(case: Case, name: str, attack: Attack, columns: Columns) -> Columns:
+    """The union of what `columns` broke and what `attack` breaks of the rest."""
+    rows = torch.arange(len(case.x)) if case.task == "regression" else (columns["correct"] >= 0.5).nonzero().squeeze(1)
+    if not len(rows):
+        return columns
+    found = case.scored(case.attacked(attack, name, rows=rows), name, rows=rows)
+    full = {key: value.clone() for key, value in columns.items()}
+    part = worst([{key: columns[key][rows] for key in found}, found], case.task)
+    for key, value in part.items():
+        full[key][rows] = value
+    return full
+
+
+def converged_in_steps(case: Case) -> Finding:
+    """E6: twice the steps cost at most half a point; an attack of the audit's own choosing is escalated first."""
+    if not case.attacks:
+        return not_run("E6", "give the attacks, not only their arrays")
+    if all(steps_of(attack) is None for attack in case.attacks.values()):
+        return not_run("E6", "the attacks do not say how many steps they take")
+    may_escalate = case.claim is None
+    before = case.gradient()
+    attacks, factor = dict(case.attacks), 1
+    while True:
+        factor *= 2
+        after = before
+        for name, attack in case.attacks.items():
+            after = _cost_of(case, f"steps x{factor} {name}", with_steps(attack, factor), after)
+        cost = case.value(before) - case.value(after)
+        case.join(f"steps x{factor}", after)
+        steps = max((steps_of(attack) or 0) * factor for attack in case.attacks.values())
+        if cost <= POINT + 1e-9 or not may_escalate or steps * 2 > case.budget.max_steps:
+            break
+        attacks = {name: with_steps(attack, factor) for name, attack in case.attacks.items()}
+        before = after
+    case.memory["converged attacks"] = attacks
+    figures = {"cost": cost, "steps": steps // 2, "accuracy": case.value(after)}
+    return judged("E6", cost > POINT + 1e-9, "use more steps, or adaptive step sizes, until doubling changes nothing", **figures)
+
+
+def converged_in_restarts(case: Case) -> Finding:
+    """E7: twice the restarts cost at most half a point."""
+    if not case.attacks:
+        return not_run("E7", "give the attacks, not only their arrays")
+    attacks: dict[str, Attack] = case.memory.get("converged attacks", case.attacks)
+    before = case.gradient() if attacks is case.attacks or case.claim is not None else case.worst()
+    after = before
+    for name, attack in attacks.items():
+        after = _cost_of(case, f"restarts x2 {name}", with_restarts(attack, 2), after)
+    case.join("restarts x2", after)
+    cost = case.value(before) - case.value(after)
+    return judged("E7", cost > POINT + 1e-9, "use more restarts until doubling changes nothing", cost=cost)
+
+
+class _Watched:
+    """A predictor that remembers the points at which it was wrong."""
+
+    def __init__(self, predict: Predictor, x: Tensor, y: Tensor, case: Case) -> None:
+        self.predict, self.x, self.y, self.case = predict, x, y, case
+        self.aligned = True
+        self.seen: list[list[Tensor]] = [[] for _ in x]
+
+    def __call__(self, x: Tensor) -> Distribution:
+        prediction = self.predict(x)
+        if len(self.x) > 1 and len(x) != len(self.x):
+            self.aligned = False
+        elif isinstance(prediction, Categorical):
+            with torch.no_grad():
+                owner = self.x if len(self.x) > 1 else self.x.expand_as(x)
+                y = self.y if len(self.x) > 1 else self.y.expand(len(x))
+                wrong = (prediction.logits.argmax(-1) != y) & self.case.ball.contains(x.detach(), owner)
+                for row in wrong.nonzero().squeeze(1).tolist():
+                    self.seen[row if len(self.x) > 1 else 0].append(x[row].detach().clone())
+        return prediction
+
+
+def silent_success(case: Case) -> Finding:
+    """E8: whenever an adversarial iterate was seen, an adversarial one is returned."""
+    if case.task == "regression":
+        return not_applicable("E8", "regression has no success to miss")
+    if not case.attacks:
+        return not_run("E8", "give the attacks, not only their arrays")
+    through = case.target
+    rows = torch.arange(min(len(case.x), 32))
+    missed, watched = 0, 0
+    for name, attack in case.attacks.items():
+        spy = _Watched(through, case.x[rows], case.y[rows], case)
+        x_adv = case.attacked(attack, f"watched {name}", through=spy, rows=rows)
+        parts = [(rows, spy, x_adv)]
+        if not spy.aligned:  # rows left the batch or were tiled: one example at a time
+            parts = []
+            for row in rows[:16]:
+                alone = row.unsqueeze(0)
+                spy = _Watched(through, case.x[alone], case.y[alone], case)
+                parts.append((alone, spy, case.attacked(attack, f"watched {name} {int(row)}", through=spy, rows=alone)))
+        for index, spy, final in parts:
+            harmless = _harmless(through, final, case.y[index])
+            for row in range(len(index)):
+                points = spy.seen[row]
+                watched += 1
+                if points and bool(harmless[row]) and not any(torch.equal(final[row], point) for point in points):
+                    missed += 1
+    return judged("E8", missed > 0, "return the best iterate, not the last", missed=missed, watched=watched)
+
+
+@torch.no_grad()
+def _harmless(predict: Predictor, x: Tensor, y: Tensor) -> Tensor:
+    prediction = predict(x)
+    assert isinstance(prediction, Categorical)
+    return prediction.logits.argmax(-1) == y
+
+
+def usable_gradients(case: Case) -> Finding:
+    """E9: at most 1 % of the examples have no gradient (for every loss in use) or one that is not finite."""
+    losses = list(dict.fromkeys(loss for attack in case.attacks.values() for loss in losses_of(attack)))
+    losses = [loss for loss in losses if hasattr(loss, "__name__")] or [nll]
+    flat = torch.ones(len(case.x), dtype=torch.bool)
+    broken = torch.zeros(len(case.x), dtype=torch.bool)
+    for loss in losses:
+        for start in range(0, len(case.x), case.batch_size):
+            part = slice(start, start + case.batch_size)
+            gradient = loss_and_gradient(case.target, loss, case.x[part], case.y[part])[2].flatten(1).cpu()
+            finite = torch.isfinite(gradient).all(1)
+            broken[part] |= ~finite
+            flat[part] &= finite & (gradient == 0).all(1)
+    share = float((flat | broken).double().mean())
+    advice = "gradients are masked: attack through a differentiable stand-in (straight-through), and with black-box attacks"
+    return judged("E9", share > 0.01, advice, unusable=share, zero=int(flat.sum()), not_finite=int(broken.sum()))
+
+
+def noise_not_better(case: Case) -> Finding:
+    """E12: random points of the sphere break at most 0.5 % of what the gradient attack left."""
+    rows = case.standing()
+    if not len(rows):
+        return finding("E12", "passed", standing=0, broken=0.0)
+    left = case.gradient()
+    columns = {key: value[rows].clone() for key, value in left.items()}
+    generator = torch.Generator().manual_seed(case.seed)
+    found: list[Columns] = []
+    for draw in range(case.budget.random_points):
+        x = case.x[rows]
+        direction = torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
+        point = case.ball.project(x + case.ball.ascend(direction, case.ball.eps), x)
+        found.append(case.scored(point, f"noise {draw}", rows=rows))
+    noisy = worst(found, case.task)
+    if case.task == "classification":
+        broken = float((noisy["correct"] < 0.5).double().mean())
+    else:  # clearly larger errors than the attack's
+        broken = float((noisy["squared_error"] > columns["squared_error"] + 0.01 * case.spread**2).double().mean())
+    whole = {key: value.clone() for key, value in left.items() if key in noisy}
+    for key, value in worst([{key: columns[key] for key in noisy}, noisy], case.task).items():
+        whole[key][rows] = value
+    case.join("noise", whole)
+    advice = "the gradient attack misses what noise finds: it is broken, or gradients are masked"
+    return judged("E12", broken > POINT, advice, broken=broken, standing=len(rows), points=case.budget.random_points)

@@ -1,0 +1,79 @@
+"""The threat model: all that must be said before a robustness number means anything (E0)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from advbayes import checks
+from advbayes.balls import _Ball as Ball
+from advbayes.evaluation.attackers import loss_names, restarts_of, steps_of
+from advbayes.types import Attack
+
+UNITS = ("raw", "standardised")
+
+
+@dataclass(frozen=True)
+class ThreatModel:
+    """What the attacker may do and knows. `audit` fills in what the ball, the attacks and the predictor say themselves; the
+    units of eps it cannot know: "raw", or "standardised" with the scale that x was divided by.
+
+    >>> ThreatModel(norm="L2", eps=2.0, units="raw").missing()[:3]
+    ('box', 'goal', 'knowledge')
+    """
+
+    norm: str | None = None
+    eps: float | None = None
+    units: str | None = None
+    scale: Any = None  # a number or one per feature; needed when standardised
+    box: str | None = None
+    goal: str | None = None  # "untargeted", "targeted", "entropy up", ...
+    knowledge: str | None = None  # of theta: "thetas known", "thetas fresh", "thetas known and fresh", "no thetas"
+    attack_thetas: int | None = None
+    evaluation_thetas: int | None = None
+    randomness: str | None = None  # "fixed", "fresh" or "none"
+    steps: int | None = None
+    step_size: str | float | None = None
+    restarts: int | None = None
+    loss: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.units is not None:
+            checks.choice("units", self.units, UNITS)
+
+    def missing(self) -> tuple[str, ...]:
+        """The fields that nothing is said about."""
+        absent = [field.name for field in fields(self) if field.name != "scale" and getattr(self, field.name) is None]
+        if self.units == "standardised" and self.scale is None:
+            absent.append("scale (of the standardised units)")
+        return tuple(absent)
+
+    def filled(self, **known: Any) -> ThreatModel:
+        """The same, with what is missing taken from `known`."""
+        return replace(self, **{name: value for name, value in known.items() if getattr(self, name) is None})
+
+    def raw_reach(self) -> float | None:
+        """eps times the scale (its mean over features), in the units of the raw data."""
+        if self.eps is None or self.units is None:
+            return None
+        return self.eps * (float(torch.as_tensor(self.scale, dtype=torch.float64).mean()) if self.scale is not None else 1.0)
+
+
+def said_by(ball: Ball, attacks: Mapping[str, Attack]) -> dict[str, Any]:
+    """What a ball and attacks say about the threat model by themselves."""
+    steps = [steps for attack in attacks.values() if (steps := steps_of(attack))]
+    sizes = [getattr(attack, "step_size", None) for attack in attacks.values()]
+    losses = dict.fromkeys(name for attack in attacks.values() for name in loss_names(attack))
+    return {
+        "norm": type(ball).__name__,
+        "eps": float(ball.eps),
+        "box": "none" if ball.box is None else str(ball.box),
+        "goal": "untargeted",
+        "steps": max(steps) if steps else None,
+        "step_size": (next((size for size in sizes if size is not None), None) or "adapted to steps") if attacks else None,
+        "restarts": max((restarts_of(attack) for attack in attacks.values()), default=None),
+        "loss": ", ".join(losses) or None,
+    }
