@@ -144,8 +144,10 @@ class L2(_Ball):
         return d * (self.eps / _tiny_floor(self.norm(d))).clamp_max(1.0).view(-1, *[1] * (d.ndim - 1))
 
     def ascend(self, gradient: Tensor, step: float | Tensor) -> Tensor:
+        if self.scale is None and self.mask is None:
+            return _normalised(gradient) * _each(step, gradient)
         unit = self._unit(gradient)
-        direction = _normalised(gradient * unit if isinstance(unit, Tensor) or unit != 1.0 else gradient)
+        direction = _normalised(gradient * unit)
         return _each(step, direction) * direction * unit
 
     def random(self, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
@@ -190,8 +192,13 @@ def _tiny_floor(norm: Tensor) -> Tensor:
 
 
 def _normalised(d: Tensor) -> Tensor:
-    """Unit vectors, zero where d is; scaled by the largest entry first so that tiny gradients do not underflow."""
+    """Unit vectors, zero where d is; scaled by the largest entry first where squares could underflow or overflow."""
     flat = d.flatten(1)
+    norm: Tensor = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
+    if not torch.compiler.is_compiling() and norm.numel():
+        low, high = norm.aminmax()
+        if 1e3 * math.sqrt(torch.finfo(d.dtype).tiny) < float(low) and float(high) < math.inf:
+            return (flat / norm).view_as(d)
     flat = flat / _tiny_floor(flat.abs().amax(1, keepdim=True))
     return (flat / _tiny_floor(torch.linalg.vector_norm(flat, dim=1, keepdim=True))).view_as(d)
 

@@ -6,6 +6,7 @@ simple density. Every density here is a mixture of Gaussians whose centres do no
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -161,30 +162,31 @@ class Mixture:
         object.__setattr__(self, "channels", channels)
 
     def _strata(self, num: int, generator: torch.Generator | None, device: torch.device) -> tuple[Tensor, list[int]]:
-        """A random order of the examples and the edges that cut it into components: part k is order[edges[k]:edges[k+1]]."""
+        """A random order of the examples and the edges that cut it into components, those of one group side by side."""
         if self.stratified:
             u = float(torch.rand((), generator=generator, dtype=torch.float64, device=device))
-            cumulated = [math.fsum(self.weights[:k]) for k in range(1, len(self.weights))]
-            inner = [min(num, max(0, math.ceil(round(num * edge, 9) - u))) for edge in cumulated]
+            inner = [min(num, max(0, math.ceil(round(num * edge, 9) - u))) for edge in self._cumulated]
             return torch.randperm(num, generator=generator, device=device), [0, *inner, num]
-        weights = torch.tensor(self.weights, dtype=torch.float64, device=device)
+        weights = torch.tensor([self.weights[k] for members in self._groups for k in members], dtype=torch.float64, device=device)
         component = torch.multinomial(weights, num, replacement=True, generator=generator)
-        counts = torch.bincount(component, minlength=len(self.weights))
+        counts = torch.bincount(component, minlength=len(weights))
         return component.argsort(stable=True), [0, *counts.cumsum(0).tolist()]
 
     def sample(
         self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> Tensor:
         order, edges = self._strata(len(x), generator, x.device)
-        rows, moved = [], []
+        x_in, y_in = x.index_select(0, order), None if y is None else y.index_select(0, order)
+        moved, first = [], 0
         for members in self._groups:
-            parts = [order[edges[k] : edges[k + 1]] for k in members]
-            chosen = torch.cat(parts) if len(parts) > 1 else parts[0]
-            if len(chosen):
-                channel = self._merged(members, [len(part) for part in parts], x.device)
-                rows.append(chosen)
-                moved.append(channel.sample(predict, x[chosen], None if y is None else y[chosen], generator=generator))
-        return torch.empty_like(x).index_copy(0, torch.cat(rows), torch.cat(moved))
+            cuts = edges[first : first + len(members) + 1]
+            first += len(members)
+            start, stop = cuts[0], cuts[-1]
+            if stop > start:
+                channel = self._merged(members, [b - a for a, b in itertools.pairwise(cuts)], x.device)
+                rows = None if y_in is None else y_in[start:stop]
+                moved.append(channel.sample(predict, x_in[start:stop], rows, generator=generator))
+        return torch.empty_like(x).index_copy_(0, order, torch.cat(moved))
 
     @cached_property
     def _groups(self) -> list[list[int]]:
@@ -201,18 +203,33 @@ class Mixture:
             groups.setdefault(key, []).append(k)
         return list(groups.values())
 
+    @cached_property
+    def _cumulated(self) -> list[float]:
+        """The inner edges of the components in [0, 1], in the order of the groups."""
+        weights = [self.weights[k] for members in self._groups for k in members]
+        return [math.fsum(weights[:k]) for k in range(1, len(weights))]
+
+    @cached_property
+    def _merged_before(self) -> dict[tuple[object, ...], Channel]:
+        return {}
+
     def _merged(self, members: list[int], counts: list[int], device: torch.device) -> Channel:
         """The channel of one group, its examples in the members' order, each with its own component's losses."""
         first = self.channels[members[0]]
         if len(members) == 1 or not isinstance(first, AttackChannel) or not isinstance(first.attack, PGD):
             return first
-        stages = [self.channels[k].attack.stages for k in members]  # type: ignore[attr-defined]
-        index = torch.arange(len(members), device=device).repeat_interleave(torch.tensor(counts, device=device))
-        merged = tuple(
-            (PerExample(tuple(stage[i][0] for stage in stages), index), first.attack.stages[i][1])
-            for i in range(len(first.attack.stages))
-        )
-        return AttackChannel(replace(first.attack, stages=merged), first.sigma)
+        key = (members[0], *counts, device)
+        if key not in self._merged_before:
+            if len(self._merged_before) >= 64:  # stratified counts take a few values; those drawn iid take many
+                self._merged_before.clear()
+            stages = [self.channels[k].attack.stages for k in members]  # type: ignore[attr-defined]
+            index = torch.arange(len(members), device=device).repeat_interleave(torch.tensor(counts, device=device))
+            merged = tuple(
+                (PerExample(tuple(stage[i][0] for stage in stages), index), first.attack.stages[i][1])
+                for i in range(len(first.attack.stages))
+            )
+            self._merged_before[key] = AttackChannel(replace(first.attack, stages=merged), first.sigma)
+        return self._merged_before[key]
 
     def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> GaussianDensity | MixtureDensity:
         parts = [(w, c.density(predict, x, y)) for w, c in zip(self.weights, self.channels, strict=True) if w > 0]

@@ -41,6 +41,13 @@ class Likelihood(Protocol):
         extra: Tensor,  # (num_extra,)
     ) -> Tensor: ...  # (B,)
 
+    def weighted_gradient(
+        self,
+        output: Tensor,  # (B, O)
+        y: Tensor,
+        weight: float,
+    ) -> tuple[float, Tensor] | None: ...  # sum_b log p(y_b) and weight times its gradient in the output; None: by autograd
+
     def check_target(
         self,
         output: Tensor,  # (B, O)
@@ -68,6 +75,14 @@ class Categorical:
 
     def log_prob(self, output: Tensor, y: Tensor, extra: Tensor) -> Tensor:
         return -functional.cross_entropy(output, y, reduction="none")
+
+    def weighted_gradient(self, output: Tensor, y: Tensor, weight: float) -> tuple[float, Tensor]:
+        """sum_b log p(y_b), and weight (one_hot(y) - softmax(output)), the weighted gradient in the output."""
+        log_probs = output.log_softmax(-1)
+        own = y.unsqueeze(-1)
+        total = float(log_probs.gather(-1, own).sum())
+        gradient = log_probs.exp_().mul_(-weight)
+        return total, gradient.scatter_add_(-1, own, gradient.new_full((), weight).expand_as(own))
 
     def check_target(self, output: Tensor, y: Tensor) -> Tensor:
         """Class indices of shape (B,), as int64."""
@@ -103,6 +118,10 @@ def _outputs(output: Tensor) -> Tensor:
 class _GaussianPrediction(Normal):
     """One output: a Normal of batch shape (*, B) that accepts targets of shape (B, 1) and never broadcasts."""
 
+    def __init__(self, loc: Tensor, scale: Tensor) -> None:
+        self.loc, self.scale = loc, scale  # of one shape: nothing to broadcast
+        Distribution.__init__(self, loc.shape, validate_args=False)
+
     def log_prob(self, value: Tensor) -> Tensor:
         z = (_targets(value, self.loc) - self.loc) / self.scale
         return -0.5 * z * z - self.scale.log() - _HALF_LOG_TWO_PI
@@ -110,7 +129,7 @@ class _GaussianPrediction(Normal):
 
 def _gaussian(mean: Tensor, scale: Tensor, num_outputs: int) -> Distribution:
     if num_outputs == 1:
-        return _GaussianPrediction(mean, scale, validate_args=False)
+        return _GaussianPrediction(mean, scale)
     return Independent(Normal(mean, scale, validate_args=False), 1, validate_args=False)
 
 
@@ -175,6 +194,17 @@ class Gaussian:
             density = -0.5 * ((target - mean) / scale).square() - scale.log() - _HALF_LOG_TWO_PI
         return density if mean.ndim == 1 else density.sum(-1)
 
+    def weighted_gradient(self, output: Tensor, y: Tensor, weight: float) -> tuple[float, Tensor] | None:
+        """sum_b log p(y_b), and weight (y - output) / scale^2; None where the scale is not one fixed number."""
+        if self.learned or isinstance(self.scale, tuple):
+            return None
+        mean = _outputs(output)
+        residual = _targets(y, mean) - mean
+        flat = residual.reshape(-1)
+        constant = flat.numel() * (_HALF_LOG_TWO_PI + math.log(self.scale))
+        total = -0.5 / self.scale**2 * float(flat.dot(flat)) - constant
+        return total, residual.mul_(weight / self.scale**2).view_as(output)
+
     def check_target(self, output: Tensor, y: Tensor) -> Tensor:
         """Targets of shape (B,) for one output, (B, D) for D."""
         one_scale_for_all = not self.learned and not isinstance(self.scale, tuple)
@@ -220,6 +250,9 @@ class HeteroscedasticGaussian:
         mean, scale = self._split(output)
         density = -0.5 * ((_targets(y, mean) - mean) / scale).square() - scale.log() - _HALF_LOG_TWO_PI
         return density if mean.ndim == 1 else density.sum(-1)
+
+    def weighted_gradient(self, output: Tensor, y: Tensor, weight: float) -> None:
+        """By autograd."""
 
     def check_target(self, output: Tensor, y: Tensor) -> Tensor:
         """Targets of shape (B,) for one mean, (B, D) for D."""

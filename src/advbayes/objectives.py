@@ -37,8 +37,8 @@ class Terms(NamedTuple):
 class ThetaGradient(NamedTuple):
     """Parts of the bound for the whole data set, and the gradient of -(log_likelihood - penalty) / N in each theta."""
 
-    log_likelihood: Tensor
-    penalty: Tensor
+    log_likelihood: float
+    penalty: float
     gradient: Tensor  # (S, P)
 
 
@@ -217,30 +217,43 @@ class ChannelELBO:
         thetas is for gradients that also go through the attack.
         """
         scale = self.num_data / (len(x) * len(thetas))
+        share = -1.0 / (len(x) * len(thetas))
         if isinstance(thetas, Tensor):
             log_p, omega = self._score_all(model, thetas, x, x_adv, y)
             total, penalty = self.reduce(log_p).sum(), omega.sum() / omega.shape[1]
             (gradient,) = torch.autograd.grad(total - penalty, thetas)
-            return ThetaGradient(total.detach() * scale, penalty.detach() * scale, gradient * (-scale / self.num_data))
-        totals, penalties, rows = [], [], []
-        for parts, inputs in zip(thetas, x_adv, strict=True):
-            if self.penalty is None and len(inputs) == 1:
-                value = total = model.log_likelihood(parts, inputs[0], y).sum()
-            else:
-                log_p, omega = self._score_all(model, [parts], x, inputs.unsqueeze(0), y)
-                total, penalty = self.reduce(log_p).sum(), omega.sum() / omega.shape[1]
-                value = total if self.penalty is None else total - penalty
-                penalties.append(penalty.detach())
-            wanted = parts if parts[-1].numel() else parts[:-1]
-            found = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
-            rows.append(torch.cat([g.reshape(-1) for g in found]))
-            totals.append(total.detach())
-        gradient = rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows)
+            return ThetaGradient(float(total.detach()) * scale, float(penalty.detach()) * scale, gradient * share)
+        sums = [self._accumulate(model, parts, x, inputs, y, share) for parts, inputs in zip(thetas, x_adv, strict=True)]
+        rows = [row for _, _, row in sums]
         return ThetaGradient(
-            _sum(totals) * scale,
-            _sum(penalties) * scale if penalties else torch.zeros((), dtype=x.dtype, device=x.device),
-            gradient.mul_(-scale / self.num_data),
+            sum(total for total, _, _ in sums) * scale,
+            sum(penalty for _, penalty, _ in sums) * scale,
+            rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows),
         )
+
+    def _accumulate(
+        self,
+        model: BayesianModel,
+        parts: Parts,
+        x: Tensor,
+        inputs: Tensor,  # (K, B, *event)
+        y: Tensor,
+        share: float,
+    ) -> tuple[float, float, Tensor]:  # sums over the batch; (P,)
+        """One theta's log-likelihood, penalty, and `share` times the gradient of their difference."""
+        wanted = parts if parts[-1].numel() else parts[:-1]
+        if self.penalty is None and len(inputs) == 1:
+            output, extra = model.output(parts, inputs[0])
+            with torch.no_grad():
+                closed = model.likelihood.weighted_gradient(output, y, share)
+            if closed is not None:  # the backward pass starts at the network's output
+                return closed[0], 0.0, _flat_gradient(output, wanted, closed[1])
+            value = model.likelihood.log_prob(output, y, extra).sum()
+            return float(value.detach()), 0.0, _flat_gradient(value, wanted, torch.full_like(value, share))
+        log_p, omega = self._score_all(model, [parts], x, inputs.unsqueeze(0), y)
+        total, penalty = self.reduce(log_p).sum(), omega.sum() / omega.shape[1]
+        value = total - penalty
+        return float(total.detach()), float(penalty.detach()), _flat_gradient(value, wanted, torch.full_like(value, share))
 
     def reduce(self, log_p: Tensor) -> Tensor:  # (S, K, B) -> (S, B)
         """Over the channel: the mean of the logs, or the log of the mean."""
@@ -296,5 +309,6 @@ class ChannelELBO:
         return torch.stack(scores), torch.stack(omegas)
 
 
-def _sum(values: list[Tensor]) -> Tensor:
-    return values[0] if len(values) == 1 else torch.stack(values).sum()
+def _flat_gradient(value: Tensor, wanted: Parts, weight: Tensor) -> Tensor:
+    found = torch.autograd.grad(value, wanted, weight, allow_unused=True, materialize_grads=True)
+    return torch.cat([gradient.reshape(-1) for gradient in found])

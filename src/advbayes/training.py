@@ -129,15 +129,14 @@ def fit(
             generator.manual_seed(seed_for(seed, "step", step))
             found = take_gradient(x, y, generator)
             norm = _norm(found.gradients)
-            log_likelihood, kl, penalty = float(found.log_likelihood), float(found.kl), float(found.penalty)
-            bound = log_likelihood - objective.kl_weight * kl - penalty
+            bound = found.log_likelihood - objective.kl_weight * found.kl - found.penalty
             if math.isfinite(norm) and math.isfinite(bound):
                 adam.step(found.gradients, lr * decay ** (step * batches.batch_size / batches.num_data))
                 skipped_in_a_row = 0
             else:
                 state.skipped += 1
                 skipped_in_a_row += 1
-            values = (bound, log_likelihood, kl, penalty, norm, time.perf_counter() - origin)
+            values = (bound, found.log_likelihood, found.kl, found.penalty, norm, time.perf_counter() - origin)
             for column, value in zip(columns, values, strict=True):
                 column.append(value)
             state.step = step + 1
@@ -158,9 +157,9 @@ def fit(
 class _Found(NamedTuple):
     """One stochastic gradient of -bound / N, the bound's parts, and the draws they were computed at."""
 
-    log_likelihood: Tensor
-    kl: Tensor
-    penalty: Tensor
+    log_likelihood: float
+    kl: float
+    penalty: float
     gradients: list[Tensor]  # one for each of the posterior's parameters
     thetas: Tensor  # (S, P)
     x_adv: Tensor  # (S, K, B, *event)
