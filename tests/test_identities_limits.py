@@ -123,13 +123,15 @@ def test_16_robust_accuracy_has_no_mismatch(name: str, eps: float) -> None:
     assert torch.equal(measured, expected)
 
 
-def test_16_a_small_gradient_is_as_good_as_a_large_one() -> None:
-    """At a margin of 25 the likelihood's gradient is 1e-11 of its norm elsewhere: only its direction may matter."""
-    weight = torch.tensor([3.0, 4.0], dtype=FLOAT)
-    theta = torch.cat([-weight / 2, weight / 2, torch.zeros(2, dtype=FLOAT)])
-    x, y = torch.tensor([[3.0, 4.0], [0.6, 0.8]], dtype=FLOAT), torch.tensor([1, 1])
-    x_adv = one_step(L2(1.0))(classifier(2, 2).at(theta), x, y)
-    torch.testing.assert_close(x_adv, x - weight / 5, rtol=1e-6, atol=1e-12)
+@pytest.mark.parametrize(("dtype", "margin_of_x"), [(FLOAT, 25.0), (FLOAT, 250.0), (torch.float32, 60.0)])
+def test_16_a_small_gradient_is_as_good_as_a_large_one(dtype: torch.dtype, margin_of_x: float) -> None:
+    """Far from the boundary the likelihood's gradient is exp(-margin), its square underflows: only its direction counts."""
+    weight = torch.tensor([3.0, 4.0], dtype=dtype)
+    theta = torch.cat([-weight / 2, weight / 2, torch.zeros(2, dtype=dtype)])
+    x, y = weight[None] * margin_of_x / 25, torch.tensor([1])
+    predict = BayesianModel(nn.Linear(2, 2, dtype=dtype), Categorical()).at(theta)
+    for attack in (one_step(L2(1.0)), pgd(L2(1.0), steps=10)):
+        torch.testing.assert_close(attack(predict, x, y), x - weight / 5, rtol=1e-6, atol=1e-6)
 
 
 def test_16_no_gradient_no_step() -> None:

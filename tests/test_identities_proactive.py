@@ -16,16 +16,21 @@ from advbayes import (
     BayesianModel,
     Categorical,
     ChannelELBO,
+    Ensemble,
     Gaussian,
+    HeteroscedasticGaussian,
+    LowRank,
     MeanField,
     Mixture,
     Noise,
     PointMass,
     PosteriorPredictive,
+    Trades,
     fit,
     nll,
     one_step,
 )
+from advbayes.types import Channel
 from tests.oracles import (
     FLOAT,
     AffineChannel,
@@ -203,12 +208,13 @@ def mixed_channel() -> Mixture:
     return Mixture([0.4, 0.6], [Noise(0.2), AttackChannel(one_step(L2(1.0), nll), sigma=0.2)])
 
 
-def test_10_bounds_are_ordered_sample_by_sample() -> None:
+@pytest.mark.parametrize("channel", [Noise(0.3), AttackChannel(one_step(L2(1.0)), 0.3), AffineChannel(0.2, 0.3), mixed_channel()])
+def test_10_bounds_are_ordered_sample_by_sample(channel: Channel) -> None:
     model, num = linear_model(4, SCALE), 64
     tight = ChannelELBO(num_data=3, num_channel=num, bound="importance_weighted")
     loose = ChannelELBO(num_data=3, num_channel=num, bound="surrogate")
     thetas = torch.stack([THETA, -0.5 * THETA])
-    log_p = tight.log_likelihoods(model, thetas, mixed_channel(), X, Y, generator=generator(3))
+    log_p = tight.log_likelihoods(model, thetas, channel, X, Y, generator=generator(3))
     assert log_p.shape == (2, num, 3)
     assert len(log_p[0, :, 0].unique()) == num, "every channel sample must be drawn anew"
     sizes = (1, 2, 4, 8, 16, 32, 64)
@@ -292,6 +298,54 @@ def test_11_the_whole_gradient_of_a_minibatch() -> None:
     grad_rho = ((per_theta * noise).mean(0) - scale / 0.7**2 + 1 / scale) * to_scale
     torch.testing.assert_close(posterior.mu.grad, grad_mu, **EXACT)
     torch.testing.assert_close(posterior.rho.grad, grad_rho, **EXACT)
+
+
+LIKELIHOODS = {
+    "classes": (Categorical(), 3),
+    "fixed scale": (Gaussian(0.7), 1),
+    "learned scale": (Gaussian(0.7, learned=True), 1),
+    "two outputs": (Gaussian(0.7), 2),
+    "heteroscedastic": (HeteroscedasticGaussian(), 2),
+}
+POSTERIORS = {
+    "mean field": lambda model: MeanField(model, init_scale=0.2),
+    "low rank": lambda model: LowRank(model, rank=2, init_scale=0.2),
+    "ensemble": lambda model: Ensemble(model, 3),
+    "point": PointMass,
+}
+
+
+@pytest.mark.parametrize("posterior", POSTERIORS)
+@pytest.mark.parametrize("likelihood", LIKELIHOODS)
+def test_11_the_gradient_that_fit_uses_is_that_of_the_bound(likelihood: str, posterior: str) -> None:
+    """theta's gradient by parts, pulled back to the posterior by hand, against autograd of -bound/N."""
+    kind, outputs = LIKELIHOODS[likelihood]
+    net = nn.Sequential(nn.Linear(4, 5, dtype=FLOAT), nn.Tanh(), nn.Linear(5, outputs, dtype=FLOAT))
+    model = BayesianModel(net, kind, prior_scale=0.6)
+    x = randn(7, 4, seed=60)
+    y = randn(7, seed=61) if likelihood != "two outputs" else randn(7, 2, seed=61)
+    y = (torch.arange(7) % 3) if likelihood == "classes" else y
+    penalty = Trades(0.8) if likelihood == "classes" else None
+    channel = AttackChannel(one_step(L2(0.5)), 0.2)
+    for objective in (
+        ChannelELBO(21, num_theta=3),
+        ChannelELBO(21, num_theta=2, num_channel=3, kl_weight=0.4),
+        ChannelELBO(21, num_theta=2, num_channel=3, bound="importance_weighted"),
+        ChannelELBO(21, num_theta=2, num_channel=2, bound="importance_weighted", penalty=penalty),
+    ):
+        trained = POSTERIORS[posterior](model)
+        noise = trained.noise(objective.num_theta, generator=generator(62))
+        thetas = trained.at(noise)
+        x_adv = objective.corrupt(model, thetas, channel, x, y, generator=generator(63))
+        terms = objective.terms(model, trained, thetas, x, x_adv, y)
+        wanted = torch.autograd.grad(-terms.bound / 21, list(trained.parameters()))
+        leaves = [tuple(part.detach().requires_grad_() for part in model.parts(theta)) for theta in thetas.detach()]
+        found = objective.theta_gradient(model, leaves, x, x_adv, y)
+        kl, pulled = trained.pull_back(noise, found.gradient, model.prior_scale, objective.kl_weight / 21)
+        assert found.log_likelihood == pytest.approx(float(terms.log_likelihood.detach()), rel=1e-10)
+        assert found.penalty == pytest.approx(float(terms.penalty.detach()), rel=1e-10)
+        assert float(kl) == pytest.approx(float(terms.kl.detach()), rel=1e-10)
+        torch.testing.assert_close(list(pulled), list(wanted), **EXACT)
 
 
 def expected_gradient(num_channel: int, theta: float, x: float, y: float, scale: float, sigma: float) -> float:
