@@ -3,5 +3,6 @@
 from advbayes.purification.diagnosis import Diagnosis
 from advbayes.purification.purifier import Purifier
 from advbayes.purification.regression import PurifiedMixture
+from advbayes.purification.simulation import Simulated, SimulatedPurifier, choose_bandwidth
 
-__all__ = ["Diagnosis", "PurifiedMixture", "Purifier"]
+__all__ = ["Diagnosis", "PurifiedMixture", "Purifier", "Simulated", "SimulatedPurifier", "choose_bandwidth"]

@@ -7,6 +7,7 @@ of shape (B,) in float64, which holds what is the same for all reference points 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -162,7 +163,7 @@ class FunctionBank:
 
     def tiles(self, batch: int) -> Iterator[Tile]:
         for group in range(self.groups):
-            for start, stop in zip(self.edges, self.edges[1:], strict=False):
+            for start, stop in itertools.pairwise(self.edges):
                 yield slice(group, group + 1), slice(start, stop)
 
     def widened(self, factor: float) -> FunctionBank:
@@ -175,7 +176,8 @@ class FunctionBank:
         if found.shape != wanted:
             raise ValueError(f"the channel's log_prob must return shape (N, B) = {wanted}, got {tuple(found.shape)}")
         # A copy, for it is worked on in place; what is not a number is no evidence.
-        return found.T.unsqueeze(0).nan_to_num(nan=-math.inf, neginf=-math.inf)
+        copied: Tensor = found.T.unsqueeze(0).nan_to_num(nan=-math.inf, neginf=-math.inf)
+        return copied
 
     def offset(self, query: Query) -> Tensor:
         return query.flat.new_zeros(len(query), dtype=torch.float64)
@@ -192,7 +194,8 @@ class FunctionBank:
             # An impossible reference point has no say, and minus infinity no gradient.
             weighted = torch.where(found > -math.inf, found, torch.zeros_like(found)) * coefficients
             (gradient,) = torch.autograd.grad(weighted.sum(), x)
-        return torch.nan_to_num(gradient, nan=0.0).flatten(1)
+        flat: Tensor = torch.nan_to_num(gradient, nan=0.0).flatten(1)
+        return flat
 
 
 Bank = GaussianBank | FunctionBank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -55,7 +56,7 @@ def diagnose(store: Store, query: Query, log_shares: Callable[[Tensor], Tensor])
     source = torch.zeros(2, batch, dtype=torch.int64, device=best.device)  # bank and group of the likeliest centre
     edges = sorted({rows.start for bank in store.banks for _, rows in bank.tiles(batch)} | {num})
     # Theta by theta and bank by bank within each block of rows, so that weights can be added before they are squared.
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
         weights = query.flat.new_zeros(batch, stop - start, dtype=torch.float64)
         for k, (bank, part) in enumerate(zip(store.banks, sums.banks, strict=True)):
             for group in range(bank.groups):

@@ -20,7 +20,7 @@ from advbayes.purification.diagnosis import Diagnosis, diagnose, merge
 from advbayes.purification.regression import PurifiedMixture
 from advbayes.purification.rows import spans
 from advbayes.purification.store import Features, Store
-from advbayes.purification.sweep import Evidence
+from advbayes.purification.sweep import Evidence, sweep, weights
 from advbayes.types import Channel
 
 _QUERIES = 512  # at a time; more are answered one block after the other
@@ -116,7 +116,7 @@ class Purifier:
 
     def evidence(self, x: Tensor, tilt: Any = None, *, values: bool = True) -> tuple[Tensor, Tensor]:
         """log sum_n p(x' | x_n, theta_s), (S, B), and the weighted averages of the values, (S, B, V), in float64."""
-        log_evidence, averages = Evidence.apply(self.flat(x), x, self.store, tilt, values)
+        log_evidence, averages = Evidence.apply(self.flat(x), x, self.store, tilt, values)  # type: ignore[no-untyped-call]
         return log_evidence, averages
 
     def log_shares(self, log_evidence: Tensor) -> Tensor:  # (S, B)
@@ -136,13 +136,35 @@ class Purifier:
                 return points
             size = points.abs().amax(1, keepdim=True).clamp_min(1.0)
             norm = torch.linalg.vector_norm((points / size).double(), dim=1, keepdim=True) * size.double()
-            shrink = (limit / norm).clamp_max(1.0).to(points.dtype)
+            shrink: Tensor = (limit / norm).clamp_max(1.0).to(points.dtype)
         return points * shrink
 
     def query(self, x: Tensor) -> Query:
         """A block of inputs as the banks want it."""
         with torch.no_grad():
             return Query(x.detach(), self.flat(x.detach()))
+
+    def denoise(self, x: Tensor) -> Tensor:
+        """E[centre | x']: where the purifier believes that x' came from, of x's shape (not for `features`)."""
+        self._check(x)
+        if self.features is not None:
+            raise ValueError("denoise needs centres in the space of x, got a purifier with features")
+        found = [self._denoise(x[start:stop]) for start, stop in spans(len(x), _QUERIES)]
+        return torch.cat(found).view_as(x) if found else x.clone()
+
+    @torch.no_grad()
+    def _denoise(self, x: Tensor) -> Tensor:
+        query = self.query(x)
+        sums = sweep(self.store, query, values=False)
+        shares, mean = self.log_shares(sums.log_evidence).exp(), torch.zeros_like(query.flat)
+        for block in weights(self.store, query, sums):
+            if not isinstance(block.bank, GaussianBank):
+                raise ValueError("denoise needs a channel with a Gaussian density, got one of another kind")
+            factor = block.factor * shares[block.thetas]
+            factor = factor.sum(0, keepdim=True) if len(block.terms) == 1 else factor
+            each = block.terms * factor.to(x.dtype).unsqueeze(-1)
+            mean += torch.matmul(each, block.bank.centres.block(block.groups, block.rows)).sum(0)
+        return mean + self.store.centre
 
     def diagnose(self, x: Tensor) -> Diagnosis:
         """Effective sample sizes, log evidence, nearest centre and support of each prediction: whether to believe it."""

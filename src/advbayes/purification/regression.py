@@ -67,7 +67,7 @@ class PurifiedMixture(Distribution):
         averages = torch.cat([values for _, values in blocks], 1)  # (S, B, 3 D)
         shares = purifier.log_shares(made._log_evidence).exp().unsqueeze(-1)
         outputs = purifier.store.num_outputs
-        mean, noise, square = (shares * averages).sum(0).split(outputs, -1)
+        mean, noise, square = torch.split((shares * averages).sum(0), outputs, -1)
         made._mean = made._shaped((mean + purifier.store.middle).to(x.dtype))
         made._variance = made._shaped((noise + (square - mean.square()).clamp_min(0.0)).to(x.dtype))
         made._cached = {}
@@ -154,12 +154,12 @@ class PurifiedMixture(Distribution):
             for start, stop in spans(len(self._x), _QUERIES):
                 sums = self._sums(start, stop)
                 shares = self._purifier.log_shares(sums.log_evidence).exp()
-                for thetas, rows, terms, factor in weights(store, self._purifier.query(self._x[start:stop]), sums):
-                    found = store.value_block(rows)[:, thetas].transpose(0, 1)  # (s, n, 3)
+                for block in weights(store, self._purifier.query(self._x[start:stop]), sums):
+                    found = store.value_block(block.rows)[:, block.thetas].transpose(0, 1)  # (s, n, 3)
                     means, scales = found[..., 0] + store.middle, found[..., 1].sqrt()
                     for k, values in enumerate(functions(slice(start, stop), means, scales)):
-                        each = (terms * values).sum(-1).double()  # (s, b)
-                        out[k, start:stop] += (each * factor * shares[thetas]).sum(0)
+                        each = (block.terms * values).sum(-1).double()  # (s, b)
+                        out[k, start:stop] += (each * block.factor * shares[block.thetas]).sum(0)
         return tuple(out)
 
     def _one_output(self, name: str) -> None:
@@ -206,7 +206,7 @@ class PurifiedMixture(Distribution):
         with torch.no_grad():
             parts = [self._draw(a, b, num, generator) for a, b in spans(len(self._x), _QUERIES)]
             found = torch.cat(parts, 1)  # (num, B, 3 D)
-            mean, variance, _ = found.split(outputs, -1)
+            mean, variance, _ = torch.split(found, outputs, -1)
             noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
             drawn = self._shaped(mean + self._purifier.store.middle + variance.sqrt() * noise)
         return drawn.reshape(shape + self.batch_shape + self.event_shape)
@@ -216,19 +216,18 @@ class PurifiedMixture(Distribution):
         store, query, sums = self._purifier.store, self._purifier.query(self._x[start:stop]), self._sums(start, stop)
         shares = self._purifier.log_shares(sums.log_evidence).exp()
         masses, owners = [], []  # of each (theta, block)
-        for thetas, _, terms, factor in weights(store, query, sums):
-            mass = terms.sum(-1).double() * factor * shares[thetas]  # (s, b)
-            masses.append(mass)
-            owners += list(range(store.num_thetas))[thetas]
+        for block in weights(store, query, sums):
+            masses.append(block.terms.sum(-1).double() * block.factor * shares[block.thetas])  # (s, b)
+            owners += list(range(store.num_thetas))[block.thetas]
         chosen = torch.multinomial(torch.cat(masses).T, num, replacement=True, generator=generator)  # (b, num)
         within = torch.rand(chosen.shape, generator=generator, dtype=torch.float64, device=chosen.device)
         index, first = torch.zeros_like(chosen), 0
-        for mass, (thetas, rows, terms, _) in zip(masses, weights(store, query, sums), strict=True):
-            cumulated = terms.double().cumsum(-1)  # (g, b, n)
+        for mass, block in zip(masses, weights(store, query, sums), strict=True):
+            cumulated = block.terms.double().cumsum(-1)  # (g, b, n)
             for place in range(len(mass)):
                 mine = cumulated[place if len(cumulated) > 1 else 0]
                 row = torch.searchsorted(mine, within * mine[:, -1:], right=True).clamp_max(mine.shape[1] - 1)
-                index = torch.where(chosen == first + place, row + rows.start, index)
+                index = torch.where(chosen == first + place, row + block.rows.start, index)
             first += len(mass)
         theta = torch.tensor(owners, device=chosen.device)[chosen]  # (b, num)
         found = store.value_at(index)  # (b, num, S, 3 D)

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_NUMPY = {torch.float32: np.dtype("<f4"), torch.float64: np.dtype("<f8")}
+_NUMPY: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype("<f4"), torch.float64: np.dtype("<f8")}
 
 
 class Rows(Protocol):
@@ -109,9 +109,9 @@ class DiskRows:
         return torch.stack([self._map(group, start, stop - start) for group in range(first, last)])
 
     def pick(self, group: int, index: Tensor) -> Tensor:
-        wanted, places = index.reshape(-1).unique(return_inverse=True)
+        wanted, places = torch.unique(index, return_inverse=True)
         rows = torch.stack([self._map(group, int(row), 1)[0] for row in wanted])
-        return rows[places].view(*index.shape, -1)
+        return rows[places.reshape(-1)].view(*index.shape, -1)
 
     def write(self, group: int, start: int, part: Tensor) -> None:
         self._map(group, start, len(part), "r+").copy_(part)

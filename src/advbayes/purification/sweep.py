@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from advbayes.purification.banks import Bank, FunctionBank, GaussianBank, Query
+from advbayes.purification.banks import Bank, GaussianBank, Query
 from advbayes.purification.store import Store
 
 _LEAST = -80.0  # exp is many times slower where it underflows, and exp(-80) is nothing beside 1
@@ -219,7 +219,7 @@ def pull_back(
                 continue
             pick = None if len(live) == len(query) else live
             terms = _terms(bank, part, query, groups, rows, tilt, pick)
-            functional.threshold_(terms, _NOTHING, 0.0)  # a clamped term does not move
+            functional.threshold(terms, _NOTHING, 0.0, inplace=True)  # a clamped term does not move
             steep = _taken(lift[places], pick).unsqueeze(-1)
             if slope is not None:
                 right = _block_of_values(store, places, rows, own)
@@ -257,16 +257,28 @@ def _terms(
     return _exp(logits.sub_(_taken(level, pick).unsqueeze(-1)))
 
 
-def weights(store: Store, query: Query, sums: Sums) -> Iterator[tuple[slice, slice, Tensor, Tensor]]:
-    """Blocks (thetas, rows, terms (g, B, n), factor (s, B)): p(n, bank | x', theta_s) = terms * factor, for s in thetas.
+@dataclass(frozen=True, eq=False)
+class Block:
+    """p(n, bank | x', theta_s) = terms * factor for the rows of one block and s in `thetas`.
 
-    Where all thetas share a bank, one block of terms (g = 1) serves all of them.
+    Where all thetas share a bank, one group of terms (g = 1) serves all of them.
     """
+
+    bank: Bank
+    groups: slice
+    thetas: slice
+    rows: slice
+    terms: Tensor  # (g, B, n)
+    factor: Tensor  # (s, B) float64
+
+
+def weights(store: Store, query: Query, sums: Sums) -> Iterator[Block]:
+    """The posterior of the clean input, block by block."""
     for bank, part, share in zip(store.banks, sums.banks, sums.shares, strict=True):
         factor = share / part.total
         for groups, rows in bank.tiles(len(query)):
             thetas = slice(0, store.num_thetas) if bank.groups == 1 else groups
-            yield thetas, rows, _terms(bank, part, query, groups, rows, None, None), factor[thetas]
+            yield Block(bank, groups, thetas, rows, _terms(bank, part, query, groups, rows, None, None), factor[thetas])
 
 
 class Evidence(torch.autograd.Function):
@@ -280,15 +292,10 @@ class Evidence(torch.autograd.Function):
         return sums.log_evidence.clone(), sums.averages.clone()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, of_evidence: Tensor, of_averages: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.needs_input_grad[0]:
             return None, None, None, None, None
         slope = of_averages if ctx.values else None
         gradient = pull_back(ctx.store, ctx.query, ctx.sums, of_evidence, slope, ctx.tilt)
         return gradient, None, None, None, None
-
-
-def has_functions(store: Store) -> bool:
-    """Whether some density is not Gaussian: then gradients with respect to x go through the channel's own code."""
-    return any(isinstance(bank, FunctionBank) for bank in store.banks)

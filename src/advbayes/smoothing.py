@@ -1,0 +1,124 @@
+"""Randomised smoothing as a Predictor: the reactive defense with a flat prior on the clean input (section 3.4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical as CategoricalDistribution
+from torch.distributions import Distribution, Independent, Normal
+from torch.utils.checkpoint import checkpoint
+
+from advbayes import checks
+from advbayes.likelihoods import GaussianMixture
+from advbayes.predictive import FreshPredictive
+from advbayes.seeds import generator_for
+from advbayes.types import Predictor
+
+_ROWS = 1024  # noisy inputs in one forward pass
+
+
+@dataclass(frozen=True, eq=False)
+class Smoothed:
+    """E p(y | x' + sigma noise) over `num` Gaussian draws: the smoothing limit as a Predictor.
+
+    Given a `FreshPredictive`, every draw has a theta of its own (its `num` is not used), so that the expectation is over
+    noise and posterior together. Randomness: with a `seed` (the default) the instance is a function: the same noise (one set,
+    shared by all inputs, so that a prediction does not depend on its neighbours in the batch) and the same thetas at every
+    call. With `seed=None` they are drawn anew at every call, from `generator` if given: what an attack must average over.
+
+    >>> predict = lambda x: CategoricalDistribution(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
+    >>> smoothed = Smoothed(predict, sigma=0.5, num=10)
+    >>> torch.equal(smoothed(torch.ones(1, 2)).probs, smoothed(torch.ones(1, 2)).probs)
+    True
+    """
+
+    predict: Predictor
+    sigma: float
+    num: int = 100
+    seed: int | None = 0
+    generator: torch.Generator | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.predict):
+            raise TypeError(f"predict must be a Predictor, got {checks.describe(self.predict)}")
+        checks.number("sigma", self.sigma, low=0)
+        checks.count("num", self.num)
+        if self.seed is not None and self.generator is not None:
+            raise ValueError("generator must be absent unless seed=None, got both a seed and a generator")
+
+    def __call__(self, x: Tensor) -> Distribution:
+        generator = self.generator if self.seed is None else generator_for(self.seed, "smoothing", device=x.device)
+        same = self.seed is not None
+        parts = [part for part, _ in self._draws(x, self.num, same, generator)]
+        if len(parts[0]) == 1:
+            log_probs = torch.cat([part[0] for part in parts])  # (num, B, C)
+            logits = torch.logsumexp(log_probs, 0) - math.log(len(log_probs))
+            return CategoricalDistribution(logits=logits, validate_args=False)
+        means, scales, log_weights = (torch.cat(column) for column in zip(*parts, strict=True))
+        return GaussianMixture(means, scales, log_weights)
+
+    def votes(
+        self,
+        x: Tensor,  # (B, *event)
+        num: int,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:  # (B, C) int64
+        """How many of `num` independent draws (of noise, and of theta where it is fresh) vote for each class."""
+        counts: Tensor | None = None
+        with torch.no_grad():
+            for part, _ in self._draws(x, checks.count("num", num), False, generator):
+                if len(part) != 1:
+                    raise TypeError("votes need a classifier, got a regression predictor")
+                classes = part[0].shape[-1]
+                ballot = torch.nn.functional.one_hot(part[0].argmax(-1), classes).sum(0)  # (B, C)
+                counts = ballot if counts is None else counts + ballot
+        assert counts is not None
+        return counts
+
+    def _draws(
+        self, x: Tensor, num: int, same: bool, generator: torch.Generator | None
+    ) -> Iterator[tuple[tuple[Tensor, ...], int]]:
+        """Predictions under noise, some draws at a time: components (k, B, ...) and k.
+
+        A graph is rebuilt rather than kept, so that attacks through many draws fit in memory.
+        """
+        fresh = self.predict if isinstance(self.predict, FreshPredictive) else None
+        size = 1 if fresh is not None else max(1, _ROWS // max(1, len(x)))
+        for start in range(0, num, size):
+            count = min(size, num - start)
+            shape = (count, 1, *x.shape[1:]) if same else (count, *x.shape)
+            noise = self.sigma * torch.randn(shape, generator=generator, dtype=x.dtype, device=x.device)
+            predict: Predictor = self.predict
+            if fresh is not None:
+                predict = fresh.model.at(fresh.posterior.sample(1, generator=generator)[0])
+            forward = _forward(predict, noise)
+            if torch.is_grad_enabled() and x.requires_grad and num > size:
+                yield checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False), count
+            else:
+                yield forward(x), count
+
+
+def _forward(predict: Predictor, noise: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """x -> the parts of its predictions under this noise: (log-probabilities,) or (means, scales, log-weights)."""
+
+    def forward(x: Tensor) -> tuple[Tensor, ...]:
+        count, batch = len(noise), len(x)
+        prediction = predict((x + noise).reshape(count * batch, *x.shape[1:]))
+        if isinstance(prediction, CategoricalDistribution):
+            return (prediction.logits.view(count, batch, -1),)
+        if isinstance(prediction, GaussianMixture):
+            inner = len(prediction.means)
+            means, scales = (part.view(inner * count, batch, *part.shape[2:]) for part in (prediction.means, prediction.scales))
+            return means, scales, prediction.log_weights.view(inner * count, batch) - math.log(count)
+        normal = prediction.base_dist if isinstance(prediction, Independent) else prediction
+        if isinstance(normal, Normal):
+            means, scales = (part.view(count, batch, *part.shape[1:]) for part in (normal.loc, normal.scale))
+            return means, scales, means.new_zeros(count, batch)
+        raise TypeError(f"predict must give classes, Gaussians or Gaussian mixtures, got {type(prediction).__name__}")
+
+    return forward
