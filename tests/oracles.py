@@ -37,6 +37,14 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=FLOAT, generator=generator(seed))
 
 
+def assert_exact(actual: Any, expected: Any) -> None:
+    """Equal to 1e-10 relative: for everything in which nothing is random.
+
+    >>> assert_exact(torch.ones(2, dtype=FLOAT), torch.full((2,), 1 + 1e-12, dtype=FLOAT))
+    """
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
+
+
 def normal_log_prob(value: Tensor, mean: Tensor | float, variance: Tensor | float) -> Tensor:
     """log N(value; mean, variance).
 
@@ -148,9 +156,7 @@ def mean_test(
             raise ValueError(f"draw must return {(fresh, *expected.shape)}, got {tuple(draws.shape)}")
         batch_mean = draws.mean(0)
         # Chan's merge of two samples' moments
-        squares = (
-            squares + ((draws - batch_mean) ** 2).sum(0) + (batch_mean - mean) ** 2 * total * fresh / (total + fresh)
-        )
+        squares = squares + ((draws - batch_mean) ** 2).sum(0) + (batch_mean - mean) ** 2 * total * fresh / (total + fresh)
         mean = mean + (batch_mean - mean) * fresh / (total + fresh)
         total += fresh
         error = torch.sqrt(squares / (total - 1) / total)
@@ -261,9 +267,7 @@ class LinearGaussian:
     @cached_property
     def proactive_posterior(self) -> Quadrature:
         """p_R(t | D), which is not Gaussian, by quadrature."""
-        return integrate(
-            lambda t: self.log_marginal(t) + normal_log_prob(t, 0.0, self.st**2), -14 * self.st, 14 * self.st
-        )
+        return integrate(lambda t: self.log_marginal(t) + normal_log_prob(t, 0.0, self.st**2), -14 * self.st, 14 * self.st)
 
     def proactive(self, x_adv: float) -> tuple[float, float]:
         """The mean and variance of y given x' under the proactive posterior (identity 8)."""
@@ -316,9 +320,7 @@ class LinearRegression:
         num, dim = self.x.shape
         quadratic = float(self.mean @ self.precision @ self.mean - (self.y**2).sum() / self.scale**2)
         log_det = float(torch.logdet(self.precision))
-        return 0.5 * (quadratic - num * math.log(2 * math.pi * self.scale**2) - log_det) - dim * math.log(
-            self.prior_scale
-        )
+        return 0.5 * (quadratic - num * math.log(2 * math.pi * self.scale**2) - log_det) - dim * math.log(self.prior_scale)
 
     def surrogate(self, mean: Tensor, scale: Tensor) -> Tensor:
         """The surrogate ELBO of a mean-field Gaussian, written out term by term (not through log_z)."""
@@ -417,9 +419,7 @@ class AffineChannel:
     eps: float
     sigma: float
 
-    def sample(
-        self, predict: Any, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
-    ) -> Tensor:
+    def sample(self, predict: Any, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         noise = torch.randn(x.shape, dtype=x.dtype, generator=generator)
         return (1 + self.eps) * x + self.sigma * noise
 
@@ -444,9 +444,7 @@ class ShiftChannel:
         theta: Tensor = predict(torch.ones_like(x)).mean
         return x + self.c * theta.reshape(x.shape)
 
-    def sample(
-        self, predict: Any, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
-    ) -> Tensor:
+    def sample(self, predict: Any, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
         noise = torch.randn(x.shape, dtype=x.dtype, generator=generator) if self.sigma else 0.0
         return self.centres(predict, x) + self.sigma * noise
 

@@ -83,8 +83,6 @@ def test_the_joints_after_the_two_half_sweeps_differ() -> None:
 def test_compatible_conditionals_have_one_joint(case: str) -> None:
     """The same code finds no fault where there is none: sign flipped, or losses without interaction (D = 0)."""
     additive = torch.tensor([[0.3, 1.9], [1.1, 2.7]], dtype=torch.float64)
-    pair = (
-        (learner(), adversary(sign=-1)) if case == "the adversary helps" else (learner(additive), adversary(additive))
-    )
+    pair = (learner(), adversary(sign=-1)) if case == "the adversary helps" else (learner(additive), adversary(additive))
     after_theta, after_data = half_sweeps(*pair)
     torch.testing.assert_close(after_theta, after_data, rtol=1e-10, atol=1e-14)

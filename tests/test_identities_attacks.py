@@ -33,14 +33,13 @@ from tests.oracles import (
     FLOAT,
     AffineChannel,
     LinearRegression,
+    assert_exact,
     generator,
     mean_test,
     randn,
     uniform_cells,
     worst_squared_error,
 )
-
-EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
 def linear_model(dim: int, scale: float = 1.0) -> BayesianModel:
@@ -63,14 +62,14 @@ def error_of_the_mean(thetas: Tensor, x_adv: Tensor) -> Tensor:
 def test_20_the_predictive_attack_is_the_worst_case_and_single_thetas_fall_short(attack: Any) -> None:
     model, thetas = linear_model(4, 0.5), POSTERIOR.sample(8, generator(6))
     through_all = error_of_the_mean(thetas, attack(PosteriorPredictive(model, thetas), QUERY, TARGET))
-    torch.testing.assert_close(through_all, worst_squared_error(thetas.mean(0), QUERY, TARGET, EPS), **EXACT)
+    assert_exact(through_all, worst_squared_error(thetas.mean(0), QUERY, TARGET, EPS))
     mean = thetas.mean(0)
     for theta in thetas:
         through_one = error_of_the_mean(thetas, attack(model.at(theta), QUERY, TARGET))
         assert bool((through_one < through_all).all())
         # by closed form: the step goes along theta, with the sign of its own residual
         step = EPS * torch.sign(TARGET - QUERY @ theta) * (theta @ mean) / theta.norm()
-        torch.testing.assert_close(through_one, (TARGET - QUERY @ mean + step) ** 2, **EXACT)
+        assert_exact(through_one, (TARGET - QUERY @ mean + step) ** 2)
 
 
 def test_20_equality_when_theta_is_parallel_to_the_mean() -> None:
@@ -80,7 +79,7 @@ def test_20_equality_when_theta_is_parallel_to_the_mean() -> None:
     through_parallel = error_of_the_mean(thetas, attack(model.at(1.02 * thetas.mean(0)), QUERY, TARGET))
     same_side = torch.sign(TARGET - QUERY @ thetas.mean(0)) == torch.sign(TARGET - 1.02 * QUERY @ thetas.mean(0))
     assert bool(same_side.all())
-    torch.testing.assert_close(through_parallel, through_all, **EXACT)
+    assert_exact(through_parallel, through_all)
 
 
 def test_20_the_likelihood_attack_through_the_predictive_wins_too() -> None:
@@ -98,11 +97,11 @@ def test_20_the_predictive_averages_densities_not_logits() -> None:
     model, thetas = linear_model(4, 0.5), POSTERIOR.sample(8, generator(6))
     each = torch.stack([model.at(theta)(QUERY).log_prob(TARGET) for theta in thetas])
     mixed = PosteriorPredictive(model, thetas)(QUERY).log_prob(TARGET)
-    torch.testing.assert_close(mixed, torch.log(each.exp().mean(0)), **EXACT)
+    assert_exact(mixed, torch.log(each.exp().mean(0)))
     net = BayesianModel(nn.Linear(4, 3, dtype=FLOAT), Categorical())
     several = randn(5, 15, seed=7)
     probs = torch.stack([net.at(theta)(QUERY).probs for theta in several]).mean(0)
-    torch.testing.assert_close(PosteriorPredictive(net, several)(QUERY).probs, probs, **EXACT)
+    assert_exact(PosteriorPredictive(net, several)(QUERY).probs, probs)
 
 
 # --- 21: balls --------------------------------------------------------------------------------------------------------
@@ -158,7 +157,7 @@ def test_21_random_points_and_steepest_moves_stay_in_the_ball(name: str) -> None
     move = ball.ascend(gradient, ball.eps)
     if ball.mask is not None:
         assert bool((move[:, ~MASK] == 0).all())
-    torch.testing.assert_close(size(ball, move), torch.full((400,), ball.eps, dtype=FLOAT), **EXACT)
+    assert_exact(size(ball, move), torch.full((400,), ball.eps, dtype=FLOAT))
     # steepest: no feasible move gains more
     gain = (gradient * move).sum(1)
     for seed in range(20):
@@ -264,10 +263,10 @@ def test_21_mixture_density_is_the_weighted_sum() -> None:
     mixture = mix_of()
     parts = torch.stack([part.density(predict, x, y).log_prob(x_adv) for part in mixture.channels])
     expected = torch.logsumexp(torch.tensor([0.4, 0.35, 0.25], dtype=FLOAT).log()[:, None, None] + parts, 0)
-    torch.testing.assert_close(mixture.density(predict, x, y).log_prob(x_adv), expected, **EXACT)
+    assert_exact(mixture.density(predict, x, y).log_prob(x_adv), expected)
     centre = one_step(L2(0.8))(predict, x, y)
     squares = ((x_adv[None] - centre[:, None]) ** 2).sum(-1)
-    torch.testing.assert_close(parts[1], -squares / (2 * 0.25**2) - math.log(2 * math.pi * 0.25**2), **EXACT)
+    assert_exact(parts[1], -squares / (2 * 0.25**2) - math.log(2 * math.pi * 0.25**2))
 
 
 def test_21_without_noise_there_are_samples_but_no_density() -> None:
@@ -276,7 +275,7 @@ def test_21_without_noise_there_are_samples_but_no_density() -> None:
     attack = one_step(L2(0.5))
     dirac = AttackChannel(attack, 0.0)
     assert torch.equal(Noise(0.0).sample(predict, x, y), x)
-    torch.testing.assert_close(dirac.sample(predict, x, y), attack(predict, x, y), **EXACT)
+    assert_exact(dirac.sample(predict, x, y), attack(predict, x, y))
     for channel in (Noise(0.0), dirac, Mixture([0.5, 0.5], [Noise(0.1), dirac])):
         with pytest.raises(ValueError, match="density"):
             channel.density(predict, x, y)
@@ -303,7 +302,7 @@ def test_21_a_component_without_weight_is_never_used(stratified: bool) -> None:
             if w
         ]
         expected = torch.logsumexp(torch.stack(kept), 0)
-        torch.testing.assert_close(mixture.density(predict, x, y).log_prob(x), expected, **EXACT)
+        assert_exact(mixture.density(predict, x, y).log_prob(x), expected)
 
 
 def test_21_channel_samples_are_not_clipped() -> None:
@@ -362,7 +361,7 @@ def test_22_stratified_shares_are_exact_up_to_one_example(batch: int) -> None:
     assert bool(((counts - wanted).abs() < 1).all())
     assert bool((counts.sum(1) == batch).all())
     if batch == 20:  # whole numbers wanted: always met
-        torch.testing.assert_close(counts, wanted.expand_as(counts), **EXACT)
+        assert_exact(counts, wanted.expand_as(counts))
 
 
 def test_22_stratified_batches_have_less_variance() -> None:
@@ -416,7 +415,7 @@ def test_23_entropy_of_a_categorical_predictive(spread: float) -> None:
     assert float(value.min()) >= 0
     assert float(value.max()) <= math.log(5) * (1 + 1e-12)
     uniform = PosteriorPredictive(model, torch.zeros(2, 20, dtype=FLOAT))(x)
-    torch.testing.assert_close(uniform.entropy(), torch.full((40,), math.log(5), dtype=FLOAT), **EXACT)
+    assert_exact(uniform.entropy(), torch.full((40,), math.log(5), dtype=FLOAT))
 
 
 @pytest.mark.parametrize("kind", ["fixed", "learned", "heteroscedastic"])
@@ -437,13 +436,13 @@ def test_23_mixture_variance_is_within_plus_between(kind: str) -> None:
         scales = (thetas[:, 4:].exp() if learned else torch.full((9, 1), 0.6, dtype=FLOAT)).expand(9, 10)
     assert model.num_params == thetas.shape[1]
     prediction = PosteriorPredictive(model, thetas)(x)
-    torch.testing.assert_close(prediction.mean, means.mean(0), **EXACT)
+    assert_exact(prediction.mean, means.mean(0))
     expected = (scales**2).mean(0) + means.var(0, unbiased=False)
-    torch.testing.assert_close(prediction.variance, expected, **EXACT)
+    assert_exact(prediction.variance, expected)
     y = randn(10, seed=44)
     each = torch.distributions.Normal(means, scales).log_prob(y)
-    torch.testing.assert_close(prediction.log_prob(y), torch.logsumexp(each, 0) - math.log(9), **EXACT)
-    torch.testing.assert_close(squared_error(prediction, y), (y - means.mean(0)) ** 2, **EXACT)
+    assert_exact(prediction.log_prob(y), torch.logsumexp(each, 0) - math.log(9))
+    assert_exact(squared_error(prediction, y), (y - means.mean(0)) ** 2)
 
 
 def test_23_one_gaussians_entropy_has_no_input_gradient() -> None:
@@ -451,7 +450,7 @@ def test_23_one_gaussians_entropy_has_no_input_gradient() -> None:
     thetas = POSTERIOR.sample(8, generator(45))
     x = QUERY.clone().requires_grad_()
     value = entropy(model.at(thetas[0])(x), TARGET)
-    torch.testing.assert_close(value, torch.full((15,), 0.5 * math.log(2 * math.pi * math.e * 0.25), dtype=FLOAT), **EXACT)
+    assert_exact(value, torch.full((15,), 0.5 * math.log(2 * math.pi * math.e * 0.25), dtype=FLOAT))
     assert not value.requires_grad or bool((torch.autograd.grad(value.sum(), x)[0] == 0).all())
     # the mixture over thetas has one: an entropy attack must go through the predictive
     through = entropy(PosteriorPredictive(model, thetas)(x), TARGET)

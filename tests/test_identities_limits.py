@@ -32,6 +32,7 @@ from advbayes import (
 )
 from tests.oracles import (
     FLOAT,
+    assert_exact,
     generator,
     integrate,
     mean_test,
@@ -41,8 +42,6 @@ from tests.oracles import (
     worst_shift,
     worst_squared_error,
 )
-
-EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
 def linear_model(dim: int, scale: float = 1.0, prior_scale: float = 1.0) -> BayesianModel:
@@ -206,7 +205,7 @@ def test_17_the_objective_is_that_of_adversarial_training() -> None:
         variable = theta.clone().requires_grad_()
         loss = adversarial_loss(variable)
         (expected,) = torch.autograd.grad(loss, variable)
-        torch.testing.assert_close(-terms.bound, loss, **EXACT)
+        assert_exact(-terms.bound, loss)
         torch.testing.assert_close(-gradient, expected, rtol=1e-10, atol=1e-10)
         if theta is argmin:
             assert float(gradient.abs().max()) < 1e-7
@@ -234,7 +233,7 @@ def test_17_the_flat_prior_is_the_wide_limit_of_the_gaussian_one() -> None:
     (gradient,) = torch.autograd.grad(terms.bound, posterior.theta)
     variable = theta.clone().requires_grad_()
     (expected,) = torch.autograd.grad(-adversarial_loss(variable) - variable.dot(variable) / (2 * 0.49), variable)
-    torch.testing.assert_close(gradient, expected, **EXACT)
+    assert_exact(gradient, expected)
 
 
 def test_17_robust_gibbs_posterior() -> None:
@@ -251,7 +250,7 @@ def test_17_robust_gibbs_posterior() -> None:
 
     grid = torch.linspace(-2, 2, 41, dtype=FLOAT)
     log_p = objective.reduce(objective.log_likelihoods(model, grid[:, None], channel, x, y)).sum(1)
-    torch.testing.assert_close(log_p + normal_log_prob(grid, 0.0, prior_scale**2), log_density(grid), **EXACT)
+    assert_exact(log_p + normal_log_prob(grid, 0.0, prior_scale**2), log_density(grid))
 
     gibbs = integrate(log_density, -15.0, 15.0)
     posterior = MeanField(model, init_scale=0.3, init=torch.tensor([-0.4], dtype=FLOAT))
@@ -295,12 +294,12 @@ def test_18_trades(likelihood: str) -> None:
     theta = THETA.clone().requires_grad_()
     expected = by_hand(theta, x_adv)
     assert float(expected["kl"].detach()) > 0.1
-    torch.testing.assert_close(terms.penalty, 3 * 2.5 * expected["kl"], **EXACT)
-    torch.testing.assert_close(terms.log_likelihood, 3 * expected[likelihood], **EXACT)
-    torch.testing.assert_close(terms.bound, terms.log_likelihood - terms.penalty, **EXACT)
+    assert_exact(terms.penalty, 3 * 2.5 * expected["kl"])
+    assert_exact(terms.log_likelihood, 3 * expected[likelihood])
+    assert_exact(terms.bound, terms.log_likelihood - terms.penalty)
     (gradient,) = torch.autograd.grad(terms.bound, posterior.theta)
     (wanted,) = torch.autograd.grad(3 * (expected[likelihood] - 2.5 * expected["kl"]), theta)
-    torch.testing.assert_close(gradient, wanted, **EXACT)
+    assert_exact(gradient, wanted)
 
 
 def test_18_logit_pairing() -> None:
@@ -312,11 +311,11 @@ def test_18_logit_pairing() -> None:
     x_adv = attack(model.at(THETA), INPUTS, LABELS)
     theta = THETA.clone().requires_grad_()
     expected = by_hand(theta, x_adv)
-    torch.testing.assert_close(terms.penalty, 3 * 0.4 * expected["pairing"], **EXACT)
-    torch.testing.assert_close(terms.log_likelihood, 3 * expected["adversarial"], **EXACT)
+    assert_exact(terms.penalty, 3 * 0.4 * expected["pairing"])
+    assert_exact(terms.log_likelihood, 3 * expected["adversarial"])
     (gradient,) = torch.autograd.grad(terms.bound, posterior.theta)
     (wanted,) = torch.autograd.grad(3 * (expected["adversarial"] - 0.4 * expected["pairing"]), theta)
-    torch.testing.assert_close(gradient, wanted, **EXACT)
+    assert_exact(gradient, wanted)
 
 
 @pytest.mark.parametrize("penalty", [Trades(2.5), Trades(2.5, likelihood="clean"), LogitPairing(0.4)])
@@ -329,7 +328,7 @@ def test_18_penalties_vanish_without_an_attack(penalty: Trades | LogitPairing) -
         terms = objective(model, posterior, channel, INPUTS, LABELS, generator=generator(1))
         assert float(terms.penalty.detach().abs()) < 1e-12
         without = plain(model, posterior, channel, INPUTS, LABELS, generator=generator(1))
-        torch.testing.assert_close(terms.log_likelihood, without.log_likelihood, **EXACT)
+        assert_exact(terms.log_likelihood, without.log_likelihood)
 
 
 def test_18_penalties_are_averaged_over_theta_and_scaled_to_the_data() -> None:
@@ -340,16 +339,16 @@ def test_18_penalties_are_averaged_over_theta_and_scaled_to_the_data() -> None:
     terms = objective(model, posterior, AttackChannel(attack, 0.0), INPUTS, LABELS, generator=generator(2))
     thetas = posterior.sample(3, generator=generator(2))
     each = [by_hand(theta, attack(model.at(theta), INPUTS, LABELS)) for theta in thetas]
-    torch.testing.assert_close(terms.penalty, 3 * torch.stack([one["kl"] for one in each]).mean(), **EXACT)
+    assert_exact(terms.penalty, 3 * torch.stack([one["kl"] for one in each]).mean())
     expected = 3 * torch.stack([one["adversarial"] for one in each]).mean()
-    torch.testing.assert_close(terms.log_likelihood, expected, **EXACT)
+    assert_exact(terms.log_likelihood, expected)
 
 
 def test_the_worst_input_is_the_worst() -> None:
     """The oracle itself: no point of the ball does worse."""
     theta = randn(3, seed=40)
     worst = worst_squared_error(theta, X, Y, EPS)
-    torch.testing.assert_close((Y - worst_inputs(theta, X, Y, EPS) @ theta) ** 2, worst, **EXACT)
+    assert_exact((Y - worst_inputs(theta, X, Y, EPS) @ theta) ** 2, worst)
     for seed in range(20):
         shift = randn(12, 3, seed=50 + seed)
         shift = EPS * shift / shift.norm(dim=1, keepdim=True)
