@@ -14,10 +14,10 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks import Square, loss_and_gradient, margin, nll
-from advbayes.audit import answers, describing, others, purifier, strength
-from advbayes.audit.case import TIERS, Budget, Case, Claim, default_attacks
-from advbayes.audit.findings import Finding, Verdict
-from advbayes.audit.threat import ThreatModel, said_by
+from advbayes.auditing import answers, describing, others, purifier, strength
+from advbayes.auditing.case import TIERS, Budget, Case, Claim, default_attacks
+from advbayes.auditing.findings import Finding, Verdict
+from advbayes.auditing.threat import ThreatModel, said_by
 from advbayes.balls import _Ball as Ball
 from advbayes.evaluation.attackers import ball_of, steps_of
 from advbayes.evaluation.inputs import Data, Task, as_tensors, check_predictor, is_stochastic, warn_units

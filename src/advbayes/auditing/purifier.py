@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
 from advbayes.attacks import mode, succeeded
-from advbayes.audit.case import Case, finding, judged, not_applicable, not_run
-from advbayes.audit.findings import Finding
+from advbayes.auditing.case import Case, finding, judged, not_applicable, not_run
+from advbayes.auditing.findings import Finding
 from advbayes.balls import _Ball as Ball
 from advbayes.evaluation.scoring import worst
 from advbayes.types import Predictor

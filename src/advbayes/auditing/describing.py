@@ -6,8 +6,8 @@ import torch
 from torch.distributions import Categorical
 
 from advbayes import metrics
-from advbayes.audit.case import Case, finding, judged, not_applicable, not_run
-from advbayes.audit.findings import Finding
+from advbayes.auditing.case import Case, finding, judged, not_applicable, not_run
+from advbayes.auditing.findings import Finding
 from advbayes.balls import _Ball as Ball
 from advbayes.channels import AttackChannel, Learned, Mixture
 from advbayes.evaluation.attackers import ball_of, family_of, loss_names

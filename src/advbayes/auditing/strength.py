@@ -10,8 +10,8 @@ from torch.distributions import Categorical, Distribution
 
 from advbayes import metrics
 from advbayes.attacks import loss_and_gradient, nll, one_step, squared_error
-from advbayes.audit.case import POINT, Case, finding, judged, not_applicable, not_run
-from advbayes.audit.findings import Finding
+from advbayes.auditing.case import POINT, Case, finding, judged, not_applicable, not_run
+from advbayes.auditing.findings import Finding
 from advbayes.evaluation.attackers import losses_of, steps_of, with_eps, with_restarts, with_steps
 from advbayes.evaluation.inputs import extent_of
 from advbayes.evaluation.scoring import Columns, worst

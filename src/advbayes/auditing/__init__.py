@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from advbayes.audit.case import TIERS, Budget, Case, Claim
-from advbayes.audit.findings import Finding, Verdict
-from advbayes.audit.purifier import NearestCentre, StraightThrough
-from advbayes.audit.run import CHECKS, Check, Cost, audit, audit_cost, audit_records
-from advbayes.audit.threat import ThreatModel
+from advbayes.auditing.case import TIERS, Budget, Case, Claim
+from advbayes.auditing.findings import Finding, Verdict
+from advbayes.auditing.purifier import NearestCentre, StraightThrough
+from advbayes.auditing.run import CHECKS, Check, Cost, audit, audit_cost, audit_records
+from advbayes.auditing.threat import ThreatModel
 
 __all__ = [
     "CHECKS",

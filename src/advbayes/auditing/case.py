@@ -12,8 +12,8 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks import APGD, margin, nll, squared_error
-from advbayes.audit.findings import Finding, Status
-from advbayes.audit.threat import ThreatModel
+from advbayes.auditing.findings import Finding, Status
+from advbayes.auditing.threat import ThreatModel
 from advbayes.balls import _Ball as Ball
 from advbayes.evaluation.attackers import with_generator
 from advbayes.evaluation.inputs import Task

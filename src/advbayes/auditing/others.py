@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from advbayes.audit.case import POINT, Case, finding, judged, not_applicable, not_run, replaced
-from advbayes.audit.findings import Finding
-from advbayes.audit.strength import breaks_more
+from advbayes.auditing.case import POINT, Case, finding, judged, not_applicable, not_run, replaced
+from advbayes.auditing.findings import Finding
+from advbayes.auditing.strength import breaks_more
 from advbayes.evaluation.attackers import with_generator
 from advbayes.evaluation.scoring import Columns, worst
 from advbayes.types import Predictor

@@ -11,8 +11,8 @@ from torch.distributions import Categorical, Distribution
 
 from advbayes import metrics
 from advbayes.attacks import succeeded, with_ball
-from advbayes.audit.case import Case, judged, not_applicable, not_run
-from advbayes.audit.findings import Finding
+from advbayes.auditing.case import Case, judged, not_applicable, not_run
+from advbayes.auditing.findings import Finding
 from advbayes.balls import L2
 from advbayes.balls import _Ball as Ball
 from advbayes.evaluation.scoring import worst
