@@ -11,7 +11,23 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-DATA_SETS = ("california", "cifar10", "diabetes", "digits", "energy", "fashion-mnist", "mnist", "wine", "wine-white")
+IMAGE_SETS = ("cifar10", "digits", "fashion-mnist", "mnist")
+TABLE_SETS = ("california", "diabetes", "energy", "wine", "wine-white")
+DATA_SETS = tuple(sorted(IMAGE_SETS + TABLE_SETS))
+FILE_SUFFIXES = (".csv", ".npz")
+NETWORKS = ("auto", "conv", "mlp")
+ATTACKS = {
+    "pgd1": "one step to the edge of the ball",
+    "pgd": "projected gradient ascent on the error",
+    "pgd_plus": "half of the steps on the error, half on the entropy",
+    "ent": "projected gradient ascent on the entropy",
+    "strong": "worst of adaptive PGD on several losses, targeted ones, PGD, random points and queries",
+    "apgd": "adaptive step sizes on the margin (regression: on the squared error)",
+    "minimum_norm": "the nearest point of another class, if within the ball",
+    "square": "random squares, by queries alone",
+    "hard_label": "by the predicted class alone",
+    "random": "random points on the edge of the ball",
+}
 MAX_TOML_BYTES = 1 << 20
 
 Positive = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
@@ -35,7 +51,9 @@ class RunConfig(BaseModel):
     num_train: Annotated[Count | None, Field(description="Use only the first so many training examples")] = None
 
     network: Annotated[str, Field(min_length=1, description="auto, conv, mlp, or module:factory of your own")] = "auto"
-    hidden: Annotated[tuple[Count, ...], Field(max_length=8, description="Hidden widths of the mlp")] = (16, 16)
+    hidden: Annotated[
+        tuple[Annotated[Count, Field(le=65536)], ...], Field(max_length=8, description="Hidden widths of the mlp")
+    ] = (16, 16)
     posterior: Annotated[Literal["mean_field", "point", "ensemble", "low_rank"], Field(description="Family of the posterior")] = (
         "mean_field"
     )
@@ -71,20 +89,38 @@ class RunConfig(BaseModel):
     threads: Annotated[Count, Field(le=1024, description="Threads of torch; one is fastest for small nets")] = 1
     checkpoint_every: Annotated[Count, Field(description="Steps between checkpoints")] = 200
 
+    @property
+    def file(self) -> Path | None:
+        """The user's own data file; None for a built-in set."""
+        return None if self.data in DATA_SETS else Path(self.data)
+
     @model_validator(mode="after")
     def _together(self) -> RunConfig:
-        suffix = Path(self.data).suffix.lower()
-        if self.data not in DATA_SETS and suffix not in (".csv", ".npz"):
+        """What single keys cannot say; found before anything is loaded."""
+        suffix = "" if self.file is None else self.file.suffix.lower()
+        if self.file is not None and suffix not in FILE_SUFFIXES:
             near = difflib.get_close_matches(self.data, DATA_SETS, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"data must be one of {', '.join(DATA_SETS)} or a .csv or .npz file, got {self.data!r}{hint}")
+            raise ValueError(f"data: must be one of {', '.join(DATA_SETS)} or a .csv or .npz file, got {self.data!r:.60}{hint}")
         if suffix == ".csv" and self.target is None:
-            raise ValueError(f"target must name the target column of {self.data!r}, got nothing")
-        if self.network not in ("auto", "conv", "mlp") and self.network.count(":") != 1:
-            raise ValueError(f"network must be auto, conv, mlp or module:factory, got {self.network!r}")
+            raise ValueError(f"target: must name the target column of {self.data!r}, got nothing")
+        if suffix != ".csv" and self.target is not None and (self.data != "energy" or self.target not in ("Y1", "Y2", "both")):
+            wanted = "must be Y1, Y2 or both for energy, a column's name for a .csv file, and left out otherwise"
+            raise ValueError(f"target: {wanted}, got {self.target!r:.60} for {self.data!r}")
+        if self.file is None and self.task is not None:
+            raise ValueError(f"task: must be left out for the built-in {self.data!r}, got {self.task!r}")
+        if self.network not in NETWORKS and not all(part.strip() for part in _halves(self.network)):
+            raise ValueError(f"network: must be auto, conv, mlp or module:factory, got {self.network!r:.60}")
+        if self.network == "conv" and (self.data in TABLE_SETS or suffix == ".csv"):
+            raise ValueError(f"network: must be auto or mlp for a table, got 'conv' for {self.data!r}")
         if self.defense in ("os", "os50", "mix", "noise") and self.sigma == 0:
-            raise ValueError(f"sigma must be > 0 for defense {self.defense!r} (its channel is noisy), got 0")
+            raise ValueError(f"sigma: must be > 0 for defense {self.defense!r} (its channel is noisy), got 0")
         return self
+
+
+def _halves(network: str) -> tuple[str, str]:
+    module, _, factory = network.partition(":")
+    return module, "" if ":" in factory else factory
 
 
 def make_config(values: Mapping[str, Any]) -> RunConfig:
@@ -97,7 +133,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     >>> make_config({"epochs": 5}).epochs
     5.0
     """
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    values = {key: tuple(value) if key == "hidden" and isinstance(value, list) else value for key, value in values.items()}
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -105,31 +141,40 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
 
 
 def _sentence(item: Any) -> str:
-    key = ".".join(str(part) for part in item["loc"] if part in RunConfig.model_fields or not RunConfig.model_fields)
-    key = key or ".".join(map(str, item["loc"]))
+    """One fault as `key: what was wanted, got what came`."""
+    key = next((str(part) for part in item["loc"] if part in RunConfig.model_fields), ".".join(map(str, item["loc"])))
     if item["type"] == "extra_forbidden":
         near = difflib.get_close_matches(key, RunConfig.model_fields, 1)
-        return f"{key}: there is no such key" + (f"; did you mean {near[0]!r}?" if near else "")
-    message = str(item["msg"]).removeprefix("Value error, ")
-    if item["type"] == "value_error":
-        return message
+        return f"{key:.80}: there is no such key" + (f"; did you mean {near[0]!r}?" if near else "")
+    if item["type"] == "value_error":  # ours, from _together
+        return str(item["msg"]).removeprefix("Value error, ")
     got = repr(item["input"])
-    wanted = _range(key) or f"{message[0].lower()}{message[1:]}"
-    return f"{key}: {wanted}, got {got if len(got) <= 60 else got[:57] + '...'}"
+    return f"{key}: must be {accepted(key)}, got {got if len(got) <= 60 else got[:57] + '...'}"
 
 
-def _range(key: str) -> str:
-    """What a numeric key accepts, from the schema; empty for other keys."""
-    schema = RunConfig.model_json_schema()["properties"].get(key, {})
-    schema = schema.get("items", schema)
-    options = schema.get("anyOf", [schema])
-    number = next((option for option in options if option.get("type") in ("number", "integer")), None)
-    if number is None:
-        return ""
-    signs = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
-    edges = " and ".join(f"{sign} {number[name]:g}" for name, sign in signs if name in number)
-    words = "".join(f" or {option['const']!r}" for option in options if "const" in option)
-    return f"must be {'a whole number' if number['type'] == 'integer' else 'a number'} {edges}{words}"
+def accepted(key: str) -> str:
+    """What a key accepts, in words, from the schema.
+
+    >>> accepted("lr"), accepted("norm")
+    ('a number > 0 and <= 10', "one of 'l2', 'linf'")
+    """
+    schema = RunConfig.model_json_schema()["properties"][key]
+    options = [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
+    return " or ".join(_words(option) for option in options)
+
+
+def _words(schema: dict[str, Any]) -> str:
+    if "const" in schema or "enum" in schema:
+        words = schema.get("enum", [schema.get("const")])
+        return repr(words[0]) if len(words) == 1 else f"one of {', '.join(map(repr, words))}"
+    kind = schema.get("type")
+    if kind == "array":
+        return f"a list of at most {schema['maxItems']} items, each {_words(schema['items'])}"
+    if kind in ("number", "integer"):
+        signs = (("exclusiveMinimum", ">"), ("minimum", ">="), ("exclusiveMaximum", "<"), ("maximum", "<="))
+        edges = " and ".join(f"{sign} {schema[name]:g}" for name, sign in signs if name in schema)
+        return f"{'a whole number' if kind == 'integer' else 'a number'} {edges}"
+    return {"boolean": "true or false", "string": "text, not empty" if schema.get("minLength") else "text"}[str(kind)]
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:

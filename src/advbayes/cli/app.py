@@ -1,0 +1,101 @@
+"""The commands together; errors and signals become exit codes: 0 done, 1 a bug, 2 a mistake that the message names, 130, 143."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from advbayes import __version__
+from advbayes.cli import attack, audit, certify, datasets, demo, evaluate, predict, report, show, train
+from advbayes.cli.screen import fault
+from advbayes.cli.signals import Stopped, watched
+
+_PACKAGE = Path(__file__).parents[1]
+_MISTAKES = (ValueError, TypeError, OSError, ModuleNotFoundError, FloatingPointError)
+
+app = typer.Typer(
+    name="advbayes",
+    help="Train Bayesian models that withstand attacks, attack them, and find out whether the numbers may be believed.",
+    epilog="Start with `advbayes demo`. Exit codes: 0 done, 1 a bug, 2 a mistake named in the message, 130 and 143 signals.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"advbayes {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version")] = False,
+) -> None:
+    pass
+
+
+for command in (demo, train, predict, attack, evaluate, audit, certify, report, datasets, show):
+    command.add_to(app)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; the exit code.
+
+    >>> main(["train", "--lr", "-1"])
+    2
+    """
+    try:
+        with watched():
+            code = app(args=None if argv is None else list(argv), prog_name="advbayes", standalone_mode=False)
+            return code if isinstance(code, int) else 0
+    except Stopped as stopped:
+        return stopped.code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if hasattr(error, "exit_code") and hasattr(error, "show"):  # typer's own: a wrong flag, a missing argument
+            _show_usage(error)
+            return int(error.exit_code)
+        if is_mistake(error) and not os.environ.get("ADVBAYES_TRACEBACK"):
+            fault(str(error) or type(error).__name__)
+            return 2
+        traceback.print_exc()
+        fault("this is a bug, not a mistake of yours; please report it with the lines above")
+        return 1
+
+
+def _show_usage(error: Exception) -> None:
+    message = getattr(error, "format_message", lambda: str(error))()
+    context = getattr(error, "ctx", None)
+    place = "advbayes" if context is None else context.command_path
+    if message:
+        fault(f"{message} (`{place} --help` shows how)")
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether an error is one that this package raised on purpose about what it was given, or that the system raised about a
+    file; the same types from inside other libraries are bugs.
+
+    >>> from advbayes.config import ConfigError
+    >>> is_mistake(ConfigError("lr: must be a number > 0")), is_mistake(KeyError("lr"))
+    (True, False)
+    """
+    if not isinstance(error, _MISTAKES):
+        return False
+    if error.__traceback__ is None or isinstance(error, (OSError, ModuleNotFoundError)):
+        return True
+    frame = error.__traceback__
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    return Path(frame.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE)

@@ -1,0 +1,37 @@
+"""`advbayes demo`: the whole of it in about two minutes."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from advbayes.cli.screen import Json, emit
+
+HELP = """Train an undefended, an adversarially trained and a MIX model on digits, purify, attack, audit, report: two minutes.
+
+Examples:
+
+advbayes demo
+
+advbayes demo --out ./somewhere --seed 1
+"""
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("demo", help=HELP)(demo)
+
+
+def demo(
+    out: Annotated[str, typer.Option("--out", metavar="FOLDER", help="Where the report goes")] = "demo-report",
+    seed: Annotated[int, typer.Option(min=0, help="Keys all randomness")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="A few seconds: tiny trainings, to see that all is installed")] = False,
+    json: Json = False,
+) -> None:
+    from advbayes.experiments.demo import run_demo
+
+    result = run_demo(out, seed=seed, quick=quick, quiet=json)
+    if json:
+        emit(result)
+    else:
+        print(result["report"])

@@ -1,0 +1,107 @@
+"""What is in a run or a bundle, as JSON and as lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from advbayes import store
+from advbayes.datasets import Standardize
+from advbayes.runs import Run
+
+
+def units_of(eps: float, scaling: Standardize | None, names: Sequence[str]) -> dict[str, Any]:
+    """eps in the model's units and, where the data were standardised, in each feature's own.
+
+    >>> units_of(1.0, None, ())
+    {'eps': 1.0, 'units': 'raw'}
+    """
+    if scaling is None:
+        return {"eps": eps, "units": "raw"}
+    reach = scaling.raw_eps(eps).reshape(-1).tolist()
+    labels = names if len(names) == len(reach) else [f"feature {number}" for number in range(len(reach))]
+    return {"eps": eps, "units": "standardised", "raw": {str(label): each for label, each in zip(labels, reach, strict=True)}}
+
+
+def said_units(units: dict[str, Any]) -> str:
+    """The same in one line."""
+    if "raw" not in units:
+        return f"eps = {units['eps']:g} in the data's own units"
+    parts = [f"{name} {value:.3g}" for name, value in units["raw"].items()]
+    shown = ", ".join(parts[:8]) + (f", and {len(parts) - 8} more" if len(parts) > 8 else "")
+    return f"eps = {units['eps']:g} standardised (standard deviations), that is in raw units: {shown}"
+
+
+def described_run(run: Run) -> dict[str, Any]:
+    """A run folder for machines."""
+    config = run.config
+    manifest = run.manifest if (run.path / "manifest.json").exists() else {}
+    result: dict[str, Any] = {
+        "run": str(run.path),
+        "status": run.status,
+        "steps": manifest.get("steps", 0),
+        "skipped": manifest.get("skipped", 0),
+        "weights": manifest.get("weights"),
+        "config": config.model_dump(mode="json"),
+        "metrics": _document(run.path / "metrics.json"),
+        "audit": _document(run.path / "audit.json"),
+        "evaluations": [path.name for path in run.evaluations],
+    }
+    if run.model_path.exists():
+        _, documents, scaling = _bundle(run.model_path)
+        names = documents.get("extra", {}).get("feature_names", ())
+        result["threat_model"] = units_of(config.eps, scaling, names) | {"norm": config.norm}
+    return result
+
+
+def lines_of_run(run: Run) -> str:
+    """A run folder for people."""
+    found = described_run(run)
+    config = run.config
+    lines = [
+        f"  data {config.data}, defense {config.defense}, posterior {config.posterior}, seed {config.seed}",
+        f"  status {found['status']}, {found['steps']} steps, {found['skipped']} skipped",
+    ]
+    if "threat_model" in found:
+        lines.append(f"  trained within {config.norm} {said_units(found['threat_model'])}")
+    if found["metrics"]:
+        clean = found["metrics"]["clean"]
+        values = ", ".join(
+            f"{name} {value['value']:.4g} [{value['low']:.4g}, {value['high']:.4g}]" for name, value in clean.items()
+        )
+        lines.append(f"  clean test set ({found['metrics']['num']} examples): {values}")
+    if found["weights"]:
+        lines.append(f"  SHA-256 of the weights {found['weights']}")
+    if found["evaluations"]:
+        lines.append(f"  evaluations: {', '.join(found['evaluations'])}")
+    if found["audit"]:
+        lines.append(f"  audit ({found['audit'].get('tier')}): level {found['audit'].get('level')}")
+    return "\n".join(lines)
+
+
+def described_bundle(path: Path) -> dict[str, Any]:
+    """A bundle for machines, every hash checked, nothing built from it."""
+    manifest, documents, scaling = _bundle(path)
+    return {
+        "bundle": str(path),
+        "schema": manifest.schema,
+        "versions": manifest.versions,
+        "parts": {part.name: {"bytes": part.size, "sha256": part.sha256} for part in manifest.parts},
+        "scaled": scaling is not None,
+        **{
+            name: documents.get(name)
+            for name in ("model", "posterior", "channel", "class_names", "threat_model", "audit", "extra")
+        },
+    }
+
+
+def _bundle(path: Path) -> tuple[store.Manifest, dict[str, Any], Standardize | None]:
+    manifest = store.read_manifest(path)
+    tensors, documents = store.read_bundle(path)
+    scaling = tensors.get("scaling")
+    return manifest, dict(documents), None if scaling is None else Standardize.from_dict(scaling)
+
+
+def _document(path: Path) -> Any:
+    return store.read_document(path) if path.exists() else None

@@ -1,0 +1,115 @@
+"""`advbayes evaluate`: attack, predict, score; resumed where it stopped."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from advbayes.cli.screen import Json, Run, Thetas, Trust, emit, say, table
+from advbayes.cli.threat import (
+    DEFAULTS,
+    Many,
+    Norm,
+    Num,
+    Queries,
+    Restarts,
+    Steps,
+    attacks_for,
+    ball_for,
+    check_names,
+    check_norm,
+    purifier_for,
+)
+
+HELP = """Score a run under attack: one record for each example, tables with intervals, the worst case over attacks.
+
+Examples:
+
+advbayes evaluate RUN --attack pgd --eps 2
+
+advbayes evaluate RUN --attack pgd --attack strong --eps 0.5 --eps 1 --eps 2 --num 1000
+
+advbayes evaluate RUN --purify online
+
+The same command goes on where a killed one stopped.
+"""
+
+
+SHOWN = {"classification": ("accuracy", "nll", "ece"), "regression": ("rmse", "nll", "coverage")}  # all are in --json
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("evaluate", help=HELP)(evaluate)
+
+
+def evaluate(
+    run: Run,
+    attack: Many = None,
+    eps: Annotated[
+        list[float] | None, typer.Option("--eps", min=0, help="Budget in the model's units; repeat it for a curve")
+    ] = None,
+    norm: Norm = None,
+    steps: Steps = 50,
+    restarts: Restarts = 1,
+    queries: Queries = 500,
+    num: Num = 500,
+    thetas: Thetas = 20,
+    purify: Annotated[str | None, typer.Option(metavar="online|offline", help="Evaluate the purified predictive, too")] = None,
+    name: Annotated[str | None, typer.Option(help="Folder in RUN/evaluation (else made from the settings)")] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples written (and resumed) at a time")] = 128,
+    seed: Annotated[int, typer.Option(min=0, help="Keys the attacks' randomness")] = 0,
+    trust_network: Trust = False,
+    json: Json = False,
+) -> None:
+    from advbayes.config import ConfigError
+
+    names = list(dict.fromkeys(attack or DEFAULTS))
+    check_names(names)
+    check_norm(norm)
+    if purify not in (None, "online", "offline"):
+        raise ConfigError(f"purify: must be one of online, offline, got {purify!r}")
+    if name is not None and (not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name.startswith(".")):
+        raise ConfigError(f"name: must be letters, digits, -, _ and ., got {name!r}")
+
+    import torch
+
+    from advbayes.cli.describe import said_units, units_of
+    from advbayes.evaluation import evaluate as measure
+    from advbayes.runs import Run as Folder
+    from advbayes.runs import load_trained, prepare
+
+    folder = Folder.open(run)
+    config = folder.config
+    torch.set_num_threads(config.threads)
+    trained = load_trained(run, trusted=trust_network)
+    data = prepare(config)
+    radii = sorted(set(eps)) if eps else [trained.eps]
+    ball = ball_for(trained, norm, max(radii))
+    predictors = {trained.defense: trained.predict(thetas)}
+    if purify is not None:
+        predictors[f"{trained.defense} purified {purify}"] = purifier_for(trained, data, thetas, purify)  # type: ignore[assignment]
+    settings = f"{'-'.join(names)}-{norm or trained.norm}-{'-'.join(f'{r:g}' for r in radii)}"
+    settings += f"-s{steps}-r{restarts}-q{queries}-n{num}-t{thetas}-seed{seed}" + (f"-{purify}" if purify else "")
+    place = folder.path / "evaluation" / (name or settings)
+    found = measure(
+        predictors,
+        (data.x_test[:num], data.y_test[:num]),
+        attacks=attacks_for(names, ball, trained.task, steps=steps, restarts=restarts, queries=queries),
+        radii=radii,
+        train_y=data.y_train,
+        batch_size=batch_size,
+        seed=seed,
+        out=place,
+    )
+    units = [units_of(radius, trained.scaling, trained.feature_names) for radius in radii]
+    result = found.table()
+    if json:
+        emit({"run": run, "evaluation": str(place), "threat_model": units, "norm": norm or trained.norm, **result.json()})
+        return
+    for each in units:
+        say(f"{norm or trained.norm} {said_units(each)}")
+    shown = found.table(SHOWN[trained.task])
+    head, *rows = shown._lines()
+    table(f"{trained.defense} on {config.data}, {min(num, len(data.x_test))} test examples, intervals of 95 %", head, rows)
+    say(f"Records and arrays: {place}")

@@ -1,0 +1,55 @@
+"""`advbayes predict`: predictions for rows of a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from advbayes.cli.screen import Json, Thetas, Trust, emit, say
+
+HELP = """Predict for the rows of a .csv file (by column names) or of an .npz file (array x), in raw units.
+
+Examples:
+
+advbayes predict RUN patients.csv --out predictions.csv
+
+advbayes predict model.advbayes images.npz --json
+"""
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("predict", help=HELP)(predict)
+
+
+def predict(
+    model: Annotated[str, typer.Argument(metavar="RUN|BUNDLE", help="A finished run, or a saved model")],
+    input: Annotated[str, typer.Argument(metavar="INPUT", help="A .csv or .npz file")],
+    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="A new .csv, .npz or .json file; else a table")] = None,
+    thetas: Thetas = 20,
+    level: Annotated[float, typer.Option(min=0.01, max=0.999, help="Of the intervals (regression)")] = 0.9,
+    trust_network: Trust = False,
+    json: Json = False,
+) -> None:
+    from advbayes.cli.files import check_new
+    from advbayes.cli.predicting import read_inputs, tabulate, write_columns
+    from advbayes.config import ConfigError
+    from advbayes.runs import load_trained
+
+    if Path(input).suffix.lower() not in (".csv", ".npz"):
+        raise ConfigError(f"INPUT: must be a .csv or .npz file, got {input!r}")
+    check_new("out", out, (".csv", ".npz", ".json"))
+    trained = load_trained(model, trusted=trust_network)
+    columns = tabulate(trained, read_inputs(trained, Path(input)), num_thetas=thetas, level=level)
+    num = len(next(iter(columns.values())))
+    if out is not None:
+        write_columns(Path(out), columns)
+    if json:
+        emit({"model": model, "num": num, "out": out} if out else {"model": model, "num": num, "predictions": columns})
+    elif out is not None:
+        say(f"{num} predictions written to {out}")
+    else:
+        from advbayes.cli.predicting import as_csv
+
+        say(as_csv(columns).rstrip("\n"))

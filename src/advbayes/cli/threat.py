@@ -1,0 +1,97 @@
+"""Who attacks, how far: the flags that attack, evaluate and audit share, and what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from advbayes.config import ATTACKS, ConfigError
+
+if TYPE_CHECKING:
+    from advbayes.balls import _Ball as Ball
+    from advbayes.runs import Prepared, Trained
+    from advbayes.types import Attack, Predictor
+
+DEFAULTS = ("pgd1", "pgd", "pgd_plus", "ent", "strong")
+
+
+def _complete(incomplete: str) -> list[tuple[str, str]]:
+    return [(name, what) for name, what in ATTACKS.items() if name.startswith(incomplete)]
+
+
+Eps = Annotated[float | None, typer.Option("--eps", min=0, help="Budget in the model's units (else the run's training budget)")]
+Norm = Annotated[str | None, typer.Option("--norm", metavar="l2|linf", help="Norm (else the run's)")]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="Steps of iterative attacks")]
+Restarts = Annotated[int, typer.Option("--restarts", min=1, help="Restarts of iterative attacks")]
+Queries = Annotated[int, typer.Option("--queries", min=1, help="Queries of attacks without gradients")]
+Num = Annotated[int, typer.Option("--num", min=1, help="How many test examples, from the first")]
+One = Annotated[str, typer.Option("--attack", metavar="NAME", help=f"One of {', '.join(ATTACKS)}", autocompletion=_complete)]
+Many = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--attack", metavar="NAME", help=f"Any of {', '.join(ATTACKS)}; repeat it for several", autocompletion=_complete
+    ),
+]
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse an unknown attack, with the nearest name.
+
+    >>> check_names(["pgd", "pdg"])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    advbayes.config.ConfigError: attack: must be one of pgd1, ..., got 'pdg'; did you mean 'pgd'?
+    """
+    import difflib
+
+    for name in names:
+        if name not in ATTACKS:
+            near = difflib.get_close_matches(name, ATTACKS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"attack: must be one of {', '.join(ATTACKS)}, got {name!r}{hint}")
+
+
+def check_norm(norm: str | None) -> None:
+    """Refuse an unknown norm."""
+    if norm not in (None, "l2", "linf"):
+        raise ConfigError(f"norm: must be one of l2, linf, got {norm!r}")
+
+
+def ball_for(trained: Trained, norm: str | None, eps: float | None) -> Ball:
+    """The ball that is asked for, or the one trained against, within the data's box."""
+    from advbayes.runs import make_ball
+
+    return make_ball(norm or trained.norm, trained.eps if eps is None else eps, trained.box)
+
+
+def attacks_for(
+    names: Sequence[str], ball: Ball, task: str, *, steps: int, restarts: int = 1, queries: int = 500
+) -> dict[str, Attack]:
+    """The named attacks."""
+    from advbayes.runs import make_attack
+
+    return {name: make_attack(name, ball, task=task, steps=steps, restarts=restarts, queries=queries) for name in names}
+
+
+def purifier_for(trained: Trained, data: Prepared, num_thetas: int, update: str) -> Predictor:
+    """The purified predictive of a run, exact over its training set."""
+    from advbayes import AttackChannel, Mixture
+    from advbayes.purification import Purifier
+
+    channel: Any = trained.channel
+    if channel is None or not _has_density(channel, (AttackChannel, Mixture)):
+        raise ConfigError(
+            f"purify: must go with a run whose channel is noisy (os, mix, noise), got defense {trained.defense!r}, "
+            "whose channel has no density"
+        )
+    return Purifier(trained.model, channel, trained.thetas(num_thetas), (data.x_train, data.y_train), update)
+
+
+def _has_density(channel: Any, kinds: tuple[Any, Any]) -> bool:
+    """A Gaussian somewhere in every component."""
+    attack, mixture = kinds
+    if isinstance(channel, mixture):
+        return all(_has_density(part, kinds) for part in channel.channels)
+    return float(getattr(channel, "sigma", 1.0)) > 0 if isinstance(channel, attack) or hasattr(channel, "sigma") else True

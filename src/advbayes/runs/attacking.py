@@ -1,0 +1,71 @@
+"""Attacks by the names that the command line knows (`advbayes.config.ATTACKS`)."""
+
+from __future__ import annotations
+
+from advbayes import checks
+from advbayes.attacks import (
+    APGD,
+    PGD,
+    HardLabel,
+    MinimumNorm,
+    RandomSearch,
+    Square,
+    entropy,
+    entropy_pgd,
+    margin,
+    nll,
+    one_step,
+    pgd,
+    squared_error,
+    strong_suite,
+)
+from advbayes.balls import _Ball as Ball
+from advbayes.config import ATTACKS
+from advbayes.types import Attack
+
+_CLASSES_ONLY = ("minimum_norm", "hard_label")
+
+
+def make_attack(
+    name: str,
+    ball: Ball,
+    *,
+    task: str = "classification",
+    steps: int = 50,
+    restarts: int = 1,
+    queries: int = 500,
+) -> Attack:
+    """A named attack for a task: regression replaces the likelihood by the squared error where the attack wants errors.
+
+    >>> from advbayes import L2
+    >>> make_attack("pgd_plus", L2(1.0), steps=10)
+    PGD(ball=L2(1), stages=((nll, 5), (entropy, 5)), step_size=None, restarts=1, stop_at_success=False)
+    """
+    checks.choice("attack", name, tuple(ATTACKS))
+    checks.count("steps", steps)
+    regression = task == "regression"
+    if regression and name in _CLASSES_ONLY:
+        raise ValueError(f"attack must be one for regression, got {name!r}, which wants classes")
+    main = squared_error if regression else nll
+    half = max(1, steps // 2)
+    match name:
+        case "pgd1":
+            return one_step(ball, main)
+        case "pgd":
+            return pgd(ball, steps, main, restarts=restarts)
+        case "pgd_plus":
+            return PGD(ball, ((main, half), (entropy, half)), restarts=restarts)
+        case "ent":
+            return entropy_pgd(ball, steps, restarts=restarts)
+        case "apgd":
+            return APGD(ball, main if regression else margin, steps, restarts)
+        case "minimum_norm":
+            return MinimumNorm(ball, steps=steps, restarts=restarts)
+        case "hard_label":
+            return HardLabel(ball)
+        case "square":
+            return Square(ball, queries, nll if regression else margin)
+        case "random":
+            return RandomSearch(ball, queries, main)
+        case _:
+            return strong_suite(ball, steps=steps, restarts=restarts, queries=queries)

@@ -1,0 +1,207 @@
+"""From a configuration to objects: data as the model sees it, network, model, posterior, channel, objective."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from advbayes.attacks import entropy, margin, nll, one_step, pgd, squared_error
+from advbayes.balls import L2, Linf
+from advbayes.balls import _Ball as Ball
+from advbayes.channels import AttackChannel, Learned, Mixture, Noise
+from advbayes.config import ConfigError, RunConfig
+from advbayes.datasets import Dataset, Standardize, from_csv, from_npz, load_dataset
+from advbayes.likelihoods import Categorical, Gaussian
+from advbayes.model import BayesianModel
+from advbayes.networks import ConvGenerator, FullyConnectedGenerator, conv_net, mlp
+from advbayes.objectives import ChannelELBO, LogitPairing, Penalty, Trades
+from advbayes.posteriors import Ensemble, LowRank, MeanField, PointMass, _Posterior
+from advbayes.seeds import seed_for
+from advbayes.types import Channel
+
+Downloading = Callable[[str, int, int | None], None]  # file, bytes so far, bytes in all
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A data set as the model sees it: tables standardised, images as they are.
+
+    >>> from advbayes.config import make_config
+    >>> prepare(make_config({"data": "diabetes"})).x_train.mean(0).abs().max() < 1e-5
+    tensor(True)
+    """
+
+    dataset: Dataset
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    scaling: Standardize | None
+
+    @property
+    def box(self) -> tuple[float, float] | None:
+        return self.dataset.box
+
+
+def prepare(config: RunConfig, *, downloading: Downloading | None = None) -> Prepared:
+    """Load and scale the configuration's data.
+
+    >>> from advbayes.config import make_config
+    >>> prepare(make_config({"data": "digits", "num_train": 100})).x_train.shape
+    torch.Size([100, 1, 8, 8])
+    """
+    path = config.file
+    if path is None:
+        dataset = load_dataset(config.data, config.root, target=config.target, seed=config.seed, progress=downloading)
+    elif path.suffix.lower() == ".csv":
+        assert config.target is not None
+        target = config.target if "," not in config.target else config.target.split(",")
+        dataset = from_csv(path, target=target, task=config.task, seed=config.seed)
+    else:
+        dataset = from_npz(path, task=config.task, seed=config.seed)
+    scaling = dataset.scaling
+    num = config.num_train
+    x_train, y_train, x_test, y_test = dataset.x_train[:num], dataset.y_train[:num], dataset.x_test, dataset.y_test
+    if scaling is not None:
+        x_train, x_test = scaling.transform(x_train), scaling.transform(x_test)
+        if dataset.task == "regression":
+            y_train, y_test = scaling.transform_target(y_train), scaling.transform_target(y_test)
+    return Prepared(dataset, x_train, y_train, x_test, y_test, scaling)
+
+
+def build_net(config: RunConfig, data: Prepared, *, trusted: bool = False) -> nn.Module:
+    """The configuration's network, drawn from its seed. A `module:factory` is imported only when `trusted`.
+
+    >>> from advbayes.config import make_config
+    >>> config = make_config({"data": "diabetes", "hidden": [3]})
+    >>> [tuple(p.shape) for p in build_net(config, prepare(config)).parameters()]
+    [(3, 10), (3,), (1, 3), (1,)]
+    """
+    dataset, event = data.dataset, tuple(data.x_train.shape[1:])
+    images = len(event) == 3
+    outputs = len(dataset.class_names) if dataset.task == "classification" else max(1, data.y_train[0].numel())
+    kind = ("conv" if images and event[1] == event[2] >= 4 else "mlp") if config.network == "auto" else config.network
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_for(config.seed, "network"))
+        if kind == "conv":
+            if not images or event[1] != event[2]:
+                raise ConfigError(f"network: must be auto or mlp for inputs of shape {event}, got 'conv' (for square images)")
+            return conv_net(outputs, event[0], event[1])
+        if kind == "mlp":
+            layers = mlp(math.prod(event), outputs, tuple(config.hidden))
+            return nn.Sequential(nn.Flatten(), *layers) if len(event) > 1 else layers
+        return own_net(kind, trusted=trusted)
+
+
+def own_net(network: str, *, trusted: bool = False) -> nn.Module:
+    """Call the user's `module:factory`, looked for in the working folder first; nothing is imported unless `trusted`.
+
+    >>> own_net("os:getcwd")
+    Traceback (most recent call last):
+    ...
+    advbayes.config.ConfigError: network: 'os:getcwd' names code of your own, which runs only with --trust-network
+    """
+    if not trusted:
+        raise ConfigError(f"network: {network!r} names code of your own, which runs only with --trust-network")
+    module_name, factory_name = network.split(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        net = getattr(importlib.import_module(module_name), factory_name)()
+    except Exception as error:  # whatever the user's code raises is the user's to mend
+        raise ConfigError(
+            f"network: must be an importable module:factory, got {network!r}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(net, nn.Module):
+        raise ConfigError(f"network: {network!r} must return a torch.nn.Module, got {type(net).__name__}")
+    return net
+
+
+def build_model(config: RunConfig, data: Prepared, *, trusted: bool = False) -> tuple[BayesianModel, _Posterior]:
+    """Model and untrained posterior.
+
+    >>> from advbayes.config import make_config
+    >>> config = make_config({"data": "diabetes", "hidden": [3], "posterior": "point"})
+    >>> build_model(config, prepare(config))[1].num_params
+    38
+    """
+    net = build_net(config, data, trusted=trusted)
+    outputs = 1 if data.y_train.ndim == 1 else data.y_train.shape[1]
+    if data.dataset.task == "classification":
+        model = BayesianModel(net, Categorical(), config.prior_scale)
+    elif config.noise_scale == "learned":
+        model = BayesianModel(net, Gaussian(1.0, learned=True, num_outputs=outputs), config.prior_scale)
+    else:
+        model = BayesianModel(net, Gaussian(config.noise_scale, num_outputs=outputs), config.prior_scale)
+    posteriors: dict[str, Callable[[], _Posterior]] = {
+        "mean_field": lambda: MeanField(model, config.init_scale),
+        "point": lambda: PointMass(model),
+        "ensemble": lambda: Ensemble(model, config.members, seed=config.seed),
+        "low_rank": lambda: LowRank(model, config.rank, config.init_scale, seed=config.seed),
+    }
+    return model, posteriors[config.posterior]()
+
+
+def make_ball(norm: str, eps: float, box: tuple[float, float] | None = None) -> Ball:
+    """The ball of a named norm.
+
+    >>> make_ball("linf", 0.1, (0, 1))
+    Linf(0.1, box=(0, 1))
+    """
+    return L2(eps, box=box) if norm == "l2" else Linf(eps, box=box)
+
+
+def build_defense(config: RunConfig, data: Prepared) -> tuple[Channel, ChannelELBO]:
+    """Channel and objective of a named defense (docs/defenses.md).
+
+    >>> from advbayes.config import make_config
+    >>> config = make_config({"data": "diabetes", "defense": "noise", "sigma": 0.5})
+    >>> build_defense(config, prepare(config))[0]
+    Noise(sigma=0.5)
+    """
+    regression = data.dataset.task == "regression"
+    ball = make_ball(config.norm, config.eps)
+    main = squared_error if regression else nll
+    noisy = AttackChannel(one_step(ball, main), config.sigma)
+    losses = (squared_error,) if regression else (nll, margin, entropy)
+
+    def learned() -> Learned:
+        event = tuple(data.x_train.shape[1:])
+        classes = None if regression else len(data.dataset.class_names)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_for(config.seed, "adversary"))
+            if len(event) == 3 and event[1] == event[2] and classes is not None:
+                return Learned(ConvGenerator(classes, event[0], event[1]), ball)
+            outputs = max(1, data.y_train[0].numel())
+            return Learned(FullyConnectedGenerator(math.prod(event), outputs, classes), ball)
+
+    deterministic = AttackChannel(one_step(ball, main))
+    channels: dict[str, Callable[[], Channel]] = {
+        "none": lambda: Noise(0.0),
+        "noise": lambda: Noise(config.sigma),
+        "at": lambda: Mixture([0.5, 0.5], [Noise(0.0), deterministic]),
+        "os": lambda: noisy,
+        "os50": lambda: Mixture([0.5, 0.5], [Noise(0.0), noisy]),
+        "mix": lambda: Mixture(
+            [0.4] + [0.6 / len(losses)] * len(losses),
+            [Noise(config.sigma), *(AttackChannel(one_step(ball, loss), config.sigma) for loss in losses)],
+        ),
+        "pgd": lambda: AttackChannel(pgd(ball, config.attack_steps, main), config.sigma),
+        "trades": lambda: AttackChannel(pgd(ball, config.attack_steps, main)),
+        "alp": lambda: AttackChannel(pgd(ball, config.attack_steps, main)),
+        "nn": learned,
+        "nn50": lambda: Mixture([0.5, 0.5], [Noise(0.0), learned()]),
+    }
+    penalties: dict[str, Penalty] = {"trades": Trades(config.beta, likelihood="clean"), "alp": LogitPairing(config.beta)}
+    penalty = penalties.get(config.defense)
+    objective = ChannelELBO(
+        len(data.x_train), config.num_theta, config.num_channel, config.bound, penalty, kl_weight=config.kl_weight
+    )
+    return channels[config.defense](), objective

@@ -1,0 +1,171 @@
+"""The folder of a run: created by one process, whole or not at all, and what it holds."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from advbayes import store
+from advbayes.config import ConfigError, RunConfig, make_config, read_toml, to_toml
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder and what it holds.
+
+    >>> Run(Path("runs/digits-mix")).model_path.as_posix()
+    'runs/digits-mix/model.advbayes'
+    """
+
+    path: Path
+
+    @staticmethod
+    def open(path: str | os.PathLike[str]) -> Run:
+        """An existing run folder."""
+        run = Run(Path(path))
+        if not (run.path / "config.toml").is_file():
+            got = "no config.toml in it" if run.path.is_dir() else "a file" if run.path.exists() else "nothing (no such folder)"
+            raise ConfigError(f"{path}: wanted a run folder (made by advbayes train), got {got}")
+        return run
+
+    @property
+    def config(self) -> RunConfig:
+        """What the run is made of."""
+        try:
+            return make_config(read_toml(self.path / "config.toml"))
+        except ConfigError as error:
+            raise ConfigError(f"{self.path / 'config.toml'}: {error}") from None
+
+    @property
+    def manifest(self) -> dict[str, Any]:
+        """Status, versions, where it comes from."""
+        document = store.read_document(self.path / "manifest.json")
+        if not isinstance(document, dict):
+            raise store.StoreError(self.path / "manifest.json", wanted="a JSON object", got=type(document).__name__)
+        return document
+
+    @property
+    def status(self) -> str:
+        """new, training, interrupted or trained."""
+        try:
+            return str(self.manifest.get("status", "new"))
+        except FileNotFoundError:
+            return "new"
+
+    @property
+    def model_path(self) -> Path:
+        """The finished model."""
+        return self.path / "model.advbayes"
+
+    @property
+    def history(self) -> store.RecordLog:
+        """One record a step."""
+        return store.RecordLog(self.path / "history.jsonl")
+
+    @property
+    def evaluations(self) -> tuple[Path, ...]:
+        """The folders of its evaluations, by name."""
+        return tuple(sorted(path.parent for path in self.path.glob("evaluation/*/config.json")))
+
+    def lock(self) -> store.Lock:
+        """The right to write here, to be entered."""
+        return store.Lock(self.path)
+
+    def log(self, message: str) -> None:
+        """A dated line in log.txt; a log that cannot be written stops nothing."""
+        with suppress(OSError), (self.path / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')} {message}\n")
+
+    def write_manifest(self, **more: Any) -> None:
+        """Replace fields of the manifest."""
+        try:
+            before = self.manifest
+        except FileNotFoundError:
+            before = {}
+        store.write_document(self.path / "manifest.json", {**before, **more})
+
+
+@contextmanager
+def create_run(config: RunConfig, out: str | os.PathLike[str] | None = None) -> Iterator[Run]:
+    """A new run folder, locked for the length of the block: `out`, or `runs/DATA-DEFENSE` with a number where that is taken.
+
+    A folder that exists is refused unless it is empty; of any number of processes that ask for one name, one gets it.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, create_run(make_config({"epochs": 1}), f"{folder}/a") as run:
+    ...     run.config.epochs
+    1.0
+    """
+    with ExitStack() as stack:
+        if out is not None:
+            folder = Path(out)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError):
+                raise ConfigError(f"out: wanted a new folder, got {folder}, which is or is below a file") from None
+            _refuse_used(folder)  # before the lock, which would blame the living writer
+            stack.enter_context(store.Lock(folder))
+            _refuse_used(folder)
+        else:
+            folder = _claimed(config, stack)
+        run = Run(folder)
+        store.write_bytes(folder / "config.toml", to_toml(config).encode())
+        yield run
+
+
+def _claimed(config: RunConfig, stack: ExitStack) -> Path:
+    """The first free name, taken and locked; a folder that somebody else filled in between is passed over."""
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", Path(config.data).stem) or "data"
+    base = Path("runs") / f"{name}-{config.defense}"
+    base.parent.mkdir(exist_ok=True)
+    while True:
+        lock = store.claim(base)
+        with suppress(store.LockedError):
+            stack.enter_context(lock)
+            if not _used(Path(lock.folder)):
+                return Path(lock.folder)
+
+
+def _used(folder: Path) -> bool:
+    """Whether there is anything but a lock or a half-written file of a dead process in the folder."""
+    return any(name != ".lock" and not name.endswith(".tmp") for name in os.listdir(folder))
+
+
+def _refuse_used(folder: Path) -> None:
+    if _used(folder):
+        run = (folder / "config.toml").is_file()
+        advice = f"a run; continue it with `advbayes train --resume {folder}`" if run else "files that are not a run's"
+        raise ConfigError(f"out: wanted a new or empty folder, got {folder}, which holds {advice}")
+
+
+def record(command: list[str] | None = None) -> dict[str, Any]:
+    """What proves a figure: command, commit, machine.
+
+    >>> sorted(record(["advbayes", "demo"]))
+    ['command', 'commit', 'machine']
+    """
+    try:
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parent,
+            timeout=10,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = "unknown"
+    return {
+        "command": command if command is not None else sys.argv,
+        "commit": commit,
+        "machine": f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+    }

@@ -1,0 +1,111 @@
+"""A trained model ready to predict: from a run folder or from a bundle that somebody sent."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from advbayes import store
+from advbayes.config import NETWORKS
+from advbayes.datasets import Standardize
+from advbayes.model import BayesianModel
+from advbayes.posteriors import Ensemble, PointMass, Samples
+from advbayes.predictive import PosteriorPredictive
+from advbayes.runs.building import own_net
+from advbayes.runs.folder import Run
+from advbayes.seeds import generator_for
+from advbayes.types import Channel
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """What a bundle holds, and what predictions need to know of the data it was trained on."""
+
+    path: Path
+    model: BayesianModel
+    posterior: Any
+    channel: Channel | None
+    scaling: Standardize | None
+    class_names: tuple[str, ...]
+    feature_names: tuple[str, ...]
+    target_names: tuple[str, ...]
+    task: str
+    event: tuple[int, ...]
+    box: tuple[float, float] | None
+    norm: str
+    eps: float
+    defense: str
+    seed: int
+
+    def thetas(self, num: int = 20) -> Tensor:
+        """The thetas that predictions use, keyed by the run's seed."""
+        return thetas_of(self.posterior, num, self.seed)
+
+    def predict(self, num: int = 20) -> PosteriorPredictive:
+        """The posterior predictive."""
+        return PosteriorPredictive(self.model, self.thetas(num))
+
+
+def thetas_of(posterior: Any, num: int, seed: int) -> Tensor:
+    """`num` thetas keyed by the seed; all members of a posterior that has finitely many.
+
+    >>> from torch import nn
+    >>> from advbayes import Categorical
+    >>> thetas_of(PointMass(BayesianModel(nn.Linear(2, 2), Categorical())), 20, seed=0).shape
+    torch.Size([1, 6])
+    """
+    if isinstance(posterior, PointMass):
+        num = 1
+    elif isinstance(posterior, (Ensemble, Samples)):
+        return posterior.thetas.detach().clone()
+    thetas: Tensor = posterior.sample(num, generator=generator_for(seed, "predict"))
+    return thetas
+
+
+def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trained:
+    """The model of a finished run, or of a bundle; a network with code of its own is built only when `trusted`.
+
+    >>> load_trained("absent")
+    Traceback (most recent call last):
+    ...
+    advbayes.store.errors.MissingError: absent: wanted a run folder or a bundle, got nothing (no such file)
+    """
+    place = Path(path)
+    if not place.exists():
+        raise store.MissingError(place, wanted="a run folder or a bundle")
+    if (place / "config.toml").is_file():
+        run = Run.open(place)
+        if not run.model_path.exists():
+            wanted = f"a finished run (`advbayes train --resume {place}` goes on with it)"
+            raise store.StoreError(place, wanted=wanted, got=f"status {run.status!r}")
+        place = run.model_path
+    network = _mapping(store.read_bundle(place)[1].get("extra")).get("network")
+    own = isinstance(network, str) and network not in NETWORKS
+    bundle = store.load(place, net=own_net(str(network), trusted=trusted) if own else None)
+    extra, threat = _mapping(bundle.extra), _mapping(bundle.threat_model)
+    box = threat.get("box")
+    return Trained(
+        path=Path(path),
+        model=bundle.model,
+        posterior=bundle.posterior,
+        channel=bundle.channel,
+        scaling=None if bundle.scaling is None else Standardize.from_dict(bundle.scaling),
+        class_names=bundle.class_names or (),
+        feature_names=tuple(map(str, extra.get("feature_names", ()))),
+        target_names=tuple(map(str, extra.get("target_names", ()))),
+        task=str(extra.get("task", "classification" if bundle.class_names else "regression")),
+        event=tuple(int(size) for size in extra.get("event", ())),
+        box=None if box is None else (float(box[0]), float(box[1])),
+        norm=str(threat.get("norm", "l2")),
+        eps=float(threat.get("eps", 0.0)),
+        defense=str(extra.get("defense", "model")),
+        seed=int(extra.get("seed", 0)),
+    )
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,174 @@
+"""Train a run: from its configuration, or from its last checkpoint, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from advbayes import store
+from advbayes.config import RunConfig
+from advbayes.evaluation.inputs import Task
+from advbayes.evaluation.result import REDUCTIONS
+from advbayes.evaluation.scoring import score
+from advbayes.predictive import PosteriorPredictive
+from advbayes.runs.building import Downloading, Prepared, build_defense, build_model, prepare
+from advbayes.runs.folder import Run, record
+from advbayes.runs.trained import thetas_of
+from advbayes.training import COLUMNS, FitResult, State, fit
+
+# Wall time is no part of what is trained: without it, two runs of one seed have the same history, byte for byte.
+_KEPT = tuple(name for name in COLUMNS if name != "seconds")
+
+
+def train(
+    run: Run,
+    *,
+    trusted: bool = False,
+    progress: bool | None = None,
+    stop: Callable[[], bool] | None = None,
+    downloading: Downloading | None = None,
+) -> FitResult:
+    """Train a run, from its last checkpoint if it has one; the caller holds the folder's lock.
+
+    >>> import tempfile
+    >>> from advbayes.config import make_config
+    >>> from advbayes.runs import create_run
+    >>> config = make_config({"data": "diabetes", "defense": "none", "epochs": 1, "hidden": [4]})
+    >>> with tempfile.TemporaryDirectory() as folder, create_run(config, f"{folder}/a") as run:
+    ...     train(run).steps, run.status
+    (3, 'trained')
+    """
+    config = run.config
+    torch.set_num_threads(config.threads)
+    data = prepare(config, downloading=downloading)
+    state = read_checkpoint(run)
+    _begin(run, data, state)
+    model, posterior = build_model(config, data, trusted=trusted)
+    channel, objective = build_defense(config, data)
+    history = run.history
+    history.keep(0 if state is None else state.step)
+    written = 0 if state is None else state.step
+
+    def checkpoint(now: State) -> None:
+        """The history first: what a kill leaves beyond the last checkpoint is cut off when the run goes on."""
+        nonlocal written
+        rows = ({"step": row, **{c: _plain(now.history[c][row]) for c in _KEPT}} for row in range(written, now.step))
+        history.append(*rows)
+        written = now.step
+        place = {"step": now.step, "skipped": now.skipped, "seconds": now.history["seconds"][-1]}
+        store.write_bundle(run.path / "checkpoint", {"state": now.tensors}, {"state": place})
+
+    result = fit(
+        model,
+        posterior,
+        channel,
+        (data.x_train, data.y_train),
+        objective=objective,
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+        lr=config.lr,
+        decay=config.decay,
+        adversary_lr=config.adversary_lr,
+        seed=config.seed,
+        compile=config.compile,
+        progress=progress,
+        state=state,
+        checkpoint=checkpoint,
+        checkpoint_every=config.checkpoint_every,
+        stop=stop,
+    )
+    if result.interrupted:
+        run.log(f"interrupted at step {result.steps}")
+        run.write_manifest(status="interrupted", steps=result.steps)
+        return result
+    store.save(
+        run.model_path,
+        model=model,
+        posterior=posterior,
+        channel=channel,
+        scaling=None if data.scaling is None else data.scaling.to_dict(),
+        class_names=data.dataset.class_names or None,
+        threat_model={"norm": config.norm, "eps": config.eps, "box": None if data.box is None else list(data.box)},
+        extra=_extra(config, data),
+    )
+    predict = PosteriorPredictive(model, thetas_of(posterior, 20, config.seed))
+    store.write_document(run.path / "metrics.json", clean_metrics(predict, data))
+    weights = next(part.sha256 for part in store.read_manifest(run.model_path).parts if part.name == "posterior.safetensors")
+    run.log(f"finished at step {result.steps}, {result.skipped} skipped")
+    run.write_manifest(status="trained", steps=result.steps, skipped=result.skipped, weights=weights)
+    return result
+
+
+def clean_metrics(predict: PosteriorPredictive, data: Prepared, *, batch_size: int = 500) -> dict[str, Any]:
+    """Scores on the clean test set, with intervals."""
+    task: Task = "classification" if data.dataset.task == "classification" else "regression"
+    parts = [
+        score(predict, data.x_test[start : start + batch_size], data.y_test[start : start + batch_size], task)
+        for start in range(0, len(data.x_test), batch_size)
+    ]
+    columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    found = {name: reduction(columns) for name, reduction in REDUCTIONS[task].items()}
+    finite = {name: value for name, value in found.items() if all(map(math.isfinite, (value.value, value.low, value.high)))}
+    values = {name: {"value": value.value, "low": value.low, "high": value.high} for name, value in finite.items()}
+    return {"task": task, "num": len(data.x_test), "thetas": len(predict.thetas), "clean": values}
+
+
+def _begin(run: Run, data: Prepared, state: State | None) -> None:
+    """Note what the run is made from; one that goes on must meet the data that it began with."""
+    now = {"data": {"source": data.dataset.provenance.source, "sha256": dict(data.dataset.provenance.sha256)}}
+    versions = store.versions()
+    if state is None:
+        run.write_manifest(status="training", started=record(), versions=versions, **now)
+        run.log("training from the start")
+        return
+    before = run.manifest
+    if before.get("data", {}).get("sha256") != now["data"]["sha256"]:
+        wanted = f"the data that the run began with, SHA-256 {before.get('data', {}).get('sha256')}"
+        raise store.StoreError(run.path, wanted=wanted, got=f"{now['data']['sha256']}")
+    run.write_manifest(status="training")
+    run.log(f"training from step {state.step}")
+    if before.get("versions") != versions:
+        run.log(
+            f"other versions than at the start, results may differ in the last bits: {before.get('versions')}, now {versions}"
+        )
+
+
+def _extra(config: RunConfig, data: Prepared) -> dict[str, Any]:
+    """What a prediction needs to know of the data."""
+    return {
+        "data": config.data,
+        "task": data.dataset.task,
+        "defense": config.defense,
+        "network": config.network,
+        "seed": config.seed,
+        "event": list(data.x_train.shape[1:]),
+        "feature_names": list(data.dataset.feature_names),
+        "target_names": list(data.dataset.target_names),
+    }
+
+
+def _plain(value: float) -> float | None:
+    """JSON has no NaN: a skipped step's values become null."""
+    return value if math.isfinite(value) else None
+
+
+def read_checkpoint(run: Run) -> State | None:
+    """The last checkpoint with the history up to it; None before the first."""
+    path = run.path / "checkpoint"
+    if not path.exists():
+        return None
+    tensors, documents = store.read_bundle(path)
+    match documents.get("state"):
+        case {"step": int(step), "skipped": int(skipped), "seconds": float() | int() as seconds} if "state" in tensors:
+            pass
+        case other:
+            raise store.StoreError(path, wanted="a checkpoint of a run", got=f"{other!r:.80}")
+    rows = run.history.read()[:step]
+    if len(rows) < step:
+        raise store.StoreError(run.path / "history.jsonl", wanted=f"{step} records, as the checkpoint", got=f"{len(rows)}")
+    history: dict[str, list[float]] = {c: [math.nan if row[c] is None else float(row[c]) for row in rows] for c in _KEPT}  # type: ignore[arg-type]
+    history["seconds"] = [math.nan] * (step - 1) + [float(seconds)] if step else []
+    return State(step, skipped, dict(tensors["state"]), history)
