@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import random
 import signal
 import struct
 import warnings
@@ -237,3 +238,58 @@ def small_version(loaded: tuple[dict[str, dict[str, torch.Tensor]], dict[str, An
     }
     assert len(numbers) == 1, f"a mixed bundle: {numbers}"
     return int(numbers.pop())
+
+
+# Random bundles, their hashes right, so that what lies behind the hashes is reached
+
+
+def mutated(contents: dict[str, bytes], draw: random.Random) -> dict[str, bytes]:
+    """The parts of a bundle with one to three random changes to settings or bytes."""
+    changed = dict(contents)
+    for _ in range(draw.randint(1, 3)):
+        name = draw.choice(sorted(changed))
+        if name.endswith(".json") and draw.random() < 0.7:
+            changed[name] = _mutated_document(changed[name], draw)
+        else:
+            changed[name] = _mutated_bytes(changed[name], draw)
+    return changed
+
+
+def _mutated_bytes(data: bytes, draw: random.Random) -> bytes:
+    place, size = draw.randrange(len(data) + 1), draw.choice((0, 1, 8, 64))
+    # The header of a tensor file is where a change tells.
+    place = min(place, draw.choice((8, 400, len(data))))
+    return data[:place] + draw.randbytes(draw.choice((0, size, 1, 4))) + data[place + size :]
+
+
+def _mutated_document(data: bytes, draw: random.Random) -> bytes:
+    try:
+        document = json.loads(data)
+    except ValueError:
+        return _mutated_bytes(data, draw)
+    junk: list[Any] = [None, True, -1, 0, 2**62, 1e300, -0.5, "", "inf", "nll", "../x", [], {}, [[]], {"kind": "L2"}, "é" * 99]
+    junk += [{"kind": "tensor", "name": "x"}, {"kind": "number", "value": "inf"}, {"kind": "net", "net": None}, ["x", 1]]
+    junk += [{"kind": kind} for kind in ("Mixture", "PGD", "Noise", "Learned", "Sequential", "Linear", "MeanField", "Samples")]
+    spots: list[tuple[Any, Any]] = []
+
+    def walk(node: Any) -> None:
+        for key in list(node) if isinstance(node, dict) else range(len(node)):
+            spots.append((node, key))
+            if isinstance(node[key], (dict, list)):
+                walk(node[key])
+
+    if not isinstance(document, (dict, list)) or not document:
+        return json.dumps(draw.choice(junk)).encode()
+    walk(document)
+    node, key = draw.choice(spots)
+    action = draw.randrange(4)
+    if action == 0:
+        del node[key]
+    elif action == 1 and isinstance(node, dict):
+        node[draw.choice(["more", "kind", "eps", "weights"])] = draw.choice(junk)
+    elif action == 2:
+        other, place = draw.choice(spots)
+        node[key] = json.loads(json.dumps(other[place])) if place in other or isinstance(other, list) else None
+    else:
+        node[key] = draw.choice(junk)
+    return json.dumps(document).encode()

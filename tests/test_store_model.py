@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,18 @@ from advbayes import (
     squared_error,
 )
 from advbayes.networks import ConvGenerator, FullyConnectedGenerator, conv_net, mlp, with_group_norm
-from advbayes.store import StoreError, export_program, kinds, load, read_bundle, save, versions, write_bundle
+from advbayes.store import (
+    StoreError,
+    archive,
+    export_program,
+    kinds,
+    load,
+    read_bundle,
+    read_manifest,
+    save,
+    versions,
+    write_bundle,
+)
 from tests import faults
 
 DATA = Path(__file__).parent / "data"
@@ -411,6 +423,23 @@ def test_altered_tensors_are_refused(
 def test_unaltered_is_not_refused(tmp_path: Path, saved: tuple[dict[str, dict[str, Tensor]], dict[str, Any]]) -> None:
     write_bundle(tmp_path / "m", *saved)
     assert load(tmp_path / "m").class_names == ("a", "b")
+
+
+def test_random_bundles_give_typed_errors_or_models(tmp_path: Path) -> None:
+    model = BayesianModel(mlp(3, 2), Categorical())
+    save(tmp_path / "m", model=model, posterior=MeanField(model), channel=full_channel(), threat_model=L2(1.0))
+    files = {part.name: (tmp_path / "m" / part.file).read_bytes() for part in read_manifest(tmp_path / "m").parts}
+    draw = random.Random(0)
+    refused = 0
+    for _ in range(500):  # the reliability script goes on for longer
+        manifest, changed = faults.sealed(faults.mutated(files, draw))
+        path = tmp_path / "x.advbayes"
+        path.write_bytes(b"".join(archive.pack({"manifest.json": manifest, **changed}, "x")))
+        try:
+            load(path)
+        except StoreError:
+            refused += 1
+    assert 300 < refused < 500
 
 
 # Versions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,7 +73,8 @@ def build_net(description: object, name: str) -> nn.Module:
             if arguments.keys() != set(wanted):
                 raise StoreError(name, wanted=f"{kind} with {', '.join(wanted)}", got=f"{list(arguments)!r:.200}")
             try:
-                with torch.device("meta"):
+                with torch.device("meta"), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torch comments on layers of size zero
                     built: nn.Module = layer_type(**{str(key): _setting(value) for key, value in arguments.items()})
                 return built
             except _FAULTS as error:
