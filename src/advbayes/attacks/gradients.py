@@ -94,8 +94,8 @@ class Best:
     broken: Tensor  # (B,)
 
     def or_better(self, other: Best) -> Best:
-        """Broken beats not broken, then the larger loss wins; a loss that is not a number never does."""
-        better = (other.broken & ~self.broken) | ((other.broken == self.broken) & (other.value > self.value))
+        """Broken beats not broken, then the larger loss wins, then the later point (a flat loss must not keep the clean one)."""
+        better = (other.broken & ~self.broken) | ((other.broken == self.broken) & (other.value >= self.value))
         return Best(
             where_rows(better, other.x, self.x),
             torch.where(better, other.value, self.value),
