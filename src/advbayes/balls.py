@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from advbayes import checks
+from advbayes.tracing import is_tracing
 
 Bound = float | Tensor  # a Tensor broadcasts against the event
 
@@ -195,9 +196,9 @@ def _normalised(d: Tensor) -> Tensor:
     """Unit vectors, zero where d is; scaled by the largest entry first where squares could underflow or overflow."""
     flat = d.flatten(1)
     norm: Tensor = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
-    if not torch.compiler.is_compiling() and norm.numel():
+    if norm.numel() and not is_tracing():
         low, high = norm.aminmax()
-        if 1e3 * math.sqrt(torch.finfo(d.dtype).tiny) < float(low) and float(high) < math.inf:
+        if 1e3 * math.sqrt(torch.finfo(d.dtype).tiny) < low.item() and high.item() < math.inf:
             return (flat / norm).view_as(d)
     flat = flat / _tiny_floor(flat.abs().amax(1, keepdim=True))
     return (flat / _tiny_floor(torch.linalg.vector_norm(flat, dim=1, keepdim=True))).view_as(d)

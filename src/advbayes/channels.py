@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,10 @@ def _add_noise(x: Tensor, sigma: float, generator: torch.Generator | None) -> Te
     if sigma == 0:
         return x
     return torch.add(x, torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device), alpha=sigma)
+
+
+def _noise_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    return torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
 
 
 def _refuse_dirac(channel: object) -> None:
@@ -176,6 +181,7 @@ class Mixture:
         self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> Tensor:
         order, edges = self._strata(len(x), generator, x.device)
+        noise = _noise_like(x, generator) if self._splits else None
         x_in, y_in = x.index_select(0, order), None if y is None else y.index_select(0, order)
         moved, first = [], 0
         for members in self._groups:
@@ -184,9 +190,17 @@ class Mixture:
             start, stop = cuts[0], cuts[-1]
             if stop > start:
                 channel = self._merged(members, [b - a for a, b in itertools.pairwise(cuts)], x.device)
-                rows = None if y_in is None else y_in[start:stop]
-                moved.append(channel.sample(predict, x_in[start:stop], rows, generator=generator))
+                inputs, rows = x_in[start:stop], None if y_in is None else y_in[start:stop]
+                if noise is None:
+                    moved.append(channel.sample(predict, inputs, rows, generator=generator))
+                else:
+                    moved.append(_shifted(channel, predict, inputs, rows, noise[start:stop]))
         return torch.empty_like(x).index_copy_(0, order, torch.cat(moved))
+
+    @cached_property
+    def _splits(self) -> bool:
+        """Whether all randomness can be drawn before any attack is computed."""
+        return all(_draws_noise_alone(channel) for channel in self.channels)
 
     @cached_property
     def _groups(self) -> list[list[int]]:
@@ -198,8 +212,8 @@ class Mixture:
                 key = channel
             elif isinstance(channel, AttackChannel) and isinstance(channel.attack, PGD):
                 attack = channel.attack
-                steps = tuple(number for _, number in attack.stages)
-                key = (channel.sigma, attack.ball, attack.step_size, attack.restarts, steps)
+                settings = (getattr(attack, f.name) for f in fields(attack) if f.name != "stages")
+                key = (channel.sigma, *settings, *(number for _, number in attack.stages))
             groups.setdefault(key, []).append(k)
         return list(groups.values())
 
@@ -222,14 +236,21 @@ class Mixture:
         if key not in self._merged_before:
             if len(self._merged_before) >= 64:  # stratified counts take a few values; those drawn iid take many
                 self._merged_before.clear()
-            stages = [self.channels[k].attack.stages for k in members]  # type: ignore[attr-defined]
             index = torch.arange(len(members), device=device).repeat_interleave(torch.tensor(counts, device=device))
-            merged = tuple(
-                (PerExample(tuple(stage[i][0] for stage in stages), index), first.attack.stages[i][1])
-                for i in range(len(first.attack.stages))
-            )
-            self._merged_before[key] = AttackChannel(replace(first.attack, stages=merged), first.sigma)
+            self._merged_before[key] = self._with_losses(members, index)
         return self._merged_before[key]
+
+    def _with_losses(self, members: list[int], index: Tensor) -> AttackChannel:
+        """One attack channel for a group, example b with the losses of its member `index[b]`."""
+        first = self.channels[members[0]]
+        assert isinstance(first, AttackChannel)
+        assert isinstance(first.attack, PGD)
+        stages = [self.channels[k].attack.stages for k in members]  # type: ignore[attr-defined]
+        merged = tuple(
+            (PerExample(tuple(stage[i][0] for stage in stages), index), first.attack.stages[i][1])
+            for i in range(len(first.attack.stages))
+        )
+        return AttackChannel(replace(first.attack, stages=merged), first.sigma)
 
     def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> GaussianDensity | MixtureDensity:
         parts = [(w, c.density(predict, x, y)) for w, c in zip(self.weights, self.channels, strict=True) if w > 0]
@@ -241,6 +262,85 @@ class Mixture:
             tuple(centres for _, part in gaussian for centres in part.centres),
             tuple(scale for _, part in gaussian for scale in part.scales),
         )
+
+
+def _draws_noise_alone(channel: Channel) -> bool:
+    """Noise, or an attack that is not random itself, plus noise."""
+    if isinstance(channel, AttackChannel):
+        return isinstance(channel.attack, PGD) and channel.attack.is_one_step
+    return isinstance(channel, Noise)
+
+
+def _shifted(channel: Channel, predict: Predictor, x: Tensor, y: Tensor | None, noise: Tensor | None) -> Tensor:
+    """A channel that draws noise alone, at a given noise."""
+    assert isinstance(channel, (Noise, AttackChannel))
+    centre = channel.attack(predict, x, y) if isinstance(channel, AttackChannel) else x
+    return centre if noise is None or channel.sigma == 0 else torch.add(centre, noise, alpha=channel.sigma)
+
+
+class Draws(NamedTuple):
+    """All the randomness of one call to a channel's `sample`, drawn as `sample` draws it."""
+
+    noise: Tensor  # as x, in the order below
+    order: Tensor  # (B,): which examples, one component after the other
+    edges: Tensor  # (components + 1,): where each component begins
+
+
+def draws(channel: Channel, x: Tensor, *, generator: torch.Generator | None = None) -> Draws | None:
+    """The randomness apart from the computation, which can then be compiled; None for channels that mix the two.
+
+    >>> draws(Mixture([0.5, 0.5], [Noise(0.1), Noise(0.2)]), torch.zeros(4, 2)).edges
+    tensor([0, 2, 4])
+    """
+    if isinstance(channel, Mixture):
+        if not channel._splits or not channel.stratified:
+            return None
+        order, edges = channel._strata(len(x), generator, x.device)
+        return Draws(_noise_like(x, generator), order, torch.tensor(edges, device=x.device))
+    if not _draws_noise_alone(channel):
+        return None
+    noiseless = channel.sigma == 0  # type: ignore[attr-defined]
+    none = torch.empty(0, dtype=torch.long, device=x.device)
+    return Draws(x.new_empty(0) if noiseless else _noise_like(x, generator), none, none)
+
+
+def sample_at(
+    channel: Channel,
+    drawn: Draws,
+    predict: Predictor,
+    x: Tensor,  # (B, *event), a mixture's already in the order drawn
+    y: Tensor,
+) -> Tensor:  # x' in x's order
+    """What `sample` computes, given its randomness, by operations whose shapes do not depend on it.
+
+    A stratified component's share of a batch varies by one example: it is computed for the larger share, and kept where
+    the example is its own.
+
+    >>> sample_at(Noise(1.0), Draws(torch.ones(2, 1), *[torch.empty(0)] * 2), None, torch.zeros(2, 1), torch.zeros(2)).sum()
+    tensor(2.)
+    """
+    if not isinstance(channel, Mixture):
+        return _shifted(channel, predict, x, y, drawn.noise if drawn.noise.numel() else None)
+    num, first = len(x), 0
+    rows = torch.arange(num, device=x.device)
+    bounds = [0.0, *channel._cumulated, 1.0]
+    out = x
+    for members in channel._groups:
+        last = first + len(members)
+        low = math.floor(round(num * bounds[first], 9))
+        high = min(num, math.ceil(round(num * bounds[last], 9)))
+        own, part = rows[low:high], slice(low, high)
+        merged = channel.channels[members[0]]
+        if len(members) > 1 and isinstance(merged, AttackChannel):
+            inner = drawn.edges[first + 1 : last]
+            merged = channel._with_losses(members, (own.unsqueeze(1) >= inner).sum(1))
+        if high > low:
+            moved = _shifted(merged, predict, x[part], y[part], drawn.noise[part])
+            mine = (own >= drawn.edges[first]) & (own < drawn.edges[last])
+            kept = torch.where(mine.view(-1, *[1] * (x.ndim - 1)), moved, out[part])
+            out = torch.cat([out[:low], kept, out[high:]])
+        first = last
+    return out
 
 
 @dataclass(frozen=True, eq=False)

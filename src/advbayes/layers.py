@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from advbayes.tracing import is_tracing
+
 MAX_CHANNELS = 2  # measured: 1.8 times faster for one, 1.2 to 1.5 for two, no clear gain from three on (docs/performance.md)
 
 
@@ -87,7 +89,7 @@ def _input_gradient(
     batch, _, height, width = gradient.shape
     rows = gradient.permute(0, 2, 3, 1).reshape(-1, num_out)  # a view in channels_last
     shares = (weight.view(num_out, -1).T @ rows.T).view(num_in, tall, wide, batch, height, width)
-    if torch.compiler.is_compiling():  # one fused kernel instead of one for each position
+    if is_tracing():  # one fused kernel instead of one for each position
         padded = sum(
             functional.pad(shares[:, i, j], (j, wide - 1 - j, i, tall - 1 - i)) for i in range(tall) for j in range(wide)
         )

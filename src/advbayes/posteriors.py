@@ -95,7 +95,8 @@ class _GaussianKL(torch.autograd.Function):
     def forward(ctx: Any, mu: Tensor, rho: Tensor, scale: Tensor, prior_scale: float) -> Tensor:
         ctx.save_for_backward(mu, rho, scale)
         ctx.prior_scale = prior_scale
-        return gaussian_kl(mu, scale, prior_scale)
+        squares = (mu.dot(mu) + scale.dot(scale)) * (0.5 / prior_scale**2)
+        return squares - scale.log().sum() + mu.numel() * (math.log(prior_scale) - 0.5)
 
     @staticmethod
     @once_differentiable
@@ -103,16 +104,6 @@ class _GaussianKL(torch.autograd.Function):
         mu, rho, scale = ctx.saved_tensors
         precision = ctx.prior_scale**-2
         return grad * precision * mu, grad * (precision * scale - scale.reciprocal()) * torch.sigmoid(rho), None, None
-
-
-def gaussian_kl(mu: Tensor, scale: Tensor, prior_scale: float) -> Tensor:
-    """KL(N(mu, s^2), N(0, t^2)) summed over every parameter.
-
-    >>> gaussian_kl(torch.zeros(3), torch.ones(3), 1.0)
-    tensor(0.)
-    """
-    squares = (mu.dot(mu) + scale.dot(scale)) * (0.5 / prior_scale**2)
-    return squares - scale.log().sum() + mu.numel() * (math.log(prior_scale) - 0.5)
 
 
 def gaussian_pull_back(

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from advbayes import checks
 from advbayes.attacks import PGD
 from advbayes.channels import AttackChannel, Learned, Mixture, learned_in
+from advbayes.gradients import CompiledGradient, Gradient, eager_gradient
 from advbayes.model import BayesianModel
 from advbayes.objectives import ChannelELBO
 from advbayes.posteriors import Samples, _Posterior
@@ -93,6 +94,8 @@ def fit(
     a row raise `NonFiniteError`. Ctrl-C (or `stop()` returning true) finishes the step and returns what is trained, with
     `interrupted=True`. `progress=None` shows a bar on a terminal alone. `checkpoint(state)` is called every
     `checkpoint_every` steps and at the end; passing a saved state as `state` goes on from there, bit for bit.
+    `compile=True` compiles the step at its first batch (ten to sixty seconds, less when cached): two to five times faster on
+    small nets, the same draws, results equal up to rounding.
 
     >>> from advbayes import BayesianModel, Categorical, MeanField, Noise
     >>> x = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
@@ -113,7 +116,8 @@ def fit(
     adversaries = [_Adversary(learned, adversary_lr) for learned in learned_in(channel)]
     held = _Held(posterior, adam, adversaries)
     state = State() if state is None else held.restore(state)
-    take_gradient = _gradient(model, posterior, channel, objective)
+    make = CompiledGradient if compile else eager_gradient
+    take_gradient: Gradient = make(model, posterior, channel, objective)
     generator = torch.Generator(model.device)
     skipped_in_a_row = 0
     interrupted = False
@@ -128,21 +132,21 @@ def fit(
                 adversary.step(model, posterior, x, y, generator)
             generator.manual_seed(seed_for(seed, "step", step))
             found = take_gradient(x, y, generator)
-            norm = _norm(found.gradients)
             bound = found.log_likelihood - objective.kl_weight * found.kl - found.penalty
-            if math.isfinite(norm) and math.isfinite(bound):
+            if math.isfinite(found.norm) and math.isfinite(bound):
                 adam.step(found.gradients, lr * decay ** (step * batches.batch_size / batches.num_data))
                 skipped_in_a_row = 0
             else:
                 state.skipped += 1
                 skipped_in_a_row += 1
-            values = (bound, found.log_likelihood, found.kl, found.penalty, norm, time.perf_counter() - origin)
+            values = (bound, found.log_likelihood, found.kl, found.penalty, found.norm, time.perf_counter() - origin)
             for column, value in zip(columns, values, strict=True):
                 column.append(value)
             state.step = step + 1
             bar.advance(f"bound {bound:.4g}")
             if skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-                raise NonFiniteError(_cause(model, objective, found.thetas, x, y, found.x_adv, step))
+                generator.manual_seed(seed_for(seed, "step", step))
+                raise NonFiniteError(_cause(model, posterior, channel, objective, x, y, generator, step))
             if interrupt() or (stop is not None and stop()):
                 interrupted = state.step < total
                 break
@@ -152,41 +156,6 @@ def fit(
         if checkpoint is not None:
             checkpoint(state)
     return FitResult(state.history, state.step, state.skipped, interrupted, state)
-
-
-class _Found(NamedTuple):
-    """One stochastic gradient of -bound / N, the bound's parts, and the draws they were computed at."""
-
-    log_likelihood: float
-    kl: float
-    penalty: float
-    gradients: list[Tensor]  # one for each of the posterior's parameters
-    thetas: Tensor  # (S, P)
-    x_adv: Tensor  # (S, K, B, *event)
-
-
-Gradient = Callable[[Tensor, Tensor, torch.Generator], _Found]
-
-
-def _gradient(model: BayesianModel, posterior: _Posterior, channel: Channel, objective: ChannelELBO) -> Gradient:
-    """(x, y, generator) -> the gradient: theta, then x', then the gradient in theta, then the chain rule to the posterior."""
-    # Thetas live in one buffer whose parts are cut once: as constants for the attack, as leaves for the gradient.
-    thetas = torch.empty(objective.num_theta, model.num_params, dtype=model.dtype, device=model.device)
-    constants = [model.parts(theta) for theta in thetas]
-    leaves = [tuple(part.detach().requires_grad_() for part in parts) for parts in constants]
-
-    def gradient(x: Tensor, y: Tensor, generator: torch.Generator) -> _Found:
-        noise = posterior.noise(objective.num_theta, generator=generator)
-        with torch.no_grad():
-            drawn = thetas.copy_(posterior.at(noise))
-        if objective.through:
-            drawn = thetas.clone().requires_grad_()
-        x_adv = objective.corrupt(model, drawn if objective.through else constants, channel, x, y, generator=generator)
-        found = objective.theta_gradient(model, drawn if objective.through else leaves, x, x_adv, y)
-        kl, gradients = posterior.pull_back(noise, found.gradient, model.prior_scale, objective.kl_weight / objective.num_data)
-        return _Found(found.log_likelihood, kl, found.penalty, gradients, drawn.detach(), x_adv.detach())
-
-    return gradient
 
 
 class _Adam:
@@ -221,10 +190,6 @@ class _Adam:
             amsgrad=False,
             maximize=False,
         )
-
-
-def _norm(gradients: list[Tensor]) -> float:
-    return math.sqrt(sum(float(flat.dot(flat)) for flat in (g.reshape(-1) for g in gradients)))
 
 
 # --- Data ---------------------------------------------------------------------------------------------------------
@@ -432,9 +397,20 @@ class _Held:
 # --- What went wrong ---------------------------------------------------------------------------------------------------
 
 
-def _cause(model: BayesianModel, objective: ChannelELBO, thetas: Tensor, x: Tensor, y: Tensor, x_adv: Tensor, step: int) -> str:
-    """Where the first NaN or infinity stands on the way from data to gradient."""
+def _cause(
+    model: BayesianModel,
+    posterior: _Posterior,
+    channel: Channel,
+    objective: ChannelELBO,
+    x: Tensor,
+    y: Tensor,
+    generator: torch.Generator,
+    step: int,
+) -> str:
+    """Where the first NaN or infinity stands on the way from data to gradient, the step's draws made anew."""
     with torch.no_grad():
+        thetas = posterior.at(posterior.noise(objective.num_theta, generator=generator))
+        x_adv = objective.corrupt(model, thetas, channel, x, y, generator=generator).detach()
         scores = objective._score(model, thetas, x_adv, y)
     suspects = (
         ("the data (x)", x),

@@ -1,0 +1,81 @@
+"""Compile a function of tensors once, call it with little overhead: what `fit(compile=True)` runs.
+
+The function is traced operation by operation (automatic differentiation included), then compiled to one native program. Against
+`torch.compile` this saves the checks at each call that nothing has changed, 50 to 100 microseconds, which on a small network is
+the time of the step itself; in return the caller promises that shapes, and all that the function reads beside its arguments,
+stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Compiled = Callable[..., tuple[Tensor, ...]]
+
+_tracing = False
+
+
+class CompileError(RuntimeError):
+    """A function could not be traced or compiled; the message says which and why."""
+
+
+def is_tracing() -> bool:
+    """Whether code runs to be compiled, and so must not look at the values of tensors.
+
+    >>> is_tracing()
+    False
+    """
+    return _tracing or torch.compiler.is_compiling()
+
+
+@contextmanager
+def _trace() -> Iterator[None]:
+    global _tracing
+    before, _tracing = _tracing, True
+    try:
+        yield
+    finally:
+        _tracing = before
+
+
+def compiled(function: Callable[..., tuple[Tensor, ...]], examples: tuple[Tensor, ...], what: str) -> Compiled:
+    """The function, compiled for arguments of the examples' shapes and dtypes; no gradient flows through it.
+
+    >>> try:
+    ...     compiled(lambda a: (a * float(a.sum()),), (torch.ones(2),), "a branch on values")
+    ... except CompileError as error:
+    ...     print(str(error)[:49])
+    compile=True could not compile a branch on values
+    """
+    try:
+        from torch._inductor import compile as compile_graph
+        from torch._inductor.decomposition import select_decomp_table
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        with _trace(), torch.no_grad():
+            graph = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*examples)
+            program = compile_graph(graph, list(examples), options=_options())
+            program(*examples)  # compiles what was left for the first call, and fails here if it fails
+    except Exception as error:  # whatever a compiler may raise
+        reason = (str(error) or repr(error)).strip().splitlines()[0]
+        raise CompileError(
+            f"compile=True could not compile {what}: {type(error).__name__}: {reason}. It needs a C++ compiler (g++) and code "
+            "that does not branch on the values of tensors; compile=False trains the same without it"
+        ) from error
+
+    def call(*arguments: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            result: tuple[Tensor, ...] = program(*arguments)
+        return result
+
+    return call
+
+
+def _options() -> dict[str, Any]:
+    """The C++ wrapper calls kernels without Python in between (0.04 ms a step on the small net)."""
+    return {"cpp_wrapper": True}
