@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import tomllib
 from collections.abc import Mapping
@@ -158,9 +159,14 @@ def accepted(key: str) -> str:
     >>> accepted("lr"), accepted("norm")
     ('a number > 0 and <= 10', "one of 'l2', 'linf'")
     """
-    schema = RunConfig.model_json_schema()["properties"][key]
+    schema = _schema()["properties"][key]
     options = [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
     return " or ".join(_words(option) for option in options)
+
+
+@functools.cache
+def _schema() -> dict[str, Any]:
+    return RunConfig.model_json_schema()
 
 
 def _words(schema: dict[str, Any]) -> str:
@@ -202,5 +208,10 @@ def to_toml(config: RunConfig) -> str:
     for key, field in RunConfig.model_fields.items():
         value = getattr(config, key)
         lines.append(f"# {field.description}")
-        lines.append(f"# {key} is not set" if value is None else f"{key} = {json.dumps(value)}")
+        lines.append(f"# {key} is not set" if value is None else f"{key} = {_toml(value)}")
     return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    """JSON is TOML for our values, but for characters beyond 16 bits (JSON escapes halves of them) and for DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
