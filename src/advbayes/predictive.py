@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
 from advbayes import checks
+from advbayes.attacks import for_rows, success
 from advbayes.likelihoods import mix
 from advbayes.model import BayesianModel
-from advbayes.types import Posterior
+from advbayes.stacked import Stacked
+from advbayes.types import Loss, Posterior
+
+# Rows x thetas x input size whose graphs are held at once: the activations then stay near the cache.
+_NUMBERS = 1 << 19
+_THETAS = 32  # as many share a graph; with more, forward passes are repeated instead
+_ROWS = 16  # smaller parts of a batch are not worth a call
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +39,18 @@ class PosteriorPredictive:
     def __post_init__(self) -> None:
         self.model._check_theta("thetas", self.thetas, 2)
         checks.finite("thetas", self.thetas)
-        object.__setattr__(self, "thetas", self.thetas.detach())
+        object.__setattr__(self, "thetas", self.thetas.detach().clone())  # nobody changes them from outside
+
+    @cached_property
+    def _blocks(self) -> list[Stacked]:
+        return _blocks(self.model, self.thetas)
 
     def __call__(self, x: Tensor) -> Distribution:
-        return mix(self.model.at_each(self.thetas)(x))
+        return _predict(self._blocks, x)
+
+    def loss_and_gradient(self, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of the mixture, what it breaks and its input gradient, in memory that does not grow with S."""
+        return _loss_and_gradient(self._blocks, loss, x, y)
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,5 +73,81 @@ class FreshPredictive:
     def __post_init__(self) -> None:
         checks.count("num", self.num)
 
+    def _thetas(self) -> Tensor:
+        return self.posterior.sample(self.num, generator=self.generator).detach()
+
     def __call__(self, x: Tensor) -> Distribution:
-        return mix(self.model.at_each(self.posterior.sample(self.num, generator=self.generator))(x))
+        return _predict(_blocks(self.model, self._thetas()), x)
+
+    def loss_and_gradient(self, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `PosteriorPredictive`'s, at one fresh draw of the thetas for the whole batch."""
+        return _loss_and_gradient(_blocks(self.model, self._thetas()), loss, x, y)
+
+
+def _blocks(model: BayesianModel, thetas: Tensor) -> list[Stacked]:
+    """The thetas in groups whose graphs may be held at once."""
+    return [Stacked(model, some) for some in torch.split(thetas, _THETAS)]
+
+
+def _mixture(blocks: list[Stacked], outputs: Tensor) -> Distribution:
+    extra = blocks[0].extra if len(blocks) == 1 else torch.cat([block.extra for block in blocks])
+    return mix(blocks[0].model.likelihood(outputs, extra))
+
+
+def _predict(blocks: list[Stacked], x: Tensor) -> Distribution:
+    """The mixture; the fast way has one gradient at most, so a caller who wants a graph gets the plain one."""
+    if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
+        return mix(blocks[0].model.at_each(torch.cat([block.thetas for block in blocks]))(x))
+    parts = torch.split(x, _rows(blocks, x)) if isinstance(x, Tensor) and len(x) else (x,)
+    return _mixture(blocks, torch.cat([torch.cat([block(part) for block in blocks]) for part in parts], dim=1))
+
+
+def _rows(blocks: list[Stacked], x: Tensor) -> int:
+    """How much of a batch is worked on at once."""
+    return max(_ROWS, _NUMBERS // (max(1, x[0].numel()) * len(blocks[0].thetas)))
+
+
+def _loss_and_gradient(blocks: list[Stacked], loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Exact for any loss of the mixture, part by part of the batch."""
+    if not len(x):
+        return x.new_zeros(0), torch.zeros(0, dtype=torch.bool, device=x.device), torch.zeros_like(x)
+    rows = _rows(blocks, x)
+    parts = [
+        _part(blocks, for_rows(loss, slice(start, start + rows)), x[start : start + rows], y[start : start + rows])
+        for start in range(0, len(x), rows)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    values, broken, gradients = zip(*parts, strict=True)
+    return torch.cat(values), torch.cat(broken), torch.cat(gradients)
+
+
+def _part(blocks: list[Stacked], loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One graph for few thetas. For many: predict without graphs, take the loss' gradient in the S outputs (a few numbers
+    each), and pull it back through one block of thetas at a time."""
+    x = x.detach().requires_grad_()
+    if len(blocks) == 1:
+        with torch.enable_grad():
+            prediction = _mixture(blocks, blocks[0](x))
+            value = loss(prediction, y)
+            gradient = _gradient(value, x)
+    else:
+        with torch.no_grad():
+            outputs = torch.cat([block(x) for block in blocks])  # (S, B, O)
+        with torch.enable_grad():
+            prediction = _mixture(blocks, outputs.requires_grad_())
+            value = loss(prediction, y)
+            back = _gradient(value, outputs)
+            gradient = torch.zeros_like(x)
+            for block, pull in zip(blocks, torch.split(back, _THETAS), strict=True):
+                gradient += _gradient(block(x) * pull, x)
+    with torch.no_grad():
+        return value.detach(), success(loss, prediction, y), gradient.detach()
+
+
+def _gradient(value: Tensor, at: Tensor) -> Tensor:
+    """d sum(value) / d at, zero where nothing depends on it."""
+    if not value.requires_grad:
+        return torch.zeros_like(at)
+    (gradient,) = torch.autograd.grad(value.sum(), at, allow_unused=True)
+    return torch.zeros_like(at) if gradient is None else gradient

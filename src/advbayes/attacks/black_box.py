@@ -129,7 +129,7 @@ class Square:
     def _share_at(self, query: int) -> float:
         """Halved at fixed fractions of the queries: early on often, later rarely."""
         marks = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8)
-        return self.share * 0.5 ** float(sum(query > mark * self.queries for mark in marks))
+        return math.ldexp(self.share, -sum(query > mark * self.queries for mark in marks))
 
     def _stripes(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """The first proposal: vertical stripes of random sign for images, random signs otherwise; on the edge of the ball."""
