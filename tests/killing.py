@@ -1,0 +1,107 @@
+"""Runs that are killed: the command line in a forked child (torch is loaded once), and what a finished run must be equal in."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import sklearn.datasets  # noqa: F401  # loaded before the fork, so that a child's time is its own
+
+import advbayes.runs  # noqa: F401
+from advbayes.cli import main
+
+SMALL = {
+    "data": "digits",
+    "network": "mlp",
+    "hidden": "8",
+    "num_train": "256",
+    "batch_size": "32",
+    "epochs": "6",
+    "lr": "0.01",
+    "checkpoint_every": "5",
+}
+FILES = ("config.toml", "history.jsonl", "metrics.json", "model.advbayes")
+
+
+def flags(settings: dict[str, str]) -> list[str]:
+    """A configuration as flags."""
+    return [part for key, value in settings.items() for part in (f"--{key.replace('_', '-')}", value)]
+
+
+def start(argv: Sequence[str]) -> int:
+    """`advbayes ARGV` in a child; its process id."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+            code = main(list(argv))
+        finally:
+            os._exit(code)
+    return pid
+
+
+def wait(pid: int) -> int:
+    """How a child ended: its exit code, or minus the signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def signalled(argv: Sequence[str], number: int, when: float) -> tuple[int, float]:
+    """Send a signal after so many seconds; how the child ended and how long that took from the signal."""
+    pid = start(argv)
+    sent: list[float] = []
+
+    def send() -> None:
+        sent.append(time.monotonic())
+        os.kill(pid, number)  # not waited for yet: the id cannot have been given to another process
+
+    timer = threading.Timer(when, send)
+    timer.start()
+    time.sleep(max(0.0, when))
+    timer.join()
+    code = wait(pid)
+    return code, time.monotonic() - sent[0]
+
+
+def state_of(run: Path) -> dict[str, bytes]:
+    """What two runs of one configuration must agree in, byte for byte."""
+    return {name: (run / name).read_bytes() for name in FILES}
+
+
+def duration_of(run: Path, settings: dict[str, str]) -> float:
+    """Make an undisturbed run; how long it took."""
+    began = time.monotonic()
+    code = wait(start(_command(run, settings)))
+    assert code == 0, code
+    return time.monotonic() - began
+
+
+def killed_and_resumed(folder: Path, settings: dict[str, str], duration: float, draw: random.Random) -> tuple[Path, int]:
+    """A run killed (SIGKILL) at a random moment, and again while it goes on, until it is done; folder and number of kills."""
+    run = folder / f"run-{draw.getrandbits(40):010x}"
+    kills = 0
+    for _ in range(2):
+        when = draw.uniform(0, duration)
+        code, _ = signalled(_command(run, settings), signal.SIGKILL, when)
+        kills += code == -signal.SIGKILL
+    pid = start(_command(run, settings))
+    code = wait(pid)
+    if code != 0:
+        raise AssertionError(f"{run}: exit code {code} after {kills} kills")
+    return run, kills
+
+
+def _command(run: Path, settings: dict[str, str]) -> list[str]:
+    """Go on with the run, or begin it where the kill came before there was one."""
+    if (run / "config.toml").exists():
+        return ["train", "--resume", str(run), "--quiet"]
+    return ["train", *flags(settings), "--out", str(run), "--quiet"]
