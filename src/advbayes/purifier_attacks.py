@@ -17,8 +17,8 @@ from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution
 
 from advbayes import attacks, checks
-from advbayes.attacks import margin, mode, nll
-from advbayes.attacks.gradients import Best, score
+from advbayes.attacks import for_rows, margin, mode, nll
+from advbayes.attacks.gradients import Best, move, score
 from advbayes.balls import _Ball as Ball
 from advbayes.purification.banks import GaussianBank
 from advbayes.purification.purifier import Purifier
@@ -101,25 +101,31 @@ class Annealed:
             best = best.or_better(Best(found, *score(purifier, loss, found, y)))
             starts.append(found)
         for start in starts:
-            best = best.or_better(self._climb(purifier, loss, start, x, y))
+            rows = torch.nonzero(~best.broken).squeeze(1)  # what is broken is done with
+            if len(rows):
+                part = self._climb(purifier, for_rows(loss, rows), start[rows], x[rows], y[rows], start is x)
+                best = best.put(rows, best.pick(rows).or_better(part))
         return best.x
 
-    def _climb(self, purifier: Purifier, loss: Loss, start: Tensor, x: Tensor, y: Tensor) -> Best:
+    def _climb(self, purifier: Purifier, loss: Loss, start: Tensor, x: Tensor, y: Tensor, fresh: bool) -> Best:
         point, size = start, 2.5 * self.ball.eps / self.steps
-        best: Best | None = None
-        for factor in self.factors:
+        best = Best(start, *score(purifier, loss, start, y))
+        for stage, factor in enumerate(self.factors):
+            rows = torch.nonzero(~best.broken).squeeze(1)
+            if not len(rows):
+                break
             wide = purifier if factor == 1 else purifier.widened(factor)
+            here, origin, labels, mine = point[rows], x[rows], y[rows], for_rows(loss, rows)
+            kept = best.pick(rows)
             for step in range(self.steps):
-                value, wrong, gradient = attacks.loss_and_gradient(wide, loss, point, y)
+                value, broken, gradient = attacks.loss_and_gradient(wide, mine, here, labels)
                 if factor == 1:
-                    here = Best(point, value, wrong)
-                    best = here if best is None else best.or_better(here)
+                    kept = kept.or_better(Best(here, value, broken))
                 # From x itself the first step goes to the edge, as one step would.
-                length = self.ball.eps if step == 0 and point is x else size
-                point = self.ball.project(point + self.ball.ascend(gradient, length), x)
-            here = Best(point, *score(purifier, loss, point, y))
-            best = here if best is None else best.or_better(here)
-        assert best is not None
+                length = self.ball.eps if fresh and stage == 0 and step == 0 else size
+                here = move(self.ball, here, gradient, length, origin)
+            kept = kept.or_better(Best(here, *score(purifier, mine, here, labels)))
+            best, point = best.put(rows, kept), point.index_copy(0, rows, here)
         return best
 
 
@@ -154,7 +160,7 @@ class NearestCentre:
         own, others = neighbours(purifier, x, y, self.num)
         best = Best(x, *score(purifier, margin, x, y))
         for k in range(others.shape[1]):
-            for direction, whole in ((others[:, k] - x, False), (others[:, k] - own, True)):
+            for direction, whole in ((others[:, k] - x, False), (others[:, k] - own[:, 0], True)):
                 norm = self.ball.norm(direction).clamp_min(1e-12)
                 length = self.ball.eps / norm
                 length = length if whole else length.clamp_max(1.0)  # not past the centre
@@ -198,15 +204,15 @@ def neighbours(
     x: Tensor,  # (B, *event)
     y: Tensor,  # (B,)
     num: int = 1,
-) -> tuple[Tensor, Tensor]:  # (B, *event), (B, num, *event)
-    """The likeliest centre of class y, and the `num` likeliest of other classes; x itself where there is none.
+) -> tuple[Tensor, Tensor]:  # (B, num, *event) each
+    """The `num` likeliest centres of class y, and of other classes; NaN where there are not as many.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, Noise
     >>> model = BayesianModel(nn.Linear(1, 2), Categorical())
     >>> purified = Purifier(model, Noise(0.1), torch.tensor([[1.0, -1.0, 0.0, 0.0]]), torch.tensor([[1.0], [-3.0]]))
     >>> neighbours(purified, torch.tensor([[0.5]]), torch.tensor([0]))
-    (tensor([[1.]]), tensor([[[-3.]]]))
+    (tensor([[[1.]]]), tensor([[[-3.]]]))
     """
     banks, query = _banks(purifier), purifier.query(x)
     right: list[tuple[Tensor, Tensor]] = []  # scores (B, k) and codes (B, k)
@@ -217,12 +223,12 @@ def neighbours(
         for groups, rows in bank.tiles(len(query)):
             logits = bank.logits(query, groups, rows)
             same = _classes(purifier, bank, groups, rows).unsqueeze(1) == y.view(1, -1, 1)
-            for kept, hidden, most in ((right, ~same, 1), (wrong, same, num)):
-                value, index = logits.masked_fill(hidden, -math.inf).topk(min(most, logits.shape[-1]), dim=-1)
+            for kept, hidden in ((right, ~same), (wrong, same)):
+                value, index = logits.masked_fill(hidden, -math.inf).topk(min(num, logits.shape[-1]), dim=-1)
                 for g in range(len(value)):
                     code = (k * purifier.store.num_thetas + groups.start + g) * total + rows.start + index[g]
                     kept.append((value[g].double() + offset.unsqueeze(1), code))
-    return _fetch(purifier, banks, right, x, 1)[:, 0], _fetch(purifier, banks, wrong, x, num)
+    return _fetch(purifier, banks, right, x, num), _fetch(purifier, banks, wrong, x, num)
 
 
 def _fetch(
@@ -232,12 +238,12 @@ def _fetch(
     value, place = value.topk(min(num, value.shape[1]), dim=1)
     code = code.gather(1, place)
     total, num_thetas = purifier.store.num_reference, purifier.store.num_thetas
-    found = x.unsqueeze(1).flatten(2).repeat(1, code.shape[1], 1)
+    found = x.new_full((*code.shape, x[0].numel()), math.nan)
     for source in torch.unique(code // total).tolist():
         mine = (code // total == source) & (value > -math.inf)
         rows = banks[source // num_thetas].centres.pick(source % num_thetas, code[mine] % total)
         found[mine] = rows + purifier.store.centre
-    return found.view(len(x), -1, *x.shape[1:])
+    return found.view(len(x), code.shape[1], *x.shape[1:])
 
 
 @torch.no_grad()
@@ -245,12 +251,14 @@ def nearest_centre_radius(
     purifier: Purifier,
     x: Tensor,  # (B, *event)
     y: Tensor,  # (B,)
+    num: int = 8,
 ) -> Tensor:  # (B,)
     """How far, in L2, x is from any other class in the limit sigma to 0: no smaller perturbation can change the prediction.
 
-    min over centres c_j of other classes of (|x - c_j|^2 - |x - c|^2) / (2 |c_j - c|), c the nearest centre of class y: the
-    distance to the plane between them, exact if c stays the nearest of its class on the way, a lower bound in any case;
-    0 where the prediction is wrong already. One noise for all centres; online, or with one theta.
+    min_j max_i (|x - c_j|^2 - |x - c_i|^2) / (2 |c_j - c_i|) over centres c_j of other classes and the `num` nearest c_i of
+    class y: c_j must come nearer than every c_i, and that is the distance to the plane between the two. Exact if one c_i
+    decides, a lower bound in any case; 0 where the prediction is wrong already. One noise for all centres; online, or with
+    centres that all thetas share.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, Noise
@@ -260,34 +268,33 @@ def nearest_centre_radius(
     tensor([1.5000])
     """
     banks = _banks(purifier)
-    scales = {bank.scale * bank.factor if isinstance(bank.scale, float) else math.nan for bank in banks}
-    if len(scales) > 1 or math.nan in scales or any(not isinstance(bank.scale, float) for bank in banks):
+    scales = {bank.scale * bank.factor for bank in banks if isinstance(bank.scale, float)}
+    if len(scales) != 1 or any(not isinstance(bank.scale, float) for bank in banks):
         raise ValueError("the closed form needs one noise for all centres, got several")
     if purifier.update == "offline" and any(bank.groups > 1 for bank in banks):
-        raise ValueError("the closed form needs update='online', or one theta, got 'offline' with several")
-    own, _ = neighbours(purifier, x, y, 1)
-    here, there = purifier.query(x).flat, purifier.query(own).flat
-    known = (here - there).square().sum(1) > 0
-    base = (here - there).double().square().sum(1)
+        raise ValueError("the closed form needs update='online', or centres that all thetas share, got neither")
+    own, _ = neighbours(purifier, x, y, checks.count("num", num))
+    here = purifier.query(x).flat
+    middles = own.flatten(2) - purifier.store.centre  # (B, k, d)
+    known = ~torch.isnan(middles[..., 0])  # (B, k)
+    middles = torch.where(known.unsqueeze(-1), middles, here.unsqueeze(1))
+    from_x_to_own = (here.unsqueeze(1) - middles).square().sum(-1)  # (B, k)
     radius = here.new_full((len(x),), math.inf)
-    query = purifier.query(x)
     for bank in banks:
-        for groups, rows in bank.tiles(len(query)):
+        for groups, rows in bank.tiles(len(x)):
             centres, half = bank.centres.block(groups, rows), bank.half_norms[groups, rows].unsqueeze(1)
-            from_x = 2 * half - 2 * torch.matmul(here, centres.transpose(1, 2)) + here.square().sum(1).unsqueeze(1)
-            from_own = 2 * half - 2 * torch.matmul(there, centres.transpose(1, 2)) + there.square().sum(1).unsqueeze(1)
-            plane = (from_x - base.to(here.dtype).unsqueeze(1)) / (2 * from_own.clamp_min(1e-12).sqrt())
+            to_x = _square_distances(here, centres, half)  # (g, B, n)
+            plane = torch.full_like(to_x, -math.inf)
+            for k in range(middles.shape[1]):
+                to_own = _square_distances(middles[:, k], centres, half).clamp_min(1e-12).sqrt()
+                each = (to_x - from_x_to_own[:, k].unsqueeze(1)) / (2 * to_own)
+                plane = torch.where(known[:, k].view(1, -1, 1), torch.maximum(plane, each), plane)
             same = _classes(purifier, bank, groups, rows).unsqueeze(1) == y.view(1, -1, 1)
             radius = torch.minimum(radius, plane.masked_fill(same, math.inf).amin(-1).amin(0))
-    # Without a centre of class y at all (own is x itself) the prediction is wrong wherever x is.
-    has_own = known | _has_class(purifier, banks, y)
-    return torch.where(has_own, radius.clamp_min(0.0), torch.zeros_like(radius))
+    return radius.clamp_min(0.0)
 
 
-def _has_class(purifier: Purifier, banks: list[GaussianBank], y: Tensor) -> Tensor:
-    found = torch.zeros(len(y), dtype=torch.bool, device=y.device)
-    for bank in banks:
-        for groups, rows in bank.tiles(1):
-            classes = _classes(purifier, bank, groups, rows)
-            found |= torch.isin(y, classes)
-    return found
+def _square_distances(points: Tensor, centres: Tensor, half_norms: Tensor) -> Tensor:
+    """(B, d), (g, n, d) and |centres|^2 / 2, (g, 1, n) -> (g, B, n)."""
+    products = torch.matmul(points, centres.transpose(1, 2))
+    return 2 * (half_norms - products) + points.square().sum(1).unsqueeze(1)

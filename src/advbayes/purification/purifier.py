@@ -92,7 +92,7 @@ class Purifier:
         for bank in store.banks:
             if isinstance(bank, GaussianBank) and isinstance(bank.scale, float):
                 scale = bank.scale * bank.factor
-                if _FARTHEST * max(self._reach, 1.0) ** 2 / scale**2 > 1e-2 * largest:
+                if _FARTHEST * max(self._reach, 1.0) ** 2 > 1e-2 * largest * scale**2:
                     raise ValueError(f"sigma must be large enough for {store.centre.dtype} to hold 1/sigma^2, got {scale:g}")
         return self
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 _QUERIES = 512
-_LEVELS = 60  # halvings at most; Newton's steps need about ten
+_LEVELS = 150  # turns at most: fifty halvings; Newton's steps need about ten
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +184,8 @@ class PurifiedMixture(Distribution):
         high = mean + spread * (level / (1 - level)).sqrt() * (1 + 1e-6)
         tolerance = 4 * torch.finfo(self._x.dtype).eps * (spread + mean.abs())
         at = 0.5 * (low + high)
-        for _ in range(_LEVELS):
+        done = torch.zeros_like(level, dtype=torch.bool)
+        for turn in range(_LEVELS):
 
             def both(rows: slice, m: Tensor, s: Tensor, at: Tensor = at) -> tuple[Tensor, Tensor]:
                 z = (at[rows, None].to(m.dtype) - m[:, None]) / s[:, None]
@@ -194,9 +195,12 @@ class PurifiedMixture(Distribution):
             high = torch.where(below >= level, at, high)
             low = torch.where(below >= level, low, at)
             step = at - (below - level) / density.clamp_min(1e-300)
-            settled = (step - at).abs() <= tolerance
-            at = torch.where((step > low) & (step < high), step, 0.5 * (low + high))
-            if bool((settled | (high - low <= tolerance)).all()):
+            settled = done | ((step - at).abs() <= tolerance) | (high - low <= tolerance)
+            # Every third turn halves, whatever Newton says: between two modes it may wander.
+            good = (step >= low) & (step <= high) & (turn % 3 != 2)
+            at = torch.where(settled, at, torch.where(good, step, 0.5 * (low + high)))
+            done = settled
+            if bool(done.all()):
                 break
         return at.to(self._x.dtype)
 

@@ -1,0 +1,93 @@
+"""Purifying by simulation: converges to the exact answer where there is one, and works where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from advbayes import L2, AttackChannel, BayesianModel, Categorical, Gaussian, Noise, nll, one_step
+from advbayes.purification import Purifier, SimulatedPurifier, choose_bandwidth
+from advbayes.types import Predictor
+from tests.oracles import FLOAT, LinearGaussian, generator, randn
+
+SM2 = LinearGaussian()
+
+
+class BlackBox:
+    """SM-2's channel as a simulator: it can be asked for x' and for nothing else."""
+
+    def sample(
+        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        return (1 + SM2.eps) * x + SM2.sd * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+
+def test_converges_to_the_closed_form() -> None:
+    model = BayesianModel(nn.Linear(1, 1, bias=False).to(FLOAT), Gaussian(SM2.sy))
+    thetas = SM2.mu + SM2.v**0.5 * randn(200, 1, seed=1)
+    x_adv = torch.tensor([[-1.5], [0.4], [2.0]], dtype=FLOAT)
+    lam_mean = torch.tensor([SM2.lam * float(x) for x in x_adv], dtype=FLOAT) * thetas.mean()
+    errors, bandwidths = [], []
+    for num, draws in ((100, 1), (10_000, 4)):
+        reference = SM2.sx * randn(num, 1, seed=2)
+        purifier = SimulatedPurifier(model, BlackBox(), thetas[:20], reference, num_simulations=draws)
+        exact = thetas[:20].mean() / thetas.mean() * lam_mean
+        errors.append(float((purifier(x_adv).mean - exact).abs().max()))
+        bandwidths.append(purifier.bandwidth)
+    assert bandwidths[1] < 0.6 * bandwidths[0]
+    assert errors[1] < 0.04
+    assert errors[1] < 0.5 * errors[0]
+
+
+def test_equals_the_purifier_of_the_kernel_when_the_channel_is_still() -> None:
+    """sigma = 0 has no density; with a kernel of width h it is purified as if it had noise h."""
+    model = BayesianModel(nn.Linear(3, 3).to(FLOAT), Categorical())
+    thetas, x = 0.7 * randn(4, model.num_params), randn(200, 3, seed=1)
+    y = torch.randint(0, 3, (200,), generator=generator(2))
+    x_adv = randn(5, 3, seed=3)
+    attack = one_step(L2(0.8))
+    found = SimulatedPurifier(model, AttackChannel(attack, 0.0), thetas, (x, y), bandwidth=0.3)
+    wanted = Purifier(model, AttackChannel(attack, 0.3), thetas, (x, y))
+    torch.testing.assert_close(found(x_adv).probs, wanted(x_adv).probs, rtol=1e-10, atol=0)
+    torch.testing.assert_close(found.diagnose(x_adv).ess_reference, wanted.diagnose(x_adv).ess_reference)
+    at = x_adv.clone().requires_grad_()
+    gradients = [torch.autograd.grad(nll(p(at), y[:5]).sum(), at)[0] for p in (found, wanted)]
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+
+
+def test_effective_sample_size_grows_with_the_bandwidth_and_runs_repeat() -> None:
+    model = BayesianModel(nn.Linear(3, 3).to(FLOAT), Categorical())
+    thetas, x = randn(2, model.num_params), randn(300, 3, seed=1)
+    sizes = [
+        float(SimulatedPurifier(model, Noise(0.2), thetas, x, bandwidth=h).diagnose(x[:20]).ess_reference.mean())
+        for h in (0.05, 0.3, 2.0)
+    ]
+    assert sizes[0] < sizes[1] < sizes[2]
+    first, again, other = (
+        SimulatedPurifier(model, Noise(0.2), thetas, x, num_simulations=2, seed=s)(x[:3]).probs for s in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_bandwidth_of_a_gaussian_is_near_its_rule() -> None:
+    """Silverman's rule for a Gaussian in one dimension: 1.06 s N^(-1/5)."""
+    for num in (500, 1500):
+        x = randn(num, 1, seed=num)
+        found = choose_bandwidth(Noise(0.0), None, x, generator=generator(0))  # type: ignore[arg-type]
+        assert 0.4 < found / (1.06 * num**-0.2) < 2.0
+
+
+def test_bad_arguments_are_named() -> None:
+    model = BayesianModel(nn.Linear(3, 3).to(FLOAT), Categorical())
+    thetas, x = randn(2, model.num_params), randn(30, 3)
+    for settings, message in (
+        ({"bandwidth": 0.0}, "bandwidth must be a finite number > 0"),
+        ({"num_simulations": 0}, "num_simulations must be"),
+        ({"reference": x[:1]}, "at least two points"),
+        ({"reference": x[:1].repeat(9, 1)}, "different x'"),
+        ({"channel": 3}, "channel must have sample"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            SimulatedPurifier(**({"model": model, "channel": Noise(0.0), "thetas": thetas, "reference": x} | settings))  # type: ignore[arg-type]

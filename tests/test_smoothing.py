@@ -1,0 +1,108 @@
+"""Smoothing as a Predictor: its randomness, its gradient, its thetas."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from advbayes import L2, BayesianModel, Categorical, FreshPredictive, Gaussian, MeanField, PosteriorPredictive, nll, pgd
+from advbayes.smoothing import Smoothed
+from tests.oracles import FLOAT, generator, randn
+
+
+def predictor(likelihood: object = None, outputs: int = 3, num: int = 4) -> PosteriorPredictive:
+    model = BayesianModel(nn.Linear(5, outputs).to(FLOAT), likelihood or Categorical())  # type: ignore[arg-type]
+    return PosteriorPredictive(model, 0.7 * randn(num, model.num_params))
+
+
+def test_no_noise_is_no_smoothing() -> None:
+    x = randn(6, 5, seed=1)
+    for predict in (predictor(), predictor(Gaussian(0.3), 1), predictor(Gaussian(0.3, num_outputs=2), 2)):
+        smoothed, plain = Smoothed(predict, 0.0, num=7)(x), predict(x)
+        for name in ("probs",) if hasattr(plain, "probs") else ("mean", "variance"):
+            torch.testing.assert_close(getattr(smoothed, name), getattr(plain, name))
+
+
+def test_linear_regression_smooths_in_closed_form() -> None:
+    """E over the noise of N(w.x + b, s^2) has the mean of the middle and the variance s^2 + sigma^2 |w|^2."""
+    predict, sigma = predictor(Gaussian(0.3), 1, num=1), 0.4
+    x = randn(6, 5, seed=1)
+    found = Smoothed(predict, sigma, num=20_000)(x)
+    w = predict.thetas[0, :5]
+    variance = 0.3**2 + sigma**2 * float(w @ w)
+    assert float((found.mean - predict(x).mean).abs().max()) < 4.9 * math.sqrt(variance / 20_000)
+    assert float((found.variance / variance - 1).abs().max()) < 4.9 * math.sqrt(2 / 20_000)
+
+
+def test_a_seed_makes_it_a_function_of_each_input_alone() -> None:
+    x, predict = randn(6, 5, seed=1), predictor()
+    fixed = Smoothed(predict, 0.5, num=50)
+    torch.testing.assert_close(fixed(x).probs[2:4], fixed(x[2:4]).probs, rtol=1e-12, atol=0)
+    assert torch.equal(fixed(x).probs, Smoothed(predict, 0.5, num=50)(x).probs)
+    assert not torch.equal(fixed(x).probs, Smoothed(predict, 0.5, num=50, seed=1)(x).probs)
+    fresh = Smoothed(predict, 0.5, num=50, seed=None, generator=generator(0))
+    assert not torch.equal(fresh(x).probs, fresh(x).probs)
+
+
+def test_fresh_thetas_come_with_every_draw() -> None:
+    model = BayesianModel(nn.Linear(5, 3).to(FLOAT), Categorical())
+    posterior = MeanField(model, init_scale=1.0)
+    x, drawn = randn(4, 5, seed=1), []
+    sample = posterior.sample
+
+    def counted(num: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
+        drawn.append(num)
+        return sample(num, generator=generator)
+
+    posterior.sample = counted  # type: ignore[method-assign]
+    smoothed = Smoothed(FreshPredictive(model, posterior, 2), 0.0, num=1500)
+    probs = smoothed(x).probs
+    assert drawn == [1] * 1500
+    thetas = sample(1500, generator=generator(5))
+    wanted = model.at_each(thetas)(x).probs.mean(0)
+    assert float((probs - wanted).abs().max()) < 4.9 * math.sqrt(2 * 0.25 / 1500)
+    assert torch.equal(probs, smoothed(x).probs)
+
+
+@pytest.mark.parametrize("num", [5, 3000])
+def test_gradients_are_exact_whether_kept_or_rebuilt(num: int) -> None:
+    predict, y = predictor(), torch.tensor([0, 1, 2])
+    x = randn(3, 5, seed=1)
+    smoothed = Smoothed(predict, 0.5, num=num)
+    at = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(nll(smoothed(at), y).sum(), at)
+    for column in range(5):
+        shift = torch.zeros_like(x)
+        shift[:, column] = 1e-5
+        slope = (nll(smoothed(x + shift), y) - nll(smoothed(x - shift), y)) / 2e-5
+        torch.testing.assert_close(gradient[:, column], slope, rtol=1e-5, atol=1e-8)
+
+
+def test_attacks_go_through_it() -> None:
+    smoothed, x = Smoothed(predictor(), 0.5, num=20), randn(8, 5, seed=1)
+    y = smoothed(x).probs.argmax(1)
+    moved = pgd(L2(0.5), steps=5)(smoothed, x, y)
+    assert bool((nll(smoothed(moved), y) > nll(smoothed(x), y)).all())
+
+
+def test_votes_count_every_draw() -> None:
+    smoothed, x = Smoothed(predictor(), 0.5), randn(8, 5, seed=1)
+    votes = smoothed.votes(x, 333, generator=generator(0))
+    assert votes.shape == (8, 3)
+    assert votes.sum(1).tolist() == [333] * 8
+    with pytest.raises(TypeError, match="votes need a classifier"):
+        Smoothed(predictor(Gaussian(0.3), 1), 0.5).votes(x, 3)
+
+
+def test_bad_arguments_are_named() -> None:
+    for settings, message in (
+        ({"sigma": -1.0}, "sigma must be"),
+        ({"num": 0}, "num must be"),
+        ({"predict": 3}, "predict must be a Predictor"),
+        ({"generator": generator(0)}, "generator must be absent unless seed=None"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            Smoothed(**({"predict": predictor(), "sigma": 0.5} | settings))  # type: ignore[arg-type]
