@@ -54,10 +54,11 @@ def compiled(function: Callable[..., tuple[Tensor, ...]], examples: tuple[Tensor
     """
     try:
         from torch._inductor import compile as compile_graph
+        from torch._inductor import config
         from torch._inductor.decomposition import select_decomp_table
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        with _trace(), torch.no_grad():
+        with _trace(), torch.no_grad(), config.patch(compile_threads=1):  # no worker processes that outlive the call
             graph = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*examples)
             program = compile_graph(graph, list(examples), options=_options())
             program(*examples)  # compiles what was left for the first call, and fails here if it fails
