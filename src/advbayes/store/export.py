@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical
+from torch.distributions import Categorical, Distribution
 from torch.export import Dim, ExportedProgram
 
 from advbayes.checks import describe
+from advbayes.likelihoods import mix
 from advbayes.predictive import PosteriorPredictive
-from advbayes.types import Predictor
 
 from .errors import StoreError
 from .files import write_bytes
@@ -27,17 +27,20 @@ _TOLERANCE = 1e-4  # of log-probabilities, and of means and variances in units o
 
 
 class _Program(nn.Module):
-    """x -> log-probabilities (B, C), or mean and variance (B,) or (B, D)."""
+    """x -> log-probabilities (B, C), or mean and variance (B,) or (B, D): the predictive by its formula (Eq. 9)."""
 
-    def __init__(self, predict: Predictor) -> None:
+    def __init__(self, predict: PosteriorPredictive) -> None:
         super().__init__()
-        self.predict = predict
+        self.each = predict.model.at_each(predict.thetas)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        prediction = self.predict(x)
-        if isinstance(prediction, Categorical):
-            return (prediction.logits.log_softmax(-1),)
-        return prediction.mean, prediction.variance
+        return _outputs(mix(self.each(x)))
+
+
+def _outputs(prediction: Distribution) -> tuple[Tensor, ...]:
+    if isinstance(prediction, Categorical):
+        return (prediction.logits.log_softmax(-1),)
+    return prediction.mean, prediction.variance
 
 
 def export_program(predict: PosteriorPredictive, path: str | os.PathLike[str], x: Tensor) -> None:
@@ -59,10 +62,9 @@ def export_program(predict: PosteriorPredictive, path: str | os.PathLike[str], x
         raise StoreError(path, wanted="a name that ends in .pt2 (torch.export) or .onnx", got=target.name)
     if not isinstance(x, Tensor) or x.ndim < 2 or len(x) < 2:
         raise ValueError(f"x must be an example batch of at least two inputs, got {describe(x)}")
-    program = _Program(predict)
-    exported = _traced(program, x, path)
+    exported = _traced(_Program(predict), x, path)
     batches = [x, x[:1], torch.cat([x, x.flip(0), x[:1]])]
-    wanted = [program(batch) for batch in batches]
+    wanted = [_outputs(predict(batch)) for batch in batches]
     module = exported.module()
     _compare(path, wanted, [module(batch) for batch in batches])
     if target.suffix == ".pt2":
