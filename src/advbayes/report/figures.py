@@ -1,0 +1,359 @@
+"""Figures as inline SVG: no names from outside in them (the page's legend has those), colours left to the page's scheme."""
+
+from __future__ import annotations
+
+import html
+import io
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from advbayes.report.text import number, percent, short
+from advbayes.report.words import METRICS, NORMS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Colours that stand for the page's own: after drawing they become var(--ink) and so on, so that dark pages need no second figure.
+INK, MUTED, GRID, PAPER = "#010200", "#010201", "#010202", "#010203"
+_PAGE = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)", PAPER: "var(--paper)"}
+NUM_COLOURS = 6
+MARKERS = ("o", "s", "^", "D", "v", "P")
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing, what it is about, and what a reader who does not see it should know."""
+
+    svg: str
+    title: str
+    description: str
+    caption: str = ""
+    predictor: str = ""
+
+
+def colour(index: int) -> str:
+    """The stand-in for the colour of a series.
+
+    >>> colour(1), colour(7)
+    ('#010101', '#010101')
+    """
+    return f"#0101{index % NUM_COLOURS:02x}"
+
+
+def draw(
+    paint: Callable[[Axes], None],
+    *,
+    name: str,
+    title: str,
+    description: str,
+    size: tuple[float, float] = (4.4, 2.9),  # inches of 72 units
+) -> str:
+    """One pair of axes as an <svg> element for HTML: deterministic, its ids its own, with title and description."""
+    try:
+        import matplotlib
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.figure import Figure as Canvas
+    except ImportError as error:
+        raise ImportError("the report's figures need matplotlib: pip install 'advbayes[report]'") from error
+    settings: dict[str, Any] = {
+        "svg.hashsalt": "advbayes",
+        "svg.fonttype": "none",
+        "text.parse_math": False,
+        "font.size": 10.5,
+        "axes.edgecolor": MUTED,
+        "axes.labelcolor": INK,
+        "axes.linewidth": 0.7,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": GRID,
+        "grid.linewidth": 0.7,
+        "xtick.color": MUTED,
+        "ytick.color": MUTED,
+        "xtick.labelcolor": INK,
+        "ytick.labelcolor": INK,
+        "text.color": INK,
+        "lines.linewidth": 1.8,
+        "lines.markersize": 5,
+        "axes.unicode_minus": True,
+        "path.simplify": True,
+    }
+    with warnings.catch_warnings(), matplotlib.rc_context(cast(Any, settings)):
+        warnings.simplefilter("ignore")  # a glyph that the measuring font lacks is no concern of a page with its own fonts
+        figure = Canvas(figsize=size, layout="constrained")
+        figure.patch.set_alpha(0)
+        axes = figure.add_subplot()
+        axes.patch.set_alpha(0)
+        paint(axes)
+        buffer = io.StringIO()
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        cast(Any, FigureCanvasSVG(figure)).print_svg(buffer, metadata=nothing)
+    return _inlined(buffer.getvalue(), name, title, description)
+
+
+def _inlined(svg: str, name: str, title: str, description: str) -> str:
+    """The bare element: no prologue, namespaces, metadata or style sheet; ids made unique; colours left to the page."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.S)
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.S)
+    svg = svg.replace("xlink:href", "href")
+    svg = re.sub(r'id="([^"]+)"', rf'id="{name}-\1"', svg)
+    svg = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', svg)
+    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
+    for stand_in, meant in _PAGE.items():
+        svg = svg.replace(stand_in, meant)
+    svg = re.sub(r"#0101([0-9a-f]{2})", lambda found: f"var(--s{int(found.group(1), 16)})", svg)
+    box = re.search(r'viewBox="([^"]+)"', svg)
+    inside = svg[svg.index(">") + 1 :]
+    head = (
+        f'<svg class="figure" viewBox="{box.group(1) if box else "0 0 1 1"}" role="img" '
+        f'aria-labelledby="{name}-title {name}-desc">'
+        f'<title id="{name}-title">{html.escape(title)}</title><desc id="{name}-desc">{html.escape(description)}</desc>'
+    )
+    return re.sub(r"\n\s*", "\n", head + inside).strip()
+
+
+def _finite(points: Sequence[Mapping[str, Any]], *keys: str) -> list[Mapping[str, Any]]:
+    return [point for point in points if all(isinstance(point[key], (int, float)) for key in keys)]
+
+
+def _percent_axis(axis: Any) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
+
+
+def _shown(metric: str, value: Any) -> str:
+    return f"{percent(value)} %" if METRICS[metric].share else number(value)
+
+
+def security_curves(document: Mapping[str, Any]) -> list[Figure]:
+    """The main metric and the NLL against eps, with their confidence bands.
+
+    >>> security_curves({"curves": [], "predictors": [], "threat_model": {}})
+    []
+    """
+    figures = []
+    order = {name: index for index, name in enumerate(document["predictors"])}
+    single = len(order) == 1
+    norm = NORMS.get(str(document["threat_model"].get("norm", "")).lower(), ("", ""))[0]
+    for metric in dict.fromkeys(curve["metric"] for curve in document["curves"]):
+        curves = [curve for curve in document["curves"] if curve["metric"] == metric]
+        label = METRICS[metric].label
+
+        def paint(axes: Axes, curves: list[Any] = curves, metric: str = metric, label: str = label) -> None:
+            for index, curve in enumerate(curves):
+                i = index if single else order[curve["predictor"]]
+                points = _finite(curve["points"], "value", "low", "high")
+                x = [point["eps"] for point in points]
+                many = len(points) > 2
+                axes.fill_between(
+                    x, [p["low"] for p in points], [p["high"] for p in points], color=colour(i), alpha=0.14, linewidth=0
+                )
+                axes.plot(
+                    x,
+                    [p["value"] for p in points],
+                    color=colour(i),
+                    marker=MARKERS[i % NUM_COLOURS],
+                    linestyle=DASHES[(i // NUM_COLOURS) % 4] if many else (0, (1.5, 2.5)),
+                    markeredgecolor=PAPER,
+                    markeredgewidth=0.8,
+                )
+            if METRICS[metric].share:
+                axes.set_ylim(-0.02, 1.02)
+                _percent_axis(axes.yaxis)
+            else:
+                axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+            axes.set_xlim(left=0)
+            axes.set_xlabel(f"budget ε{f' ({norm})' if norm else ''}")
+            axes.set_ylabel(label)
+
+        said = []
+        for curve in curves:
+            who = curve["attack"] if single else curve["predictor"]
+            steps = ", ".join(f"{_shown(metric, p['value'])} at ε = {short(p['eps'])}" for p in curve["points"])
+            said.append(f"{who}: {steps}")
+        title = f"{label} as the attacker's budget grows"
+        description = ". ".join(said) + "."
+        arrow = {"higher": "Higher is better.", "lower": "Lower is better."}.get(METRICS[metric].better, "")
+        figures.append(
+            Figure(
+                draw(paint, name=f"curve-{metric}", title=title, description=description),
+                title,
+                description,
+                f"{label}: {METRICS[metric].meaning}. {arrow} Bands are 95 % confidence intervals.",
+            )
+        )
+    return figures
+
+
+def calibration(document: Mapping[str, Any]) -> list[Figure]:
+    """A reliability diagram for each predictor, untouched and attacked; for regression one figure of interval coverages.
+
+    >>> calibration({"calibration": [], "predictors": [], "task": "classification"})
+    []
+    """
+    if document["task"] == "regression":
+        return _coverages(document) if document["calibration"] else []
+    figures = []
+    for i, name in enumerate(document["predictors"]):
+        entries = [entry for entry in document["calibration"] if entry["predictor"] == name]
+        if not entries:
+            continue
+
+        def paint(axes: Axes, entries: list[Any] = entries, i: int = i) -> None:
+            axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+            for entry in entries:
+                attacked = entry["attack"] != "clean"
+                bins = entry["bins"]
+                x, y = [b["confidence"] for b in bins], [b["accuracy"]["value"] for b in bins]
+                low = [max(0.0, b["accuracy"]["value"] - b["accuracy"]["low"]) for b in bins]
+                high = [max(0.0, b["accuracy"]["high"] - b["accuracy"]["value"]) for b in bins]
+                axes.errorbar(
+                    x,
+                    y,
+                    yerr=[low, high],
+                    color=colour(i) if attacked else MUTED,
+                    marker=MARKERS[i % NUM_COLOURS],
+                    markerfacecolor=colour(i) if attacked else PAPER,
+                    elinewidth=0.8,
+                    linewidth=1.4,
+                )
+            axes.set_xlim(0, 1.02)
+            axes.set_ylim(-0.02, 1.04)
+            axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
+            axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+            _percent_axis(axes.xaxis)
+            _percent_axis(axes.yaxis)
+            axes.set_xlabel("confidence")
+            axes.set_ylabel("accuracy")
+
+        said = [
+            f"{'Untouched' if entry['attack'] == 'clean' else 'Worst case, ε = ' + short(entry['eps'])}: "
+            f"expected calibration error {percent(entry['ece']['value'])} % "
+            f"({percent(entry['ece']['low'])} to {percent(entry['ece']['high'])})"
+            for entry in entries
+        ]
+        title = "Reliability diagram"
+        description = f"{name}. {'. '.join(said)}. Points below the diagonal are overconfident."
+        svg = draw(paint, name=f"reliability-{i}", title=title, description=description, size=(3.6, 3.1))
+        figures.append(Figure(svg, title, description, ". ".join(said) + ".", predictor=name))
+    return figures
+
+
+def _coverages(document: Mapping[str, Any]) -> list[Figure]:
+    entries, level = document["calibration"], document["interval_level"]
+    names = list(document["predictors"])
+
+    def paint(axes: Axes) -> None:
+        axes.axhline(level, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        for entry in entries:
+            i, attacked = names.index(entry["predictor"]), entry["attack"] != "clean"
+            found = entry["coverage"]
+            axes.errorbar(
+                [i + (0.14 if attacked else -0.14)],
+                [found["value"]],
+                yerr=[[found["value"] - found["low"]], [found["high"] - found["value"]]],
+                color=colour(i) if attacked else MUTED,
+                marker=MARKERS[i % NUM_COLOURS],
+                markerfacecolor=colour(i) if attacked else PAPER,
+                markersize=7,
+                capsize=3,
+            )
+        axes.set_xlim(-0.6, len(names) - 0.4)
+        axes.set_xticks(range(len(names)), [str(i + 1) for i in range(len(names))])
+        axes.set_ylim(0, 1.04)
+        _percent_axis(axes.yaxis)
+        axes.set_xlabel("predictor, in the order of the legend")
+        axes.set_ylabel("coverage")
+
+    said = [
+        f"{entry['predictor']}, {'untouched' if entry['attack'] == 'clean' else 'worst case, ε = ' + short(entry['eps'])}: "
+        f"{percent(entry['coverage']['value'])} %"
+        for entry in entries
+    ]
+    title = f"Truths inside the {percent(level, 0)} % intervals"
+    description = f"{'; '.join(said)}. The dashed line is what was promised."
+    return [Figure(draw(paint, name="coverage", title=title, description=description), title, description, description)]
+
+
+def risk_coverage(document: Mapping[str, Any]) -> list[Figure]:
+    """Untouched and worst case: the risk among the most certain answers against the share that is answered.
+
+    >>> risk_coverage({"risk_coverage": [], "predictors": [], "task": "classification"})
+    []
+    """
+    figures = []
+    names, share = list(document["predictors"]), document["task"] == "classification"
+    for attack, words in (("clean", "untouched inputs"), ("worst", "worst case")):
+        entries = [entry for entry in document["risk_coverage"] if entry["attack"] == attack]
+        if not entries:
+            continue
+
+        def paint(axes: Axes, entries: list[Any] = entries) -> None:
+            for entry in entries:
+                i = names.index(entry["predictor"])
+                axes.plot(
+                    [p["coverage"] for p in entry["points"]],
+                    [p["risk"] for p in entry["points"]],
+                    color=colour(i),
+                    marker=MARKERS[i % NUM_COLOURS],
+                    markevery=max(1, len(entry["points"]) // 6),
+                    markeredgecolor=PAPER,
+                    markeredgewidth=0.8,
+                )
+            axes.set_xlim(0, 1.02)
+            axes.set_ylim(bottom=0, top=max(axes.get_ylim()[1], 0.05))
+            _percent_axis(axes.xaxis)
+            if share:
+                _percent_axis(axes.yaxis)
+            axes.set_xlabel("share answered, most certain first")
+            axes.set_ylabel("error rate" if share else "mean squared error")
+
+        eps = entries[0]["eps"]
+        where = words if attack == "clean" else f"{words}, ε = {short(eps)}"
+        said = "; ".join(f"{entry['predictor']}: mean risk {number(entry['aurc'])}" for entry in entries)
+        title = f"Risk against coverage, {where}"
+        figures.append(
+            Figure(draw(paint, name=f"risk-{attack}", title=title, description=said + "."), title, said + ".", said + ".")
+        )
+    return figures
+
+
+def training(document: Mapping[str, Any]) -> list[Figure]:
+    """The bound over the steps of training.
+
+    >>> training({"training": [], "predictors": []})
+    []
+    """
+    entries = document["training"]
+    if not entries:
+        return []
+    order = {name: index for index, name in enumerate(document["predictors"])}
+
+    def paint(axes: Axes) -> None:
+        lowest = []
+        for index, entry in enumerate(entries):
+            values = [p["bound"] for p in entry["points"]]
+            lowest.append(sorted(values)[len(values) // 20])
+            axes.plot([p["step"] for p in entry["points"]], values, color=colour(order.get(entry["predictor"], index)))
+        top = max(max(p["bound"] for p in entry["points"]) for entry in entries)
+        if top > min(lowest):  # the first steps of a training would flatten all that follows
+            axes.set_ylim(min(lowest) - 0.05 * (top - min(lowest)), top + 0.05 * (top - min(lowest)))
+        axes.set_xlabel("step")
+        axes.set_ylabel("bound")
+
+    said = "; ".join(
+        f"{entry['predictor']}: from {number(entry['points'][0]['bound'])} to {number(entry['points'][-1]['bound'])} "
+        f"in {entry['steps']} steps"
+        for entry in entries
+    )
+    title = "The bound on the evidence during training"
+    caption = f"{title} (higher is better): {said}."
+    return [Figure(draw(paint, name="training", title=title, description=caption), title, caption, caption)]

@@ -1,0 +1,207 @@
+"""Reports of run folders, gathered from what is in them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from advbayes import store
+from advbayes.evaluation import Cell, Evaluation, load_evaluation
+from advbayes.evaluation.files import Block, Folder
+from advbayes.report.pictures import Gallery, make_gallery
+from advbayes.report.write import ReportPaths, write_report
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from advbayes.runs import Run, Trained
+
+SHOWN = 6  # examples of the gallery
+
+
+def report_run(
+    run_folder: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    title: str | None = None,
+    trusted: bool = False,
+    num_thetas: int = 20,
+) -> ReportPaths:
+    """The report of one run, in `out` or in RUN/report: its evaluations, audit, history and configuration.
+
+    A network with code of its own is built only when `trusted`; else the gallery is left out.
+
+    >>> report_run("absent")
+    Traceback (most recent call last):
+    ...
+    advbayes.config.ConfigError: absent: wanted a run folder (made by advbayes train), got nothing (no such folder)
+    """
+    where = Path(run_folder) / "report" if out is None else Path(out)
+    return report_runs([run_folder], where, title=title, trusted=trusted, num_thetas=num_thetas)
+
+
+def report_runs(
+    run_folders: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    title: str | None = None,
+    trusted: bool = False,
+    num_thetas: int = 20,
+) -> ReportPaths:
+    """One report that compares several runs; they must have been evaluated on the same examples.
+
+    >>> report_runs([], "report")
+    Traceback (most recent call last):
+    ...
+    ValueError: run_folders must hold at least one run folder, got none
+    """
+    if not run_folders:
+        raise ValueError("run_folders must hold at least one run folder, got none")
+    from advbayes.runs import Run, load_trained
+
+    runs = [Run.open(folder) for folder in run_folders]
+    names = _names(runs)
+    found = {name: _evaluations(run, name, alone=len(runs) == 1) for name, run in names.items()}
+    evaluation = merged([one for held in found.values() for one in held])
+    first = evaluation.predictors[0]
+    trained = {name: load_trained(run.path, trusted=trusted) for name, run in names.items() if _loadable(run, trusted)}
+    example = next(iter(trained.values()), None)
+    configs = {name: run.config.model_dump(mode="json") for name, run in names.items()}
+    datasets = sorted({str(config["data"]) for config in configs.values()})
+    audits = {
+        name: store.read_document(run.path / "audit.json") for name, run in names.items() if (run.path / "audit.json").is_file()
+    }
+    if len(runs) == 1 and audits:
+        audits = {first: next(iter(audits.values()))}
+    return write_report(
+        out,
+        title=title or f"{', '.join(names)} on {', '.join(datasets)}",
+        evaluation=evaluation,
+        audit=audits or None,
+        threat_model=_threat(next(iter(audits.values()), None)),
+        run={name: {"config": configs[name], "manifest": run.manifest} for name, run in names.items()},
+        history={name: run.history.read() for name, run in names.items() if (run.path / "history.jsonl").is_file()} or None,
+        gallery=_gallery(found, trained, evaluation, num_thetas),
+        class_names=example.class_names or None if example else None,
+        feature_names=example.feature_names or None if example else None,
+        scaling=example.scaling if example else None,
+        reproduce={"commands": _commands(names), "folder": ", ".join(str(run.path) for run in runs)},
+    )
+
+
+def _names(runs: Sequence[Run]) -> dict[str, Run]:
+    """Runs by their defense; by folder where two have the same."""
+    defenses = [run.config.defense for run in runs]
+    names = defenses if len(set(defenses)) == len(runs) else [run.path.resolve().name for run in runs]
+    if len(set(names)) < len(runs):
+        names = [str(run.path) for run in runs]
+    return dict(zip(names, runs, strict=True))
+
+
+def _evaluations(run: Run, name: str, *, alone: bool) -> list[Evaluation]:
+    """The evaluations of a run; beside others its predictors carry its name."""
+    if not run.evaluations:
+        wanted = f"at least one evaluation in the run (`advbayes evaluate {run.path}` makes one)"
+        raise store.StoreError(run.path, wanted=wanted, got="none")
+    found = [load_evaluation(folder) for folder in run.evaluations]
+    defense = run.config.defense
+    return found if alone or defense == name else [_renamed(one, defense, name) for one in found]
+
+
+def _renamed(evaluation: Evaluation, old: str, new: str) -> Evaluation:
+    def name(predictor: str) -> str:
+        return predictor if predictor in evaluation.trivial else predictor.replace(old, new, 1)
+
+    cells = {Cell(name(cell.predictor), cell.attack, cell.eps): rows for cell, rows in evaluation.cells.items()}
+    return Evaluation(evaluation.task, cells, evaluation.trivial, evaluation.config, evaluation.folder)
+
+
+def merged(evaluations: Sequence[Evaluation]) -> Evaluation:
+    """One evaluation of several on the same examples; where they differ, those on the most examples are taken.
+
+    A cell that two of them have is that of the later one.
+    """
+    largest = max(evaluations, key=lambda one: int(one.config.get("num", 0)))
+    same = [one for one in evaluations if one.config.get("data") == largest.config.get("data") and one.task == largest.task]
+    cells: dict[Cell, Any] = {}
+    trivial: dict[str, None] = {}
+    config = dict(largest.config)
+    for one in same:
+        trivial |= dict.fromkeys(one.trivial)
+        for key in ("attacks", "losses", "iterations", "rescored"):
+            config[key] = {**config.get(key, {}), **one.config.get(key, {})}
+        cells |= one.cells
+    ordered = {cell: cells[cell] for cell in sorted(cells, key=lambda cell: cell.predictor in trivial)}
+    return Evaluation(largest.task, ordered, tuple(trivial), config, largest.folder)
+
+
+def _loadable(run: Run, trusted: bool) -> bool:
+    return run.model_path.exists() and (trusted or ":" not in run.config.network)
+
+
+def _threat(audit: Any) -> Any:
+    """The threat model beside a verdict, where the file has one."""
+    found = audit.get("threat_model") if isinstance(audit, Mapping) else None
+    return found if isinstance(found, Mapping) else None
+
+
+def _commands(names: Mapping[str, Run]) -> list[str]:
+    lines = []
+    for run in names.values():
+        started = run.manifest.get("started") or {}
+        command = started.get("command")
+        if command:
+            from advbayes.report.write import _command
+
+            lines.append(_command(command))
+        lines += [f"advbayes evaluate {run.path}  # {folder.name}" for folder in run.evaluations]
+    return lines
+
+
+def _gallery(
+    found: Mapping[str, Sequence[Evaluation]], trained: Mapping[str, Trained], whole: Evaluation, num_thetas: int
+) -> Gallery | None:
+    """The first test examples with the strongest attack at the largest radius of each run, from the saved arrays."""
+    predictors, attacked, eps, clean = {}, {}, None, None
+    label = _strongest(whole)
+    for name, model in trained.items():
+        for evaluation in found[name]:
+            if evaluation.config.get("data") != whole.config.get("data") or evaluation.folder is None:
+                continue
+            arrays = _arrays(evaluation, label)
+            if arrays is None:
+                continue
+            clean, x_adv, eps = arrays
+            predictors[name], attacked[name] = model.predict(num_thetas), x_adv
+    if clean is None or not predictors:
+        return None
+    return make_gallery(predictors, clean[0], clean[1], {label[0]: attacked}, eps=eps, num=SHOWN)
+
+
+def _strongest(evaluation: Evaluation) -> tuple[str, float | None]:
+    """The attack and radius that hurt the first predictor most."""
+    cells = [c for c in evaluation.cells if c.predictor == evaluation.predictors[0] and c.attack != "clean"]
+    radius = max((c.eps for c in cells if c.eps is not None), default=None)
+    at = [c for c in cells if c.eps == radius] or cells
+    name = "correct" if evaluation.task == "classification" else "log_prob"
+    worst = min(at, key=lambda c: (float(evaluation.cells[c][name].mean()), c.attack))
+    return worst.attack, worst.eps
+
+
+def _arrays(evaluation: Evaluation, label: tuple[str, float | None]) -> tuple[tuple[Tensor, Tensor], Tensor, float | None] | None:
+    """(x, y) and x_adv of the first block of an attack on the first predictor."""
+    assert evaluation.folder is not None
+    folder, first = Folder(evaluation.folder), evaluation.config.get("trivial", [])
+    blocks: dict[tuple[str, float | None], Block] = {}
+    for record in folder.log.read():
+        eps = record["eps"]
+        key = str(record["attack"]), None if eps is None else float(eps)  # type: ignore[arg-type]
+        if record["predictor"] in first or record["index"] != 0 or key in blocks:
+            continue
+        blocks[key] = Block(int(record["block"]), str(record["predictor"]), *key, 0, 1)  # type: ignore[arg-type]
+    if label not in blocks or ("clean", 0.0) not in blocks:
+        return None
+    clean = folder.read_array(blocks["clean", 0.0])
+    return clean, folder.read_array(blocks[label])[0], label[1]

@@ -1,0 +1,130 @@
+"""The document as one HTML page that needs nothing else: no script, no outside host, colours for light, dark and paper."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from advbayes.report import figures, telling
+from advbayes.report.text import number, percent, short
+from advbayes.report.words import METRICS, norm_name
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render(
+    document: Mapping[str, Any],
+    pictures: Mapping[str, str],
+    provenance: Mapping[str, Any],
+    *,
+    digest: str,
+) -> str:
+    """The page."""
+    try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+        from markupsafe import Markup
+    except ImportError as error:
+        raise ImportError("the report's page needs jinja2: pip install 'advbayes[report]'") from error
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"number": number, "percent": percent, "short": short, "norm": norm_name}
+    environment.globals |= {
+        "telling": telling,
+        "metrics": METRICS,
+        "cell": cell,
+        "bars": bars,
+        "style": Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),
+    }
+    drawn = {
+        "curves": figures.security_curves(document),
+        "calibration": figures.calibration(document),
+        "risk": figures.risk_coverage(document),
+        "training": figures.training(document),
+    }
+    single = len(document["predictors"]) == 1
+    return environment.get_template("report.html.j2").render(
+        document=document,
+        pictures=pictures,
+        provenance=provenance,
+        digest=digest,
+        drawn={
+            name: [{"svg": Markup(one.svg), "caption": one.caption, "predictor": one.predictor} for one in found]
+            for name, found in drawn.items()
+        },
+        legend=legend(document["predictors"]),
+        curve_legend=legend(
+            list(dict.fromkeys(curve["attack"] for curve in document["curves"])) if single else document["predictors"]
+        ),
+        tables=tables(document),
+    )
+
+
+def legend(names: Sequence[str]) -> list[dict[str, Any]]:
+    """Colour and shape of each series.
+
+    >>> legend(["MIX"])
+    [{'name': 'MIX', 'colour': 0, 'marker': 'o'}]
+    """
+    num = figures.NUM_COLOURS
+    return [{"name": name, "colour": i % num, "marker": figures.MARKERS[i % num]} for i, name in enumerate(names)]
+
+
+def cell(metric: str, found: Mapping[str, Any]) -> dict[str, str]:
+    """Value and interval of a table's cell.
+
+    >>> cell("accuracy", {"value": 0.5, "low": 0.4, "high": 0.6})
+    {'value': '50.0', 'interval': '40.0 to 60.0'}
+    """
+    show = percent if METRICS[metric].share else number
+    return {"value": show(found["value"]), "interval": telling.interval(metric, found)}
+
+
+def tables(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The table at the headline radius, and all of it where there is more."""
+    rows = document["table"]
+    main = [row for row in rows if row["kind"] in ("clean", "trivial") or row["eps"] == document["eps"]]
+    found = [{"title": "", "groups": _grouped(main)}]
+    if len(main) < len(rows):
+        found.append({"title": "All budgets", "groups": _grouped(rows)})
+    return found
+
+
+def _grouped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault("" if row["kind"] == "trivial" else row["predictor"], []).append(row)
+    return [{"predictor": name, "rows": held} for name, held in groups.items()]
+
+
+def bars(view: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+    """The predictive probabilities as bars: all classes where they are few, else the most probable ones.
+
+    >>> drawn = bars({"probabilities": [0.2, 0.8], "truth_class": 0, "class": 1}, ["no", "yes"])
+    >>> [(bar["height"], bar["kind"]) for bar in drawn["bars"]]
+    [(8.0, 'truth'), (32.0, 'said')]
+    """
+    probabilities = view["probabilities"]
+    chosen = list(range(len(probabilities)))
+    if len(chosen) > 12:
+        chosen = sorted({*sorted(chosen, key=lambda i: -probabilities[i])[:7], view["truth_class"]})
+    top, width = 40.0, 120.0 / len(chosen)
+    named = all(len(classes[i]) <= 2 for i in chosen)
+    order = sorted(chosen, key=lambda i: -probabilities[i])[:3]
+    return {
+        "label": "Probabilities: " + ", ".join(f"{classes[i]} {percent(probabilities[i], 0)} %" for i in order),
+        "named": named,
+        "bars": [
+            {
+                "x": round(k * width + 0.12 * width, 2),
+                "width": round(0.76 * width, 2),
+                "height": round(top * probabilities[i], 2),
+                "y": round(top - top * probabilities[i], 2),
+                "middle": round((k + 0.5) * width, 2),
+                "name": classes[i],
+                "kind": "truth" if i == view["truth_class"] else "said" if i == view["class"] else "other",
+            }
+            for k, i in enumerate(chosen)
+        ],
+    }

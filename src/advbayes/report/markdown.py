@@ -1,0 +1,137 @@
+"""The document as Markdown and as CSV."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from advbayes.report import telling
+from advbayes.report.text import csv, markdown, number, percent, short
+from advbayes.report.words import METRICS
+
+
+def render(document: Mapping[str, Any], provenance: Mapping[str, Any], *, digest: str) -> str:
+    """The report in Markdown, without its figures."""
+    lines = [f"# {markdown(document['title'])}", ""]
+    lines += [*(markdown(sentence) for sentence in telling.lede(document)), ""]
+    lines += ["## In short", "", *(f"- {markdown(sentence)}" for sentence in telling.headline(document)), ""]
+    lines += ["## Can these numbers be believed?", ""]
+    for verdict in telling.verdicts(document):
+        lines += [*_verdict(verdict), ""]
+    lines += ["## Results", "", *_results(document), ""]
+    if any(row["dagger"] for row in document["table"]):
+        lines += ["† Not to be believed yet: the audit of this predictor failed, is incomplete or is missing.", ""]
+    lines += [f"- {METRICS[metric].label}: {METRICS[metric].meaning}." for metric in document["metrics"]] + [""]
+    lines += _calibration(document)
+    lines += _examples(document)
+    lines += ["## Threat model", "", *(f"- {label}: {markdown(value)}" for label, value in telling.threat_rows(document)), ""]
+    reach = telling.reach(document)
+    if reach:
+        lines += [f"The budget ε = {short(reach['eps'])} in the features' own units, if all of it goes into one of them:", ""]
+        rows = [[markdown(row["name"]), short(row["std"]), short(row["raw"])] for row in reach["rows"]]
+        lines += [*_table(["feature", "standard deviation", "ε in raw units"], rows), ""]
+    if document["attacks"]:
+        rows = [[markdown(a["name"]), markdown(", ".join(a["losses"])), str(a["iterations"] or "–")] for a in document["attacks"]]
+        lines += [*_table(["attack", "losses", "iterations"], rows), ""]
+    said = telling.trained(document)
+    if said:
+        lines += ["## What was trained", "", *(f"- {markdown(sentence)}" for sentence in said), ""]
+    lines += ["## How to reproduce this", ""]
+    if provenance.get("commands"):
+        lines += [*(f"    {command}" for command in provenance["commands"]), ""]
+    lines += [f"SHA-256 of the results (the JSON file beside this one): `{digest}`", ""]
+    lines += [f"- {markdown(label)}: {markdown(value)}" for label, value in telling.facts(document, provenance)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _verdict(verdict: Mapping[str, Any]) -> list[str]:
+    name = markdown(verdict["predictor"])
+    level = f"level {verdict['level']}, " if verdict["level"] else ""
+    lines = [f"**{name}: {level}{verdict['head'].lower()}.** {verdict['meaning']}"]
+    if not verdict["level"]:
+        return lines
+    for label, found in (("Failed", verdict["failed"] + verdict["remarks"]), ("Not run", verdict["not_run"])):
+        if found:
+            lines += ["", f"{label}:", ""]
+            for check in found:
+                figures = telling.figures_of(check)
+                said = markdown(f"{check['id']} {check['title']}{f' ({figures})' if figures else ''}")
+                advice = f". {markdown(check['advice'])}" if check["advice"] else ""
+                lines.append(f"- {said}{advice}")
+    return lines
+
+
+def _results(document: Mapping[str, Any]) -> list[str]:
+    names = document["metrics"]
+    head = ["predictor", "attack", "ε", *(f"{METRICS[metric].label}{', %' if METRICS[metric].share else ''}" for metric in names)]
+    rows = []
+    for row in document["table"]:
+        cells = []
+        for metric in names:
+            found = row["values"][metric]
+            show = percent if METRICS[metric].share else number
+            cells.append(f"{show(found['value'])}{'†' if row['dagger'] else ''} ({telling.interval(metric, found)})")
+        label = {"clean": "untouched", "trivial": "any"}.get(row["kind"], row["attack"])
+        eps = "" if row["kind"] == "trivial" else short(row["eps"])
+        rows.append([markdown(row["predictor"]), markdown(label), eps, *cells])
+    return _table(head, rows)
+
+
+def _calibration(document: Mapping[str, Any]) -> list[str]:
+    if not document["calibration"]:
+        return []
+    lines = ["## Calibration", ""]
+    for entry in document["calibration"]:
+        where = "untouched" if entry["attack"] == "clean" else f"worst case, ε = {short(entry['eps'])}"
+        found, what = (entry["ece"], "expected calibration error") if "ece" in entry else (entry["coverage"], "coverage")
+        said = f"{percent(found['value'])} % ({percent(found['low'])} to {percent(found['high'])})"
+        lines.append(f"- {markdown(entry['predictor'])}, {where}: {what} {said}")
+    return [*lines, ""]
+
+
+def _examples(document: Mapping[str, Any]) -> list[str]:
+    gallery = document["gallery"]
+    if not gallery:
+        return []
+    rows = []
+    for example in gallery["examples"]:
+        truth = example["truth"] if isinstance(example["truth"], str) else number(example["truth"])
+        for predictor in example["predictors"]:
+            for view in predictor["views"]:
+                moved = short(view["linf"] if gallery["norm"].lower() == "linf" else view["l2"])
+                if gallery["classes"]:
+                    said = f"{view['says']} ({percent(view['probabilities'][view['class']], 0)} %)"
+                else:
+                    said = f"{number(view['mean'])} ± {number(view['spread'])}"
+                cells = [str(example["index"]), truth, predictor["name"], view["label"], moved, said]
+                rows.append([markdown(cell) for cell in cells])
+    head = ["example", "truth", "predictor", "input", "moved by", "prediction"]
+    return ["## Examples", "", f"Chosen: {markdown(gallery['how_chosen'])}.", "", *_table(head, rows), ""]
+
+
+def spreadsheet(document: Mapping[str, Any]) -> str:
+    """The table of results as CSV, one value a line.
+
+    >>> spreadsheet({"table": [], "metrics": []})
+    'predictor,attack,eps,metric,value,low,high,examples,believed\\n'
+    """
+    lines = ["predictor,attack,eps,metric,value,low,high,examples,believed"]
+    for row in document["table"]:
+        for metric in document["metrics"]:
+            found = row["values"][metric]
+            cells = [
+                row["predictor"],
+                row["attack"],
+                row["eps"],
+                metric,
+                found["value"],
+                found["low"],
+                found["high"],
+                found["num"],
+            ]
+            lines.append(",".join(map(csv, [*cells, "no" if row["dagger"] else "yes"])))
+    return "\n".join(lines) + "\n"

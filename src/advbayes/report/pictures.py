@@ -1,0 +1,145 @@
+"""Inputs as they were and as attacks left them: the gallery, with images as PNG made by hand."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from advbayes import checks
+from advbayes.types import Predictor
+
+UNTOUCHED = "untouched"
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """What one predictor says about all inputs of the gallery in one state: untouched, or as an attack left them.
+
+    `prediction` holds class probabilities (G, C), or mean and standard deviation (G, 2) for regression.
+
+    >>> View("MIX", "PGD", torch.zeros(2, 3), torch.tensor([[0.5, 0.5], [0.1, 0.9]])).label
+    'PGD'
+    """
+
+    predictor: str
+    label: str
+    x: Tensor  # (G, *event)
+    prediction: Tensor
+    eps: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.prediction.ndim != 2 or len(self.prediction) != len(self.x):
+            wanted = f"one row for each of the {len(self.x)} inputs"
+            raise ValueError(f"prediction must have {wanted}, got {checks.describe(self.prediction)}")
+
+
+@dataclass(frozen=True, eq=False)
+class Gallery:
+    """A few examples with all views of them; `index` are their numbers in the test set.
+
+    >>> Gallery(torch.zeros(1, 2), torch.tensor([0]), (), task="classification").task
+    'classification'
+    """
+
+    x: Tensor  # (G, *event)
+    y: Tensor  # (G,)
+    views: tuple[View, ...] = field(default=())
+    task: str = "classification"
+    index: tuple[int, ...] = ()
+    how_chosen: str = "the first of the test set, whatever came of them"
+
+    def __post_init__(self) -> None:
+        checks.choice("task", self.task, ("classification", "regression"))
+        if len(self.y) != len(self.x):
+            raise ValueError(f"y must hold one target for each of the {len(self.x)} inputs, got {checks.describe(self.y)}")
+        if not self.index:
+            object.__setattr__(self, "index", tuple(range(len(self.x))))
+        for view in self.views:
+            if view.x.shape != self.x.shape:
+                raise ValueError(f"a view's x must have shape {tuple(self.x.shape)}, got {checks.describe(view.x)}")
+
+
+@torch.no_grad()
+def make_gallery(
+    predictors: Predictor | Mapping[str, Predictor],
+    x: Tensor,  # (N, *event)
+    y: Tensor,  # (N,)
+    attacked: Mapping[str, Tensor | Mapping[str, Tensor]],  # attack -> x_adv, or attack -> predictor -> x_adv
+    *,
+    eps: float | None = None,
+    num: int = 6,
+    how_chosen: str = "the first of the test set, whatever came of them",
+) -> Gallery:
+    """The first `num` examples, untouched and under each attack, with the predictions of every predictor.
+
+    >>> from torch.distributions import Categorical
+    >>> x = torch.tensor([[2.0, 0.0]])
+    >>> gallery = make_gallery(lambda x: Categorical(logits=x), x, torch.tensor([0]), {"PGD": x - 3})
+    >>> [view.label for view in gallery.views]
+    ['untouched', 'PGD']
+    """
+    named = dict(predictors) if isinstance(predictors, Mapping) else {"predict": predictors}
+    x, y = x[:num].detach().cpu(), y[:num].detach().cpu()
+    views, task = [], "classification"
+    for name, predict in named.items():
+        states: dict[str, Tensor] = {UNTOUCHED: x}
+        for attack, found in attacked.items():
+            x_adv = found.get(name) if isinstance(found, Mapping) else found
+            if x_adv is not None:
+                states[attack] = x_adv[: len(x)].detach().cpu()
+        for label, state in states.items():
+            prediction: Any = predict(state)
+            if hasattr(prediction, "probs"):
+                said = prediction.probs
+            else:
+                task = "regression"
+                said = torch.stack([prediction.mean.reshape(len(x), -1)[:, 0], prediction.stddev.reshape(len(x), -1)[:, 0]], 1)
+            views.append(View(name, label, state, said.detach().cpu(), None if label == UNTOUCHED else eps))
+    return Gallery(x, y, tuple(views), task, how_chosen=how_chosen)
+
+
+def is_image(event: tuple[int, ...]) -> bool:
+    """Grey or coloured pictures, (H, W) or (C, H, W).
+
+    >>> is_image((1, 8, 8)), is_image((13,))
+    (True, False)
+    """
+    return (len(event) == 3 and event[0] in (1, 3)) or (len(event) == 2 and min(event) > 1)
+
+
+def png(image: Tensor, box: tuple[float, float] = (0.0, 1.0)) -> bytes:
+    """An image (C, H, W) or (H, W) as a PNG file, the same bytes every time.
+
+    >>> png(torch.zeros(1, 2, 2))[:4]
+    b'\\x89PNG'
+    """
+    pixels = _pixels(image, box)
+    channels, height, width = pixels.shape
+    rows = pixels.permute(1, 2, 0).reshape(height, width * channels)
+    raw = b"".join(b"\0" + bytes(row.tolist()) for row in rows)
+    header = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 0, 0, 0, 0)
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(raw, 9)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in parts
+    )
+
+
+def _pixels(image: Tensor, box: tuple[float, float]) -> Tensor:  # (C, H, W), bytes
+    low, high = box
+    image = image[None] if image.ndim == 2 else image
+    return (255 * (image.double() - low) / (high - low)).round().clamp(0, 255).to(torch.uint8)
+
+
+def picture(image: Tensor, box: tuple[float, float], held: dict[str, str]) -> str:
+    """Keep an image as a data address in `held`; its name there is the SHA-256 of its pixels (compressors may differ)."""
+    name = hashlib.sha256(_pixels(image, box).contiguous().numpy().tobytes()).hexdigest()
+    held[name] = f"data:image/png;base64,{base64.b64encode(png(image, box)).decode()}"
+    return name

@@ -1,0 +1,96 @@
+"""Strings from outside, made harmless for each place they are printed in, and numbers made readable."""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from typing import Any
+
+LONGEST = 160
+_HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+_DEAD = {c: f"\\{c}" for c in "\\`*_{}[]#|~!$"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;", "@": "&#64;"}
+_SCHEME = re.compile(r"\b([a-z][a-z0-9+.-]*):(?=\S)", re.I)
+_LIST = re.compile(r"^(\d*)([-+=.)])")
+
+
+def clean(value: object, limit: int = LONGEST) -> str:
+    """One line of visible text: what cannot be seen (bidirectional marks, zero widths, controls) is spelled out.
+
+    >>> clean("a\\n b\\u202e")
+    'a b\\\\u202e'
+    """
+    text = " ".join(str(value).split())
+    if not text.isascii() or not text.isprintable():
+        text = "".join(f"\\u{ord(c):04x}" if unicodedata.category(c) in _HIDDEN else c for c in text)
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def markdown(value: object) -> str:
+    """Text for Markdown, in which nothing is markup: no emphasis, links, code, math, tables, lists, headings, HTML.
+
+    >>> markdown("MIX"), markdown("[a](javascript:b)"), markdown("<b>|"), markdown("- 1"), markdown("1. x")
+    ('MIX', '\\\\[a\\\\](javascript&#58;b)', '&lt;b&gt;\\\\|', '&#45; 1', '1&#46; x')
+    """
+    text = "".join(_DEAD.get(character, character) for character in clean(value, 10_000))
+    text = _SCHEME.sub(r"\1&#58;", text)  # what a renderer would turn into a link by itself
+    text = _LIST.sub(lambda found: f"{found.group(1)}&#{ord(found.group(2))};", text)
+    return re.sub(r"\b(www)\.", r"\1&#46;", text, flags=re.I)
+
+
+def csv(value: Any) -> str:
+    """A cell of a CSV file: quoted, and what a spreadsheet would compute is text.
+
+    >>> print(csv("=1+1"), csv(-0.5), csv("a"))
+    "'=1+1" -0.5 "a"
+    """
+    if value is None:
+        return ""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return repr(value)
+    text = clean(value)
+    if text[:1] in "=+-@|%＝＋－＠" and text:
+        text = f"'{text}"
+    return '"' + text.replace('"', '""') + '"'
+
+
+def number(value: float | str | None, digits: int = 3) -> str:
+    """A number in a sentence or a table; the document keeps infinities as text.
+
+    >>> number(0.61234), number(1234.5), number(0.00012), number("inf"), number(2)
+    ('0.612', '1,234', '1.2e-04', '∞', '2')
+    """
+    if value is None:
+        return "–"
+    if isinstance(value, str) or not math.isfinite(value):
+        return "−∞" if str(value).startswith("-") else "∞"
+    size = abs(value)
+    if isinstance(value, int):
+        text = f"{value:,}"
+    elif size >= 1000:
+        text = f"{value:,.0f}"
+    elif 0 < size < 5 * 10 ** -(digits + 1):
+        text = f"{value:.1e}"
+    else:
+        text = f"{value:.{digits}f}"
+    return text.replace("-", "−", 1) if value < 0 else text
+
+
+def short(value: float | str | None) -> str:
+    """A setting rather than a measurement: as few digits as it has.
+
+    >>> short(1.0), short(0.25), short(None)
+    ('1', '0.25', '–')
+    """
+    if value is None or isinstance(value, str):
+        return number(value)
+    return f"{value:.4g}".replace("-", "−", 1) if value < 0 else f"{value:.4g}"
+
+
+def percent(value: float | str | None, digits: int = 1) -> str:
+    """A share.
+
+    >>> percent(0.6123)
+    '61.2'
+    """
+    return number(value) if value is None or isinstance(value, str) else f"{100 * value:.{digits}f}"

@@ -1,0 +1,135 @@
+"""Write a report: one HTML page, Markdown, the results as JSON and the table as CSV."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from advbayes.evaluation import Evaluation
+from advbayes.report import html, markdown
+from advbayes.report.gather import gather
+from advbayes.report.pictures import Gallery
+from advbayes.report.text import clean
+from advbayes.store import write_bytes
+
+
+@dataclass(frozen=True)
+class ReportPaths:
+    """Where the parts of a report are; `digest` is the SHA-256 of the JSON file, the same for two runs of one seed.
+
+    >>> ReportPaths(Path("r/report.html"), Path("r/report.md"), Path("r/report.json"), Path("r/report.csv")).html.name
+    'report.html'
+    """
+
+    html: Path
+    markdown: Path
+    json: Path
+    csv: Path
+    digest: str = ""
+
+
+def write_report(
+    out: str | os.PathLike[str],
+    *,
+    title: str,
+    evaluation: Evaluation,
+    audit: Any = None,
+    threat_model: Any = None,
+    run: Mapping[str, Any] | None = None,
+    history: Any = None,
+    gallery: Gallery | None = None,
+    class_names: Sequence[str] | None = None,
+    feature_names: Sequence[str] | None = None,
+    scaling: Any = None,
+    reproduce: str | Sequence[str] | Mapping[str, Any] | None = None,
+) -> ReportPaths:
+    """Write report.html, report.md, report.json and report.csv into the folder `out`.
+
+    The evaluation may hold any number of predictors. `audit` is a Verdict (or its JSON) of the first of them, or a mapping
+    from predictors to verdicts; values under attack of a predictor without a verdict of level A or B carry a dagger.
+    `threat_model` is a ThreatModel or a dictionary; `run` holds `config` and `manifest` of a run, or maps names to such;
+    `history` is that of `fit` or of a run, or maps predictors to such; `scaling` a Standardize or its dictionary.
+    `reproduce` holds commands, or a dictionary with `commands`, `commit`, `versions`, `machine`. None of it, and nothing else
+    that differs between two runs of one seed, is in the JSON file.
+
+    >>> import tempfile, torch
+    >>> from torch.distributions import Categorical
+    >>> from advbayes import L2, pgd
+    >>> from advbayes.evaluation import evaluate
+    >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
+    >>> data = torch.tensor([[2.0], [-0.3]]), torch.tensor([0, 1])
+    >>> found = evaluate(predict, data, attacks={"PGD": pgd(L2(1.0), steps=5)})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     paths = write_report(folder, title="Toy", evaluation=found)
+    ...     paths.html.read_text().startswith("<!doctype html>")
+    True
+    """
+    pictures: dict[str, str] = {}
+    document = gather(
+        title=title,
+        evaluation=evaluation,
+        audit=audit,
+        threat_model=threat_model,
+        run=run,
+        history=history,
+        gallery=gallery,
+        class_names=class_names,
+        feature_names=feature_names,
+        scaling=scaling,
+        pictures=pictures,
+    )
+    # Escaped, so that the file stays text even where somebody pastes it into a page.
+    results = json.dumps(document, sort_keys=True, indent=1, allow_nan=False)
+    results = results.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026") + "\n"
+    digest = hashlib.sha256(results.encode()).hexdigest()
+    provenance = provenance_of(reproduce, run)
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = ReportPaths(folder / "report.html", folder / "report.md", folder / "report.json", folder / "report.csv", digest)
+    page = html.render(document, pictures, provenance, digest=digest)
+    write_bytes(paths.html, page.encode())
+    write_bytes(paths.markdown, markdown.render(document, provenance, digest=digest).encode())
+    write_bytes(paths.json, results.encode())
+    write_bytes(paths.csv, markdown.spreadsheet(document).encode())
+    return paths
+
+
+def provenance_of(reproduce: Any, run: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Where and how it was made: commands, commit, machine, from what is given and from the runs' manifests.
+
+    >>> provenance_of("advbayes demo", None)["commands"]
+    ['advbayes demo']
+    """
+    given = dict(reproduce) if isinstance(reproduce, Mapping) else {}
+    commands = given.get("commands", given.get("command", [])) if isinstance(reproduce, Mapping) else reproduce or []
+    lines = [commands] if isinstance(commands, str) else list(commands)
+    runs = [] if run is None else [run] if "config" in run or "manifest" in run else list(run.values())
+    started = [dict((one.get("manifest") or {}).get("started") or {}) for one in runs]
+    if not lines:
+        lines = [_command(one["command"]) for one in started if one.get("command")]
+    found: dict[str, Any] = {"commands": [clean(line, 2000) for line in lines]}
+    for key in ("commit", "machine"):
+        values = dict.fromkeys(clean(one[key]) for one in started if one.get(key))
+        value = given.get(key) or ", ".join(values)
+        if value:
+            found[key] = clean(value)
+    if isinstance(given.get("versions"), Mapping):
+        found["versions"] = {clean(name): clean(version) for name, version in given["versions"].items()}
+    if given.get("folder"):
+        found["folder"] = clean(given["folder"])
+    return found
+
+
+def _command(words: Any) -> str:
+    if isinstance(words, str):
+        return words
+    parts = [str(word) for word in words]
+    if parts and parts[0].endswith(("/advbayes", "/__main__.py")):
+        parts[0] = "advbayes"
+    return shlex.join(parts)
