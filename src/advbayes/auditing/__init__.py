@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from advbayes.auditing.case import TIERS, Budget, Case, Claim
 from advbayes.auditing.findings import Finding, Verdict
-from advbayes.auditing.purifier import NearestCentre, StraightThrough
 from advbayes.auditing.run import CHECKS, Check, Cost, audit, audit_cost, audit_records
 from advbayes.auditing.threat import ThreatModel
 
@@ -17,8 +16,6 @@ __all__ = [
     "Claim",
     "Cost",
     "Finding",
-    "NearestCentre",
-    "StraightThrough",
     "ThreatModel",
     "Verdict",
     "audit",

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 from advbayes import checks
-from advbayes.attacks import APGD, margin, nll, squared_error
+from advbayes.attacks import APGD, lower_mean, margin, nll, raise_mean, squared_error
 from advbayes.auditing.findings import Finding, Status
 from advbayes.auditing.threat import ThreatModel
 from advbayes.balls import _Ball as Ball
@@ -19,6 +20,7 @@ from advbayes.evaluation.attackers import with_generator
 from advbayes.evaluation.inputs import Task
 from advbayes.evaluation.result import Evaluation
 from advbayes.evaluation.scoring import Columns, score, worst
+from advbayes.purification import Purifier
 from advbayes.seeds import generator_for, seed_for
 from advbayes.types import Attack, Channel, Predictor
 
@@ -86,6 +88,19 @@ class Claim:
         return float(self.correct[attack].double().mean())
 
 
+@dataclass(frozen=True)
+class Frozen:
+    """A stochastic predictor with its randomness fixed: every call draws the same."""
+
+    predict: Predictor
+    seed: int
+
+    def __call__(self, x: Tensor) -> Distribution:
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            return with_generator(self.predict, torch.Generator(x.device).manual_seed(self.seed))(x)
+
+
 @dataclass(eq=False)
 class Case:
     """Everything a check may ask for."""
@@ -112,7 +127,6 @@ class Case:
     dataset: str = ""
     fresh: Any = None  # FreshPredictive
     unpurified: Predictor | None = None
-    reference: Tensor | None = None  # (M, *event), what a purifier compares its input with
     purifier_attacks: Mapping[str, Attack] = field(default_factory=dict)
     channel: Channel | None = None
     black_box: Attack | None = None
@@ -169,6 +183,13 @@ class Case:
         """What the attacks under audit go through: the predictor itself, or whatever a claim's attacks went through."""
         return self.predict if self.claim is None or self.claim.through is None else self.claim.through
 
+    def calm(self) -> Case:
+        """The same case with the predictor's randomness fixed: for checks of the attack, which noise would only blur."""
+        if not self.stochastic:
+            return self
+        fixed = Frozen(self.predict, self.seed)
+        return self.once("calm", lambda: dataclasses.replace(self, predict=fixed, stochastic=False, memory={}))  # type: ignore[no-any-return]
+
     # --- shared figures ------------------------------------------------------------------------------------------------
 
     @property
@@ -215,6 +236,11 @@ class Case:
         return -float(columns["squared_error"].mean().sqrt()) / self.spread
 
     @property
+    def label(self) -> str:
+        """What `value` is."""
+        return "accuracy" if self.task == "classification" else "-RMSE/sd(y)"
+
+    @property
     def spread(self) -> float:
         """sd(y), or 1 where y does not vary."""
         y = self.y.double()
@@ -237,13 +263,13 @@ class Case:
     @property
     def is_purifier(self) -> bool:
         """Whether the predictor purifies its input."""
-        return hasattr(self.predict, "diagnose") or self.unpurified is not None
+        return isinstance(self.predict, Purifier) or self.unpurified is not None
 
 
 def default_attacks(ball: Ball, task: Task, budget: Budget) -> dict[str, Attack]:
     """Adaptive steps on two losses through the predictive, and by way of the likeliest wrong classes."""
     if task == "regression":
-        losses = (squared_error, nll)
+        losses = (squared_error, nll, raise_mean, lower_mean)  # an error has two directions, and ascent goes one way
         return {f"APGD {loss.__name__}": APGD(ball, loss, budget.steps, budget.restarts) for loss in losses}
     return {
         "APGD nll": APGD(ball, nll, budget.steps, budget.restarts),

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributions import Distribution
 
-from advbayes.auditing.case import POINT, Case, finding, judged, not_applicable, not_run, replaced
+from advbayes.auditing.case import POINT, Case, Frozen, finding, judged, not_applicable, not_run, replaced
 from advbayes.auditing.findings import Finding
 from advbayes.auditing.strength import breaks_more
-from advbayes.evaluation.attackers import with_generator
 from advbayes.evaluation.scoring import Columns, worst
 from advbayes.types import Predictor
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """A stochastic predictor with its randomness fixed: every call draws the same."""
-
-    predict: Predictor
-    seed: int
-
-    def __call__(self, x: Tensor) -> Distribution:
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed)
-            return with_generator(self.predict, torch.Generator(x.device).manual_seed(self.seed))(x)
 
 
 def black_box(case: Case) -> Finding:
@@ -78,10 +61,10 @@ def transfer(case: Case) -> Finding:
     return judged("E13", bool(worse), advice, **figures)
 
 
-def _through(case: Case, predict: Predictor, purpose: str) -> Columns:
-    """The union of the attacks going through another predictor, scored by the one under audit."""
+def _through(case: Case, predict: Predictor, purpose: str, *, by: Predictor | None = None) -> Columns:
+    """The union of the attacks going through another predictor, scored by the one under audit (or `by` another)."""
     parts = [
-        case.scored(case.attacked(attack, f"{purpose} {name}", through=predict), f"{purpose} {name}")
+        case.scored(case.attacked(attack, f"{purpose} {name}", through=predict), f"{purpose} {name}", by=by)
         for name, attack in case.attacks.items()
     ]
     return worst(parts, case.task)
@@ -101,7 +84,7 @@ def enough_thetas(case: Case) -> Finding:
             return not_run("E10", "give `fresh`, a FreshPredictive to draw more thetas from")
         before, after = case.value(case.gradient()), case.value(_through(case, wider[0], f"thetas {wider[1]}"))
         advice = f"attack through at least {wider[1]} thetas, not {used}"
-        return judged("E10", before - after > POINT + 1e-9, advice, thetas=used, cost=before - after, accuracy=after)
+        return judged("E10", before - after > POINT + 1e-9, advice, thetas=used, cost=before - after, **{case.label: after})
     if case.fresh is None:
         return not_run("E10", "give `fresh`, a FreshPredictive to draw more thetas from")
     num = max(20, case.threat_model.attack_thetas or 20) if case.num_thetas is None else 20
@@ -115,7 +98,7 @@ def enough_thetas(case: Case) -> Finding:
             break
         before = after
     advice = "draw more thetas in the attack until doubling changes nothing"
-    return judged("E10", before - after > POINT + 1e-9, advice, thetas=num // 2, cost=before - after, accuracy=after)
+    return judged("E10", before - after > POINT + 1e-9, advice, thetas=num // 2, cost=before - after, **{case.label: after})
 
 
 def _with_thetas(case: Case, num: int) -> tuple[Predictor, int] | None:
@@ -131,7 +114,11 @@ def fixed_randomness(case: Case) -> Finding:
         return not_applicable("E14", "the predictor has no randomness to know")
     if case.claim is not None and case.threat_model.randomness == "fixed" and case.stochastic:
         advice = "the thetas are said to be fixed, but are drawn anew at each call: fix them for attack and score alike"
-        return finding("E14", "failed", advice, randomness="drawn anew")
+        figures = {"claimed arrays leave": case.value(case.gradient())}
+        if case.attacks:
+            fixed = Frozen(case.predict, case.seed)
+            figures["thetas truly known leave"] = case.value(_through(case, fixed, "thetas fixed", by=fixed))
+        return finding("E14", "failed", advice, **figures)
     if not case.attacks:
         return not_run("E14", "give the attacks, not only their arrays")
     blind = case.fresh if case.fresh is not None else case.predict if case.stochastic else None
@@ -139,14 +126,8 @@ def fixed_randomness(case: Case) -> Finding:
         return not_run("E14", "give `fresh`, a FreshPredictive that does not know the evaluated thetas")
     scorer = Frozen(case.predict, case.seed) if case.stochastic else case.predict
 
-    def value(through: Predictor, purpose: str) -> float:
-        parts = [
-            case.scored(case.attacked(attack, f"{purpose} {name}", through=through), purpose, by=scorer)
-            for name, attack in case.attacks.items()
-        ]
-        return case.value(worst(parts, case.task))
-
-    known, unknown = value(scorer, "thetas known"), value(blind, "thetas fresh")
+    known = case.value(_through(case, scorer, "thetas known", by=scorer))
+    unknown = case.value(_through(case, blind, "thetas fresh", by=scorer))
     case.memory["knowledge"] = {"thetas known": known, "thetas fresh": unknown}
     advice = "the attack that knows the thetas must be at least as strong: they were redrawn between attack and score"
     return judged("E14", known - unknown > 2 * POINT + 1e-9, advice, thetas_known=known, thetas_fresh=unknown)

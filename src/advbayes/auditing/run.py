@@ -101,7 +101,6 @@ def audit(
     dataset: str = "",
     fresh: Any = None,
     unpurified: Predictor | None = None,
-    reference: Tensor | None = None,
     purifier_attacks: Mapping[str, Attack] | None = None,
     channel: Channel | None = None,
     black_box: Attack | None = None,
@@ -153,7 +152,6 @@ def audit(
             "published": published,
             "dataset": dataset,
             "unpurified": unpurified,
-            "reference": reference,
             "purifier_attacks": dict(purifier_attacks or {}),
             "channel": channel,
             "black_box": black_box,
@@ -176,9 +174,9 @@ def audit(
                 result = check.run(case)
             found.append(replace(result, title=check.title, mandatory=check.mandatory(case)))
             bar.advance(check.id)
-    summary: dict[str, Any] = {"examples": len(case.x), "clean": case.value(case.clean)}
+    summary: dict[str, Any] = {"examples": len(case.x), f"clean {case.label}": case.value(case.clean)}
     if "columns" in case.memory:
-        summary["worst"] = case.value(case.worst())
+        summary[f"worst {case.label}"] = case.value(case.worst())
     proven = _certificate(case, certified, whole, summary)
     return Verdict(tuple(sorted(found, key=lambda item: _order(item.id))), tier, proven, summary)
 

@@ -84,6 +84,7 @@ def _radii(case: Case) -> list[tuple[float, Columns]]:
 
 def monotone(case: Case) -> Finding:
     """E4: accuracy does not rise with eps, and the largest eps leaves at most 1 %."""
+    case = case.calm()
     if not case.attacks:
         return not_run("E4", "give the attacks, not only their arrays")
     curve = _radii(case)
@@ -101,6 +102,7 @@ def monotone(case: Case) -> Finding:
 
 def unbounded(case: Case) -> Finding:
     """E5: with the whole box to move in, nothing is left."""
+    case = case.calm()
     if case.task == "regression":
         return not_applicable("E5", "regression has no accuracy")
     if not case.attacks:
@@ -126,6 +128,7 @@ def _cost_of(case: Case, name: str, attack: Attack, columns: Columns) -> Columns
 
 def converged_in_steps(case: Case) -> Finding:
     """E6: twice the steps cost at most half a point; an attack of the audit's own choosing is escalated first."""
+    case = case.calm()
     if not case.attacks:
         return not_run("E6", "give the attacks, not only their arrays")
     if all(steps_of(attack) is None for attack in case.attacks.values()):
@@ -146,12 +149,13 @@ def converged_in_steps(case: Case) -> Finding:
         attacks = {name: with_steps(attack, factor) for name, attack in case.attacks.items()}
         before = after
     case.memory["converged attacks"] = attacks
-    figures = {"cost": cost, "steps": steps // 2, "accuracy": case.value(after)}
+    figures = {"cost": cost, "steps": steps // 2, case.label: case.value(after)}
     return judged("E6", cost > POINT + 1e-9, "use more steps, or adaptive step sizes, until doubling changes nothing", **figures)
 
 
 def converged_in_restarts(case: Case) -> Finding:
     """E7: twice the restarts cost at most half a point."""
+    case = case.calm()
     if not case.attacks:
         return not_run("E7", "give the attacks, not only their arrays")
     attacks: dict[str, Attack] = case.memory.get("converged attacks", case.attacks)
@@ -188,6 +192,7 @@ class _Watched:
 
 def silent_success(case: Case) -> Finding:
     """E8: whenever an adversarial iterate was seen, an adversarial one is returned."""
+    case = case.calm()
     if case.task == "regression":
         return not_applicable("E8", "regression has no success to miss")
     if not case.attacks:
@@ -242,6 +247,7 @@ def usable_gradients(case: Case) -> Finding:
 
 def noise_not_better(case: Case) -> Finding:
     """E12: random points of the sphere break at most 0.5 % of what the gradient attack left."""
+    case = case.calm()
     rows = case.standing()
     if not len(rows):
         return finding("E12", "passed", standing=0, broken=0.0)

@@ -206,7 +206,7 @@ def with_generator(predict: Predictor, generator: torch.Generator) -> Predictor:
         value = getattr(predict, field.name)
         if not field.init:
             continue
-        if field.name == "generator":
+        if field.name == "generator" and getattr(whole, "seed", None) is None:  # a seed keys the draws already
             moved[field.name] = generator
         elif dataclasses.is_dataclass(value) and not isinstance(value, type) and callable(value):
             inner = with_generator(cast(Predictor, value), generator)

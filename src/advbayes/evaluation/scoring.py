@@ -43,6 +43,8 @@ def score(
     total: Columns = {}
     for _ in range(repeats):
         prediction = predict(x)
+        if isinstance(prediction, Categorical):
+            check_scores(prediction.logits, f"{what} (log-probabilities)")
         found = {"loss": loss(prediction, y), "log_prob": metrics.log_prob(prediction, y), "entropy": metrics.entropy(prediction)}
         check_scores(found["log_prob"], f"{what} (log-probabilities of y)")
         if isinstance(prediction, Categorical):

@@ -1,0 +1,49 @@
+"""The audit catches the bad and spares the good."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from advbayes.evaluation import SoftmaxWarning
+from tests import zoo
+
+
+@pytest.mark.parametrize("name", zoo.BROKEN)
+def test_a_broken_evaluation_is_flagged_by_the_check_meant_for_it(name: str) -> None:
+    check, make = zoo.BROKEN[name]
+    if name == "double softmax":
+        with pytest.warns(SoftmaxWarning, match="soft-maxed twice"):
+            verdict = make()
+    else:
+        verdict = make()
+    found = verdict[check]
+    assert found.status == "failed", found.line()
+    assert found.figures, "a verdict without a figure convinces nobody"
+    assert found.advice
+    assert verdict.level == "C"
+
+
+@pytest.mark.parametrize("name", zoo.HONEST)
+def test_an_honest_evaluation_has_no_failure(name: str, tmp_path: Path) -> None:
+    verdict = zoo.HONEST[name](tmp_path / "run")
+    assert verdict.failed == (), verdict.text()
+    assert verdict.not_run == (), verdict.text()
+    assert verdict.level == "B"
+
+
+def test_there_are_twelve_and_five() -> None:
+    assert len(zoo.BROKEN) == 12
+    assert len(zoo.HONEST) == 5
+
+
+def test_the_figures_say_how_bad_it_is() -> None:
+    assert zoo.ball_leak()["E1"].figures["infeasible"] == 150
+    units = zoo.wrong_units()["E0"]
+    assert units.figures["missing"] == 0  # everything is said; it is what is said that is wrong
+    assert "reaches 0.188" in units.advice
+    label = zoo.label_leak()["E5"].figures["accuracy"]
+    assert label == 1.0
+    redrawn = zoo.thetas_redrawn()["E14"].figures
+    assert float(redrawn["thetas truly known leave"]) < float(redrawn["claimed arrays leave"]) - 0.05  # type: ignore[arg-type]
