@@ -470,16 +470,23 @@ def test_a_future_schema_is_refused_clearly(tmp_path: Path) -> None:
 # Export
 
 
-@pytest.mark.parametrize("likelihood", [Categorical(), Gaussian(0.5, learned=True, num_outputs=2)], ids=["classes", "numbers"])
-def test_exported_program_is_the_predictive(tmp_path: Path, likelihood: Any) -> None:
-    model = BayesianModel(mlp(3, 2, hidden=(4,)), likelihood)
+@pytest.mark.parametrize(
+    ("net", "likelihood", "shape"),
+    [
+        (conv_net(3, size=8), Categorical(), (1, 8, 8)),
+        (mlp(3, 2, hidden=(4,)), Gaussian(0.5, learned=True, num_outputs=2), (3,)),
+    ],
+    ids=["classes", "numbers"],
+)
+def test_exported_program_is_the_predictive(tmp_path: Path, net: nn.Module, likelihood: Any, shape: tuple[int, ...]) -> None:
+    model = BayesianModel(net, likelihood)
     predict = PosteriorPredictive(model, MeanField(model, init_scale=0.3).sample(4, generator=seeded()))
-    export_program(predict, tmp_path / "p.pt2", torch.randn(3, 3))
-    x = torch.randn(7, 3)
+    export_program(predict, tmp_path / "p.pt2", torch.randn(3, *shape))
+    x = torch.randn(7, *shape)
     outputs = torch.export.load(tmp_path / "p.pt2").module()(x)
     prediction: Any = predict(x)
     wanted = (prediction.logits,) if isinstance(likelihood, Categorical) else (prediction.mean, prediction.variance)
-    torch.testing.assert_close(tuple(outputs), wanted)
+    torch.testing.assert_close(tuple(outputs), wanted, rtol=1e-4, atol=1e-5)
     with pytest.raises(StoreError, match=r"wanted a name that ends in \.pt2"):
         export_program(predict, tmp_path / "p.pkl", x)
     with pytest.raises(ValueError, match="x must be an example batch of at least two"):

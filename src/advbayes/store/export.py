@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import tempfile
 import warnings
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution
 from torch.export import Dim, ExportedProgram
+from torch.func import functional_call
 
 from advbayes.checks import describe
 from advbayes.likelihoods import mix
@@ -29,12 +31,25 @@ _TOLERANCE = 1e-4  # of log-probabilities, and of means and variances in units o
 class _Program(nn.Module):
     """x -> log-probabilities (B, C), or mean and variance (B,) or (B, D): the predictive by its formula (Eq. 9)."""
 
+    thetas: Tensor
+
     def __init__(self, predict: PosteriorPredictive) -> None:
         super().__init__()
-        self.each = predict.model.at_each(predict.thetas)
+        self.net = predict.model.net
+        self.model = predict.model
+        self.register_buffer("thetas", predict.thetas)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return _outputs(mix(self.each(x)))
+        outputs, extras = zip(*(self._at(theta, x) for theta in self.thetas), strict=True)
+        return _outputs(mix(self.model.likelihood(torch.stack(outputs), torch.stack(extras))))
+
+    def _at(self, theta: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`model.output` without what makes it fast for fixed sizes."""
+        sizes = [math.prod(shape) for shape in self.model.shapes]
+        *flat, extra = torch.split(theta, [*sizes, len(theta) - sum(sizes)])
+        weights = {name: part.view(shape) for name, part, shape in zip(self.model.names, flat, self.model.shapes, strict=True)}
+        output: Tensor = functional_call(self.net, weights, (x,))
+        return output.unsqueeze(-1) if output.ndim == 1 else output, extra
 
 
 def _outputs(prediction: Distribution) -> tuple[Tensor, ...]:
