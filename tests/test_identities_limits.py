@@ -145,7 +145,7 @@ def test_16_no_gradient_no_step() -> None:
 
 @pytest.mark.parametrize("steps", [50, 200])
 def test_16_pgd_within_a_box(steps: int) -> None:
-    """The worst case of ball and box together, by bisection; projecting, then clipping comes near it and never past it."""
+    """The worst case of ball and box together, by bisection: reached, never passed."""
     theta, x = randn(8, seed=14), torch.rand(60, 8, dtype=FLOAT, generator=generator(15))
     y = x @ theta + randn(60, seed=16)
     direction = -torch.sign(y - x @ theta)[:, None] * theta
@@ -158,7 +158,7 @@ def test_16_pgd_within_a_box(steps: int) -> None:
     best = (direction * worst_shift(direction, x, eps, box)).sum(1)
     gain = (direction * (x_adv - x)).sum(1)
     assert float((gain / best).max()) < 1 + 1e-6
-    assert float((gain / best).min()) > 0.97
+    assert float((gain / best).min()) > 0.998
     once = one_step(L2(eps, box=box))(predict, x, y) - x
     assert bool((gain >= (direction * once).sum(1) - 1e-12).all()), "more steps are never weaker"
     assert float((gain / best).mean()) > float(((direction * once).sum(1) / best).mean()) + 0.02

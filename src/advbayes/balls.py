@@ -13,6 +13,7 @@ from advbayes import checks
 from advbayes.tracing import is_tracing
 
 Bound = float | Tensor  # a Tensor broadcasts against the event
+_ROUNDS = 12  # of the projection onto a ball and a box; three or four are the rule
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,23 +92,31 @@ class _Ball(ABC):
             return torch.minimum(torch.maximum(x, _on(low, x)), _on(high, x))
         return x.clamp(low, high)
 
+    def unblocked(self, gradient: Tensor, point: Tensor) -> Tensor:
+        """The gradient without what pushes against the box: a step in it would be clipped away, and its length lost."""
+        if self.box is None:
+            return gradient
+        low, high = (_on(side, point) for side in self.box)
+        return torch.where(((point <= low) & (gradient < 0)) | ((point >= high) & (gradient > 0)), 0.0, gradient)
+
     def project(
         self,
         x_adv: Tensor,  # (B, *event)
         x: Tensor,  # (B, *event), inside the box
     ) -> Tensor:
-        """The nearest point of the norm ball around x, then into the box (which only brings it nearer to x)."""
+        """The nearest point of the ball around x and the box together."""
         d = x_adv - x
         if self.mask is not None:
             d = torch.where(self.mask.to(x.device), d, torch.zeros_like(d))
-        return self.clip(x + self._shrink(d))
+        return self.clip(x + self._shrink(d, x))
 
     @abstractmethod
     def norm(self, d: Tensor) -> Tensor:
         """norm(d / scale) of each example, (B,)."""
 
     @abstractmethod
-    def _shrink(self, d: Tensor) -> Tensor: ...
+    def _shrink(self, d: Tensor, x: Tensor) -> Tensor:
+        """The nearest move within the ball, up to a last clip into the box."""
 
     @abstractmethod
     def ascend(self, gradient: Tensor, step: float | Tensor) -> Tensor:
@@ -141,8 +150,26 @@ class L2(_Ball):
         norm: Tensor = torch.linalg.vector_norm(self._scaled(d).flatten(1), dim=1)
         return norm
 
-    def _shrink(self, d: Tensor) -> Tensor:
-        return d * (self.eps / _tiny_floor(self.norm(d))).clamp_max(1.0).view(-1, *[1] * (d.ndim - 1))
+    def _shrink(self, d: Tensor, x: Tensor) -> Tensor:
+        """t d clipped to the box, with the largest t <= 1 whose clipped move is no longer than eps.
+
+        Without a box t is eps / norm(d). Clipping makes the move shorter, so t grows from there: given which features are
+        clipped, the others' share of the budget says how far; each round clips a few more and none ever overshoots.
+        """
+        t = _each((self.eps / _tiny_floor(self.norm(d))).clamp_max(1.0), d)
+        if self.box is None:
+            return d * t
+        low, high = (_on(side, x) - x for side in self.box)
+        for _ in range(_ROUNDS):
+            z = d * t
+            clipped = (z < low) | (z > high)
+            spent = self.norm(torch.where(clipped, torch.minimum(torch.maximum(z, low), high), 0.0)).square()
+            free = self.norm(torch.where(clipped, 0.0, d)).square()
+            further = ((self.eps**2 - spent).clamp_min(0.0) / _tiny_floor(free)).sqrt().clamp_max(1.0)
+            before, t = t, torch.maximum(_each(further, d), t)
+            if not is_tracing() and not bool((t > before * (1 + 1e-6)).any()):
+                break
+        return d * t
 
     def ascend(self, gradient: Tensor, step: float | Tensor) -> Tensor:
         if self.scale is None and self.mask is None:
@@ -173,7 +200,7 @@ class Linf(_Ball):
         norm: Tensor = torch.linalg.vector_norm(self._scaled(d).flatten(1), ord=math.inf, dim=1)
         return norm
 
-    def _shrink(self, d: Tensor) -> Tensor:
+    def _shrink(self, d: Tensor, x: Tensor) -> Tensor:
         if self.scale is None:
             return d.clamp(-self.eps, self.eps)
         reach = self.eps * _on(self.scale, d)

@@ -71,7 +71,7 @@ def score(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor,
 
 def move(ball: Ball, point: Tensor, gradient: Tensor, step: float | Tensor, x: Tensor) -> Tensor:
     """One projected ascent step; a gradient that is not finite (p(y) = 0) moves nothing or by its sign, never to NaN."""
-    usable = torch.nan_to_num(gradient, nan=0.0, posinf=1e18, neginf=-1e18)
+    usable = ball.unblocked(torch.nan_to_num(gradient, nan=0.0, posinf=1e18, neginf=-1e18), point)
     return ball.project(point + ball.ascend(usable, step), x)
 
 

@@ -1,0 +1,393 @@
+"""Deliberate bugs: each is planted in a copy of the package, and the tests must notice.
+
+    python tests/mutations.py            all of them, two at a time; writes benchmarks/results/mutations.{json,md}
+    python tests/mutations.py PATTERN    those whose name contains PATTERN; writes nothing
+
+A bug is looked for first in the test files named with it, then in all the others of `TESTS`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TESTS = (
+    "test_likelihoods test_model test_balls test_contracts test_identities_attacks test_identities_limits "
+    "test_identities_proactive test_identities_reactive test_training test_calibration"
+).split()  # noqa: SIM905
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    file: str  # below src/advbayes
+    old: str
+    new: str
+    tests: str  # where it should be caught first
+
+
+BUGS = (
+    Bug(
+        "ascent goes down (L2)",
+        "balls.py",
+        "return _each(step, direction) * direction * unit",
+        "return -_each(step, direction) * direction * unit",
+        "test_balls",
+    ),
+    Bug("ascent goes down (Linf)", "balls.py", "* gradient.sign() *", "* -gradient.sign() *", "test_balls"),
+    Bug(
+        "no projection",
+        "attacks/gradients.py",
+        "return ball.project(point + ball.ascend(usable, step), x)",
+        "return point + ball.ascend(usable, step)",
+        "test_contracts",
+    ),
+    Bug(
+        "ball centred on the iterate",
+        "attacks/gradients.py",
+        "return ball.project(point + ball.ascend(usable, step), x)",
+        "return ball.project(point + ball.ascend(usable, step), point)",
+        "test_contracts",
+    ),
+    Bug(
+        "box forgotten",
+        "balls.py",
+        "        if self.box is None:\n            return x\n        low, high = self.box\n        if isinstance(low, Tensor)",
+        "        if True:\n            return x\n        low, high = self.box\n        if isinstance(low, Tensor)",
+        "test_balls",
+    ),
+    Bug("mask forgotten", "balls.py", "d = torch.where(self.mask.to(x.device), d, torch.zeros_like(d))", "pass", "test_balls"),
+    Bug(
+        "per-feature scale forgotten in the norm",
+        "balls.py",
+        "return d if self.scale is None else d / _on(self.scale, d)",
+        "return d",
+        "test_balls",
+    ),
+    Bug("random start leaves the ball", "balls.py", "length = self.eps * radius", "length = 2 * self.eps * radius", "test_balls"),
+    Bug("random start hugs the centre", "balls.py", "** (1.0 / max(free, 1))", "** 1.0", "test_balls"),
+    Bug(
+        "small gradients floored by their square",
+        "balls.py",
+        "    flat = flat / _tiny_floor(flat.abs().amax(1, keepdim=True))\n    return (flat / _tiny_floor(torch.linalg.vector_norm(flat, dim=1, keepdim=True))).view_as(d)",
+        "    return (flat / flat.square().sum(1, keepdim=True).clamp_min(1e-12).sqrt()).view_as(d)",
+        "test_balls",
+    ),
+    Bug(
+        "last iterate kept",
+        "attacks/gradients.py",
+        "better = (other.broken & ~self.broken) | ((other.broken == self.broken) & (other.value >= self.value))",
+        "better = torch.ones_like(other.broken)",
+        "test_identities_limits",
+    ),
+    Bug(
+        "a broken iterate is given up for a larger loss",
+        "attacks/gradients.py",
+        "better = (other.broken & ~self.broken) | ((other.broken == self.broken) & (other.value >= self.value))",
+        "better = other.value >= self.value",
+        "test_attacks_pgd",
+    ),
+    Bug(
+        "no start at the one-step point",
+        "attacks/pgd.py",
+        "edge = move(self.ball, point[:from_x], gradient[:from_x], self.ball.eps, x[:from_x])",
+        "edge = move(self.ball, point[:from_x], gradient[:from_x], 0.01 * size, x[:from_x])",
+        "test_identities_limits",
+    ),
+    Bug(
+        "margin compares a class with itself",
+        "attacks/losses.py",
+        'others = logits.scatter(1, y.unsqueeze(1), float("-inf"))',
+        "others = logits",
+        "test_identities_attacks",
+    ),
+    Bug(
+        "entropy attack seeks certainty",
+        "attacks/losses.py",
+        "value: Tensor = prediction.entropy()",
+        "value: Tensor = -prediction.entropy()",
+        "test_identities_attacks",
+    ),
+    Bug(
+        "squared error broadcasts (B, 1) against (B,)",
+        "attacks/losses.py",
+        "    if y.ndim == mean.ndim + 1 and y.shape[-1] == 1:\n        y = y.squeeze(-1)\n    if y.shape != mean.shape:",
+        "    if False:",
+        "test_identities_attacks",
+    ),
+    Bug(
+        "mean of logs for log of means",
+        "likelihoods.py",
+        "mixed = torch.logsumexp(log_probs, dim=0) - math.log(log_probs.shape[0])",
+        "mixed = log_probs.mean(0)",
+        "test_likelihoods",
+    ),
+    Bug(
+        "softmax twice",
+        "likelihoods.py",
+        "return CategoricalDistribution(logits=output, validate_args=False)",
+        "return CategoricalDistribution(logits=output.softmax(-1), validate_args=False)",
+        "test_likelihoods",
+    ),
+    Bug(
+        "weights normalised over the wrong axis",
+        "likelihoods.py",
+        "self.log_weights = columns.expand(num, batch).log_softmax(0)",
+        "self.log_weights = columns.expand(num, batch).log_softmax(1)",
+        "test_likelihoods",
+    ),
+    Bug(
+        "predictive variance without the spread of the means",
+        "likelihoods.py",
+        "(self.scales.square() + (self.means - mean).square())",
+        "(self.scales.square() + 0 * (self.means - mean).square())",
+        "test_likelihoods",
+    ),
+    Bug(
+        "attack through one theta",
+        "predictive.py",
+        "return _predict(self._blocks, x)",
+        "return _predict(self._blocks[:1], x) if len(self.thetas) < 2 else _predict(_blocks(self.model, self.thetas[:1]), x)",
+        "test_identities_attacks",
+    ),
+    Bug(
+        "KL of a few parameters",
+        "posteriors.py",
+        "squares = (mu.dot(mu) + scale.dot(scale)) * (0.5 / prior_scale**2)",
+        "squares = (mu[-3:].dot(mu[-3:]) + scale.dot(scale)) * (0.5 / prior_scale**2)",
+        "test_contracts",
+    ),
+    Bug(
+        "KL has no pull on the scales",
+        "posteriors.py",
+        ".add(scale, alpha=weight).sub(scale.reciprocal(), alpha=kl_weight)",
+        "+ 0 * weight",
+        "test_identities_proactive",
+    ),
+    Bug(
+        "KL has no pull on the means",
+        "posteriors.py",
+        "return of_mu.add(mu, alpha=weight), of_scale",
+        "return of_mu, of_scale",
+        "test_identities_proactive",
+    ),
+    Bug(
+        "low-rank KL without the determinant of the factor",
+        "posteriors.py",
+        "variance.log().sum() + torch.linalg.slogdet(eye + inner)[1]",
+        "variance.log().sum() + 0 * torch.linalg.slogdet(eye + inner)[1]",
+        "test_model",
+    ),
+    Bug(
+        "standard deviation exp(rho) in the draw, softplus(rho) in the KL",
+        "posteriors.py",
+        "return torch.addcmul(self.mu, self.scale, noise)",
+        "return torch.addcmul(self.mu, self.rho.exp(), noise)",
+        "test_identities_proactive",
+    ),
+    Bug(
+        "N/B dropped from the bound",
+        "objectives.py",
+        "        scale = self.num_data / len(x)\n        kl = posterior.kl",
+        "        scale = 1.0\n        kl = posterior.kl",
+        "test_identities_proactive",
+    ),
+    Bug(
+        "N/B dropped from the gradient",
+        "objectives.py",
+        "share = -1.0 / (len(x) * len(thetas))",
+        "share = -1.0 / (self.num_data * len(thetas))",
+        "test_identities_proactive",
+    ),
+    Bug(
+        "importance-weighted bound without 1/K",
+        "objectives.py",
+        "return torch.logsumexp(log_p, dim=1) - math.log(log_p.shape[1])",
+        "return torch.logsumexp(log_p, dim=1)",
+        "test_identities_proactive",
+    ),
+    Bug(
+        "the bounds are swapped",
+        "objectives.py",
+        'if self.bound == "surrogate":',
+        'if self.bound != "surrogate":',
+        "test_identities_proactive",
+    ),
+    Bug(
+        "K channel samples share their noise",
+        "objectives.py",
+        "return torch.stack([noise.sample(predict, centre, generator=generator) for _ in range(self.num_channel)])",
+        "return torch.stack([noise.sample(predict, centre, generator=generator)] * self.num_channel)",
+        "test_identities_proactive",
+    ),
+    Bug(
+        "gradient flows through the attack unasked",
+        "objectives.py",
+        "with through_attacks() if self.through else torch.no_grad():\n            given = thetas.detach() if isinstance(thetas, Tensor) and not self.through else thetas",
+        "with through_attacks():\n            given = thetas",
+        "test_identities_proactive",
+    ),
+    Bug(
+        "no gradient through the attack when asked",
+        "objectives.py",
+        "with through_attacks() if self.through else torch.no_grad():",
+        "with torch.no_grad():",
+        "test_identities_proactive",
+    ),
+    Bug(
+        "TRADES divergence reversed",
+        "objectives.py",
+        "return self.beta * divergence(p, q)",
+        "return self.beta * divergence(q, p)",
+        "test_identities_limits",
+    ),
+    Bug(
+        "clean TRADES scores the adversarial input",
+        "objectives.py",
+        'scored = attacked if self.penalty.likelihood == "adversarial" else [clean] * len(attacked)',
+        "scored = attacked",
+        "test_identities_limits",
+    ),
+    Bug(
+        "logit pairing without the square",
+        "objectives.py",
+        "(clean.output - adversarial.output).square().sum(-1)",
+        "(clean.output - adversarial.output).abs().sum(-1)",
+        "test_identities_limits",
+    ),
+    Bug(
+        "thetas redrawn between attack and likelihood",
+        "gradients.py",
+        "            found = objective.theta_gradient(model, leaves, x, x_adv, y)",
+        "            with torch.no_grad():\n                thetas.copy_(posterior.at(posterior.noise(objective.num_theta, generator=generator)))\n            found = objective.theta_gradient(model, leaves, x, x_adv, y)",
+        "test_identities_proactive",
+    ),
+    Bug("sigma squared", "channels.py", "device=x.device), alpha=sigma)", "device=x.device), alpha=sigma**2)", "test_contracts"),
+    Bug(
+        "density without its normaliser",
+        "channels.py",
+        "out.append(-0.5 * square - log_det - ",
+        "out.append(-0.5 * square - ",
+        "test_contracts",
+    ),
+    Bug(
+        "mixture density without its weights",
+        "channels.py",
+        "tuple(math.log(weight) + inner for weight, part in gaussian for inner in part.log_weights)",
+        "tuple(inner for weight, part in gaussian for inner in part.log_weights)",
+        "test_contracts",
+    ),
+    Bug(
+        "labels dropped on the way to the attack",
+        "channels.py",
+        "return _add_noise(self.attack(predict, x, y, generator=generator), self.sigma, generator)",
+        "return _add_noise(self.attack(predict, x, None, generator=generator), self.sigma, generator)",
+        "test_identities_limits",
+    ),
+    Bug(
+        "mixture components tied to positions",
+        "channels.py",
+        "return torch.randperm(num, generator=generator, device=device), [0, *inner, num]",
+        "return torch.arange(num, device=device), [0, *inner, num]",
+        "test_identities_attacks",
+    ),
+    Bug(
+        "mixture shares always rounded the same way",
+        "channels.py",
+        "u = float(torch.rand((), generator=generator, dtype=torch.float64, device=device))",
+        "u = 0.999",
+        "test_identities_attacks",
+    ),
+    Bug("Adam climbs the loss", "training.py", "maximize=False", "maximize=True", "test_training"),
+    Bug(
+        "learning rate never decays",
+        "training.py",
+        "lr * decay ** (step * batches.batch_size / batches.num_data)",
+        "lr",
+        "test_training",
+    ),
+    Bug(
+        "a step that is not finite is taken",
+        "training.py",
+        "if math.isfinite(found.norm) and math.isfinite(bound):",
+        "if True:",
+        "test_training",
+    ),
+    Bug(
+        "the same noise at every step",
+        "training.py",
+        'seed_for(seed, "step", step)',
+        'seed_for(seed, "step", 0)',
+        "test_training",
+    ),
+    Bug("the learned adversary helps", "training.py", "torch.autograd.grad(-gain", "torch.autograd.grad(gain", "test_training"),
+)
+
+
+def run(bug: Bug) -> dict[str, object]:
+    """Plant the bug in a copy and run the tests until one fails."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder) / "advbayes"
+        shutil.copytree(ROOT / "src" / "advbayes", package, ignore=shutil.ignore_patterns("__pycache__"))
+        path = package / bug.file
+        text = path.read_text()
+        if bug.old not in text:
+            return {"bug": bug.name, "file": bug.file, "caught_by": None, "note": "the line to change is not there"}
+        path.write_text(text.replace(bug.old, bug.new, 1))
+        env = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+        rest = [name for name in TESTS if name != bug.tests]
+        for names in ([bug.tests], rest):
+            files = [str(ROOT / "tests" / f"{name}.py") for name in names if (ROOT / "tests" / f"{name}.py").exists()]
+            if not files:
+                continue
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *files]
+            done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=900)
+            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+            if done.returncode not in (0, 1) or failed:
+                where = failed.group(1).removeprefix("tests/") if failed else "collection"
+                return {"bug": bug.name, "file": bug.file, "caught_by": where, "seconds": round(time.monotonic() - began, 1)}
+    return {"bug": bug.name, "file": bug.file, "caught_by": None, "seconds": round(time.monotonic() - began, 1)}
+
+
+def main() -> int:
+    pattern = sys.argv[1] if len(sys.argv) > 1 else ""
+    chosen = [bug for bug in BUGS if pattern in bug.name]
+    with ThreadPoolExecutor(2) as pool:
+        rows = []
+        for row in pool.map(run, chosen):
+            rows.append(row)
+            print(
+                f"{len(rows):2}/{len(chosen)}  {row['bug']}: {row['caught_by'] or 'NOT CAUGHT ' + str(row.get('note', ''))}",
+                flush=True,
+            )
+    caught = sum(row["caught_by"] is not None for row in rows)
+    print(f"{caught} of {len(rows)} caught")
+    if not pattern:
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT
+        ).stdout.strip()
+        folder = ROOT / "benchmarks" / "results"
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {"command": "python tests/mutations.py", "commit": commit, "caught": caught, "planted": len(rows), "rows": rows}
+        (folder / "mutations.json").write_text(json.dumps(record, indent=1) + "\n")
+        table = "\n".join(f"| {row['bug']} | `{row['file']}` | {row['caught_by'] or '**not caught**'} |" for row in rows)
+        (folder / "mutations.md").write_text(
+            f"# Deliberate bugs\n\n{caught} of {len(rows)} caught, at commit {commit} (`python tests/mutations.py`).\n\n"
+            f"| bug | planted in | caught by |\n|---|---|---|\n{table}\n"
+        )
+    return 0 if caught >= len(rows) - 1 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
