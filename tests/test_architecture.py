@@ -13,9 +13,9 @@ import advbayes
 
 ROOT = Path(advbayes.__file__).parent
 LAYOUT = """
-seeds checks progress types likelihoods model posteriors balls attacks channels objectives predictive purification
-purifier_attacks smoothing adapters training certification metrics store evaluation auditing datasets networks config runs report
-experiments estimators cli
+seeds checks progress types tracing likelihoods layers model posteriors balls attacks channels objectives gradients stacked
+predictive purification purifier_attacks smoothing adapters performance training metrics certification store evaluation
+auditing datasets networks config runs report experiments cli
 """
 ORDER = LAYOUT.split()
 CORE_PACKAGES = {"advbayes", "torch", "numpy", "safetensors"} | set(sys.stdlib_module_names)
@@ -41,7 +41,8 @@ def top_imports(tree: ast.Module) -> list[tuple[str, int]]:
                 found.extend((alias.name, child.lineno) for alias in child.names)
             elif isinstance(child, ast.ImportFrom) and child.module and not child.level:
                 if child.module == "advbayes":
-                    found.extend((f"advbayes.{alias.name}", child.lineno) for alias in child.names)
+                    names = [alias.name for alias in child.names if alias.name != "__version__"]
+                    found.extend((f"advbayes.{name}", child.lineno) for name in names)
                 else:
                     found.append((child.module, child.lineno))
             visit(child)
