@@ -34,6 +34,7 @@ def audit(
     eps: Eps = None,
     norm: Norm = None,
     undefended: Annotated[str | None, typer.Option(metavar="RUN", help="An undefended run on these data, as control")] = None,
+    control_eps: Annotated[float | None, typer.Option(min=0, help="Budget that must break the undefended run")] = None,
     num: Annotated[int | None, typer.Option(min=2, help="Test examples to draw from (the tier says how many)")] = None,
     thetas: Thetas = 20,
     require: Annotated[str | None, typer.Option(metavar="A|B|C", help="Exit with 3 when the level is worse")] = None,
@@ -64,7 +65,18 @@ def audit(
     control = None if undefended is None else load_trained(undefended, trusted=trust_network).predict(thetas)
     ball = ball_for(trained, norm, eps)
     with folder.lock():
-        verdict = audit_run(folder, trained, data, ball, tier=tier, num=num, num_thetas=thetas, undefended=control, seed=seed)
+        verdict = audit_run(
+            folder,
+            trained,
+            data,
+            ball,
+            tier=tier,
+            num=num,
+            num_thetas=thetas,
+            undefended=control,
+            control_ball=None if control_eps is None else ball_for(trained, norm, control_eps),
+            seed=seed,
+        )
     units = units_of(ball.eps, trained.scaling, trained.feature_names)
     if json:
         emit({"run": run, "threat_model": units, "norm": norm or trained.norm, **verdict.json()})

@@ -6,15 +6,15 @@ from typing import Annotated
 
 import typer
 
-from advbayes.cli.screen import Json, Run, Trust, emit, say
+from advbayes.cli.screen import Json, Thetas, Trust, emit, say
 
-HELP = """Write a run's report: one HTML file that needs nothing else, with Markdown and JSON beside it.
+HELP = """Write a report of one or several runs: one HTML file that needs nothing else, with Markdown and JSON beside it.
 
 Examples:
 
 advbayes report RUN
 
-advbayes report RUN --out ~/report
+advbayes report RUN OTHER-RUN --out comparison
 """
 
 
@@ -23,17 +23,21 @@ def add_to(app: typer.Typer) -> None:
 
 
 def report(
-    run: Run,
-    out: Annotated[str | None, typer.Option("--out", metavar="FOLDER", help="Where to (else RUN/report)")] = None,
+    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders that `advbayes evaluate` was used on")],
+    out: Annotated[str | None, typer.Option("--out", metavar="FOLDER", help="Where to (else the first RUN/report)")] = None,
+    title: Annotated[str | None, typer.Option(help="Of the page")] = None,
+    thetas: Thetas = 20,
     trust_network: Trust = False,
     json: Json = False,
 ) -> None:
     from pathlib import Path
 
-    from advbayes.report import write_report
-    from advbayes.runs import Run as Folder
+    from advbayes.report import report_runs
 
-    folder = Folder.open(run)
-    place = Path(out) if out is not None else folder.path / "report"
-    page = write_report(folder.path, place)
-    emit({"run": run, "report": str(page)}) if json else say(str(page))
+    place = Path(out) if out is not None else Path(run[0]) / "report"
+    paths = report_runs(run, place, title=title, trusted=trust_network, num_thetas=thetas)
+    if json:
+        files = {"html": paths.html, "markdown": paths.markdown, "json": paths.json, "csv": paths.csv}
+        emit({"runs": run, "sha256": paths.digest, **{name: str(path) for name, path in files.items()}})
+    else:
+        say(str(paths.html))

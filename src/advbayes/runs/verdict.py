@@ -25,9 +25,14 @@ def audit_run(
     num: int | None = None,
     num_thetas: int = 20,
     undefended: Predictor | None = None,
+    control_ball: Ball | None = None,
+    evaluation: Path | None = None,
     seed: int = 0,
 ) -> Verdict:
-    """Audit a trained run within a ball and write `audit.json`; the caller holds the folder's lock."""
+    """Audit a trained run within a ball and write `audit.json`; the caller holds the folder's lock.
+
+    `evaluation` is the folder whose arrays are checked; absent, the run's last one at this radius.
+    """
     scaling = trained.scaling
     units: dict[str, Any] = {"units": "raw"} if scaling is None else {"units": "standardised", "scale": scaling.std}
     verdict = audit(
@@ -36,8 +41,10 @@ def audit_run(
         ball=ball,
         tier=tier,
         threat_model=ThreatModel(**units),
-        evaluation=_matching(run, ball),
+        evaluation=evaluation or _matching(run, ball),
         undefended=undefended,
+        control_ball=control_ball,
+        dataset=run.config.data,
         fresh=FreshPredictive(trained.model, trained.posterior, num_thetas),
         channel=trained.channel,
         train_y=data.y_train,

@@ -1,0 +1,1 @@
+"""The paper's rows as data, its tables and figures; the demo."""

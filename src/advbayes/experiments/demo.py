@@ -1,0 +1,197 @@
+"""The demo: digits, four defenses, five attacks and those made for purifiers, an audit, a report; about two minutes.
+
+Settings were chosen on a fifth of the training data (`benchmarks/demo_validation.py`), never on the test set.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from advbayes import store
+from advbayes.attacks import Suite, entropy_pgd, nll, one_step, pgd, pgd_plus, strong_suite
+from advbayes.balls import L2
+from advbayes.channels import Noise
+from advbayes.config import ConfigError, RunConfig, make_config
+from advbayes.evaluation import Cell, Evaluation, evaluate
+from advbayes.purification import Purifier
+from advbayes.purifier_attacks import Annealed, NearestCentre
+from advbayes.report import make_gallery, write_report
+from advbayes.report.folders import merged
+from advbayes.runs import Prepared, Run, Trained, create_run, load_trained, prepare, record, train
+from advbayes.runs.verdict import audit_run
+from advbayes.seeds import generator_for
+from advbayes.types import Attack, Predictor
+
+EPS = 0.5
+RADII = (0.25, 0.5, 0.75)
+CONTROL_EPS = 2.0  # at which an attack that deserves the name leaves nothing of an undefended model
+PURIFIER_SIGMA = 0.3
+SETTINGS: dict[str, dict[str, Any]] = {
+    "undefended": {"defense": "none", "epochs": 60, "lr": 0.02},
+    "adversarial training": {"defense": "at", "posterior": "point", "eps": 1.0, "epochs": 80, "lr": 0.01},
+    "MIX": {"defense": "mix", "eps": 1.0, "sigma": 0.1, "kl_weight": 0.1, "init_scale": 0.01, "epochs": 80, "lr": 0.01},
+}
+PURIFIED = "purified"
+
+
+def run_demo(
+    out: str | os.PathLike[str] = "demo-report", *, seed: int = 0, quick: bool = False, quiet: bool = False
+) -> dict[str, Any]:
+    """Train, purify, attack, audit, report; the paths and the main numbers.
+
+    Everything is kept below `out` (one run folder for each trained model), so that a demo that was stopped goes on.
+    """
+    began = time.monotonic()
+    folder = Path(out)
+    num, num_thetas, steps = (24, 2, 2) if quick else (200, 8, 20)
+    tell = _Teller(quiet)
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    data = prepare(make_config({"data": "digits", "seed": seed}))
+
+    trained: dict[str, Trained] = {}
+    for name, settings in SETTINGS.items():
+        tell(f"training: {name}")
+        config = make_config({"data": "digits", "seed": seed, **settings, **({"epochs": 1} if quick else {})})
+        trained[name] = _trained(config, folder / name.replace(" ", "-"))
+    predictors: dict[str, Predictor] = {name: each.predict(num_thetas) for name, each in trained.items()}
+    tell("purifying the undefended model")
+    base = trained["undefended"]
+    purified = Purifier(base.model, Noise(PURIFIER_SIGMA), base.thetas(num_thetas), (data.x_train, data.y_train), "online")
+
+    tell(f"attacking {num} test images")
+    run = Run(folder / "MIX")
+    evaluation = _evaluated(run, predictors, purified, data, num, steps, seed)
+    predictors[PURIFIED] = purified
+    tell.table(evaluation)
+
+    tell("auditing MIX")
+    mix = trained["MIX"]
+    with run.lock():
+        ball = L2(EPS, box=data.box)
+        verdict = audit_run(
+            run,
+            mix,
+            data,
+            ball,
+            tier="quick",
+            num=num,
+            num_thetas=num_thetas,
+            undefended=predictors["undefended"],
+            control_ball=L2(CONTROL_EPS, box=data.box),
+            evaluation=run.path / "evaluation" / "demo",
+            seed=seed,
+        )
+    tell(verdict.line())
+
+    tell("writing the report")
+    runs = {name: Run(each.path) for name, each in trained.items()}
+    paths = write_report(
+        folder,
+        title="Four defenses on handwritten digits",
+        evaluation=evaluation,
+        audit={"MIX": verdict},
+        threat_model={"norm": "L2", "eps": EPS, "units": "raw", "box": "[0, 1]", "knowledge": "all thetas known"},
+        run={name: {"config": one.config.model_dump(mode="json"), "manifest": one.manifest} for name, one in runs.items()},
+        history={name: one.history.read() for name, one in runs.items()},
+        gallery=_gallery(predictors, data, steps, seed),
+        class_names=data.dataset.class_names,
+        reproduce={**record(), "commands": [f"advbayes demo --seed {seed}"], "versions": store.versions()},
+    )
+    worst = {name: evaluation.estimate("accuracy", name, "worst", EPS).value for name in (*SETTINGS, PURIFIED)}
+    return {
+        "report": str(paths.html),
+        "json": str(paths.json),
+        "sha256": paths.digest,
+        "eps": EPS,
+        "level": verdict.level,
+        "clean": {name: evaluation.estimate("accuracy", name, "clean").value for name in worst},
+        "worst": worst,
+        "weights": {name: one.manifest["weights"] for name, one in runs.items()},
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def _trained(config: RunConfig, place: Path) -> Trained:
+    """A run of this configuration: made now, gone on with, or found finished."""
+    if (place / "config.toml").is_file():
+        run = Run.open(place)
+        if run.config != config:
+            raise ConfigError(f"out: wanted a new folder or one of this demo, got {place} with another configuration")
+        with run.lock():
+            if run.status != "trained":
+                train(run)
+    else:
+        with create_run(config, place) as run:
+            train(run)
+    return load_trained(place)
+
+
+def _evaluated(
+    run: Run, predictors: Mapping[str, Predictor], purified: Purifier, data: Prepared, num: int, steps: int, seed: int
+) -> Evaluation:
+    """All predictors under the common attacks; the purifier under its own as well."""
+    ball = L2(EPS, box=data.box)
+    attacks: dict[str, Attack] = {
+        "PGD1": one_step(ball, nll),
+        "PGD": pgd(ball, steps),
+        "PGD+": pgd_plus(ball, max(1, steps // 2)),
+        "ENT": entropy_pgd(ball, steps),
+        "strong": strong_suite(ball, steps=steps, targets=4, queries=5 * steps),
+    }
+    own = {"adaptive": Suite((Annealed(ball, steps=max(1, steps // 2)), NearestCentre(ball)))}
+    test = data.x_test[:num], data.y_test[:num]
+    audited_first = {"MIX": predictors["MIX"], **predictors}  # the audit scores the first predictor's arrays again
+    parts = [
+        evaluate(whom, test, attacks=how, radii=RADII, train_y=data.y_train, seed=seed, out=run.path / "evaluation" / place)
+        for place, whom, how in (("demo", audited_first, attacks), ("demo-purified", {PURIFIED: purified}, attacks | own))
+    ]
+    return merged(parts)
+
+
+def _gallery(predictors: Mapping[str, Predictor], data: Prepared, steps: int, seed: int) -> Any:
+    """The first test images, each attacked through each predictor."""
+    x, y = data.x_test[:6], data.y_test[:6]
+    attack = pgd(L2(EPS, box=data.box), steps)
+    attacked = {name: attack(each, x, y, generator=generator_for(seed, f"gallery/{name}")) for name, each in predictors.items()}
+    return make_gallery(predictors, x, y, {"PGD": attacked}, eps=EPS)
+
+
+class _Teller:
+    """Says on standard error what is going on, and shows the table."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet, self.began = quiet, time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if not self.quiet:
+            print(f"[{time.monotonic() - self.began:5.1f} s] {text}", file=sys.stderr, flush=True)
+
+    def table(self, evaluation: Evaluation) -> None:
+        """One row for each predictor: accuracy untouched, under each attack, and in the worst case with its interval."""
+        if self.quiet:
+            return
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        shown = Table(title=f"Accuracy on {evaluation.config['num']} test images, L2, eps = {EPS:g}", title_justify="left")
+        for name in ("", "clean", *evaluation.attacks, "worst case"):
+            shown.add_column(name, justify="right" if name else "left")
+        for predictor in (*SETTINGS, PURIFIED):
+            attacked = [_accuracy(evaluation, predictor, attack) for attack in evaluation.attacks]
+            worst = evaluation.estimate("accuracy", predictor, "worst", EPS)
+            clean = f"{evaluation.estimate('accuracy', predictor, 'clean').value:.3f}"
+            shown.add_row(Text(predictor), clean, *attacked, f"{worst.value:.3f} [{worst.low:.3f}, {worst.high:.3f}]")
+        Console(width=None if sys.stdout.isatty() else 120).print(shown)
+
+
+def _accuracy(evaluation: Evaluation, predictor: str, attack: str) -> str:
+    held = Cell(predictor, attack, EPS) in evaluation.cells
+    return f"{evaluation.estimate('accuracy', predictor, attack, EPS).value:.3f}" if held else ""
