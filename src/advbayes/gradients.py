@@ -114,7 +114,7 @@ class CompiledGradient:
         key = (x.shape, y.shape)
         if key not in self.programs:
             function = self._function(len(source), given is not None)
-            what = f"a step of {self.model} with {self.channel}"
+            what = f"a step of {self.model} with a channel of type {type(self.channel).__name__}"
             self.programs[key] = compiled(function, (*source, x, y, *inputs), what)
         numbers, *gradients = self.programs[key](*source, x, y, *inputs)
         log_likelihood, penalty, kl, squares = numbers.tolist()

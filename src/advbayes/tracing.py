@@ -8,6 +8,7 @@ stay as they were.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,15 +54,10 @@ def compiled(function: Callable[..., tuple[Tensor, ...]], examples: tuple[Tensor
     compile=True could not compile a branch on values
     """
     try:
-        from torch._inductor import compile as compile_graph
-        from torch._inductor import config
-        from torch._inductor.decomposition import select_decomp_table
-        from torch.fx.experimental.proxy_tensor import make_fx
-
-        with _trace(), torch.no_grad(), config.patch(compile_threads=1):  # no worker processes that outlive the call
-            graph = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*examples)
-            program = compile_graph(graph, list(examples), options=_options())
-            program(*examples)  # compiles what was left for the first call, and fails here if it fails
+        with warnings.catch_warnings():
+            for kind in (DeprecationWarning, FutureWarning):  # of the compiler about itself
+                warnings.simplefilter("ignore", kind)
+            program = _program(function, examples)
     except Exception as error:  # whatever a compiler may raise
         reason = (str(error) or repr(error)).strip().splitlines()[0]
         raise CompileError(
@@ -75,6 +71,19 @@ def compiled(function: Callable[..., tuple[Tensor, ...]], examples: tuple[Tensor
         return result
 
     return call
+
+
+def _program(function: Callable[..., tuple[Tensor, ...]], examples: tuple[Tensor, ...]) -> Compiled:
+    from torch._inductor import compile as compile_graph
+    from torch._inductor import config
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with _trace(), torch.no_grad(), config.patch(compile_threads=1):  # no worker processes that outlive the call
+        graph = make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*examples)
+        program: Compiled = compile_graph(graph, list(examples), options=_options())
+        program(*examples)  # compiles what was left for the first call, and fails here if it fails
+    return program
 
 
 def _options() -> dict[str, Any]:
