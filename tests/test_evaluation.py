@@ -226,6 +226,15 @@ def test_a_stochastic_predictor_is_scored_ten_times() -> None:
     assert torch.equal(again.columns()["log_prob"], report.columns()["log_prob"])  # keyed, whatever the stream was before
 
 
+def test_entropy_tells_foreign_inputs_and_when_to_answer() -> None:
+    report = evaluate(MODEL, (X, Y), attacks=ATTACKS)
+    foreign = evaluate(MODEL, (0.1 * X, Y), attacks=ATTACKS)  # next to the origin every class is as likely
+    assert report.ood_auroc(foreign).value > 0.9
+    assert report.ood_auroc(report).value == pytest.approx(0.5)
+    curve = report.risk_coverage(attack="PGD")
+    assert curve.risk[-1] == pytest.approx(1 - report.estimate("accuracy", attack="PGD").value)
+
+
 # --- the selective task -------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -249,7 +249,7 @@ class Case:
     @property
     def num_thetas(self) -> int | None:
         """How many thetas the predictor averages over, where it has any."""
-        thetas = getattr(self.predict, "thetas", None)
+        thetas = getattr(getattr(self.predict, "base", self.predict), "thetas", None)  # a purifier has those of its base
         if isinstance(thetas, Tensor) and thetas.ndim == 2:
             return len(thetas)
         num = getattr(self.predict, "num", None)
@@ -297,6 +297,9 @@ def not_applicable(id: str, why: str) -> Finding:
     return finding(id, "not applicable", why)
 
 
-def replaced(value: Any, **changes: Any) -> Any:
-    """`dataclasses.replace` for values whose class is not known here."""
-    return dataclasses.replace(value, **changes)
+def with_thetas(fresh: Any, num: int) -> Predictor | None:
+    """The same fresh predictor drawing `num` thetas, or None where it cannot."""
+    if dataclasses.is_dataclass(fresh) and not isinstance(fresh, type) and hasattr(fresh, "num"):
+        return cast(Predictor, dataclasses.replace(fresh, num=num))
+    make = getattr(fresh, "with_thetas", None)
+    return None if make is None else cast(Predictor, make(num))

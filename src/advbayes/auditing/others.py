@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from advbayes.auditing.case import POINT, Case, Frozen, finding, judged, not_applicable, not_run, replaced
+from advbayes.auditing.case import POINT, Case, Frozen, finding, judged, not_applicable, not_run, with_thetas
 from advbayes.auditing.findings import Finding
 from advbayes.auditing.strength import breaks_more
 from advbayes.evaluation.scoring import Columns, worst
@@ -79,19 +79,22 @@ def enough_thetas(case: Case) -> Finding:
     claimed = case.claim is not None and case.claim.through is not None
     if claimed:
         used = case.threat_model.attack_thetas or 1
-        wider = _with_thetas(case, max(20, 2 * used))
+        wider = _wider(case, max(20, 2 * used))
         if wider is None:
             return not_run("E10", "give `fresh`, a FreshPredictive to draw more thetas from")
         before, after = case.value(case.gradient()), case.value(_through(case, wider[0], f"thetas {wider[1]}"))
         advice = f"attack through at least {wider[1]} thetas, not {used}"
         return judged("E10", before - after > POINT + 1e-9, advice, thetas=used, cost=before - after, **{case.label: after})
-    if case.fresh is None:
-        return not_run("E10", "give `fresh`, a FreshPredictive to draw more thetas from")
     num = max(20, case.threat_model.attack_thetas or 20) if case.num_thetas is None else 20
-    before = case.value(_through(case, replaced(case.fresh, num=num), f"thetas {num}"))
+    wide = with_thetas(case.fresh, num)
+    if wide is None:
+        return not_run("E10", "give `fresh`, a FreshPredictive (or a predictor with `with_thetas`) to draw more thetas from")
+    before = case.value(_through(case, wide, f"thetas {num}"))
     while True:
         num *= 2
-        columns = _through(case, replaced(case.fresh, num=num), f"thetas {num}")
+        wide = with_thetas(case.fresh, num)
+        assert wide is not None
+        columns = _through(case, wide, f"thetas {num}")
         case.join(f"thetas {num}", columns)
         after = case.value(columns)
         if before - after <= POINT + 1e-9 or num >= case.budget.max_thetas:
@@ -101,9 +104,10 @@ def enough_thetas(case: Case) -> Finding:
     return judged("E10", before - after > POINT + 1e-9, advice, thetas=num // 2, cost=before - after, **{case.label: after})
 
 
-def _with_thetas(case: Case, num: int) -> tuple[Predictor, int] | None:
-    if case.fresh is not None:
-        return replaced(case.fresh, num=num), num
+def _wider(case: Case, num: int) -> tuple[Predictor, int] | None:
+    wide = with_thetas(case.fresh, num)
+    if wide is not None:
+        return wide, num
     thetas = case.num_thetas
     return (case.predict, thetas) if thetas is not None and thetas >= 20 and not case.stochastic else None
 

@@ -47,6 +47,7 @@ class Check:
     run: Callable[[Case], Finding]
     cost: Callable[[Size], float] = lambda size: 0.0
     mandatory: Callable[[Case], bool] = lambda case: True
+    applies: Callable[[Case], bool] = lambda case: True  # a tier does not leave out what has nothing to say anyway
 
 
 # In the order of running: what joins the worst case comes before what is judged against it.
@@ -65,7 +66,13 @@ CHECKS: tuple[Check, ...] = (
     Check("E13", "transfer not better", others.transfer, lambda size: size.sources * size.passes),
     Check("E14", "fixed randomness", others.fixed_randomness, lambda size: 2 * size.passes * size.thetas),
     Check("E15", "two knowledge levels", others.two_knowledge_levels),
-    Check("E10", "enough thetas in the attack", others.enough_thetas, lambda size: 3 * size.passes * size.thetas),
+    Check(
+        "E10",
+        "enough thetas in the attack",
+        others.enough_thetas,
+        lambda size: 3 * size.passes * size.thetas,
+        applies=lambda case: case.is_bayesian,
+    ),
     Check("E23", "adaptive attack on a purifier", purifier.adaptive_attacks, mandatory=lambda case: case.is_purifier),
     Check("E24", "effective sample size", purifier.effective_sample_size, mandatory=lambda case: case.is_purifier),
     Check("E11", "black box not better", others.black_box, lambda size: size.budget.queries),
@@ -118,10 +125,11 @@ def audit(
     """May the robustness of `predict` within `ball` be believed? Checks E0 to E30, each with its figure, and a level A to D.
 
     `attacks` (absent: APGD on two losses) are those whose numbers are to be believed. What a check needs and was not given
-    leaves it "not run": `fresh` (a FreshPredictive) for E10, E14 and E15; `undefended` and `siblings` for E13 and E20
-    (at `control_ball` where `ball` is too small to break it); the training `channel` for E30; an `evaluation` on disk for
-    E27; `baseline` for E21. `claim` holds somebody's arrays and scores: then theirs are judged, not ours. `certified` holds
-    certified radii in the ball's norm. `better` says that the row is claimed to beat others. `only` picks checks by id.
+    leaves it "not run": `fresh` (a FreshPredictive, or a predictor with `with_thetas(num)`) for E10, E14 and E15;
+    `undefended` and `siblings` for E13 and E20 (at `control_ball` where `ball` is too small to break it); the training
+    `channel` for E30; an `evaluation` on disk for E27; `baseline` for E21. `claim` holds somebody's arrays and scores: then
+    theirs are judged, not ours. `certified` holds certified radii in the ball's norm. `better` says that the row is claimed
+    to beat others. `only` picks checks by id.
 
     >>> from torch.distributions import Categorical
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
@@ -168,7 +176,7 @@ def audit(
     found = []
     with Progress("audit", len(chosen), progress) as bar:
         for check in chosen:
-            if check.id in case.budget.left_out and only is None:
+            if check.id in case.budget.left_out and only is None and check.applies(case):
                 result = Finding(check.id, check.title, "not run", {}, f"tier {tier!r} leaves it out")
             else:
                 result = check.run(case)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from advbayes import checks, metrics
@@ -52,7 +53,7 @@ class Cell:
     eps: float | None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Evaluation:
     """Scores of every example under every attack; reductions and tables are made from them.
 
@@ -71,6 +72,13 @@ class Evaluation:
     trivial: tuple[str, ...]  # predictors that never look at x
     config: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
+
+    def __str__(self) -> str:
+        return self.table().text()
+
+    def __repr__(self) -> str:
+        num = len(next(iter(self.cells.values()))["log_prob"]) if self.cells else 0
+        return f"Evaluation({self.task}, predictors={self.predictors}, attacks={self.attacks}, radii={self.radii}, num={num})"
 
     @property
     def predictors(self) -> tuple[str, ...]:
@@ -142,6 +150,20 @@ class Evaluation:
         clean = (0.0, self.estimate(metric, predictor, CLEAN))
         held = [eps for eps in self.radii if eps and (attack == WORST or Cell(self._first(predictor), attack, eps) in self.cells)]
         return [clean, *((eps, self.estimate(metric, predictor, attack, eps)) for eps in held)]
+
+    def risk_coverage(self, predictor: str | None = None, attack: str = WORST, eps: float | None = None) -> metrics.RiskCoverage:
+        """Error (or squared error) among the k answers of lowest entropy, for every k."""
+        rows = self.columns(predictor, attack, eps)
+        losses = 1 - rows["correct"] if self.task == "classification" else rows["squared_error"]
+        return metrics.risk_coverage(losses, -rows["entropy"])
+
+    def ood_auroc(
+        self, outside: Evaluation, predictor: str | None = None, attack: str = CLEAN, eps: float | None = None
+    ) -> Estimate:
+        """How well entropy tells the examples of `outside` (foreign inputs, any labels) from these, under the same attack."""
+        here, there = (each.columns(predictor, attack, eps)["entropy"] for each in (self, outside))
+        foreign = torch.cat([torch.zeros_like(here), torch.ones_like(there)])
+        return metrics.auroc(torch.cat([here, there]), foreign)
 
     def _first(self, predictor: str) -> str:
         return self.predictors[0] if predictor in self.trivial else predictor
