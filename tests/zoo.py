@@ -93,8 +93,8 @@ def trained(defended: bool = False, seed: int = 0, spread: float | None = None) 
     return Trained(model, posterior)
 
 
-def judge(predict: Any, attacks: dict[str, Any], check: str, *, through: Any = None, **options: Any) -> Verdict:
-    """The verdict of one check on a claim: arrays made by `attacks` through `through`, scored by `predict`."""
+def judge(predict: Any, attacks: dict[str, Any], *check: str, through: Any = None, **options: Any) -> Verdict:
+    """The verdict of some checks on a claim: arrays made by `attacks` through `through`, scored by `predict`."""
     x, y = options.pop("data", digits()[2:])
     arrays = options.pop("arrays", None) or {
         name: attack(predict if through is None else through, x, y, generator=generator(5)) for name, attack in attacks.items()
@@ -104,7 +104,7 @@ def judge(predict: Any, attacks: dict[str, Any], check: str, *, through: Any = N
     worst = torch.stack(list(correct.values())).all(0)
     fields = {"correct": correct, "worst": worst, "through": through, "seed": 5, "config": {"steps": 20}, "code": "0" * 64}
     claim = Claim(arrays, **(fields | options.pop("claim", {})))
-    chosen = {"ball": BALL, "threat_model": RAW, "budget": SMALL, "only": (check,), "progress": False} | options
+    chosen = {"ball": BALL, "threat_model": RAW, "budget": SMALL, "only": check, "progress": False} | options
     return audit(predict, (x, y), attacks=attacks, claim=claim, **chosen)
 
 
@@ -234,6 +234,23 @@ BROKEN: dict[str, tuple[str, Callable[[], Verdict]]] = {
     "purifier bypassed": ("E23", purifier_bypassed),
     "label leak": ("E5", label_leak),
 }
+
+
+def honest_claim() -> Verdict:
+    """The same kind of claim with nothing wrong, before every check that catches one of the broken ones."""
+    plain = trained()
+    attacks = {"nll": APGD(BALL, nll, 20), "margin": APGD(BALL, margin, 20, 1, 2)}
+    said = ThreatModel(units="raw", knowledge="thetas known", attack_thetas=10, evaluation_thetas=10, randomness="fixed")
+    return judge(
+        plain.predictive(10),
+        attacks,
+        *(check for check, _ in BROKEN.values()),
+        "E17",
+        data=tuple(part[:50] for part in digits()[2:]),
+        threat_model=said,
+        fresh=plain.fresh(),
+        siblings={"another": trained(seed=1).predictive()},
+    )
 
 
 # --- the honest ones --------------------------------------------------------------------------------------------------
