@@ -24,12 +24,13 @@ from advbayes import (
     Trades,
     fit,
 )
-from advbayes.attacks import entropy, margin, nll, one_step, pgd, squared_error
+from advbayes.attacks import entropy, loss_and_gradient, margin, nll, one_step, pgd, squared_error
 from advbayes.channels import Draws, draws, sample_at
 from advbayes.gradients import eager_gradient
 from advbayes.layers import _ThinConvolution, is_thin, thin_forward
+from advbayes.objectives import _AttackedTheta
 from advbayes.tracing import CompileError
-from advbayes.types import Channel
+from advbayes.types import Channel, Loss
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -202,6 +203,19 @@ def test_classification_s_output_gradient_is_autograd_s() -> None:
     log_p = Categorical().log_prob(output, y, torch.empty(0)).sum()
     assert total == pytest.approx(float(log_p.detach()), rel=1e-6)
     torch.testing.assert_close(gradient, -0.25 * torch.autograd.grad(log_p, output)[0])
+
+
+@pytest.mark.parametrize("loss", [nll, squared_error, margin, entropy])
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+def test_the_attack_s_shortcut_is_the_gradient_through_the_prediction(loss: Loss, scale: float) -> None:
+    if loss in (margin, entropy, nll):
+        model, (x, y) = classifier(), IMAGES
+    else:
+        model, (x, y) = BayesianModel(regressor().net.requires_grad_(), Gaussian(scale)), ROWS
+    theta = model.initial_theta()
+    short = _AttackedTheta(model, theta)
+    for found, expected in zip(loss_and_gradient(short, loss, x, y), loss_and_gradient(model.at(theta), loss, x, y), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_frozen_parameter_stays() -> None:

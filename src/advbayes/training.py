@@ -167,14 +167,15 @@ class _Adam:
         self.slots: dict[str, list[Tensor]] = {
             "exp_avg": [torch.zeros_like(p) for p in self.parameters],
             "exp_avg_sq": [torch.zeros_like(p) for p in self.parameters],
-            "step": [torch.zeros((), dtype=torch.float32, device=p.device) for p in self.parameters],
+            "step": [torch.zeros((), dtype=torch.float32, device=p.device) for p in self.parameters[:1]] * len(self.parameters),
         }
 
     @torch.no_grad()
     def step(self, gradients: list[Tensor], lr: float | None = None) -> None:
-        steps = self.slots["step"]
-        for one in steps:
-            one += 1
+        if not self.parameters:
+            return
+        steps = self.slots["step"]  # one tensor, counted once
+        steps[0] += 1
         torch._fused_adam_(
             self.parameters,
             gradients,
