@@ -10,7 +10,7 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks.gradients import Best, config, is_flat, loss_and_gradient, score, where_rows
-from advbayes.attacks.losses import for_rows, margin, mode
+from advbayes.attacks.losses import MarginTo, for_rows, margin, mode
 from advbayes.attacks.pgd import check_ball
 from advbayes.balls import L2
 from advbayes.balls import _Ball as Ball
@@ -23,8 +23,9 @@ class MinimumNorm:
 
     Ascent on the loss inside a radius that shrinks while the example is broken and grows while it is not; the first radius
     is the linear guess |loss| / |gradient|. A bisection towards x ends it. `loss` must be positive exactly where the
-    example is broken: `margin`, or `Exceeding(squared_error, t)` in regression. Where nothing breaks, the call returns the
-    point of largest loss and `radius` says infinity.
+    example is broken: `margin`, or `Exceeding(squared_error, t)` in regression. With `margin` the `targets` likeliest wrong
+    classes are tried one by one as well: the class that comes nearest in probability need not be the nearest in distance.
+    Where nothing breaks, the call returns the point of largest loss and `radius` says infinity.
 
     >>> predict = lambda x: torch.distributions.Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> from advbayes import L2
@@ -36,6 +37,7 @@ class MinimumNorm:
     loss: Loss = margin
     steps: int = 100
     restarts: int = 1
+    targets: int = 3
     shrink: float = 0.05  # how fast the radius follows, first; falls to a fiftieth of it
 
     __repr__ = config
@@ -46,6 +48,7 @@ class MinimumNorm:
             raise TypeError(f"loss must be a loss such as margin, got {checks.describe(self.loss)}")
         checks.count("steps", self.steps)
         checks.count("restarts", self.restarts)
+        checks.count("targets", self.targets, low=0)
         checks.number("shrink", self.shrink, low=0, high=1, open_low=True, open_high=True)
 
     def radius(
@@ -87,7 +90,21 @@ class MinimumNorm:
                 start = where_rows(flat, self.ball.random(centre, generator=generator), centre)
             reached = self._run(predict, loss, start, centre, y[rows])
             best = best.put(rows, _nearer(self.ball, best.pick(rows), reached, centre))
+        for loss in self._by_way_of(predict, x[rows], y[rows]):
+            reached = self._run(predict, loss, x[rows], x[rows], y[rows])
+            value, hit = score(predict, self.loss, reached.x, y[rows])  # compared by this attack's loss
+            best = best.put(rows, _nearer(self.ball, best.pick(rows), Best(reached.x, value, hit), x[rows]))
         return best.x
+
+    def _by_way_of(self, predict: Predictor, x: Tensor, y: Tensor) -> list[MarginTo]:
+        """Margins to the likeliest wrong classes."""
+        if self.loss is not margin or not self.targets or not len(x):
+            return []
+        with torch.no_grad():
+            prediction = predict(x)
+        assert isinstance(prediction, torch.distributions.Categorical)  # margin has refused everything else
+        wrong = prediction.logits.scatter(1, y.unsqueeze(1), -math.inf).argsort(dim=1, descending=True)
+        return [MarginTo(wrong[:, k]) for k in range(min(self.targets, wrong.shape[1] - 1))] if wrong.shape[1] > 2 else []
 
     def _run(self, predict: Predictor, loss: Loss, start: Tensor, x: Tensor, y: Tensor) -> Best:
         """One search; the smallest broken point, or the one of largest loss."""

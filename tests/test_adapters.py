@@ -1,0 +1,233 @@
+"""Others' models in, our predictors out; and others' attacks are no stronger than ours."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from advbayes import L2, BayesianModel, Categorical, Linf, MeanField, PosteriorPredictive, one_step
+from advbayes.adapters import from_function, from_sklearn, from_torch, to_art, to_autoattack, to_foolbox
+from advbayes.attacks import RandomSearch, squared_error, strong_suite
+from advbayes.types import Predictor
+
+# --- Into the library -------------------------------------------------------------------------------------------------
+
+
+def test_the_three_kinds_of_scores_give_the_same_prediction() -> None:
+    scores = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    kinds: dict[str, Callable[[Tensor], Tensor]] = {
+        "logits": lambda x: x,
+        "log_probs": lambda x: x.log_softmax(-1),
+        "probs": lambda x: x.softmax(-1),
+    }
+    for kind, function in kinds.items():
+        torch.testing.assert_close(from_function(function, kind)(scores).probs, scores.softmax(-1))
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "message"),
+    [
+        (lambda x: x.softmax(-1), "logits", "look like probabilities"),
+        (lambda x: x.softmax(-1), "log_probs", "pass kind='probs'"),
+        (lambda x: x.log_softmax(-1), "probs", "pass kind='logits'"),
+        (lambda x: 0 * x, "logits", "all zero"),
+        (lambda x: x[:2], "logits", "shape"),
+        (lambda x: x[:, 0], "logits", "shape"),
+        (lambda x: x[:, :1], "probs", "shape"),
+        (lambda x: x / 0, "logits", "finite"),
+        (lambda x: x[:2, 0], "mean", "shape"),
+        (lambda x: x[:, 0], "mean_and_scale", "pair"),
+    ],
+)
+def test_wrong_outputs_are_named_at_the_first_call(function: Callable[[Tensor], Tensor], kind: str, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        from_function(function, kind)(torch.randn(3, 4, generator=torch.Generator().manual_seed(1)))
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="kind must be one of"):
+        from_function(lambda x: x, "scores")
+    with pytest.raises(ValueError, match="scale goes with kind='mean'"):
+        from_function(lambda x: x, "logits", scale=1.0)
+    with pytest.raises(ValueError, match=r"evaluation mode, got layer '1'"):
+        from_torch(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
+    with pytest.raises(TypeError, match="estimator"):
+        from_sklearn(object())
+
+
+def test_a_torch_regressor_is_attacked_like_ours() -> None:
+    net = nn.Linear(3, 1)
+    x, y = torch.randn(4, 3), torch.randn(4)
+    predict = from_torch(net, "mean", scale=0.5)
+    assert predict(x).variance.shape == (4,)
+    before = squared_error(predict(x), y)
+    assert bool((squared_error(predict(one_step(L2(0.5))(predict, x, y)), y) > before).all())
+
+
+def test_a_pair_of_mean_and_scale() -> None:
+    prediction = from_function(lambda x: (x[:, 0], x[:, 1].exp()), "mean_and_scale")(torch.tensor([[1.0, 0.0]]))
+    assert float(prediction.mean) == 1.0
+    assert float(prediction.stddev) == 1.0
+
+
+def test_scikit_learn_estimators() -> None:
+    linear_model, svm = pytest.importorskip("sklearn.linear_model"), pytest.importorskip("sklearn.svm")
+    rng = np.random.default_rng(0)
+    data = rng.normal(size=(80, 3))
+    labels = (data[:, 0] > 0).astype(int)
+    x, y = torch.tensor(data, dtype=torch.float32), torch.tensor(labels)
+    logistic = linear_model.LogisticRegression().fit(data, labels)
+    torch.testing.assert_close(from_sklearn(logistic)(x).probs, torch.tensor(logistic.predict_proba(data), dtype=torch.float32))
+    decision = from_sklearn(svm.LinearSVC().fit(data, labels))
+    assert float((decision(x).logits.argmax(-1) == y).float().mean()) > 0.9
+    broken = RandomSearch(L2(3.0), 50)(decision, x, y, generator=torch.Generator().manual_seed(0))
+    assert float((decision(broken).logits.argmax(-1) == y).float().mean()) < 0.6
+    ridge = linear_model.Ridge().fit(data, data[:, 0])
+    assert from_sklearn(ridge, scale=0.1)(x).mean.shape == (80,)
+
+
+# --- Out of the library: the others' attacks against our suite ---------------------------------------------------------
+
+
+class Trained:
+    """Digits in [0, 1], three small predictors trained on them, and 500 test points."""
+
+    def __init__(self) -> None:
+        digits = pytest.importorskip("sklearn.datasets").load_digits()
+        order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+        x = torch.tensor(digits.images, dtype=torch.float32).div(16).unsqueeze(1)[order]
+        y = torch.tensor(digits.target)[order]
+        self.x, self.y, train = x[:500], y[:500], (x[500:], y[500:])
+        dense = nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
+        robust = nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            for net in (dense, robust):
+                for layer in net:
+                    if isinstance(layer, nn.Linear):
+                        layer.reset_parameters()
+        _train(dense, *train)
+        _train(robust, *train, ball=L2(0.6, box=(0, 1)))
+        model = BayesianModel(dense, Categorical())
+        posterior = MeanField(model, init=model.theta_of(dense), init_scale=0.05)
+        thetas = posterior.sample(4, generator=torch.Generator().manual_seed(1)).detach()
+        self.predictors: dict[str, Predictor] = {
+            "dense": from_torch(dense.eval()),
+            "predictive": PosteriorPredictive(model, thetas),
+            "robust": from_torch(robust.eval()),
+        }
+        self.eps = {"dense": 0.5, "predictive": 0.5, "robust": 0.8}
+        self._ours: dict[tuple[str, str], float] = {}
+
+    def ball(self, name: str, norm: str) -> L2 | Linf:
+        return L2(self.eps[name], box=(0, 1)) if norm == "L2" else Linf(self.eps[name] / 5, box=(0, 1))
+
+    def accuracy(self, name: str, x: Tensor) -> float:
+        with torch.no_grad():
+            return float((self.predictors[name](x).logits.argmax(-1) == self.y).double().mean())
+
+    def ours(self, name: str, norm: str) -> float:
+        if (name, norm) not in self._ours:
+            ball = self.ball(name, norm)
+            x_adv = strong_suite(ball, queries=200)(
+                self.predictors[name], self.x, self.y, generator=torch.Generator().manual_seed(0)
+            )
+            assert bool(ball.contains(x_adv, self.x).all())
+            self._ours[name, norm] = self.accuracy(name, x_adv)
+        return self._ours[name, norm]
+
+
+def _train(net: nn.Module, x: Tensor, y: Tensor, ball: L2 | None = None) -> None:
+    optimiser = torch.optim.Adam(net.parameters(), lr=5e-3)
+    shuffle = torch.Generator().manual_seed(2)
+    for _ in range(30):
+        for batch in torch.randperm(len(x), generator=shuffle).split(128):
+            points = x[batch] if ball is None else one_step(ball)(from_torch(net), x[batch], y[batch])
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(net(points), y[batch]).backward()
+            optimiser.step()
+
+
+@pytest.fixture(scope="module")
+def trained() -> Trained:
+    return Trained()
+
+
+NAMES = ("dense", "predictive", "robust")
+LEEWAY = 0.005
+
+
+def check(trained: Trained, name: str, norm: str, theirs: Tensor, who: str) -> None:
+    """Ours leaves no more than theirs plus half a point, on a case where there is something left to win and to lose."""
+    left, clean = trained.accuracy(name, theirs), trained.accuracy(name, trained.x)
+    assert clean > 0.9
+    assert left < clean
+    assert trained.ours(name, norm) <= left + LEEWAY, f"{who} leaves {left:.3f}, ours {trained.ours(name, norm):.3f}"
+
+
+@pytest.mark.parametrize(("name", "norm"), [*((name, "L2") for name in NAMES), ("dense", "Linf")])
+def test_foolbox_is_not_stronger(trained: Trained, name: str, norm: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        foolbox = pytest.importorskip("foolbox")
+    model, eps = to_foolbox(trained.predictors[name]), trained.ball(name, norm).eps
+    kind = foolbox.attacks.L2PGD if norm == "L2" else foolbox.attacks.LinfPGD
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        _, theirs, _ = kind(rel_stepsize=2.5 / 50, steps=50)(model, trained.x, trained.y, epsilons=eps)
+    check(trained, name, norm, theirs, "Foolbox")
+
+
+@pytest.mark.parametrize(("name", "norm"), [("dense", "Linf"), ("predictive", "L2"), ("robust", "L2")])
+def test_autoattack_is_not_stronger(trained: Trained, name: str, norm: str) -> None:
+    pytest.importorskip("pyautoattack")
+    attack = to_autoattack(trained.predictors[name], trained.ball(name, norm), 10)
+    attack.square.n_queries = 500  # of the whole attack only its repetitions are cut
+    attack.apgd.n_restarts = attack.fab.n_restarts = 1
+    attack.fab.n_iter = 30
+    with torch.random.fork_rng():
+        theirs = attack.run_standard_evaluation(trained.x, trained.y, batch_size=500)
+    check(trained, name, norm, _examples(theirs), "AutoAttack")
+
+
+def _examples(result: Any) -> Tensor:
+    examples = result[0] if isinstance(result, tuple) else result
+    assert isinstance(examples, Tensor)
+    return examples
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_art_is_not_stronger(trained: Trained, name: str) -> None:
+    evasion = pytest.importorskip("art.attacks.evasion")
+    wrapped = to_art(trained.predictors[name], (1, 8, 8), 10, box=(0.0, 1.0))
+    eps = trained.ball(name, "L2").eps
+    attack = evasion.ProjectedGradientDescent(
+        wrapped, norm=2, eps=eps, eps_step=2.5 * eps / 50, max_iter=50, batch_size=500, verbose=False
+    )
+    theirs = torch.tensor(attack.generate(trained.x.numpy(), trained.y.numpy()))
+    check(trained, name, "L2", theirs, "ART")
+
+
+def test_art_attacks_a_regressor_as_hard_as_we_do() -> None:
+    evasion = pytest.importorskip("art.attacks.evasion")
+    net = nn.Linear(4, 1)
+    predict = from_torch(net, "mean")
+    x, y = torch.randn(20, 4), torch.randn(20)
+    attack = evasion.ProjectedGradientDescent(
+        to_art(predict, (4,)), norm=2, eps=0.5, eps_step=0.1, max_iter=30, batch_size=20, verbose=False
+    )
+    theirs = squared_error(predict(torch.tensor(attack.generate(x.numpy(), y.numpy()))), y)
+    ours = squared_error(predict(strong_suite(L2(0.5), queries=0)(predict, x, y)), y)
+    assert bool((ours >= theirs - 1e-4).all())
+    assert bool((theirs > squared_error(predict(x), y)).all())
+
+
+def test_autoattack_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(ValueError, match=r"box=\(0, 1\)"):
+        to_autoattack(lambda x: torch.distributions.Categorical(logits=x), L2(1.0), 10)
