@@ -36,6 +36,7 @@ from advbayes.auditing import CHECKS, Budget, Claim, Finding, ThreatModel, Verdi
 from advbayes.auditing.answers import Planted
 from advbayes.evaluation import evaluate
 from advbayes.purification import Purifier
+from advbayes.smoothing import Smoothed
 
 IDS = [f"E{number}" for number in (*range(28), 30)]
 SMALL = Budget(num=60, steps=10, restarts=1, random_points=10, queries=50, max_steps=80, max_thetas=40)
@@ -97,7 +98,7 @@ def test_a_verdict_is_text_and_json_and_goes_under_a_table() -> None:
     assert verdict.failed == ("E0",)
     assert "say units" in verdict["E0"].advice
     assert json.loads(json.dumps(verdict.json()))["level"] == "D"
-    assert verdict.text().splitlines()[-1] == verdict.line() == "audit (standard): level D; failed E0 †; not run E13"
+    assert verdict.text().splitlines()[-1] == verdict.line() == "audit (custom): level D; failed E0 †; not run E13"
     table = evaluate(MODEL, (X, Y), attacks={"PGD": pgd(BALL, 5)}).table(verdict=verdict)
     assert table.text().splitlines()[-1] == verdict.line()
     marked = [line for line in table.markdown().splitlines() if "†" in line and line.startswith("|")]
@@ -300,6 +301,12 @@ def test_e14_and_e15_need_both_kinds_of_knowledge() -> None:
     assert check("E14").status == check("E15").status == "not applicable"
     one_level = claimed({"a": X}, knowledge=("thetas fresh",))
     assert "thetas known" in check("E15", known, claim=one_level, attacks={}).advice
+
+
+def test_thetas_are_found_inside_of_wrappers() -> None:
+    model, posterior = bayesian()
+    smoothed = Smoothed(PosteriorPredictive(model, posterior.sample(3, generator=generator(1))), sigma=0.1, num=4)
+    assert check("E15", smoothed).status == "not run"  # there is a theta to know, and nobody was given who does not
 
 
 def test_e16_wants_a_margin_beside_the_likelihood() -> None:

@@ -249,11 +249,16 @@ class Case:
     @property
     def num_thetas(self) -> int | None:
         """How many thetas the predictor averages over, where it has any."""
-        thetas = getattr(getattr(self.predict, "base", self.predict), "thetas", None)  # a purifier has those of its base
-        if isinstance(thetas, Tensor) and thetas.ndim == 2:
-            return len(thetas)
-        num = getattr(self.predict, "num", None)
-        return num if isinstance(num, int) and hasattr(self.predict, "posterior") else None
+        inner: Any = self.predict
+        while inner is not None:
+            thetas = getattr(inner, "thetas", None)
+            if isinstance(thetas, Tensor) and thetas.ndim == 2:
+                return len(thetas)
+            if hasattr(inner, "posterior") and isinstance(getattr(inner, "num", None), int):
+                return int(inner.num)
+            # A purifier has the thetas of its base, a smoothed or frozen predictor those of the one within.
+            inner = getattr(inner, "base", None) or getattr(inner, "predict", None)
+        return None
 
     @property
     def is_bayesian(self) -> bool:

@@ -38,8 +38,9 @@ def transfer(case: Case) -> Finding:
     sources = dict(case.siblings)
     if case.undefended is not None:
         sources["undefended"] = case.undefended
-    if case.unpurified is not None:
-        sources["unpurified"] = case.unpurified
+    unpurified = case.unpurified if case.unpurified is not None else getattr(case.predict, "base", None)
+    if unpurified is not None:
+        sources["unpurified"] = unpurified
     if not sources:
         return not_run("E13", "give an undefended or a sibling model")
     if not case.attacks:

@@ -186,7 +186,8 @@ def audit(
     if "columns" in case.memory:
         summary[f"worst {case.label}"] = case.value(case.worst())
     proven = _certificate(case, certified, whole, summary)
-    return Verdict(tuple(sorted(found, key=lambda item: _order(item.id))), tier, proven, summary)
+    spent = tier if budget is None else "custom"  # a budget of one's own is no tier: its figures say what was spent
+    return Verdict(tuple(sorted(found, key=lambda item: _order(item.id))), spent, proven, summary)
 
 
 def audit_records(
