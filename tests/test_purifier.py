@@ -38,6 +38,14 @@ from tests.oracles import FLOAT, generator, randn
 WIDTH = 4
 
 
+@pytest.fixture(autouse=True, params=["blocks", "at_once"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Few reference points are weighed at once, many in blocks: both ways for every test."""
+    if request.param == "blocks":
+        monkeypatch.setattr("advbayes.purification.small._TABLE", 0)
+    return str(request.param)
+
+
 def learned(num_outputs: int = 1, num_classes: int | None = None, dtype: torch.dtype = FLOAT) -> Learned:
     torch.manual_seed(7)
     return Learned(FullyConnectedGenerator(WIDTH, num_outputs, num_classes, width=8).to(dtype), L2(1.0), sigma_range=(0.2, 0.8))
@@ -212,7 +220,7 @@ def test_float32_rounding_is_bounded(width: int, sigma: float) -> None:
     assert float(cosine.min()) > 0.999
 
 
-def test_the_leading_terms_are_what_bounds_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_leading_terms_are_what_bounds_it(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = BayesianModel(nn.Linear(784, 2), Categorical())
     x = torch.rand(300, 784, generator=generator(1))
     x[150:] = x[:150]
@@ -226,7 +234,8 @@ def test_the_leading_terms_are_what_bounds_it(monkeypatch: pytest.MonkeyPatch) -
     corrected = float((purifier(x_adv).probs - exact).abs().max())
     monkeypatch.setattr("advbayes.purification.sweep._TOLERATED", math.inf)
     plain = float((purifier(x_adv).probs - exact).abs().max())
-    assert corrected < 1e-5 < 5e-4 < plain
+    assert corrected < 1e-5
+    assert plain > 5e-4 or path == "at_once"  # which has nothing to correct
 
 
 def test_saturated_gradients_point_the_right_way_in_float32() -> None:

@@ -100,15 +100,15 @@ class GaussianBank:
         index: Tensor,  # (B, k)
     ) -> Tensor:  # (B, k) float64: logits + offset
         """The log-densities of a few reference points from differences, which is exact to rounding."""
-        away = (query.flat.unsqueeze(1) - self.centres.pick(group, index)).double()
         width = query.flat.shape[1]
+        away = query.flat.unsqueeze(1) - self.centres.pick(group, index)
         if isinstance(self.scale, float):
             scale = self.scale * self.factor
-            square, log_scale = away.square().sum(-1) / scale**2, torch.tensor(width * math.log(scale))
-        else:
-            scales = self.scale.pick(group, index).double() * self.factor
-            square, log_scale = (away / scales).square().sum(-1), scales.log().sum(-1)
-        return self.log_weight - 0.5 * square - log_scale - 0.5 * width * _LOG_TWO_PI
+            square = away.square_().sum(-1, dtype=torch.float64)
+            return square * (-0.5 / scale**2) + (self.log_weight - width * (math.log(scale) + 0.5 * _LOG_TWO_PI))
+        scales = self.scale.pick(group, index) * self.factor
+        square = (away / scales).square_().sum(-1, dtype=torch.float64)
+        return self.log_weight - 0.5 * square - scales.log().sum(-1, dtype=torch.float64) - 0.5 * width * _LOG_TWO_PI
 
     def rounding(self, query: Query) -> float:
         """About how far `logits` may be from `exact`: the products' rounding over the variance."""

@@ -19,6 +19,7 @@ from advbayes.purification.banks import GaussianBank, Query
 from advbayes.purification.diagnosis import Diagnosis, diagnose, merge
 from advbayes.purification.regression import PurifiedMixture
 from advbayes.purification.rows import spans
+from advbayes.purification.small import Small
 from advbayes.purification.store import Features, Store
 from advbayes.purification.sweep import Evidence, sweep, weights
 from advbayes.types import Channel
@@ -94,6 +95,7 @@ class Purifier:
                 scale = bank.scale * bank.factor
                 if _FARTHEST * max(self._reach, 1.0) ** 2 > 1e-2 * largest * scale**2:
                     raise ValueError(f"sigma must be large enough for {store.centre.dtype} to hold 1/sigma^2, got {scale:g}")
+        self._small = Small.of(store)
         return self
 
     def __repr__(self) -> str:
@@ -116,12 +118,15 @@ class Purifier:
 
     def evidence(self, x: Tensor, tilt: Any = None, *, values: bool = True) -> tuple[Tensor, Tensor]:
         """log sum_n p(x' | x_n, theta_s), (S, B), and the weighted averages of the values, (S, B, V), in float64."""
-        log_evidence, averages = Evidence.apply(self.flat(x), x, self.store, tilt, values)  # type: ignore[no-untyped-call]
+        flat = self.flat(x)
+        if self._small is not None and self._small.fits(len(x)):
+            return self._small.evidence(flat, tilt, values)
+        log_evidence, averages = Evidence.apply(flat, x, self.store, tilt, values)  # type: ignore[no-untyped-call]
         return log_evidence, averages
 
     def log_shares(self, log_evidence: Tensor) -> Tensor:  # (S, B)
         """The thetas' log-weights: by evidence online, equal offline; equal too where no theta explains x'."""
-        if self.update == "offline":
+        if self.update == "offline" or len(log_evidence) == 1:
             return torch.full_like(log_evidence, -math.log(len(log_evidence)))
         possible = (log_evidence > -math.inf).any(0)
         return torch.where(possible, log_evidence, torch.zeros_like(log_evidence)).log_softmax(0)
@@ -131,9 +136,10 @@ class Purifier:
         points = (x if self.features is None else self.features(x)).flatten(1) - self.store.centre
         limit = _FARTHEST * max(self._reach, 1.0)
         with torch.no_grad():
-            largest = points.abs().amax() if points.numel() else points.sum()
-            if float(largest) * math.sqrt(points.shape[1]) <= limit:
+            largest = float(points.abs().amax()) if points.numel() else 0.0
+            if largest * math.sqrt(points.shape[1]) <= limit:
                 return points
+            checks.finite("x", x)  # only now: what is small is finite
             size = points.abs().amax(1, keepdim=True).clamp_min(1.0)
             norm = torch.linalg.vector_norm((points / size).double(), dim=1, keepdim=True) * size.double()
             shrink: Tensor = (limit / norm).clamp_max(1.0).to(points.dtype)
@@ -202,12 +208,11 @@ class Purifier:
         return cls.__new__(cls)._set(store, checks.choice("update", update, ("online", "offline")), features, None, note)
 
     def _check(self, x: Any) -> None:
-        wanted = ", ".join(("B", *map(str, self.store.event_shape)))
         if not isinstance(x, Tensor) or x.ndim < 2 or tuple(x.shape[1:]) != self.store.event_shape:
+            wanted = ", ".join(("B", *map(str, self.store.event_shape)))
             raise ValueError(f"x must have shape ({wanted}) as the reference, got {checks.describe(x)}")
         if x.dtype != self.store.centre.dtype:
             raise TypeError(f"x must be {self.store.centre.dtype} as the reference, got {checks.describe(x)}")
-        checks.finite("x", x)
 
 
 def log_mean(log_values: Tensor, log_shares: Tensor) -> Tensor:  # (S, B, V), (S, B) -> (B, V)

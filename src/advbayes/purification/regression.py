@@ -63,11 +63,12 @@ class PurifiedMixture(Distribution):
             raise ValueError("x must hold at least one input, got none")
         made = cls.__new__(cls)
         made._purifier, made._x = purifier, x
-        made._log_evidence = torch.cat([evidence for evidence, _ in blocks], 1)  # (S, B)
-        averages = torch.cat([values for _, values in blocks], 1)  # (S, B, 3 D)
+        made._log_evidence, averages = (
+            blocks[0] if len(blocks) == 1 else (torch.cat(part, 1) for part in zip(*blocks, strict=True))
+        )
         shares = purifier.log_shares(made._log_evidence).exp().unsqueeze(-1)
         outputs = purifier.store.num_outputs
-        mean, noise, square = torch.split((shares * averages).sum(0), outputs, -1)
+        mean, noise, square = torch.split((shares * averages).sum(0), outputs, -1)  # (B, D) each
         made._mean = made._shaped((mean + purifier.store.middle).to(x.dtype))
         made._variance = made._shaped((noise + (square - mean.square()).clamp_min(0.0)).to(x.dtype))
         made._cached = {}
