@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -15,11 +16,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
 from advbayes import checks
 from advbayes.attacks import PGD, PerExample, mode
+from advbayes.attacks.gradients import move
 from advbayes.balls import _Ball as Ball
-from advbayes.types import Attack, Channel, Predictor
+from advbayes.types import Attack, Channel, Loss, Predictor
 
 _LOG_TWO_PI = math.log(2.0 * math.pi)
 
@@ -271,10 +274,27 @@ def _draws_noise_alone(channel: Channel) -> bool:
     return isinstance(channel, Noise)
 
 
+class HasDirection(ABC):
+    """A Predictor that gives a loss' input gradient alone, without the loss and whether the example is broken."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, /) -> Distribution: ...
+
+    @abstractmethod
+    def input_gradient(self, loss: Loss, x: Tensor, y: Tensor) -> Tensor: ...
+
+
 def _shifted(channel: Channel, predict: Predictor, x: Tensor, y: Tensor | None, noise: Tensor | None) -> Tensor:
     """A channel that draws noise alone, at a given noise."""
     assert isinstance(channel, (Noise, AttackChannel))
-    centre = channel.attack(predict, x, y) if isinstance(channel, AttackChannel) else x
+    centre = x
+    if isinstance(channel, AttackChannel):
+        attack = channel.attack
+        if isinstance(predict, HasDirection) and isinstance(attack, PGD) and y is not None and attack.ball.eps > 0:
+            gradient = predict.input_gradient(attack.stages[0][0], x, y)  # a one-step attack needs nothing else
+            centre = move(attack.ball, x, gradient, attack.ball.eps, x)
+        else:
+            centre = attack(predict, x, y)
     return centre if noise is None or channel.sigma == 0 else torch.add(centre, noise, alpha=channel.sigma)
 
 

@@ -1,11 +1,13 @@
-"""The input gradient of a convolution with few input channels: the slow part of an attack on a convolutional net.
+"""Layers at given parameters, without the module tree; convolutions with few input channels and a faster input gradient.
 
-A library convolution pads its few channels to a whole vector register and wastes the rest. Here the gradient is one matrix
-product and a shifted addition for each kernel position.
+A library convolution pads its few channels to a whole vector register and wastes the rest, and its input gradient is the slow
+part of an attack on a convolutional net. Here that gradient is one matrix product and one shifted addition for each position of
+the kernel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -53,6 +55,62 @@ def _forward(layer: nn.Conv2d, x: Tensor) -> Tensor:
         return functional.conv2d(x, layer.weight, layer.bias, padding=padding)
     output: Tensor = _ThinConvolution.apply(x, layer.weight, layer.bias, padding)  # type: ignore[no-untyped-call]
     return output
+
+
+Layer = Callable[[Tensor, Sequence[Tensor]], Tensor]  # (x, the network's parameters) -> the layer's output
+
+
+def in_sequence(net: nn.Module, parameters: Sequence[Tensor]) -> list[Layer] | None:
+    """The layers of a plain `nn.Sequential` as functions of (x, parameters in the given order); None for any other net.
+
+    Half of a small net's forward time goes into calling modules and hanging tensors into them.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    >>> layers = in_sequence(net, list(net.parameters()))
+    >>> layers[1](layers[0](torch.ones(1, 2), [torch.ones(3, 2), torch.ones(3)]), [])
+    tensor([[3., 3., 3.]])
+    >>> in_sequence(nn.Bilinear(2, 2, 2), []) is None
+    True
+    """
+    if type(net) is not nn.Sequential:
+        return None
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    layers: list[Layer] = []
+    for module in net:
+        if type(module) is nn.Sequential:
+            inner = in_sequence(module, parameters)
+            if inner is None:
+                return None
+            layers += inner
+        elif not any(True for _ in module.parameters()):
+            layers.append(partial(_without_parameters, module.forward))
+        elif all(id(p) in places for p in module.parameters()) and type(module) in (nn.Linear, nn.Conv2d):
+            bias = None if module.bias is None else places[id(module.bias)]
+            if type(module) is nn.Linear:
+                layers.append(partial(_linear, places[id(module.weight)], bias))
+            elif type(module) is nn.Conv2d and module.padding_mode == "zeros":
+                layers.append(partial(_convolution, module, is_thin(module), places[id(module.weight)], bias))
+            else:
+                return None
+        else:
+            return None
+    return layers
+
+
+def _without_parameters(forward: Callable[[Tensor], Tensor], x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    return forward(x)
+
+
+def _linear(weight: int, bias: int | None, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    return functional.linear(x, parameters[weight], None if bias is None else parameters[bias])
+
+
+def _convolution(layer: nn.Conv2d, thin: bool, weight: int, bias: int | None, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    w, b = parameters[weight], None if bias is None else parameters[bias]
+    if thin and x.requires_grad:
+        output: Tensor = _ThinConvolution.apply(x, w, b, layer.padding)  # type: ignore[no-untyped-call]
+        return output
+    return functional.conv2d(x, w, b, layer.stride, layer.padding, layer.dilation, layer.groups)
 
 
 class _ThinConvolution(torch.autograd.Function):

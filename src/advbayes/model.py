@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 
 from advbayes import checks
-from advbayes.layers import is_thin, thin_forward
+from advbayes.layers import in_sequence, is_thin, thin_forward
 from advbayes.likelihoods import Likelihood
 
 Parts = tuple[Tensor, ...]  # theta cut into the network's tensors, then the likelihood's coordinates
@@ -64,6 +64,8 @@ class BayesianModel:
         self._originals = list(trainable.values())
         for p in self._originals:
             p.requires_grad_(False)
+        self._layers = in_sequence(self.net, self._originals)
+        self._hooks = [hooks for m in self.net.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._channels_last = any(isinstance(m, nn.Conv2d) for m in self.net.modules())
         self._thin = [(m.__dict__, thin_forward(m)) for m in self.net.modules() if isinstance(m, nn.Conv2d) and is_thin(m)]
 
@@ -106,6 +108,10 @@ class BayesianModel:
         parts = self.parts(theta) if isinstance(theta, Tensor) else theta
         if self._channels_last and x.ndim == 4:
             x = _channels_last(x)
+        if self._layers is not None and not any(self._hooks):
+            for layer in self._layers:
+                x = layer(x, parts)
+            return _as_matrix(x), parts[-1]
         if torch.compiler.is_compiling():
             return _as_matrix(functional_call(self.net, dict(zip(self.names, parts, strict=False)), (x,))), parts[-1]
         thin = self._thin if x.requires_grad else ()

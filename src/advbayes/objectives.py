@@ -18,8 +18,8 @@ from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution, kl_divergence
 
 from advbayes import checks
-from advbayes.attacks import nll, squared_error, success, through_attacks
-from advbayes.channels import AttackChannel, Noise
+from advbayes.attacks import nll, squared_error, through_attacks
+from advbayes.channels import AttackChannel, HasDirection, Noise
 from advbayes.likelihoods import Gaussian
 from advbayes.model import BayesianModel, Parts
 from advbayes.types import Channel, Loss, Posterior
@@ -317,7 +317,7 @@ def _flat_gradient(value: Tensor, wanted: Parts, weight: Tensor) -> Tensor:
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in zip(found, wanted, strict=True)])
 
 
-class _AttackedTheta:
+class _AttackedTheta(HasDirection):
     """p(y | x, theta) whose input gradient starts at the network's output where loss and likelihood have a closed form there.
 
     It saves building the prediction with its graph and going back through it: a third of a small net's attack.
@@ -325,31 +325,24 @@ class _AttackedTheta:
 
     def __init__(self, model: BayesianModel, theta: Tensor | Parts) -> None:
         self.model, self.parts = model, model.parts(theta) if isinstance(theta, Tensor) else theta
-        self.predict = model.at(self.parts)
 
-    def __call__(self, x: Tensor) -> Distribution:
-        return self.predict(x)
+    def __call__(self, x: Tensor, /) -> Distribution:
+        return self.model.at(self.parts)(x)
 
-    def loss_and_gradient(self, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def input_gradient(self, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
         likelihood = self.model.likelihood
+        weight = None
+        if loss is nll:
+            weight = -1.0
+        elif loss is squared_error and isinstance(likelihood, Gaussian) and isinstance(likelihood.scale, float | int):
+            weight = -2.0 * likelihood.scale**2
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             output, extra = self.model.output(self.parts, x)
-        closed = None
-        if output.requires_grad:
-            if loss is nll:
-                closed = likelihood.weighted_gradient(output.detach(), y, -1.0)
-            elif loss is squared_error and isinstance(likelihood, Gaussian) and isinstance(likelihood.scale, float | int):
-                closed = likelihood.weighted_gradient(output.detach(), y, -2.0 * likelihood.scale**2)
-        if closed is not None:
-            (gradient,) = torch.autograd.grad(output, x, closed[1])
-            prediction = likelihood(output.detach(), extra)
-            value = loss(prediction, y)
-        else:
-            with torch.enable_grad():
-                prediction = likelihood(output, extra)
-                value = loss(prediction, y)
-                found = torch.autograd.grad(value.sum(), x, allow_unused=True)[0] if value.requires_grad else None
-            gradient = torch.zeros_like(x) if found is None else found
-        with torch.no_grad():
-            return value.detach(), success(loss, prediction, y), gradient
+            if weight is not None and output.requires_grad:
+                closed = likelihood.weighted_gradient(output.detach(), y, weight)
+                if closed is not None:
+                    return torch.autograd.grad(output, x, closed[1])[0]
+            value = loss(likelihood(output, extra), y)
+            found = torch.autograd.grad(value.sum(), x, allow_unused=True)[0] if value.requires_grad else None
+        return torch.zeros_like(x) if found is None else found
