@@ -67,9 +67,7 @@ def lines_of_run(run: Run) -> str:
         lines.append(f"  trained within {config.norm} {said_units(found['threat_model'])}")
     if found["metrics"]:
         clean = found["metrics"]["clean"]
-        values = ", ".join(
-            f"{name} {value['value']:.4g} [{value['low']:.4g}, {value['high']:.4g}]" for name, value in clean.items()
-        )
+        values = ", ".join(f"{name} {_said(each['value'])} [{_said(each['low'])}, {_said(each['high'])}]" for name, each in clean)
         lines.append(f"  clean test set ({found['metrics']['num']} examples): {values}")
     if found["weights"]:
         lines.append(f"  SHA-256 of the weights {found['weights']}")
@@ -105,3 +103,7 @@ def _bundle(path: Path) -> tuple[store.Manifest, dict[str, Any], Standardize | N
 
 def _document(path: Path) -> Any:
     return store.read_document(path) if path.exists() else None
+
+
+def _said(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.4g}"

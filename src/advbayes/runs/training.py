@@ -22,6 +22,12 @@ from advbayes.training import COLUMNS, FitResult, State, fit
 # Wall time is no part of what is trained: without it, two runs of one seed have the same history, byte for byte.
 _KEPT = tuple(name for name in COLUMNS if name != "seconds")
 
+# Those that need no resampling for their intervals; `advbayes evaluate` has the others.
+_CLEAN: dict[Task, tuple[str, ...]] = {
+    "classification": ("accuracy", "nll", "brier"),
+    "regression": ("rmse", "nll", "coverage"),
+}
+
 
 def train(
     run: Run,
@@ -110,9 +116,8 @@ def clean_metrics(predict: PosteriorPredictive, data: Prepared, *, batch_size: i
         for start in range(0, len(data.x_test), batch_size)
     ]
     columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    found = {name: reduction(columns) for name, reduction in REDUCTIONS[task].items()}
-    finite = {name: value for name, value in found.items() if all(map(math.isfinite, (value.value, value.low, value.high)))}
-    values = {name: {"value": value.value, "low": value.low, "high": value.high} for name, value in finite.items()}
+    found = {name: REDUCTIONS[task][name](columns) for name in _CLEAN[task]}
+    values = {name: {"value": _plain(e.value), "low": _plain(e.low), "high": _plain(e.high)} for name, e in found.items()}
     return {"task": task, "num": len(data.x_test), "thetas": len(predict.thetas), "clean": values}
 
 
