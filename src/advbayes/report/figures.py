@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 from advbayes.report.text import number, percent, short
@@ -146,8 +147,11 @@ def security_curves(document: Mapping[str, Any]) -> list[Figure]:
     for metric in dict.fromkeys(curve["metric"] for curve in document["curves"]):
         curves = [curve for curve in document["curves"] if curve["metric"] == metric]
         label = METRICS[metric].label
+        floor = _trivial(document, metric)
 
-        def paint(axes: Axes, curves: list[Any] = curves, metric: str = metric, label: str = label) -> None:
+        def paint(
+            axes: Axes, curves: list[Any] = curves, metric: str = metric, label: str = label, floor: list[float] = floor
+        ) -> None:
             for index, curve in enumerate(curves):
                 i = index if single else order[curve["predictor"]]
                 points = _finite(curve["points"], "value", "low", "high")
@@ -170,7 +174,12 @@ def security_curves(document: Mapping[str, Any]) -> list[Figure]:
                 _percent_axis(axes.yaxis)
             else:
                 axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-            axes.set_xlim(left=0)
+            for level in floor:
+                axes.axhline(level, color=MUTED, linewidth=1, linestyle=(0, (1, 2)))
+            radii = sorted({point["eps"] for curve in curves for point in curve["points"]})
+            axes.set_xlim(0, 1.04 * max(radii))
+            if len(radii) <= 6 and min(b - a for a, b in pairwise(radii)) > max(radii) / 12:
+                axes.set_xticks(radii, [short(eps) for eps in radii])
             axes.set_xlabel(f"budget ε{f' ({norm})' if norm else ''}")
             axes.set_ylabel(label)
 
@@ -187,10 +196,18 @@ def security_curves(document: Mapping[str, Any]) -> list[Figure]:
                 draw(paint, name=f"curve-{metric}", title=title, description=description),
                 title,
                 description,
-                f"{label}: {METRICS[metric].meaning}. {arrow} Bands are 95 % confidence intervals.",
+                f"{label}: {METRICS[metric].meaning}. {arrow} Bands are 95 % confidence intervals"
+                f"{'; the dotted line is the best that can be done without looking at the input' if floor else ''}.",
             )
         )
     return figures
+
+
+def _trivial(document: Mapping[str, Any], metric: str) -> list[float]:
+    """The best value among predictors that never look at the input."""
+    found = [row["values"][metric]["value"] for row in document["table"] if row["kind"] == "trivial"]
+    values = [value for value in found if isinstance(value, float)]
+    return [max(values) if METRICS[metric].better == "higher" else min(values)] if values else []
 
 
 def calibration(document: Mapping[str, Any]) -> list[Figure]:
@@ -227,7 +244,7 @@ def calibration(document: Mapping[str, Any]) -> list[Figure]:
                 )
             axes.set_xlim(0, 1.02)
             axes.set_ylim(-0.02, 1.04)
-            axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
+            axes.set_xticks([0, 0.5, 1])
             axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
             _percent_axis(axes.xaxis)
             _percent_axis(axes.yaxis)
@@ -242,7 +259,7 @@ def calibration(document: Mapping[str, Any]) -> list[Figure]:
         ]
         title = "Reliability diagram"
         description = f"{name}. {'. '.join(said)}. Points below the diagonal are overconfident."
-        svg = draw(paint, name=f"reliability-{i}", title=title, description=description, size=(3.6, 3.1))
+        svg = draw(paint, name=f"reliability-{i}", title=title, description=description, size=(3.1, 2.9))
         figures.append(Figure(svg, title, description, ". ".join(said) + ".", predictor=name))
     return figures
 
@@ -318,11 +335,10 @@ def risk_coverage(document: Mapping[str, Any]) -> list[Figure]:
 
         eps = entries[0]["eps"]
         where = words if attack == "clean" else f"{words}, ε = {short(eps)}"
-        said = "; ".join(f"{entry['predictor']}: mean risk {number(entry['aurc'])}" for entry in entries)
+        said = "; ".join(f"{entry['predictor']}: mean risk {number(entry['aurc'])}" for entry in entries) + "."
         title = f"Risk against coverage, {where}"
-        figures.append(
-            Figure(draw(paint, name=f"risk-{attack}", title=title, description=said + "."), title, said + ".", said + ".")
-        )
+        svg = draw(paint, name=f"risk-{attack}", title=title, description=said)
+        figures.append(Figure(svg, title, said, f"{title}. {said}"))
     return figures
 
 

@@ -17,7 +17,7 @@ from advbayes.metrics import Estimate
 from advbayes.report.examples import gallery_of
 from advbayes.report.pictures import Gallery
 from advbayes.report.text import clean
-from advbayes.report.words import MAIN
+from advbayes.report.words import MAIN, MANDATORY
 
 SCHEMA = 1
 Document = dict[str, Any]
@@ -56,7 +56,7 @@ def gather(
     threat = _threat(threat_model, evaluation, run)
     eps = _headline(evaluation, threat)
     names = [name for name in evaluation.predictors if name not in evaluation.trivial]
-    believed = {name: audits.get(name, {}).get("level") in ("A", "B") for name in names}
+    believed = {name: _believed(audits.get(name)) for name in names}
     scale = _scaling(scaling, feature_names)
     document: Document = {
         "schema": SCHEMA,
@@ -108,7 +108,24 @@ def _verdict(found: Any) -> dict[str, Any]:
     held = found.json() if hasattr(found, "json") else dict(found)
     if not isinstance(held.get("findings"), (list, tuple)) or "level" not in held:
         raise ValueError(f"audit must be a Verdict, its JSON, or a mapping of predictors to them, got {type(found).__name__}")
-    return held
+    findings = [
+        {
+            "id": str(one.get("id", "?")),
+            "title": one.get("title", ""),
+            "status": one.get("status", "not run"),
+            "figures": dict(one.get("figures") or {}),
+            "advice": one.get("advice", ""),
+            "mandatory": bool(one.get("mandatory", True)),
+        }
+        for one in held["findings"]
+    ]
+    ids = {finding["id"] for finding in findings}
+    return {**held, "findings": findings, "never_asked": [id for id in MANDATORY if id not in ids]}
+
+
+def _believed(verdict: Mapping[str, Any] | None) -> bool:
+    """Level A, or B with no mandatory check left out: a check that was never asked for did not pass."""
+    return verdict is not None and (verdict["level"] == "A" or (verdict["level"] == "B" and not verdict["never_asked"]))
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------------

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from advbayes.report import figures, telling
 from advbayes.report.text import number, percent, short
 from advbayes.report.words import METRICS, norm_name
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -22,10 +26,43 @@ def render(
 ) -> str:
     """The page."""
     try:
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
         from markupsafe import Markup
     except ImportError as error:
         raise ImportError("the report's page needs jinja2: pip install 'advbayes[report]'") from error
+    drawn = {
+        "curves": figures.security_curves(document),
+        "calibration": figures.calibration(document),
+        "risk": figures.risk_coverage(document),
+        "training": figures.training(document),
+    }
+    single = len(document["predictors"]) == 1
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            document=document,
+            pictures=pictures,
+            provenance=provenance,
+            digest=digest,
+            drawn={
+                name: [{"svg": Markup(one.svg), "caption": one.caption, "predictor": one.predictor} for one in found]
+                for name, found in drawn.items()
+            },
+            legend=legend(document["predictors"]),
+            curve_legend=legend(
+                list(dict.fromkeys(curve["attack"] for curve in document["curves"])) if single else document["predictors"]
+            ),
+            tables=tables(document),
+        )
+    )
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
+    """The templates, compiled once; whatever they print is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -35,30 +72,9 @@ def render(
         "metrics": METRICS,
         "cell": cell,
         "bars": bars,
-        "style": Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),
+        "style": Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),  # our own file
     }
-    drawn = {
-        "curves": figures.security_curves(document),
-        "calibration": figures.calibration(document),
-        "risk": figures.risk_coverage(document),
-        "training": figures.training(document),
-    }
-    single = len(document["predictors"]) == 1
-    return environment.get_template("report.html.j2").render(
-        document=document,
-        pictures=pictures,
-        provenance=provenance,
-        digest=digest,
-        drawn={
-            name: [{"svg": Markup(one.svg), "caption": one.caption, "predictor": one.predictor} for one in found]
-            for name, found in drawn.items()
-        },
-        legend=legend(document["predictors"]),
-        curve_legend=legend(
-            list(dict.fromkeys(curve["attack"] for curve in document["curves"])) if single else document["predictors"]
-        ),
-        tables=tables(document),
-    )
+    return environment
 
 
 def legend(names: Sequence[str]) -> list[dict[str, Any]]:

@@ -38,7 +38,9 @@ def render(document: Mapping[str, Any], provenance: Mapping[str, Any], *, digest
         lines += ["## What was trained", "", *(f"- {markdown(sentence)}" for sentence in said), ""]
     lines += ["## How to reproduce this", ""]
     if provenance.get("commands"):
-        lines += [*(f"    {command}" for command in provenance["commands"]), ""]
+        # Code, to be copied, unless a renderer that knows no indented code would see HTML in it.
+        held = provenance["commands"]
+        lines += [*((f"- {markdown(line)}" if set("<>&") & set(line) else f"    {line}") for line in held), ""]
     lines += [f"SHA-256 of the results (the JSON file beside this one): `{digest}`", ""]
     lines += [f"- {markdown(label)}: {markdown(value)}" for label, value in telling.facts(document, provenance)]
     return "\n".join(lines).rstrip() + "\n"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from advbayes.report.text import number, percent, short
-from advbayes.report.words import DEFENSES, KNOWLEDGE, LEVELS, METRICS, NORMS, POSTERIORS, TRIVIAL, UNAUDITED, norm_name
+from advbayes.report.words import DEFENSES, KNOWLEDGE, LEVELS, METRICS, NORMS, PARTIAL, POSTERIORS, TRIVIAL, UNAUDITED, norm_name
 
 Document = Mapping[str, Any]
 MOST_FEATURES = 20
@@ -108,6 +108,9 @@ def verdicts(document: Document) -> list[dict[str, Any]]:
             continue
         level = str(audit["level"])
         head, meaning = LEVELS.get(level, UNAUDITED)
+        missing = len(audit["never_asked"])
+        if missing and level == "B":
+            head, meaning = PARTIAL[0], PARTIAL[1].format(level=level, missing=missing)
         checks = list(audit["findings"])
         optional = [one for one in checks if one["status"] == "failed" and not one.get("mandatory", True)]
         found.append(
@@ -116,14 +119,14 @@ def verdicts(document: Document) -> list[dict[str, Any]]:
                 "level": level,
                 "head": head,
                 "meaning": meaning,
-                "believed": level in ("A", "B"),
+                "believed": any(row["believed"] for row in document["summary"] if row["predictor"] == name),
                 "tier": audit.get("tier"),
                 "failed": [one for one in checks if one["status"] == "failed" and one not in optional],
                 "remarks": optional,
                 "not_run": [one for one in checks if one["status"] == "not run" and one.get("mandatory", True)],
                 "passed": sum(one["status"] == "passed" for one in checks),
                 "checks": checks,
-                "summary": audit.get("summary") or {},
+                "examples": (audit.get("summary") or {}).get("examples"),
             }
         )
     return found

@@ -57,8 +57,8 @@ def csv(value: Any) -> str:
 def number(value: float | str | None, digits: int = 3) -> str:
     """A number in a sentence or a table; the document keeps infinities as text.
 
-    >>> number(0.61234), number(1234.5), number(0.00012), number("inf"), number(2)
-    ('0.612', '1,234', '1.2e-04', '∞', '2')
+    >>> number(0.61234), number(1234.5), number(0.00032), number("inf"), number(2)
+    ('0.612', '1,234', '0.0003', '∞', '2')
     """
     if value is None:
         return "–"
@@ -69,14 +69,12 @@ def number(value: float | str | None, digits: int = 3) -> str:
         text = f"{value:,}"
     elif size >= 1000:
         text = f"{value:,.0f}"
-    elif 0 < size < 5 * 10 ** -(digits + 1):
-        text = f"{value:.1e}"
     else:
-        text = f"{value:.{digits}f}"
+        text = f"{value:.{digits + (0.5 * 10**-digits > size >= 0.5 * 10 ** -(digits + 1))}f}"
     return text.replace("-", "−", 1) if value < 0 else text
 
 
-def short(value: float | str | None) -> str:
+def short(value: float | str | None, digits: int = 4) -> str:
     """A setting rather than a measurement: as few digits as it has.
 
     >>> short(1.0), short(0.25), short(None)
@@ -84,7 +82,8 @@ def short(value: float | str | None) -> str:
     """
     if value is None or isinstance(value, str):
         return number(value)
-    return f"{value:.4g}".replace("-", "−", 1) if value < 0 else f"{value:.4g}"
+    text = f"{value:.{digits}g}"
+    return text.replace("-", "−", 1) if value < 0 else text
 
 
 def percent(value: float | str | None, digits: int = 1) -> str:

@@ -54,6 +54,13 @@ LEVELS = {
         "numbers marked † as upper bounds until the audit is complete.",
     ),
 }
+PARTIAL = (
+    "Only part of the audit was asked for",
+    "The checks that ran say level {level}, but {missing} mandatory checks were never asked for, and a check that did not run "
+    "never counts as passed. Treat the numbers marked † as upper bounds until the audit is complete.",
+)
+# What an audit must say something about; the rest depends on the predictor (a purifier, a detector) or is advice.
+MANDATORY = (*(f"E{i}" for i in range(23)), "E27", "E30")
 UNAUDITED = (
     "Not audited",
     "Nobody has checked whether the attacks were strong enough. Numbers under attack are upper bounds at best: treat those "
