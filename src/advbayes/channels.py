@@ -197,13 +197,23 @@ class Mixture:
                 if noise is None:
                     moved.append(channel.sample(predict, inputs, rows, generator=generator))
                 else:
-                    moved.append(_shifted(channel, predict, inputs, rows, noise[start:stop]))
-        return torch.empty_like(x).index_copy_(0, order, torch.cat(moved))
+                    own = noise[start:stop] if self._one_sigma is None else None
+                    moved.append(_shifted(channel, predict, inputs, rows, own))
+        out = torch.cat(moved)
+        if noise is not None and self._one_sigma is not None:
+            out = torch.add(out, noise, alpha=self._one_sigma)
+        return torch.empty_like(x).index_copy_(0, order, out)
 
     @cached_property
     def _splits(self) -> bool:
         """Whether all randomness can be drawn before any attack is computed."""
         return all(_draws_noise_alone(channel) for channel in self.channels)
+
+    @cached_property
+    def _one_sigma(self) -> float | None:
+        """The standard deviation that all components share: their noise is then added at once."""
+        sigmas = {getattr(channel, "sigma", None) for channel in self.channels}
+        return sigmas.pop() if len(sigmas) == 1 else None
 
     @cached_property
     def _groups(self) -> list[list[int]]:
