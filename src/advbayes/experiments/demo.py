@@ -52,7 +52,7 @@ def run_demo(
     folder = Path(out)
     num, num_thetas, steps = (24, 2, 2) if quick else (200, 8, 20)
     tell = _Teller(quiet)
-    torch.set_num_threads(min(2, os.cpu_count() or 1))
+    torch.set_num_threads(1)  # as the runs; small nets gain nothing from more
     data = prepare(make_config({"data": "digits", "seed": seed}))
 
     trained: dict[str, Trained] = {}
