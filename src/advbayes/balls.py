@@ -156,7 +156,8 @@ class L2(_Ball):
         Without a box t is eps / norm(d). Clipping makes the move shorter, so t grows from there: given which features are
         clipped, the others' share of the budget says how far; each round clips a few more and none ever overshoots.
         """
-        t = _each((self.eps / _tiny_floor(self.norm(d))).clamp_max(1.0), d)
+        norm = self.norm(d) if self.eps else _tiny_floor(self.norm(d))  # eps / 0 is cut to 1, but 0 / 0 is not a number
+        t = (self.eps / norm).clamp_max(1.0).view(-1, *[1] * (d.ndim - 1))
         if self.box is None:
             return d * t
         low, high = (_on(side, x) - x for side in self.box)
@@ -166,7 +167,7 @@ class L2(_Ball):
             spent = self.norm(torch.where(clipped, torch.minimum(torch.maximum(z, low), high), 0.0)).square()
             free = self.norm(torch.where(clipped, 0.0, d)).square()
             further = ((self.eps**2 - spent).clamp_min(0.0) / _tiny_floor(free)).sqrt().clamp_max(1.0)
-            before, t = t, torch.maximum(_each(further, d), t)
+            before, t = t, torch.maximum(further.view(t.shape), t)
             if not is_tracing() and not bool((t > before * (1 + 1e-6)).any()):
                 break
         return d * t
@@ -224,7 +225,7 @@ def _normalised(d: Tensor) -> Tensor:
     flat = d.flatten(1)
     norm: Tensor = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
     if norm.numel() and not is_tracing():
-        low, high = norm.aminmax()
+        low, high = norm.detach().aminmax()
         if 1e3 * math.sqrt(torch.finfo(d.dtype).tiny) < low.item() and high.item() < math.inf:
             return (flat / norm).view_as(d)
     flat = flat / _tiny_floor(flat.abs().amax(1, keepdim=True))
