@@ -101,6 +101,14 @@ def test_public_names_exist_and_are_documented() -> None:
         assert (public.__doc__ or "").strip(), f"{name} has no docstring"
 
 
+def test_type_checkers_see_the_names_that_run_time_has() -> None:
+    """The lazy table and the imports for type checkers are one list."""
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    seen = {(alias.name, node.module) for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == {(name, f"advbayes.{home}") for name, home in advbayes._HOME_OF.items()}
+
+
 def test_the_core_imports_without_the_extras() -> None:
     """A fresh interpreter in which every optional package is missing still imports and predicts."""
     script = (

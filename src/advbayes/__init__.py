@@ -11,14 +11,25 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "attacks": "PGD entropy entropy_pgd margin nll one_step pgd pgd_plus squared_error",
+    "adapters": "from_function from_sklearn from_torch to_art to_autoattack to_foolbox",
+    "attacks": (
+        "APGD PGD DivergenceFrom HardLabel MarginTo MinimumNorm RandomSearch Square Suite Toward Transfer "
+        "certainty deflate_variance dlr entropy entropy_pgd inflate_variance lower_mean margin nll one_step pgd "
+        "pgd_plus raise_mean squared_error strong_suite"
+    ),
+    "auditing": "Claim ThreatModel Verdict audit audit_cost audit_records",
     "balls": "L2 Linf",
+    "certification": "certify",
     "channels": "AttackChannel Learned Mixture Noise",
+    "evaluation": "Evaluation evaluate load_evaluation rescore selective_task with_eps",
     "likelihoods": "Categorical Gaussian GaussianMixture HeteroscedasticGaussian",
     "model": "BayesianModel",
     "objectives": "ChannelELBO LogitPairing Trades",
     "posteriors": "Ensemble LowRank MeanField PointMass Samples",
     "predictive": "FreshPredictive PosteriorPredictive",
+    "purification": "Purifier SimulatedPurifier",
+    "purifier_attacks": "Annealed NearestCentre StraightThrough",
+    "smoothing": "Smoothed",
     "store": "load save",
     "training": "FitResult NonFiniteError fit",
 }
@@ -40,21 +51,57 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:
+    from advbayes.adapters import from_function as from_function
+    from advbayes.adapters import from_sklearn as from_sklearn
+    from advbayes.adapters import from_torch as from_torch
+    from advbayes.adapters import to_art as to_art
+    from advbayes.adapters import to_autoattack as to_autoattack
+    from advbayes.adapters import to_foolbox as to_foolbox
+    from advbayes.attacks import APGD as APGD
     from advbayes.attacks import PGD as PGD
+    from advbayes.attacks import DivergenceFrom as DivergenceFrom
+    from advbayes.attacks import HardLabel as HardLabel
+    from advbayes.attacks import MarginTo as MarginTo
+    from advbayes.attacks import MinimumNorm as MinimumNorm
+    from advbayes.attacks import RandomSearch as RandomSearch
+    from advbayes.attacks import Square as Square
+    from advbayes.attacks import Suite as Suite
+    from advbayes.attacks import Toward as Toward
+    from advbayes.attacks import Transfer as Transfer
+    from advbayes.attacks import certainty as certainty
+    from advbayes.attacks import deflate_variance as deflate_variance
+    from advbayes.attacks import dlr as dlr
     from advbayes.attacks import entropy as entropy
     from advbayes.attacks import entropy_pgd as entropy_pgd
+    from advbayes.attacks import inflate_variance as inflate_variance
+    from advbayes.attacks import lower_mean as lower_mean
     from advbayes.attacks import margin as margin
     from advbayes.attacks import nll as nll
     from advbayes.attacks import one_step as one_step
     from advbayes.attacks import pgd as pgd
     from advbayes.attacks import pgd_plus as pgd_plus
+    from advbayes.attacks import raise_mean as raise_mean
     from advbayes.attacks import squared_error as squared_error
+    from advbayes.attacks import strong_suite as strong_suite
+    from advbayes.auditing import Claim as Claim
+    from advbayes.auditing import ThreatModel as ThreatModel
+    from advbayes.auditing import Verdict as Verdict
+    from advbayes.auditing import audit as audit
+    from advbayes.auditing import audit_cost as audit_cost
+    from advbayes.auditing import audit_records as audit_records
     from advbayes.balls import L2 as L2
     from advbayes.balls import Linf as Linf
+    from advbayes.certification import certify as certify
     from advbayes.channels import AttackChannel as AttackChannel
     from advbayes.channels import Learned as Learned
     from advbayes.channels import Mixture as Mixture
     from advbayes.channels import Noise as Noise
+    from advbayes.evaluation import Evaluation as Evaluation
+    from advbayes.evaluation import evaluate as evaluate
+    from advbayes.evaluation import load_evaluation as load_evaluation
+    from advbayes.evaluation import rescore as rescore
+    from advbayes.evaluation import selective_task as selective_task
+    from advbayes.evaluation import with_eps as with_eps
     from advbayes.likelihoods import Categorical as Categorical
     from advbayes.likelihoods import Gaussian as Gaussian
     from advbayes.likelihoods import GaussianMixture as GaussianMixture
@@ -70,6 +117,12 @@ if TYPE_CHECKING:
     from advbayes.posteriors import Samples as Samples
     from advbayes.predictive import FreshPredictive as FreshPredictive
     from advbayes.predictive import PosteriorPredictive as PosteriorPredictive
+    from advbayes.purification import Purifier as Purifier
+    from advbayes.purification import SimulatedPurifier as SimulatedPurifier
+    from advbayes.purifier_attacks import Annealed as Annealed
+    from advbayes.purifier_attacks import NearestCentre as NearestCentre
+    from advbayes.purifier_attacks import StraightThrough as StraightThrough
+    from advbayes.smoothing import Smoothed as Smoothed
     from advbayes.store import load as load
     from advbayes.store import save as save
     from advbayes.training import FitResult as FitResult
