@@ -157,9 +157,10 @@ def security_curves(document: Mapping[str, Any]) -> list[Figure]:
                 points = _finite(curve["points"], "value", "low", "high")
                 x = [point["eps"] for point in points]
                 many = len(points) > 2
-                axes.fill_between(
-                    x, [p["low"] for p in points], [p["high"] for p in points], color=colour(i), alpha=0.14, linewidth=0
-                )
+                if index == 0 or not single:  # attacks on one predictor are near each other: one band, that of the worst case
+                    axes.fill_between(
+                        x, [p["low"] for p in points], [p["high"] for p in points], color=colour(i), alpha=0.14, linewidth=0
+                    )
                 axes.plot(
                     x,
                     [p["value"] for p in points],
@@ -168,14 +169,15 @@ def security_curves(document: Mapping[str, Any]) -> list[Figure]:
                     linestyle=DASHES[(i // NUM_COLOURS) % 4] if many else (0, (1.5, 2.5)),
                     markeredgecolor=PAPER,
                     markeredgewidth=0.8,
+                    zorder=3 - 0.1 * index if single else 2,  # the worst case above its attacks
                 )
+            for level in floor:
+                axes.axhline(level, color=MUTED, linewidth=1, linestyle=(0, (1, 2)))
             if METRICS[metric].share:
                 axes.set_ylim(-0.02, 1.02)
                 _percent_axis(axes.yaxis)
             else:
                 axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-            for level in floor:
-                axes.axhline(level, color=MUTED, linewidth=1, linestyle=(0, (1, 2)))
             radii = sorted({point["eps"] for curve in curves for point in curve["points"]})
             axes.set_xlim(0, 1.04 * max(radii))
             if len(radii) <= 6 and min(b - a for a, b in pairwise(radii)) > max(radii) / 12:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from advbayes import store
 from advbayes.evaluation import Cell, Evaluation, load_evaluation
 from advbayes.evaluation.files import Block, Folder
-from advbayes.report.pictures import Gallery, make_gallery
+from advbayes.report.pictures import Gallery, is_image, make_gallery
 from advbayes.report.write import ReportPaths, write_report
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from advbayes.runs import Run, Trained
 
-SHOWN = 6  # examples of the gallery
+SHOWN, SHOWN_TABLES = 6, 4  # examples of the gallery
 
 
 def report_run(
@@ -177,7 +177,14 @@ def _gallery(
             predictors[name], attacked[name] = model.predict(num_thetas), x_adv
     if clean is None or not predictors:
         return None
-    return make_gallery(predictors, clean[0], clean[1], {label[0]: attacked}, eps=eps, num=SHOWN)
+    return make_gallery(
+        predictors,
+        clean[0],
+        clean[1],
+        {label[0]: attacked},
+        eps=eps,
+        num=SHOWN if is_image(tuple(clean[0].shape[1:])) else SHOWN_TABLES,
+    )
 
 
 def _strongest(evaluation: Evaluation) -> tuple[str, float | None]:

@@ -101,14 +101,14 @@ def _examples(document: Mapping[str, Any]) -> list[str]:
         return []
     rows = []
     for example in gallery["examples"]:
-        truth = example["truth"] if isinstance(example["truth"], str) else number(example["truth"])
+        truth = example["truth"] if isinstance(example["truth"], str) else short(example["truth"])
         for predictor in example["predictors"]:
             for view in predictor["views"]:
                 moved = short(view["linf"] if gallery["norm"].lower() == "linf" else view["l2"])
                 if gallery["classes"]:
                     said = f"{view['says']} ({percent(view['probabilities'][view['class']], 0)} %)"
                 else:
-                    said = f"{number(view['mean'])} ± {number(view['spread'])}"
+                    said = f"{short(view['mean'])} ± {short(view['spread'], 3)}"
                 cells = [str(example["index"]), truth, predictor["name"], view["label"], moved, said]
                 rows.append([markdown(cell) for cell in cells])
     head = ["example", "truth", "predictor", "input", "moved by", "prediction"]

@@ -84,18 +84,18 @@ def headline(document: Document) -> list[str]:
         if after is None:
             lines.append(f"{said}; it was not attacked at {budget(document)}.")
             continue
-        value = shown(metric, after["value"]) if metric == "accuracy" else _rmse(document, after["value"])
         mark = "" if row["believed"] else "†"
-        lines.append(f"{said}, and {then.format(f'{value}{mark} (95 % interval {interval(metric, after)})')}.")
+        value = f"{shown(metric, after['value'])}{mark}" if metric == "accuracy" else _rmse(document, after["value"], mark)
+        lines.append(f"{said}, and {then.format(f'{value} (95 % interval {interval(metric, after)})')}.")
     return lines
 
 
-def _rmse(document: Document, value: Any) -> str:
+def _rmse(document: Document, value: Any, mark: str = "") -> str:
     """In the model's units, and in the target's own where it was standardised."""
     spread = (document["scaling"] or {}).get("target_std")
     if spread and len(spread) == 1 and isinstance(value, float):
-        return f"{number(value)} (standardised; {number(value * spread[0])} in the target's own unit)"
-    return number(value)
+        return f"{number(value)}{mark} standard deviations of the target ({short(value * spread[0], 3)} in its own unit)"
+    return f"{number(value)}{mark}"
 
 
 def verdicts(document: Document) -> list[dict[str, Any]]:
