@@ -111,7 +111,9 @@ def main() -> None:
     rounds, steps = (1, 5) if options.quick else (options.rounds, options.steps)
 
     train, (x, y) = blobs(2000, 1), blobs(256, SEED)
-    net = conv_net()
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        net = conv_net()
     model = BayesianModel(net, Categorical())
     posterior = MeanField(model)
     fit(model, posterior, Noise(0.1), train, epochs=3, seed=SEED)

@@ -121,6 +121,8 @@ class Stacked:
             if isinstance(layer, nn.Conv2d):
                 own = self._weights[place][s]
                 h = functional.conv2d(h, own, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
+                if plan and type(plan[0][0]) is nn.ReLU:  # in place: a convolution's way back does not need its output
+                    h, plan = h.relu_(), plan[1:]
             elif place >= 0:
                 h = functional.linear(h, self._weights[place][s], bias)
             else:
