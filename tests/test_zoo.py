@@ -22,7 +22,7 @@ def test_a_broken_evaluation_is_flagged_by_the_check_meant_for_it(name: str) -> 
     assert found.status == "failed", found.line()
     assert found.figures, "a verdict without a figure convinces nobody"
     assert found.advice
-    assert verdict.level == "C"
+    assert verdict.level not in "AB"
 
 
 @pytest.mark.parametrize("name", zoo.HONEST)

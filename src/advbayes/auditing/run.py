@@ -129,15 +129,15 @@ def audit(
     `undefended` and `siblings` for E13 and E20 (at `control_ball` where `ball` is too small to break it); the training
     `channel` for E30; an `evaluation` on disk for E27; `baseline` for E21. `claim` holds somebody's arrays and scores: then
     theirs are judged, not ours. `certified` holds certified radii in the ball's norm. `better` says that the row is claimed
-    to beat others. `only` picks checks by id.
+    to beat others. `only` picks checks by id; the others count as not run.
 
     >>> from torch.distributions import Categorical
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> from advbayes import L2
     >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
     >>> verdict = audit(predict, (x, (x[:, 0] < 0).long()), ball=L2(0.5), tier="quick", only=("E1", "E2", "E9"))
-    >>> verdict.level, verdict["E1"].figures["infeasible"]
-    ('B', 0)
+    >>> verdict.level, verdict["E1"].status, verdict["E1"].figures["infeasible"]
+    ('D', 'passed', 0)
     """
     case, whole = _case(
         predict,
@@ -172,11 +172,14 @@ def audit(
     known = {check.id for check in CHECKS}
     if only is not None and not set(only) <= known:
         raise ValueError(f"only must hold ids among {sorted(known, key=_order)}, got {only}")
-    chosen = [check for check in CHECKS if only is None or check.id in only]
     found = []
-    with Progress("audit", len(chosen), progress) as bar:
-        for check in chosen:
-            if check.id in case.budget.left_out and only is None and check.applies(case):
+    with Progress("audit", len(CHECKS), progress) as bar:
+        for check in CHECKS:
+            if only is not None and check.id not in only:
+                if not check.applies(case):
+                    continue
+                result = Finding(check.id, check.title, "not run", {}, "`only` leaves it out")
+            elif check.id in case.budget.left_out and only is None and check.applies(case):
                 result = Finding(check.id, check.title, "not run", {}, f"tier {tier!r} leaves it out")
             else:
                 result = check.run(case)
