@@ -93,16 +93,16 @@ class CompiledGradient:
         self.kl_weight = objective.kl_weight / objective.num_data
         self.programs: dict[tuple[torch.Size, torch.Size], Compiled] = {}
         self.gaussian = type(posterior) is MeanField and posterior.mu.requires_grad and posterior.rho.requires_grad
-        if self.gaussian:
+        if isinstance(posterior, MeanField) and self.gaussian:
             posterior.kl(model.prior_scale)  # refuses a prior without a KL
+            self.mean_field = posterior.mu.detach(), posterior.rho.detach()  # the same memory, which training changes in place
 
     def __call__(self, x: Tensor, y: Tensor, generator: torch.Generator) -> StepGradient:
         objective, posterior = self.objective, self.posterior
         noise = posterior.noise(objective.num_theta, generator=generator)
         given = self._draw(x, generator)
         if self.gaussian:
-            assert isinstance(posterior, MeanField)
-            source: tuple[Tensor, ...] = (posterior.mu.detach(), posterior.rho.detach(), noise)
+            source: tuple[Tensor, ...] = (*self.mean_field, noise)
         else:
             with torch.no_grad():
                 source = (posterior.at(noise).clone(),)
@@ -110,10 +110,11 @@ class CompiledGradient:
             thetas = source[0] if not self.gaussian else posterior.at(noise).detach()
             inputs: tuple[Tensor, ...] = (objective.corrupt(self.model, thetas, self.channel, x, y, generator=generator),)
         else:
-            inputs = tuple(tensor for one in given for tensor in one)
+            inputs = tuple(tensor for one in given for tensor in one if tensor.numel())
         key = (x.shape, y.shape)
         if key not in self.programs:
-            function = self._function(len(source), given is not None)
+            empty = [] if given is None else [tensor.new_empty(0) if not tensor.numel() else None for tensor in given[0]]
+            function = self._function(len(source), empty)
             what = f"a step of {self.model} with a channel of type {type(self.channel).__name__}"
             self.programs[key] = compiled(function, (*source, x, y, *inputs), what)
         numbers, *gradients = self.programs[key](*source, x, y, *inputs)
@@ -131,8 +132,12 @@ class CompiledGradient:
         found = [one for one in drawn if one is not None]
         return found if len(found) == len(drawn) else None
 
-    def _function(self, num_source: int, channel_inside: bool) -> Callable[..., tuple[Tensor, ...]]:
-        """(posterior's tensors and noise or thetas), x, y, (channel's draws or samples) -> numbers, gradients."""
+    def _function(self, num_source: int, empty: list[Tensor | None]) -> Callable[..., tuple[Tensor, ...]]:
+        """(posterior's tensors and noise or thetas), x, y, (channel's draws or samples) -> numbers, gradients.
+
+        `empty` has the fields of Draws, those that are not passed because they hold nothing; none where samples come in.
+        """
+        passed = sum(field is None for field in empty)
 
         def step(*arguments: Tensor) -> tuple[Tensor, ...]:
             source, (x, y), inputs = arguments[:num_source], arguments[num_source : num_source + 2], arguments[num_source + 2 :]
@@ -144,8 +149,9 @@ class CompiledGradient:
                 (thetas,) = source
             totals, penalties, rows = [], [], []
             for s, theta in enumerate(thetas):
-                if channel_inside:
-                    drawn = Draws(*inputs[3 * s : 3 * s + 3])
+                if empty:
+                    given = iter(inputs[passed * s : passed * (s + 1)])
+                    drawn = Draws(*(next(given) if field is None else field for field in empty))
                     total, penalty, row = self._one_theta(theta, x, y, drawn)
                 else:
                     total, penalty, row = self._gradient_at(theta, x, y, inputs[0][s])

@@ -45,7 +45,7 @@ def _trace() -> Iterator[None]:
 
 
 def compiled(function: Callable[..., tuple[Tensor, ...]], examples: tuple[Tensor, ...], what: str) -> Compiled:
-    """The function, compiled for arguments of the examples' shapes and dtypes; no gradient flows through it.
+    """The function, compiled for arguments of the examples' shapes and dtypes; arguments must not ask for a gradient.
 
     >>> try:
     ...     compiled(lambda a: (a * float(a.sum()),), (torch.ones(2),), "a branch on values")
@@ -64,13 +64,7 @@ def compiled(function: Callable[..., tuple[Tensor, ...]], examples: tuple[Tensor
             f"compile=True could not compile {what}: {type(error).__name__}: {reason}. It needs a C++ compiler (g++) and code "
             "that does not branch on the values of tensors; compile=False trains the same without it"
         ) from error
-
-    def call(*arguments: Tensor) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            result: tuple[Tensor, ...] = program(*arguments)
-        return result
-
-    return call
+    return program
 
 
 def _program(function: Callable[..., tuple[Tensor, ...]], examples: tuple[Tensor, ...]) -> Compiled:

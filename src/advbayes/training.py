@@ -163,21 +163,21 @@ class _Adam:
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
         self.parameters: list[Tensor] = [p for p in parameters if p.requires_grad]
+        self._memory = [p.detach() for p in self.parameters]  # the same numbers, without autograd's interest in them
         self.lr = lr
         self.slots: dict[str, list[Tensor]] = {
-            "exp_avg": [torch.zeros_like(p) for p in self.parameters],
-            "exp_avg_sq": [torch.zeros_like(p) for p in self.parameters],
+            "exp_avg": [torch.zeros_like(p) for p in self._memory],
+            "exp_avg_sq": [torch.zeros_like(p) for p in self._memory],
             "step": [torch.zeros((), dtype=torch.float32, device=p.device) for p in self.parameters[:1]] * len(self.parameters),
         }
 
-    @torch.no_grad()
     def step(self, gradients: list[Tensor], lr: float | None = None) -> None:
         if not self.parameters:
             return
         steps = self.slots["step"]  # one tensor, counted once
         steps[0] += 1
         torch._fused_adam_(
-            self.parameters,
+            self._memory,
             gradients,
             self.slots["exp_avg"],
             self.slots["exp_avg_sq"],
