@@ -17,7 +17,7 @@ from advbayes.stacked import Stacked
 from advbayes.types import Loss, Posterior
 
 # Rows x thetas x input size whose graphs are held at once: the activations then stay near the cache.
-_NUMBERS = 1 << 19
+_NUMBERS = 1 << 20
 _THETAS = 32  # as many share a graph; with more, forward passes are repeated instead
 _ROWS = 16  # smaller parts of a batch are not worth a call
 

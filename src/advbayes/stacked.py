@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from advbayes.layers import is_thin
-from advbayes.model import BayesianModel, _channels_last
+from advbayes.model import BayesianModel, _as_matrix, _channels_last
 
 # Layers without parameters that treat every number, or every channel, alike.
 _EACH_NUMBER = (
@@ -62,7 +62,7 @@ class Stacked:
         self._steps = _plans[model.net]
         *flat, self.extra = self.thetas.split_with_sizes(model._sizes, dim=1)  # the likelihood's coordinates: (S, num_extra)
         self._weights = [part.reshape(len(thetas), *shape) for part, shape in zip(flat, model.shapes, strict=True)]
-        self._spread: dict[int, Tensor] = {}
+        self._spread: dict[tuple[int, torch.Size, bool], Tensor] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         self.model._check_input(x)
@@ -106,7 +106,7 @@ class Stacked:
 
     def _apart(self, plan: Sequence[_Step], s: int, h: Tensor) -> Tensor:
         """The rest of the net at one theta."""
-        h = h.contiguous(memory_format=torch.channels_last)
+        h = h.clone(memory_format=torch.channels_last)  # a copy of its own: layers may work in place
         while plan:
             skipped = _flattened_next(plan) if h.ndim == 4 else 0
             if skipped and not (skipped == 2 and (h.shape[2] % 2 or h.shape[3] % 2)):
@@ -127,27 +127,28 @@ class Stacked:
                 h = functional.linear(h, self._weights[place][s], bias)
             else:
                 h = layer(h)
-        return h
+        return _as_matrix(h)
 
     def _spread_out(self, place: int, h: Tensor, halved: bool) -> Tensor:  # (S, O, H * W * C)
         """A linear layer's weights for h in channels_last, with the average pooling before it (if any) folded in.
 
         Pooling and reordering cost more time than the larger product, most of all backwards.
         """
-        if place not in self._spread:
+        key = (place, h.shape[1:], halved)
+        if key not in self._spread:
             weight, (_, channels, height, width) = self._weights[place], h.shape
             if halved:
                 shaped = weight.view(*weight.shape[:2], channels, height // 2, 1, width // 2, 1) * 0.25
                 shaped = shaped.expand(-1, -1, -1, -1, 2, -1, 2).reshape(*weight.shape[:2], channels, height, width)
             else:
                 shaped = weight.view(*weight.shape[:2], channels, height, width)
-            self._spread[place] = shaped.permute(0, 1, 3, 4, 2).reshape(*weight.shape[:2], -1).contiguous()
-        return self._spread[place]
+            self._spread[key] = shaped.permute(0, 1, 3, 4, 2).reshape(*weight.shape[:2], -1).contiguous()
+        return self._spread[key]
 
 
 def _plan(model: BayesianModel) -> tuple[_Step, ...] | None:
     """The layers with the places of their parameters; None for a net that cannot be run this way."""
-    layers = dict(model.net.named_children())
+    layers = {name: layer for name, layer in model.net._modules.items() if layer is not None}  # with repetitions
     known = (*_EACH_CHANNEL, nn.Flatten, nn.Linear, nn.Conv2d)
     if type(model.net) is not nn.Sequential or any(type(layer) not in known for layer in layers.values()):
         return None
@@ -211,29 +212,32 @@ def _pull_back(gradient: Tensor, rectified: Tensor) -> Tensor:
 
 
 class _FirstBlock(torch.autograd.Function):
-    """avg_pool2d(relu(conv2d(x)), 2), a few examples at a time so that what lies between stays in the cache."""
+    """avg_pool2d(relu(conv2d(x)), 2), a few examples at a time so that what lies between stays in the cache.
+
+    It is computed again on the way back: a thin convolution is cheaper than fresh memory for all that it gives.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int]) -> Tensor:
-        rows = max(1, _CACHED // (len(weight) * x.shape[2] * x.shape[3]))
-        outputs, ctx.rectified = [], []
-        for part in torch.split(x, rows):
-            h = functional.conv2d(part, weight, bias, padding=padding).contiguous(memory_format=torch.channels_last).relu_()
-            outputs.append(functional.avg_pool2d(h, 2))
-            if ctx.needs_input_grad[0]:
-                ctx.rectified.append(h)
-        ctx.save_for_backward(weight)
+        ctx.save_for_backward(x, weight, bias)
         ctx.padding = padding
-        return torch.cat(outputs)
+        ctx.rows = max(1, _CACHED // (len(weight) * x.shape[2] * x.shape[3]))
+        return torch.cat([functional.avg_pool2d(_rectified(part, weight, bias, padding), 2) for part in torch.split(x, ctx.rows)])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (weight,) = ctx.saved_tensors
+        x, weight, bias = ctx.saved_tensors
         gradient = gradient.contiguous(memory_format=torch.channels_last)
-        parts = torch.split(gradient, len(ctx.rectified[0]))
-        taps = [_taps(_pull_back(part, rectified), weight) for part, rectified in zip(parts, ctx.rectified, strict=True)]
+        taps = [
+            _taps(_pull_back(part, _rectified(inputs, weight, bias, ctx.padding)), weight)
+            for inputs, part in zip(torch.split(x, ctx.rows), torch.split(gradient, ctx.rows), strict=True)
+        ]
         return _overlay(torch.cat(taps, dim=3), ctx.padding), None, None, None
+
+
+def _rectified(x: Tensor, weight: Tensor, bias: Tensor | None, padding: tuple[int, int]) -> Tensor:
+    return functional.conv2d(x, weight, bias, padding=padding).contiguous(memory_format=torch.channels_last).relu_()
 
 
 def _taps(
