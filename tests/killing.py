@@ -89,8 +89,8 @@ def killed_and_resumed(folder: Path, settings: dict[str, str], duration: float, 
     """A run killed (SIGKILL) at a random moment, and again while it goes on, until it is done; folder and number of kills."""
     run = folder / f"run-{draw.getrandbits(40):010x}"
     kills = 0
-    for _ in range(2):
-        when = draw.uniform(0, duration)
+    for share in (1.0, 0.5):  # what is left after the first kill takes less
+        when = draw.uniform(0, share * duration)
         code, _ = signalled(_command(run, settings), signal.SIGKILL, when)
         kills += code == -signal.SIGKILL
     pid = start(_command(run, settings))
