@@ -102,7 +102,7 @@ BUGS = (
     ),
     Bug(
         "no start at the one-step point",
-        "attacks/pgd.py",
+        "attacks/ascent.py",
         "edge = move(self.ball, point[:from_x], gradient[:from_x], self.ball.eps, x[:from_x])",
         "edge = move(self.ball, point[:from_x], gradient[:from_x], 0.01 * size, x[:from_x])",
         "test_identities_limits",
@@ -293,8 +293,8 @@ BUGS = (
     Bug(
         "labels dropped on the way to the attack",
         "channels.py",
-        "return _add_noise(self.attack(predict, x, y, generator=generator), self.sigma, generator)",
-        "return _add_noise(self.attack(predict, x, None, generator=generator), self.sigma, generator)",
+        "return self.attack(predict, x, y, generator=generator).detach()",
+        "return self.attack(predict, x, None, generator=generator).detach()",
         "test_identities_limits",
     ),
     Bug(
@@ -315,7 +315,7 @@ BUGS = (
     Bug(
         "learning rate never decays",
         "training.py",
-        "lr * decay ** (step * batches.batch_size / batches.num_data)",
+        "lr * decay ** (step / batches.steps_per_epoch)",
         "lr",
         "test_training",
     ),

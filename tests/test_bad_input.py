@@ -122,7 +122,7 @@ BOXED = AttackChannel(one_step(L2(1.0, box=(0.0, 0.5))))
 @pytest.mark.parametrize(
     ("model", "channel", "data", "error", "named"),
     [
-        (classifier(), Noise(), (X[:, :2], Y), RuntimeError, "mat1"),
+        (classifier(), Noise(), (X[:, :2], Y), ValueError, "x must have the shape that net takes"),
         (classifier(), Noise(), (X, Y[:5]), ValueError, "one target for each of the 8 examples"),
         (classifier(), Noise(), (X, Y + 2), ValueError, r"class indices in \[0, 1\].*from 2 to 2"),
         (classifier(), Noise(), (X, Y - 1), ValueError, "from -1 to -1"),

@@ -56,14 +56,8 @@ class _Ball(ABC):
 
     def check(self, x: Tensor) -> None:
         """Refuse data that the ball does not fit: inputs outside the box, a scale or mask of another shape."""
-        if self.box is not None:
-            low, high = self.box
-            below, above = bool((x < _on(low, x)).any()), bool((x > _on(high, x)).any())
-            if below or above:
-                raise ValueError(
-                    f"box must contain the data, got box {_short(self.box)} and x from {float(x.min()):g} to {float(x.max()):g}"
-                )
-        for name, value in (("scale", self.scale), ("mask", self.mask)):
+        sides = () if self.box is None else (("box", self.box[0]), ("box", self.box[1]))
+        for name, value in (("scale", self.scale), ("mask", self.mask), *sides):
             if isinstance(value, Tensor) and value.ndim:
                 try:
                     torch.broadcast_to(value, x.shape[1:])
@@ -71,6 +65,13 @@ class _Ball(ABC):
                     raise ValueError(
                         f"{name} must broadcast against the event shape {tuple(x.shape[1:])}, got {checks.describe(value)}"
                     ) from None
+        if self.box is not None:
+            low, high = self.box
+            below, above = bool((x < _on(low, x)).any()), bool((x > _on(high, x)).any())
+            if below or above:
+                raise ValueError(
+                    f"box must contain the data, got box {_short(self.box)} and x from {float(x.min()):g} to {float(x.max()):g}"
+                )
 
     def _unit(self, x: Tensor) -> Tensor | float:
         """The length of one unit of the norm in each feature; zero where masked."""

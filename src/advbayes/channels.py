@@ -130,14 +130,23 @@ class AttackChannel:
     def sample(
         self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> Tensor:
-        return _add_noise(self.attack(predict, x, y, generator=generator), self.sigma, generator)
+        return _add_noise(self.centre(predict, x, y, generator=generator), self.sigma, generator)
+
+    def centre(
+        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """The attack's output, before the noise. Attacks need gradients, whatever the mode they are called in."""
+        if torch.is_grad_enabled():
+            return self.attack(predict, x, y, generator=generator)
+        with torch.enable_grad():
+            return self.attack(predict, x, y, generator=generator).detach()
 
     def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> GaussianDensity:
         if self.sigma == 0:
             _refuse_dirac(self)
         # A fixed generator: the centres of an attack with random starts are one draw, the same at every call.
         generator = torch.Generator(x.device).manual_seed(0)
-        return GaussianDensity((0.0,), (self.attack(predict, x, y, generator=generator).detach(),), (self.sigma,))
+        return GaussianDensity((0.0,), (self.centre(predict, x, y, generator=generator).detach(),), (self.sigma,))
 
 
 @dataclass(frozen=True)
@@ -166,7 +175,8 @@ class Mixture:
         for channel in channels:
             if not isinstance(channel, Channel):
                 raise TypeError(f"channels must have sample and density, got {checks.describe(channel)}")
-        object.__setattr__(self, "weights", weights)
+        total = math.fsum(weights)  # 1 up to rounding: the last edge must be exactly there
+        object.__setattr__(self, "weights", tuple(weight / total for weight in weights))
         object.__setattr__(self, "channels", channels)
 
     def _strata(self, num: int, generator: torch.Generator | None, device: torch.device) -> tuple[Tensor, list[int]]:
@@ -183,6 +193,8 @@ class Mixture:
     def sample(
         self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> Tensor:
+        if not len(x):
+            return x.clone()
         order, edges = self._strata(len(x), generator, x.device)
         noise = _noise_like(x, generator) if self._splits else None
         x_in, y_in = x.index_select(0, order), None if y is None else y.index_select(0, order)

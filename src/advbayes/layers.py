@@ -84,7 +84,7 @@ def in_sequence(net: nn.Module, parameters: Sequence[Tensor]) -> list[Layer] | N
             layers += inner
         elif not any(True for _ in module.parameters()):
             layers.append(partial(_without_parameters, module.forward))
-        elif all(id(p) in places for p in module.parameters()) and type(module) in (nn.Linear, nn.Conv2d):
+        elif type(module) in (nn.Linear, nn.Conv2d) and _is_plain(module, places):
             bias = None if module.bias is None else places[id(module.bias)]
             if type(module) is nn.Linear:
                 layers.append(partial(_linear, places[id(module.weight)], bias))
@@ -95,6 +95,11 @@ def in_sequence(net: nn.Module, parameters: Sequence[Tensor]) -> list[Layer] | N
         else:
             return None
     return layers
+
+
+def _is_plain(module: nn.Module, places: dict[int, int]) -> bool:
+    """Whether weight and bias are parameters at known places, and nothing computes them (as weight norms and prunings do)."""
+    return id(module.weight) in places and (module.bias is None or id(module.bias) in places) and not module._forward_pre_hooks
 
 
 def _without_parameters(forward: Callable[[Tensor], Tensor], x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
@@ -146,7 +151,7 @@ def _input_gradient(
     num_out, num_in, tall, wide = weight.shape
     batch, _, height, width = gradient.shape
     rows = gradient.permute(0, 2, 3, 1).reshape(-1, num_out)  # a view in channels_last
-    shares = (weight.view(num_out, -1).T @ rows.T).view(num_in, tall, wide, batch, height, width)
+    shares = (weight.reshape(num_out, -1).T @ rows.T).view(num_in, tall, wide, batch, height, width)
     if is_tracing():  # one fused kernel instead of one for each position
         padded = sum(
             functional.pad(shares[:, i, j], (j, wide - 1 - j, i, tall - 1 - i)) for i in range(tall) for j in range(wide)
@@ -155,7 +160,7 @@ def _input_gradient(
         padded = shares.new_zeros(num_in, batch, height + tall - 1, width + wide - 1)
         for i in range(tall):
             for j in range(wide):
-                padded[:, :, i : i + height, j : j + width] += shares[:, i, j]
+                padded[:, :, i : i + height, j : j + width].add_(shares[:, i, j])
     assert isinstance(padded, Tensor)
     inside = padded[:, :, padding[0] : padded.shape[2] - padding[0], padding[1] : padded.shape[3] - padding[1]]
     return inside.transpose(0, 1)

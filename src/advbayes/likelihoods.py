@@ -126,11 +126,23 @@ class _GaussianPrediction(Normal):
         z = (_targets(value, self.loc) - self.loc) / self.scale
         return -0.5 * z * z - self.scale.log() - _HALF_LOG_TWO_PI
 
+    def cdf(self, value: Tensor) -> Tensor:
+        level: Tensor = super().cdf(_targets(value, self.loc))  # type: ignore[no-untyped-call]
+        return level
+
+
+class _GaussianVector(Independent):  # type: ignore[type-arg]
+    """Several outputs: event shape (D,), and nothing broadcast either."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        density: Tensor = super().log_prob(_targets(value, self.mean))  # type: ignore[no-untyped-call]
+        return density
+
 
 def _gaussian(mean: Tensor, scale: Tensor, num_outputs: int) -> Distribution:
     if num_outputs == 1:
         return _GaussianPrediction(mean, scale)
-    return Independent(Normal(mean, scale, validate_args=False), 1, validate_args=False)
+    return _GaussianVector(Normal(mean, scale, validate_args=False), 1, validate_args=False)
 
 
 def _check_regression(mean: Tensor, y: Tensor) -> Tensor:

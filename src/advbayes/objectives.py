@@ -19,6 +19,7 @@ from torch.distributions import Distribution, kl_divergence
 
 from advbayes import checks
 from advbayes.attacks import nll, squared_error, through_attacks
+from advbayes.attacks.gradients import per_example
 from advbayes.channels import AttackChannel, HasDirection, Noise
 from advbayes.likelihoods import Gaussian
 from advbayes.model import BayesianModel, Parts
@@ -179,7 +180,7 @@ class ChannelELBO:
         if self.num_channel == 1:
             return channel.sample(predict, x, y, generator=generator).unsqueeze(0)
         if isinstance(channel, AttackChannel):
-            centre = channel.attack(predict, x, y, generator=generator)
+            centre = channel.centre(predict, x, y, generator=generator)
             noise = Noise(channel.sigma)
             return torch.stack([noise.sample(predict, centre, generator=generator) for _ in range(self.num_channel)])
         return torch.stack([channel.sample(predict, x, y, generator=generator) for _ in range(self.num_channel)])
@@ -343,6 +344,6 @@ class _AttackedTheta(HasDirection):
                 closed = likelihood.weighted_gradient(output.detach(), y, weight)
                 if closed is not None:
                     return torch.autograd.grad(output, x, closed[1])[0]
-            value = loss(likelihood(output, extra), y)
+            value = per_example(loss(likelihood(output, extra), y), len(x))
             found = torch.autograd.grad(value.sum(), x, allow_unused=True)[0] if value.requires_grad else None
         return torch.zeros_like(x) if found is None else found

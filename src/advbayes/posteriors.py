@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from abc import ABC, abstractmethod
 from typing import Any
@@ -233,6 +234,8 @@ class Ensemble(_Posterior):
             members = init.detach().clone()
         else:
             members = torch.stack([_reinitialised(model, seed_for(seed, "member", i)) for i in range(num)])
+            if any(torch.equal(a, b) for a, b in itertools.combinations(members, 2)):
+                raise ValueError("net must have layers with reset_parameters to draw members from, got equal members; pass init=")
         self.thetas = nn.Parameter(members)
         self.num_params = model.num_params
 
@@ -254,7 +257,7 @@ class Ensemble(_Posterior):
 def _reinitialised(model: BayesianModel, seed: int) -> Tensor:
     """The net's weights drawn anew by its layers' own rule, without touching the global generator."""
     net = copy.deepcopy(model.net)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         for layer in net.modules():
             reset = getattr(layer, "reset_parameters", None)

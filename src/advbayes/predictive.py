@@ -11,6 +11,7 @@ from torch.distributions import Distribution
 
 from advbayes import checks
 from advbayes.attacks import for_rows, success
+from advbayes.attacks.gradients import per_example
 from advbayes.likelihoods import mix
 from advbayes.model import BayesianModel
 from advbayes.stacked import Stacked
@@ -72,6 +73,10 @@ class FreshPredictive:
 
     def __post_init__(self) -> None:
         checks.count("num", self.num)
+        if self.posterior.num_params != self.model.num_params:
+            raise ValueError(
+                f"posterior must be over the model's {self.model.num_params} parameters, got one over {self.posterior.num_params}"
+            )
 
     def _thetas(self) -> Tensor:
         return self.posterior.sample(self.num, generator=self.generator).detach()
@@ -129,14 +134,14 @@ def _part(blocks: list[Stacked], loss: Loss, x: Tensor, y: Tensor) -> tuple[Tens
     if len(blocks) == 1:
         with torch.enable_grad():
             prediction = _mixture(blocks, blocks[0](x))
-            value = loss(prediction, y)
+            value = per_example(loss(prediction, y), len(x))
             gradient = _gradient(value, x)
     else:
         with torch.no_grad():
             outputs = torch.cat([block(x) for block in blocks])  # (S, B, O)
         with torch.enable_grad():
             prediction = _mixture(blocks, outputs.requires_grad_())
-            value = loss(prediction, y)
+            value = per_example(loss(prediction, y), len(x))
             back = _gradient(value, outputs)
             gradient = torch.zeros_like(x)
             for block, pull in zip(blocks, torch.split(back, _THETAS), strict=True):

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from advbayes import checks
-from advbayes.attacks import PGD
+from advbayes.attacks.gradients import refuse_inference_mode
+from advbayes.balls import _Ball as Ball
 from advbayes.channels import AttackChannel, Learned, Mixture, learned_in
 from advbayes.gradients import CompiledGradient, Gradient, eager_gradient
 from advbayes.model import BayesianModel
@@ -66,6 +67,7 @@ class FitResult:
         return f"FitResult(steps={self.steps}, skipped={self.skipped}, interrupted={self.interrupted}{last})"
 
 
+@torch.enable_grad()  # training needs gradients, whatever the caller's mode
 def fit(
     model: BayesianModel,
     posterior: _Posterior,
@@ -93,7 +95,8 @@ def fit(
     (against the model) before each step of the posterior. A step whose gradient is not finite is skipped and counted; ten in
     a row raise `NonFiniteError`. Ctrl-C (or `stop()` returning true) finishes the step and returns what is trained, with
     `interrupted=True`. `progress=None` shows a bar on a terminal alone. `checkpoint(state)` is called every
-    `checkpoint_every` steps and at the end; passing a saved state as `state` goes on from there, bit for bit.
+    `checkpoint_every` steps and at the end; passing a saved state as `state` goes on from there, bit for bit (tensors and
+    arrays; a DataLoader, whose order is its own, starts a new pass).
     `compile=True` compiles the step at its first batch (ten to sixty seconds, less when cached): two to five times faster on
     small nets, the same draws, results equal up to rounding.
 
@@ -103,6 +106,7 @@ def fit(
     >>> fit(model, MeanField(model), Noise(0.1), (x, (x[:, 0] > 0).long()), epochs=2, batch_size=32).steps
     4
     """
+    refuse_inference_mode()
     batches = _batches(model, posterior, channel, data, batch_size, seed)
     objective = _objective(objective, batches.num_data)
     total = _total_steps(epochs, steps, batches)
@@ -134,7 +138,7 @@ def fit(
             found = take_gradient(x, y, generator)
             bound = found.log_likelihood - objective.kl_weight * found.kl - found.penalty
             if math.isfinite(found.norm) and math.isfinite(bound):
-                adam.step(found.gradients, lr * decay ** (step * batches.batch_size / batches.num_data))
+                adam.step(found.gradients, lr * decay ** (step / batches.steps_per_epoch))
                 skipped_in_a_row = 0
             else:
                 state.skipped += 1
@@ -152,7 +156,7 @@ def fit(
                 break
             if checkpoint is not None and checkpoint_every is not None and state.step % checkpoint_every == 0:
                 checkpoint(held.save(state))
-        held.save(state)
+        state = held.save(state)
         if checkpoint is not None:
             checkpoint(state)
     return FitResult(state.history, state.step, state.skipped, interrupted, state)
@@ -203,6 +207,7 @@ class _TensorBatches:
         self.x, self.y, self.seed = x, y, seed
         self.num_data = len(x)
         self.batch_size = min(batch_size, self.num_data)
+        self.steps_per_epoch = self.num_data / self.batch_size
         self._orders: dict[int, Tensor] = {}
 
     def _order(self, epoch: int) -> Tensor:
@@ -221,12 +226,12 @@ class _TensorBatches:
 
 
 class _LoaderBatches:
-    """A DataLoader's own batches, pass after pass."""
+    """A DataLoader's own batches, pass after pass, in its own order."""
 
     def __init__(self, loader: DataLoader[Any], num_data: int, check: Callable[[Any, Any], tuple[Tensor, Tensor]]) -> None:
         self.loader, self.check = loader, check
         self.num_data = num_data
-        self.batch_size = max(1, round(num_data / len(loader)))
+        self.steps_per_epoch = float(len(loader))
         self._iterator = iter(loader)
 
     def __call__(self, step: int) -> tuple[Tensor, Tensor]:
@@ -247,9 +252,9 @@ def as_tensors(model: BayesianModel, x: Any, y: Any) -> tuple[Tensor, Tensor]:
     (torch.float32, torch.int64)
     """
     if isinstance(x, np.ndarray):  # arrays follow the model; tensors must agree with it
-        x = torch.from_numpy(np.ascontiguousarray(x)).to(model.device, model.dtype)
+        x = torch.tensor(x, device=model.device, dtype=model.dtype)
     if isinstance(y, np.ndarray):
-        y = torch.from_numpy(np.ascontiguousarray(y)).to(model.device)
+        y = torch.tensor(y, device=model.device)
         y = y.to(model.dtype) if y.is_floating_point() else y
     for name, value in (("x", x), ("y", y)):
         if not isinstance(value, Tensor):
@@ -263,8 +268,11 @@ def as_tensors(model: BayesianModel, x: Any, y: Any) -> tuple[Tensor, Tensor]:
         raise TypeError(f"y must be on {x.device} as x, got {checks.describe(y)}")
     checks.finite("x", x)
     checks.finite("y", y)
-    with torch.no_grad():
-        probe, _ = model.output(model.initial_theta(), x[:1])
+    try:
+        with torch.no_grad():
+            probe, _ = model.output(model.initial_theta(), x[:1])
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise ValueError(f"x must have the shape that net takes, got {checks.describe(x)}: {error}") from error
     if probe.ndim != 2 or len(probe) != 1:
         raise ValueError(f"net must give one output row for each input, got {checks.describe(probe)} for one input")
     return x, model.likelihood.check_target(probe.expand(len(y), -1), y)
@@ -280,6 +288,9 @@ def _batches(
         raise TypeError(f"posterior must be trainable (MeanField, LowRank, ...), got {checks.describe(posterior)}")
     if posterior.num_params != model.num_params:
         raise ValueError(f"posterior must be over the model's {model.num_params} parameters, got one over {posterior.num_params}")
+    for parameter in posterior.parameters():
+        if parameter.dtype != model.dtype or parameter.device != model.device:
+            raise TypeError(f"posterior must be {model.dtype} on {model.device} as the net, got {checks.describe(parameter)}")
     if not isinstance(channel, Channel):
         raise TypeError(f"channel must have sample and density, got {checks.describe(channel)}")
     checks.count("seed", seed, low=0)
@@ -306,8 +317,10 @@ def _check_channel(channel: Channel, x: Tensor) -> None:
     if isinstance(channel, Mixture):
         for part in channel.channels:
             _check_channel(part, x)
-    elif isinstance(channel, AttackChannel) and isinstance(channel.attack, PGD):
-        channel.attack.ball.check(x)
+    elif isinstance(channel, AttackChannel):
+        ball = getattr(channel.attack, "ball", None)
+        if isinstance(ball, Ball):
+            ball.check(x)
     elif isinstance(channel, Learned):
         channel.ball.check(x)
 
@@ -315,6 +328,8 @@ def _check_channel(channel: Channel, x: Tensor) -> None:
 def _objective(objective: ChannelELBO | None, num_data: int) -> ChannelELBO:
     if objective is None:
         return ChannelELBO(num_data)
+    if not isinstance(objective, ChannelELBO):
+        raise TypeError(f"objective must be a ChannelELBO, got {checks.describe(objective)}")
     if objective.num_data != num_data:
         raise ValueError(f"objective.num_data must be the size of the data, {num_data}, got {objective.num_data}")
     return objective
@@ -327,7 +342,7 @@ def _total_steps(epochs: float | None, steps: int | None, batches: _TensorBatche
         return checks.count("steps", steps)
     assert epochs is not None
     checks.number("epochs", epochs, low=0, open_low=True)
-    return max(1, math.ceil(round(epochs * batches.num_data / batches.batch_size, 9)))
+    return max(1, math.ceil(round(epochs * batches.steps_per_epoch, 9)))
 
 
 # --- The adversary of a learned channel -----------------------------------------------------------------------------
@@ -365,15 +380,16 @@ class _Held:
             self.optimisers[f"adversary{k}"] = adversary.adam
 
     def save(self, state: State) -> State:
-        state.tensors = {}
+        """A copy that later steps do not change."""
+        tensors: dict[str, Tensor] = {}
         for owner, module in self.modules.items():
             for name, tensor in module.state_dict().items():
-                state.tensors[f"{owner}/{name}"] = tensor.detach().clone()
+                tensors[f"{owner}/{name}"] = tensor.detach().clone()
         for owner, optimiser in self.optimisers.items():
-            for name, tensors in optimiser.slots.items():
-                for index, tensor in enumerate(tensors):
-                    state.tensors[f"{owner}/adam/{index}/{name}"] = tensor.clone()
-        return state
+            for name, slots in optimiser.slots.items():
+                for index, tensor in enumerate(slots):
+                    tensors[f"{owner}/adam/{index}/{name}"] = tensor.clone()
+        return State(state.step, state.skipped, tensors, {name: list(column) for name, column in state.history.items()})
 
     def restore(self, state: State) -> State:
         if not state.tensors and state.step == 0:
@@ -383,6 +399,10 @@ class _Held:
             missing = [name for name in names if f"{owner}/{name}" not in state.tensors]
             if missing:
                 raise ValueError(f"state must hold the tensors of {owner}, got none for {missing}")
+            for name, tensor in names.items():
+                if state.tensors[f"{owner}/{name}"].shape != tensor.shape:
+                    came = checks.describe(state.tensors[f"{owner}/{name}"])
+                    raise ValueError(f"state must hold {owner}/{name} of shape {tuple(tensor.shape)}, got {came}")
             module.load_state_dict({name: state.tensors[f"{owner}/{name}"] for name in names})
         for owner, optimiser in self.optimisers.items():
             for name, tensors in optimiser.slots.items():

@@ -5,6 +5,7 @@ Which thetas it goes through is the Predictor's business: one theta (`model.at(t
 """
 
 from advbayes.attacks.apgd import APGD
+from advbayes.attacks.ascent import PGD, entropy_pgd, one_step, pgd, pgd_plus
 from advbayes.attacks.black_box import RandomSearch, Square
 from advbayes.attacks.gradients import HasInputGradient, loss_and_gradient, through_attacks
 from advbayes.attacks.hard_label import HardLabel
@@ -33,7 +34,6 @@ from advbayes.attacks.losses import (
     success,
 )
 from advbayes.attacks.minimum_norm import MinimumNorm
-from advbayes.attacks.pgd import PGD, entropy_pgd, one_step, pgd, pgd_plus
 from advbayes.attacks.suite import Suite, Transfer, strong_suite, with_ball
 
 __all__ = [

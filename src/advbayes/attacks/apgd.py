@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from advbayes import checks
+from advbayes.attacks.ascent import check_ball
 from advbayes.attacks.gradients import Best, config, is_flat, loss_and_gradient, move, score, where_rows
 from advbayes.attacks.losses import MarginTo, for_rows, margin, mode
-from advbayes.attacks.pgd import check_ball
 from advbayes.balls import _Ball as Ball
 from advbayes.types import Loss, Predictor
 

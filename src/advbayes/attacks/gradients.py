@@ -46,13 +46,14 @@ def loss_and_gradient(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> t
     >>> loss_and_gradient(predict, squared_error, torch.tensor([[3.0]]), torch.tensor([1.0]))[2]
     tensor([[4.]])
     """
+    refuse_inference_mode()
     if isinstance(predict, HasInputGradient) and not _through:
         return predict.loss_and_gradient(loss, x, y)
     with torch.enable_grad():
         if not (_through and x.requires_grad):
             x = x.detach().requires_grad_()
         prediction = predict(x)
-        value = loss(prediction, y)
+        value = per_example(loss(prediction, y), len(x))
         if value.requires_grad:
             (gradient,) = torch.autograd.grad(value.sum(), x, create_graph=_through, allow_unused=True)
         else:
@@ -66,7 +67,24 @@ def loss_and_gradient(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> t
 def score(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The loss and whether the example is broken, without a gradient."""
     prediction = predict(x)
-    return loss(prediction, y), success(loss, prediction, y)
+    return per_example(loss(prediction, y), len(x)), success(loss, prediction, y)
+
+
+def per_example(value: Tensor, num: int) -> Tensor:
+    """The loss, refused unless it has one value for each example: broadcast labels and batch means attack something else."""
+    if value.shape != (num,):
+        raise ValueError(
+            f"loss must give one value for each of the {num} examples, got shape {tuple(value.shape)}; is y of shape (B,)?"
+        )
+    return value
+
+
+def refuse_inference_mode() -> None:
+    """Under inference mode gradients are silently absent, and attacks silently harmless."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "an attack needs gradients, which torch.inference_mode() forbids: call it under torch.no_grad() instead"
+        )
 
 
 def move(ball: Ball, point: Tensor, gradient: Tensor, step: float | Tensor, x: Tensor) -> Tensor:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from advbayes import checks
+from advbayes.attacks.ascent import check_ball
 from advbayes.attacks.gradients import Best, config, score, where_rows
 from advbayes.attacks.losses import for_rows, margin, mode
-from advbayes.attacks.pgd import check_ball
 from advbayes.balls import L2
 from advbayes.balls import _Ball as Ball
 from advbayes.types import Loss, Predictor

@@ -12,10 +12,10 @@ from torch.distributions import Categorical as CategoricalDistribution
 
 from advbayes import checks
 from advbayes.attacks.apgd import APGD
+from advbayes.attacks.ascent import pgd
 from advbayes.attacks.black_box import RandomSearch, Square
 from advbayes.attacks.gradients import Best, config, score
 from advbayes.attacks.losses import dlr, margin, mode, nll, squared_error
-from advbayes.attacks.pgd import pgd
 from advbayes.balls import _Ball as Ball
 from advbayes.types import Attack, Loss, Predictor
 

@@ -20,7 +20,7 @@ from advbayes.auditing.findings import Finding, Verdict
 from advbayes.auditing.threat import ThreatModel, said_by
 from advbayes.balls import _Ball as Ball
 from advbayes.evaluation.attackers import ball_of, steps_of
-from advbayes.evaluation.inputs import Data, Task, as_tensors, check_predictor, is_stochastic, warn_units
+from advbayes.evaluation.inputs import Data, Task, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
 from advbayes.evaluation.result import Evaluation
 from advbayes.evaluation.run import load_evaluation
 from advbayes.progress import Progress
@@ -296,7 +296,7 @@ def _case(
     if not isinstance(ball, Ball):
         raise TypeError(f"ball must be a ball such as L2(eps), got {checks.describe(ball)}")
     budget = TIERS[checks.choice("tier", tier, tuple(TIERS))] if budget is None else budget
-    x, y = as_tensors(data)
+    x, y = as_tensors(data, dtype_of(predict))
     ball.check(x)
     task = check_predictor(predict, x[:256], y[:256])
     y = y.reshape(-1).long() if task == "classification" else y

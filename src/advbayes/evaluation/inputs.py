@@ -31,7 +31,13 @@ class SoftmaxWarning(UserWarning):
     """Probabilities seem to have been given as logits, and been soft-maxed again."""
 
 
-def as_tensors(data: Data) -> tuple[Tensor, Tensor]:
+def dtype_of(*predictors: Predictor) -> torch.dtype:
+    """The dtype that arrays are converted to: a predictor's own where it says so, else float32."""
+    known = [getattr(getattr(predict, "model", None), "dtype", None) for predict in predictors]
+    return next((dtype for dtype in known if isinstance(dtype, torch.dtype)), torch.float32)
+
+
+def as_tensors(data: Data, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """One x and one y from tensors, arrays or a DataLoader; refused when empty, of unequal length or not finite.
 
     >>> x, y = as_tensors((np.zeros((3, 2)), np.array([0, 1, 1])))
@@ -44,7 +50,7 @@ def as_tensors(data: Data) -> tuple[Tensor, Tensor]:
             raise ValueError("data must hold at least one example, got an empty DataLoader")
         x, y = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
     elif isinstance(data, (tuple, list)) and len(data) == 2:
-        x, y = (_tensor(name, value) for name, value in zip("xy", data, strict=True))
+        x, y = (_tensor(name, value, dtype) for name, value in zip("xy", data, strict=True))
     else:
         raise TypeError(f"data must be a pair (x, y) or a DataLoader, got {checks.describe(data)}")
     if x.ndim < 2 or not len(x) or not x.is_floating_point():
@@ -54,10 +60,10 @@ def as_tensors(data: Data) -> tuple[Tensor, Tensor]:
     return checks.finite("x", x), checks.finite("y", y)
 
 
-def _tensor(name: str, value: Any) -> Tensor:
+def _tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(value, np.ndarray):
-        array: Tensor = torch.from_numpy(np.ascontiguousarray(value))
-        return array.float() if array.dtype == torch.float64 else array
+        array: Tensor = torch.tensor(value)
+        return array.to(dtype) if array.is_floating_point() else array
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor or an array, got {checks.describe(value)}")
     return value

@@ -16,7 +16,7 @@ from advbayes.attacks import nll
 from advbayes.balls import _Ball as Ball
 from advbayes.evaluation.attackers import ball_of, loss_names, losses_of, restarts_of, steps_of, text_of, with_eps, with_generator
 from advbayes.evaluation.files import Block, Folder, data_hash, fingerprint
-from advbayes.evaluation.inputs import Data, Task, as_tensors, check_predictor, is_stochastic, warn_units
+from advbayes.evaluation.inputs import Data, Task, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
 from advbayes.evaluation.result import CLEAN, WORST, Cell, Evaluation
 from advbayes.evaluation.scoring import WORSE, Columns, score
 from advbayes.metrics import constant, majority, uniform
@@ -57,7 +57,7 @@ def evaluate(
     >>> [(eps, accuracy.value) for eps, accuracy in report.curve("accuracy")]
     [(0.0, 1.0), (0.1, 1.0), (1.0, 0.5)]
     """
-    x, y = as_tensors(data)
+    x, y = as_tensors(data, dtype_of(*(predict.values() if isinstance(predict, Mapping) else (predict,))))
     checks.count("batch_size", batch_size)
     checks.count("seed", seed, low=0)
     checks.count("rescore", rescore)
@@ -192,7 +192,7 @@ def _blocks(
 
 
 def _keyed(predict: Predictor, seed: int, purpose: str, step: int) -> Predictor:
-    return with_generator(predict, generator_for(seed, purpose, step))
+    return with_generator(predict, generator_for(seed, purpose, step, getattr(getattr(predict, "model", None), "device", "cpu")))
 
 
 def _measure(

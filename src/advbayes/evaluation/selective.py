@@ -13,7 +13,7 @@ from advbayes import checks, metrics
 from advbayes.attacks import PGD, ByLoss, certainty, pgd_plus
 from advbayes.balls import _Ball as Ball
 from advbayes.evaluation.attackers import with_eps, with_generator
-from advbayes.evaluation.inputs import Data, as_tensors, check_predictor, is_stochastic, warn_units
+from advbayes.evaluation.inputs import Data, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
 from advbayes.evaluation.scoring import score
 from advbayes.metrics import Estimate
 from advbayes.progress import Progress
@@ -59,10 +59,10 @@ def selective_task(
     >>> [p.selective_accuracy.value for p in selective_task(predict, known, torch.zeros(2, 1), ball=L2(5.0), radii=(0.0, 5.0))]
     [1.0, 0.0]
     """
-    x, y = as_tensors(inside)
+    x, y = as_tensors(inside, dtype_of(predict))
     if check_predictor(predict, x[:256], y[:256]) != "classification":
         raise TypeError("selective_task is about classes, got a regression predictor")
-    foreign = as_tensors((outside, torch.zeros(len(outside))))[0]
+    foreign = as_tensors((outside, torch.zeros(len(outside))), dtype_of(predict))[0]
     if foreign.shape[1:] != x.shape[1:]:
         raise ValueError(f"outside must have the event shape {tuple(x.shape[1:])} of inside, got {checks.describe(foreign)}")
     checks.number("coverage", coverage, low=0, high=1, open_low=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from advbayes.attacks import APGD, entropy_pgd, margin, nll, one_step, pgd, pgd_plus, strong_suite
+from advbayes.attacks import APGD, Transfer, entropy_pgd, margin, nll, one_step, pgd, pgd_plus, strong_suite
 from advbayes.auditing import ThreatModel, audit
 from advbayes.balls import L2
 from advbayes.channels import Noise
@@ -27,7 +27,7 @@ from advbayes.runs import load_trained, prepare, record
 from advbayes.runs.folder import Run
 from advbayes.seeds import generator_for
 from advbayes.store import write_document
-from advbayes.types import Predictor
+from advbayes.types import Attack, Predictor
 
 EPS = 2.0
 NUM_TEST, NUM_AUDIT = 1000, 200
@@ -56,7 +56,10 @@ def run(runs: Path, out: Path, stage: str) -> None:
     for name, predict in rows.items():
         began = time.perf_counter()
         if stage in ("evaluate", "all"):
-            own = (Annealed(ball), NearestCentre(ball), StraightThrough(pgd(ball, 50))) if name == "purifier" else ()
+            own: tuple[Attack, ...] = ()
+            if isinstance(predict, Purifier):
+                straight = Transfer(pgd(ball, 50), (StraightThrough(predict), rows["none"]))
+                own = (Annealed(ball), NearestCentre(ball), straight)
             strong = strong_suite(ball, steps=50 if name == "purifier" else 100, targets=3, queries=200, others=own)
             result = evaluate(
                 predict, (x, y), attacks={**paper, "strong": strong}, train_y=data.y_train, out=out / "records" / name

@@ -40,6 +40,19 @@ class Query:
         return Query(self.x[rows], self.flat[rows])
 
 
+class Room:
+    """One buffer for all blocks of a pass: allocated block by block, the heap would come apart and be faulted in each time."""
+
+    def __init__(self) -> None:
+        self.buffer: Tensor | None = None
+
+    def of(self, like: Tensor, *shape: int) -> Tensor:
+        size = math.prod(shape)
+        if self.buffer is None or self.buffer.numel() < size:
+            self.buffer = like.new_empty(size)
+        return self.buffer[:size].view(shape)
+
+
 @dataclass(frozen=True, eq=False)
 class GaussianBank:
     """w N(x'; centres, scale^2) with one scale for all, or one for each reference point and feature."""
@@ -70,7 +83,7 @@ class GaussianBank:
         scale = self.scale.block(groups, rows) * self.factor
         return scale.square().reciprocal(), scale.log().sum(-1)
 
-    def logits(self, query: Query, groups: slice, rows: slice) -> Tensor:  # (g, B, n)
+    def logits(self, query: Query, groups: slice, rows: slice, room: Room | None = None) -> Tensor:  # (g, B, n)
         centres, points = self.centres.block(groups, rows), query.flat
         if isinstance(self.scale, float):
             gain = 1.0 / (self.scale * self.factor) ** 2
@@ -80,9 +93,12 @@ class GaussianBank:
             bias = -0.5 * (centres.square() * precision).sum(-1) - log_scale
             centres = torch.cat([centres * precision, precision * -0.5], -1)
             points, gain = torch.cat([points, points.square()], -1), 1.0
+        out = (room or Room()).of(query.flat, len(centres), len(points), centres.shape[1])
         if len(centres) == 1:
-            return torch.addmm(bias[0], points, centres[0].T, alpha=gain).unsqueeze(0)
-        return torch.baddbmm(bias.unsqueeze(1), points.expand(len(centres), -1, -1), centres.transpose(1, 2), alpha=gain)
+            torch.addmm(bias[0], points, centres[0].T, alpha=gain, out=out[0])
+            return out
+        left = points.expand(len(centres), -1, -1)
+        return torch.baddbmm(bias.unsqueeze(1), left, centres.transpose(1, 2), alpha=gain, out=out)
 
     def offset(self, query: Query) -> Tensor:  # (B,) float64
         width = query.flat.shape[1]
@@ -169,7 +185,7 @@ class FunctionBank:
     def widened(self, factor: float) -> FunctionBank:
         raise ValueError("widened needs a channel with a Gaussian density, got one of another kind")
 
-    def logits(self, query: Query, groups: slice, rows: slice) -> Tensor:
+    def logits(self, query: Query, groups: slice, rows: slice, room: Room | None = None) -> Tensor:
         density = self.densities[groups.start][self.edges.index(rows.start)]
         found = density.log_prob(query.x)
         wanted = (rows.stop - rows.start, len(query))

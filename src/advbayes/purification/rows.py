@@ -106,6 +106,8 @@ class DiskRows:
         start, stop, _ = rows.indices(self.shape[1])
         if stop - start == self.shape[1]:
             return self._map(first, 0, (last - first) * self.shape[1]).view(last - first, self.shape[1], self.shape[2])
+        if last - first == 1:
+            return self._map(first, start, stop - start).unsqueeze(0)
         return torch.stack([self._map(group, start, stop - start) for group in range(first, last)])
 
     def pick(self, group: int, index: Tensor) -> Tensor:

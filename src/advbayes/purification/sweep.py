@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from advbayes.purification.banks import Bank, GaussianBank, Query
+from advbayes.purification.banks import Bank, GaussianBank, Query, Room
 from advbayes.purification.store import Store
 
 _LEAST = -80.0  # exp is many times slower where it underflows, and exp(-80) is nothing beside 1
@@ -91,8 +91,9 @@ def _sweep_bank(store: Store, bank: Bank, query: Query, tilt: Tilt | None, value
     correct = isinstance(bank, GaussianBank) and bank.rounding(query) > _TOLERATED and like.dtype == torch.float32
     kept: list[tuple[slice, Tensor, Tensor]] = []
     peaks = []
+    room = Room()
     for groups, rows in bank.tiles(batch):
-        logits = bank.logits(query, groups, rows)
+        logits = bank.logits(query, groups, rows, room)
         if tilt is not None:
             groups = slice(0, own) if bank.groups == 1 else groups
             logits = logits + tilt.block(groups, rows)
@@ -202,6 +203,7 @@ def pull_back(
     if of_averages is not None:
         constant = constant - (of_averages * sums.averages).sum(-1)
     gradient = torch.zeros_like(query.flat)
+    room, side = Room(), Room()
     for bank, part in zip(store.banks, sums.banks, strict=True):
         own = len(part.peak)
         scale = (part.peak.double() + part.offset - sums.log_evidence).exp()  # (S, B): exp(logits - peak) -> p(n | x', theta)
@@ -218,12 +220,13 @@ def pull_back(
             if not len(live):
                 continue
             pick = None if len(live) == len(query) else live
-            terms = _terms(bank, part, query, groups, rows, tilt, pick)
+            terms = _terms(bank, part, query, groups, rows, tilt, pick, room)
             functional.threshold(terms, _NOTHING, 0.0, inplace=True)  # a clamped term does not move
             steep = _taken(lift[places], pick).unsqueeze(-1)
             if slope is not None:
                 right = _block_of_values(store, places, rows, own)
-                steep = torch.matmul(_taken(slope[places], pick), right.transpose(1, 2)).add_(steep)
+                out = side.of(query.flat, *terms.shape)
+                steep = torch.bmm(_taken(slope[places], pick), right.transpose(1, 2), out=out).add_(steep)
             terms *= steep
             if tilt is not None and bank.groups == 1:
                 terms = terms.sum(0, keepdim=True)
@@ -239,10 +242,17 @@ def _taken(values: Tensor, pick: Tensor | None) -> Tensor:  # (g, B, *) -> (g, b
 
 
 def _terms(
-    bank: Bank, part: BankSums, query: Query, groups: slice, rows: slice, tilt: Tilt | None, pick: Tensor | None
+    bank: Bank,
+    part: BankSums,
+    query: Query,
+    groups: slice,
+    rows: slice,
+    tilt: Tilt | None,
+    pick: Tensor | None,
+    room: Room,
 ) -> Tensor:  # (g, b, n)
     """exp(logits - peak) of one block, computed again for the queries in `pick`, leading terms exact as before."""
-    logits = bank.logits(query if pick is None else query.take(pick), groups, rows)
+    logits = bank.logits(query if pick is None else query.take(pick), groups, rows, room)
     places = groups
     if tilt is not None:
         places = slice(0, len(part.peak)) if bank.groups == 1 else groups
@@ -273,12 +283,13 @@ class Block:
 
 
 def weights(store: Store, query: Query, sums: Sums) -> Iterator[Block]:
-    """The posterior of the clean input, block by block."""
+    """The posterior of the clean input, block by block; the terms are to be used before the next block."""
+    room = Room()
     for bank, part, share in zip(store.banks, sums.banks, sums.shares, strict=True):
         factor = share / part.total
         for groups, rows in bank.tiles(len(query)):
             thetas = slice(0, store.num_thetas) if bank.groups == 1 else groups
-            yield Block(bank, groups, thetas, rows, _terms(bank, part, query, groups, rows, None, None), factor[thetas])
+            yield Block(bank, groups, thetas, rows, _terms(bank, part, query, groups, rows, None, None, room), factor[thetas])
 
 
 class Evidence(torch.autograd.Function):

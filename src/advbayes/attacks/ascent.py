@@ -71,9 +71,12 @@ class PGD:
         if y is None:
             with torch.no_grad():
                 y = mode(predict(x))
+        if len(y) != len(x):
+            raise ValueError(f"y must hold one target for each of the {len(x)} examples of x, got {checks.describe(y)}")
         if self.is_one_step:
             gradient = loss_and_gradient(predict, self.stages[0][0], x, y)[2]
             return move(self.ball, x, gradient, self.ball.eps, x)
+        self.ball.check(x)
         best: Best | None = None
         if len(self.stages) > 1:  # iterates are ranked by the last stage's loss
             best = Best(x, *score(predict, self.stages[-1][0], x, y))
