@@ -384,9 +384,14 @@ def test_bugs_are_told_from_mistakes(monkeypatch: pytest.MonkeyPatch, run: str, 
     def broken(run: object) -> str:
         return str({}["status"])  # a KeyError, ours
 
-    monkeypatch.setattr(describe, "lines_of_run", broken)
-    assert main(["show", run]) == 1
-    assert "Traceback" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(describe, "lines_of_run", broken)
+        assert main(["show", run]) == 1
+        assert "Traceback" in capsys.readouterr().err
+        patch.undo()
+        patch.setattr(describe, "_said", None)  # a TypeError in our own code that nobody raised on purpose
+        assert main(["show", run]) == 1
+        assert "Traceback" in capsys.readouterr().err
     with pytest.raises(ValueError) as caught:
         int("x")  # of a type that we raise, but not raised by us
     assert not is_mistake(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
 import traceback
@@ -85,7 +86,7 @@ def _show_usage(error: Exception) -> None:
 
 def is_mistake(error: BaseException) -> bool:
     """Whether an error is one that this package raised on purpose about what it was given, or that the system raised about a
-    file; the same types from inside other libraries are bugs.
+    file; the same types from operations that failed, ours or of other libraries, are bugs.
 
     >>> from advbayes.config import ConfigError
     >>> is_mistake(ConfigError("lr: must be a number > 0")), is_mistake(KeyError("lr"))
@@ -100,4 +101,6 @@ def is_mistake(error: BaseException) -> bool:
     frame = error.__traceback__
     while frame.tb_next is not None:
         frame = frame.tb_next
-    return Path(frame.tb_frame.f_code.co_filename).is_relative_to(_PACKAGE)
+    code = frame.tb_frame.f_code
+    raised = dis.opname[code.co_code[frame.tb_lasti]] == "RAISE_VARARGS"  # by a `raise`, not by an operation that failed
+    return raised and Path(code.co_filename).is_relative_to(_PACKAGE)

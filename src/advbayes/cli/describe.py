@@ -66,7 +66,7 @@ def lines_of_run(run: Run) -> str:
     if "threat_model" in found:
         lines.append(f"  trained within {config.norm} {said_units(found['threat_model'])}")
     if found["metrics"]:
-        clean = found["metrics"]["clean"]
+        clean = found["metrics"]["clean"].items()
         values = ", ".join(f"{name} {_said(each['value'])} [{_said(each['low'])}, {_said(each['high'])}]" for name, each in clean)
         lines.append(f"  clean test set ({found['metrics']['num']} examples): {values}")
     if found["weights"]:
