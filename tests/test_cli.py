@@ -372,7 +372,7 @@ def test_the_demo_ends_with_a_report_and_goes_on_from_what_is_there(
     assert Path(lines[-1]).read_text().startswith("<!doctype html>")
     for name in ("undefended", "adversarial training", "MIX", "purified"):
         assert any(name in line for line in lines), name
-    refused(capsys, ["demo", "--quick", "--seed", "3"], "another configuration")
+    refused(capsys, ["demo", "--quick", "--seed", "3", "--json"], "another configuration")
 
 
 # --- Errors ---------------------------------------------------------------------------------------------------------------------
