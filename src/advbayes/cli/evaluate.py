@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,8 +20,12 @@ from advbayes.cli.threat import (
     ball_for,
     check_names,
     check_norm,
+    purifier_attacks,
     purifier_for,
 )
+
+if TYPE_CHECKING:
+    from advbayes.types import Attack, Predictor
 
 HELP = """Score a run under attack: one record for each example, tables with intervals, the worst case over attacks.
 
@@ -76,6 +81,7 @@ def evaluate(
 
     from advbayes.cli.describe import said_units, units_of
     from advbayes.evaluation import evaluate as measure
+    from advbayes.report.folders import merged
     from advbayes.runs import Run as Folder
     from advbayes.runs import load_trained, prepare
 
@@ -86,21 +92,31 @@ def evaluate(
     data = prepare(config)
     radii = sorted(set(eps)) if eps else [trained.eps]
     ball = ball_for(trained, norm, max(radii))
-    predictors = {trained.defense: trained.predict(thetas)}
-    if purify is not None:
-        predictors[f"{trained.defense} purified {purify}"] = purifier_for(trained, data, thetas, purify)  # type: ignore[assignment]
     settings = f"{'-'.join(names)}-{norm or trained.norm}-{'-'.join(f'{r:g}' for r in radii)}"
-    settings += f"-s{steps}-r{restarts}-q{queries}-n{num}-t{thetas}-seed{seed}" + (f"-{purify}" if purify else "")
+    settings += f"-s{steps}-r{restarts}-q{queries}-n{num}-t{thetas}-seed{seed}"
     place = folder.path / "evaluation" / (name or settings)
-    found = measure(
-        predictors,
-        (data.x_test[:num], data.y_test[:num]),
-        attacks=attacks_for(names, ball, trained.task, steps=steps, restarts=restarts, queries=queries),
-        radii=radii,
-        train_y=data.y_train,
-        batch_size=batch_size,
-        seed=seed,
-        out=place,
+    attacks = attacks_for(names, ball, trained.task, steps=steps, restarts=restarts, queries=queries)
+    jobs: list[tuple[Path, dict[str, Predictor], dict[str, Attack]]] = [
+        (place, {trained.defense: trained.predict(thetas)}, attacks)
+    ]
+    if purify is not None:  # a purifier also meets the attacks made for purifiers: plain ones flatter it
+        purified: dict[str, Predictor] = {f"{trained.defense} purified {purify}": purifier_for(trained, data, thetas, purify)}
+        own = purifier_attacks(ball, trained.task, steps=steps)
+        jobs.append((place.with_name(f"{place.name}-purified-{purify}"), purified, attacks | own))
+    found = merged(
+        [
+            measure(
+                predictors,
+                (data.x_test[:num], data.y_test[:num]),
+                attacks=method,
+                radii=radii,
+                train_y=data.y_train,
+                batch_size=batch_size,
+                seed=seed,
+                out=where,
+            )
+            for where, predictors, method in jobs
+        ]
     )
     units = [units_of(radius, trained.scaling, trained.feature_names) for radius in radii]
     result = found.table()

@@ -89,6 +89,15 @@ def purifier_for(trained: Trained, data: Prepared, num_thetas: int, update: str)
     return Purifier(trained.model, channel, trained.thetas(num_thetas), (data.x_train, data.y_train), update)
 
 
+def purifier_attacks(ball: Ball, task: str, *, steps: int) -> dict[str, Attack]:
+    """The worst of the attacks that know what a purifier is made of."""
+    from advbayes.attacks import Suite
+    from advbayes.purifier_attacks import Annealed, NearestCentre
+
+    annealed: Attack = Annealed(ball, steps=max(1, steps // 2))
+    return {"adaptive": Suite((annealed, NearestCentre(ball)) if task == "classification" else (annealed,))}
+
+
 def _has_density(channel: Any, kinds: tuple[Any, Any]) -> bool:
     """A Gaussian somewhere in every component."""
     attack, mixture = kinds
