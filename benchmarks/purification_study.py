@@ -130,7 +130,7 @@ def broken_by(predict: Predictor, attacks: dict[str, Callable[[], Tensor]], y: T
 
 
 def measure(
-    name: str, predict: Predictor, base: Predictor, x: Tensor, y: Tensor, clean: Tensor, thorough: bool
+    name: str, predict: Predictor, base: Predictor, x: Tensor, y: Tensor, clean: Tensor, thorough: bool, pixels: Purifier | None
 ) -> dict[str, object]:
     """Clean accuracy, accuracy under each attack and under their union, and what the diagnostics say."""
     begun = time.process_time()
@@ -147,22 +147,21 @@ def measure(
     record: dict[str, object] = {}
     if isinstance(predict, Purifier):
         factors = (4.0, 2.0, 1.0)
+        # With features the nearest centres are those in pixels: a transfer, and a start for the ascent.
+        known = predict if pixels is None else pixels
+
+        def nearest(*_: object, **__: object) -> Tensor:
+            if "nearest" not in points:
+                points["nearest"] = NearestCentre(BALL, num=8 if thorough else 4)(known, x, y)
+            return points["nearest"]
+
+        attacks["nearest centre"] = nearest
         if predict.features is None:
-
-            def nearest() -> Tensor:
-                if "nearest" not in points:
-                    points["nearest"] = NearestCentre(BALL, num=8 if thorough else 4)(predict, x, y)
-                return points["nearest"]
-
             attacks["straight-through"] = lambda: pgd(BALL, steps=steps, loss=margin)(StraightThrough(predict), x, y)
-            attacks["nearest centre"] = nearest
-            start = lambda *_, **__: nearest()  # noqa: E731
-        else:
-            start = None
 
         def annealed() -> Tensor:
             if "annealed" not in points:
-                points["annealed"] = Annealed(BALL, factors, steps, start=start)(predict, x, y)
+                points["annealed"] = Annealed(BALL, factors, steps, start=nearest)(predict, x, y)
             return points["annealed"]
 
         attacks["annealed"] = annealed
@@ -212,7 +211,8 @@ def main() -> None:
     for name in arguments.names or made:
         predict = made[name]()
         base = made["robust" if "robust" in name or "features" in name else "standard"]()
-        record = measure(name, predict, base, asked, labels, clean, test)
+        pixels = made["robust-noise-1.0"]() if "features" in name else None
+        record = measure(name, predict, base, asked, labels, clean, test, pixels)  # type: ignore[arg-type]
         record |= {
             "part": arguments.part,
             "eps": EPS,
