@@ -1,6 +1,6 @@
 """A first real use: five defenses on MNIST, the paper's attacks beside the strong suite at L2 eps = 2, and an audit of each.
 
-    python -m advbayes.experiments.first_use RUNS OUT
+    python -m advbayes.experiments.first_use RUNS OUT [evaluate | audit | all] [row ...]
 
 RUNS holds the folders `none`, `at`, `mix` and `pgd` made by `advbayes train` (docs/first-use.md has the commands); OUT gets the
 records, the tables and the verdicts. An interrupted evaluation goes on where it stopped.
@@ -30,8 +30,8 @@ from advbayes.store import write_document
 from advbayes.types import Attack, Predictor
 
 EPS = 2.0
-NUM_TEST, NUM_AUDIT = 1000, 200
-NUM_THETAS = 10
+NUM_TEST, NUM_AUDIT = 1000, 100
+NUM_THETAS = 5
 SIGMA = 1.0  # of the purifier, chosen on training data held out (docs/purification.md)
 
 
@@ -45,7 +45,7 @@ def predictors(runs: Path) -> tuple[dict[str, Predictor], dict[str, Any], Any]:
     return rows, trained, data
 
 
-def run(runs: Path, out: Path, stage: str) -> None:
+def run(runs: Path, out: Path, stage: str = "all", only: tuple[str, ...] = ()) -> None:
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
     rows, trained, data = predictors(runs)
@@ -54,13 +54,15 @@ def run(runs: Path, out: Path, stage: str) -> None:
     ball = L2(EPS, box=(0.0, 1.0))
     paper = {"PGD1": one_step(ball), "PGD": pgd(ball, 50), "PGD+": pgd_plus(ball), "ENT": entropy_pgd(ball)}
     for name, predict in rows.items():
+        if only and name not in only:
+            continue
         began = time.perf_counter()
         if stage in ("evaluate", "all"):
             own: tuple[Attack, ...] = ()
             if isinstance(predict, Purifier):
                 straight = Transfer(pgd(ball, 50), (StraightThrough(predict), rows["none"]))
                 own = (Annealed(ball), NearestCentre(ball), straight)
-            strong = strong_suite(ball, steps=50 if name == "purifier" else 100, targets=3, queries=200, others=own)
+            strong = strong_suite(ball, steps=50, targets=3, queries=100, others=own)
             result = evaluate(
                 predict, (x, y), attacks={**paper, "strong": strong}, train_y=data.y_train, out=out / "records" / name
             )
@@ -94,4 +96,4 @@ def run(runs: Path, out: Path, stage: str) -> None:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "all")
+    run(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:4], only=tuple(sys.argv[4:]))
