@@ -329,3 +329,12 @@ def test_probabilities_given_as_logits_are_warned_about() -> None:
     model = BayesianModel(nn.Linear(5, 3), Categorical())
     timid = PosteriorPredictive(model, MeanField(model, init_scale=0.01).sample(3, generator=generator()))
     evaluate(timid, (X, Y), attacks=ATTACKS)  # small logits alone are no offence (warnings are errors)
+
+
+def test_records_in_another_order_are_refused_not_swapped(tmp_path: Path) -> None:
+    """Two predictors given the other way round must not get each other's rows."""
+    other = lambda x: MODEL(-x)  # noqa: E731
+    attacks = {"PGD": pgd(L2(0.1), 2)}
+    evaluate({"a": MODEL, "b": other}, (X, Y), attacks=attacks, out=tmp_path / "run")
+    with pytest.raises(ValueError, match="in their first order"):
+        evaluate({"b": other, "a": MODEL}, (X, Y), attacks=attacks, out=tmp_path / "run")

@@ -265,6 +265,13 @@ def _resumed(folder: Folder, blocks: Sequence[Block], task: Task) -> dict[int, C
         part = records[position : position + size]
         if len(part) < size or any(record.get("block") != block.number for record in part):
             break
+        for index, record in zip(range(block.start, block.stop), part, strict=True):
+            found = (record.get("predictor"), record.get("attack"), record.get("eps"), record.get("index"))
+            if found != (block.predictor, block.attack, block.eps, index):
+                raise ValueError(
+                    f"out must hold the records of this evaluation in its order, got {found[0]!r} under {found[1]!r} where "
+                    f"{block.predictor!r} under {block.attack!r} was wanted; give the predictors and attacks in their first order"
+                )
         done[block.number] = {
             name: torch.tensor([float(record[name]) for record in part], dtype=torch.float64)  # type: ignore[arg-type]
             for name in WORSE[task]
