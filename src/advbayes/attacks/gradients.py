@@ -90,6 +90,8 @@ def refuse_inference_mode() -> None:
 def move(ball: Ball, point: Tensor, gradient: Tensor, step: float | Tensor, x: Tensor) -> Tensor:
     """One projected ascent step; a gradient that is not finite (p(y) = 0) moves nothing or by its sign, never to NaN."""
     usable = ball.unblocked(torch.nan_to_num(gradient, nan=0.0, posinf=1e18, neginf=-1e18), point)
+    if point is x and ball.box is None and isinstance(step, float) and step <= ball.eps:
+        return point + ball.ascend(usable, step)  # a step from the centre stays in the ball
     return ball.project(point + ball.ascend(usable, step), x)
 
 
