@@ -96,4 +96,4 @@ def run(runs: Path, out: Path, stage: str = "all", only: tuple[str, ...] = ()) -
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:4], only=tuple(sys.argv[4:]))
+    run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "all", tuple(sys.argv[4:]))
