@@ -12,3 +12,13 @@ exclude_patterns = ["_build"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 suppress_warnings = ["myst.xref_missing", "myst.header"]
+
+
+def _as_written(app, what, name, obj, options, lines):
+    """Docstrings are plain text with formulas, not markup: |x| is a norm."""
+    if lines:
+        lines[:] = ["::", "", *(f"   {line}" for line in lines), ""]
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", _as_written)
