@@ -238,6 +238,31 @@ def test_the_leading_terms_are_what_bounds_it(path: str, monkeypatch: pytest.Mon
     assert plain > 5e-4 or path == "at_once"  # which has nothing to correct
 
 
+@pytest.mark.parametrize("update", ["online", "offline"])
+@pytest.mark.parametrize("name", ["noise", "one_step"])
+def test_float32_moments_are_those_of_float64(name: str, update: str) -> None:
+    """Means far from zero and queries far from the centres: what cancels must not be what was rounded."""
+    model, thetas, x, _ = setting(Gaussian(0.3), 1)
+    thetas[:, -1] += 50.0  # the last bias
+    x_adv = torch.cat([randn(20, WIDTH, seed=3), 30.0 + randn(20, WIDTH, seed=4)])
+    wanted = Purifier(model, CHANNELS[name](learned()), thetas, x, update)(x_adv)
+    narrow = BayesianModel(mlp(WIDTH, 1, hidden=(8,)), Gaussian(0.3))
+    found = Purifier(narrow, CHANNELS[name](learned()), thetas.float(), x.float(), update)(x_adv.float())
+    torch.testing.assert_close(found.mean.double(), wanted.mean, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.variance.double(), wanted.variance, rtol=1e-3, atol=1e-5)
+
+
+def test_a_density_found_without_a_gradient_does_not_take_it_from_the_next() -> None:
+    model, thetas, x, y = setting(Gaussian(0.3), 1)
+    purifier = Purifier(model, CHANNELS["one_step"](learned()), thetas, (x, y))
+    at = randn(5, WIDTH, seed=3).requires_grad_()
+    prediction = purifier(at)
+    with torch.no_grad():
+        prediction.log_prob(y[:5])
+    found, wanted = (torch.autograd.grad(p.log_prob(y[:5]).sum(), at)[0] for p in (prediction, purifier(at)))
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+
+
 def test_saturated_gradients_point_the_right_way_in_float32() -> None:
     """Where the prediction is certain to 1e-20, the gradient of the likelihood is tiny but no rounding noise."""
     model = BayesianModel(nn.Linear(2, 2), Categorical())

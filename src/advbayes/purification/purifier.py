@@ -124,6 +124,16 @@ class Purifier:
         log_evidence, averages = Evidence.apply(flat, x, self.store, tilt, values)  # type: ignore[no-untyped-call]
         return log_evidence, averages
 
+    def averages(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The values averaged over all thetas and reference points, (V, B), and the evidence (S, B) if it came with them."""
+        if self._small is not None and self._small.fits(len(x)) and (self.update == "online" or self._small.is_shared):
+            found = self._small.averages(self.flat(x))
+            if found is not None:
+                return found, None
+        log_evidence, averages = self.evidence(x)
+        shares = self.log_shares(log_evidence).exp()
+        return (shares.unsqueeze(-1) * averages).sum(0).T, log_evidence
+
     def log_shares(self, log_evidence: Tensor) -> Tensor:  # (S, B)
         """The thetas' log-weights: by evidence online, equal offline; equal too where no theta explains x'."""
         if self.update == "offline" or len(log_evidence) == 1:
@@ -133,12 +143,13 @@ class Purifier:
 
     def flat(self, x: Tensor) -> Tensor:  # (B, d)
         """x (or its features) around the reference's mean, the unreasonably far brought to where float32 still tells."""
-        points = (x if self.features is None else self.features(x)).flatten(1) - self.store.centre
+        given = x if self.features is None else self.features(x)
+        points = (given if given.ndim == 2 else given.flatten(1)) - self.store.centre
         limit = _FARTHEST * max(self._reach, 1.0)
+        largest = float(torch.linalg.vector_norm(points.detach(), math.inf)) if points.numel() else 0.0
+        if largest * math.sqrt(points.shape[1]) <= limit:
+            return points
         with torch.no_grad():
-            largest = float(points.abs().amax()) if points.numel() else 0.0
-            if largest * math.sqrt(points.shape[1]) <= limit:
-                return points
             checks.finite("x", x)  # only now: what is small is finite
             size = points.abs().amax(1, keepdim=True).clamp_min(1.0)
             norm = torch.linalg.vector_norm((points / size).double(), dim=1, keepdim=True) * size.double()

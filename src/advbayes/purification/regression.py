@@ -57,33 +57,38 @@ class PurifiedMixture(Distribution):
 
     @classmethod
     def of(cls, purifier: Purifier, x: Tensor) -> PurifiedMixture:
-        """The predictive at x, its evidence and moments computed in one pass."""
-        blocks = [purifier.evidence(x[start:stop]) for start, stop in spans(len(x), _QUERIES)]
-        if not blocks:
+        """The predictive at x, its moments computed in one pass."""
+        if not x.shape[0]:
             raise ValueError("x must hold at least one input, got none")
+        parts = [x] if x.shape[0] <= _QUERIES else torch.split(x, _QUERIES)
+        blocks = [purifier.averages(part) for part in parts]
         made = cls.__new__(cls)
         made._purifier, made._x = purifier, x
-        made._log_evidence, averages = (
-            blocks[0] if len(blocks) == 1 else (torch.cat(part, 1) for part in zip(*blocks, strict=True))
-        )
-        shares = purifier.log_shares(made._log_evidence).exp().unsqueeze(-1)
-        outputs = purifier.store.num_outputs
-        mean, noise, square = torch.split((shares * averages).sum(0), outputs, -1)  # (B, D) each
-        made._mean = made._shaped((mean + purifier.store.middle).to(x.dtype))
-        made._variance = made._shaped((noise + (square - mean.square()).clamp_min(0.0)).to(x.dtype))
+        made._evidence = [log_evidence for _, log_evidence in blocks]
+        averages = blocks[0][0] if len(blocks) == 1 else torch.cat([part for part, _ in blocks], 1)  # (3 D, B)
+        # (B,) each for one output, (B, D) for more
+        mean, noise, square = averages.unbind() if len(averages) == 3 else averages.T.chunk(3, -1)
+        spread = torch.addcmul(square, mean, mean, value=-1.0).clamp_min(0.0)
+        made._mean, made._variance = (mean + purifier.store.middle).to(x.dtype), (noise + spread).to(x.dtype)
         made._cached = {}
-        Distribution.__init__(made, torch.Size([len(x)]), made._mean.shape[1:], validate_args=False)
+        Distribution.__init__(made, x.shape[:1], made._mean.shape[1:], validate_args=False)
         return made
 
     _purifier: Purifier
     _x: Tensor
-    _log_evidence: Tensor
+    _evidence: list[Tensor | None]  # (S, b) of each block of queries, where the moments did not do without
     _mean: Tensor
     _variance: Tensor
     _cached: dict[int, Sums]
 
-    def _shaped(self, values: Tensor) -> Tensor:  # (*, B, D) -> (*, B) for one output
-        return values.squeeze(-1) if values.shape[-1] == 1 else values
+    def _log_evidence(self, start: int, stop: int) -> Tensor:  # (S, b)
+        block = start // _QUERIES
+        found = self._evidence[block]
+        # What was found without a gradient does not serve where one is wanted.
+        if found is None or (self._x.requires_grad and torch.is_grad_enabled() and not found.requires_grad):
+            found, _ = self._purifier.evidence(self._x[start:stop], values=False)
+            self._evidence[block] = found
+        return found
 
     @property
     def mean(self) -> Tensor:
@@ -123,12 +128,12 @@ class PurifiedMixture(Distribution):
         for start, stop in spans(len(self._x), _QUERIES):
             target = _Target(self._purifier.store, y[start:stop])
             joint, _ = self._purifier.evidence(self._x[start:stop], target, values=False)
-            evidence = self._log_evidence[:, start:stop]
+            evidence = given = self._log_evidence(start, stop)
             lost = evidence == -math.inf
             if bool(lost.any()):  # thetas that exclude x' know nothing of it: their plain average
                 joint = torch.where(lost, self._blind(target), joint)
                 evidence = evidence.masked_fill(lost, 0.0)
-            shares = self._purifier.log_shares(self._log_evidence[:, start:stop])
+            shares = self._purifier.log_shares(given)
             found.append(torch.logsumexp(shares + joint - evidence, 0).to(self._x.dtype))
         return torch.cat(found)
 
@@ -213,7 +218,7 @@ class PurifiedMixture(Distribution):
             found = torch.cat(parts, 1)  # (num, B, 3 D)
             mean, variance, _ = torch.split(found, outputs, -1)
             noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
-            drawn = self._shaped(mean + self._purifier.store.middle + variance.sqrt() * noise)
+            drawn = mean + self._purifier.store.middle + variance.sqrt() * noise
         return drawn.reshape(shape + self.batch_shape + self.event_shape)
 
     def _draw(self, start: int, stop: int, num: int, generator: torch.Generator | None) -> Tensor:  # (num, b, 3 D)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from advbayes.purification.banks import GaussianBank
 from advbayes.purification.rows import MemoryRows
@@ -14,26 +16,36 @@ from advbayes.purification.store import Store
 from advbayes.purification.sweep import Tilt
 
 _TABLE = 1 << 19  # numbers in the centres of all banks
-_LEAST = -80.0
+_BIT = math.log(2.0)
+_LEAST = -115.0  # bits: exp2 is many times slower where it underflows, and this is nothing beside 1
 _WEIGHTS = 1 << 18  # numbers in the weights of one block of queries
 
 
 @dataclass(frozen=True, eq=False)
 class SmallBank:
-    """One bank in float64, its log-density written as gain * x'.c + bias - gain / 2 |x'|^2."""
+    """One bank in float64, its log2-density written as (x', 1).slope - gain / 2 |x'|^2; theta after theta, side by side.
 
-    transposed: Tensor  # (G, d, N)
-    bias: Tensor  # (G, 1, N)
-    gain: float
+    In bits, for exp2 takes half the time of exp; the constant is a row of the product, for adding it costs a pass.
+    """
+
+    slope: Tensor  # (d + 1, G * N)
+    gain: float  # 1 / scale^2, in nats
+
+    def logits(self, points: Tensor) -> Tensor:  # (B, d + 1) -> (B, G * N), without the last term
+        return torch.mm(points, self.slope)
 
 
 @dataclass(frozen=True, eq=False)
 class Small:
-    """A store that is small enough."""
+    """A store that is small enough.
+
+    The value tables have a row of ones at the end, so that one product gives numerators and totals. They are left factors:
+    a product with a handful of columns is several times slower than its transpose.
+    """
 
     banks: tuple[SmallBank, ...]
-    shared_values: Tensor  # (N, S * V)
-    values: Tensor  # (S, N, V)
+    values: Tensor  # (S, V + 1, N)
+    joint: Tensor  # (V + 1, G * N) of the first bank: averaged over the thetas where they share it
     num_weights: int  # of one query
 
     @classmethod
@@ -50,48 +62,85 @@ class Small:
             size += math.prod(bank.centres.shape)
             if size > _TABLE:
                 return None
-            centres, scale = bank.centres.data.double(), bank.scale * bank.factor
-            width = centres.shape[-1]
+            centres, scale = bank.centres.data.double().flatten(0, 1), bank.scale * bank.factor
+            gain, width = 1.0 / scale**2, centres.shape[-1]
             constant = bank.log_weight - width * (math.log(scale) + 0.5 * math.log(2.0 * math.pi))
-            bias = constant - 0.5 / scale**2 * centres.square().sum(-1)
-            banks.append(SmallBank(centres.transpose(1, 2).contiguous(), bias.unsqueeze(1), 1.0 / scale**2))
-        values = store.value_block(slice(0, store.num_reference)).double()  # (N, S, V)
-        weights = store.num_reference * sum(bank.transposed.shape[0] for bank in banks)
-        return cls(tuple(banks), values.flatten(1), values.transpose(0, 1).contiguous(), weights)
+            bias = constant - 0.5 * gain * centres.square().sum(-1)
+            banks.append(SmallBank(torch.cat([gain * centres, bias.unsqueeze(1)], 1).T.contiguous() / _BIT, gain))
+        num = store.num_reference
+        values = functional.pad(store.value_block(slice(0, num)).double(), (0, 1), value=1.0).permute(1, 2, 0)  # (S, V + 1, N)
+        joint = values.mean(0) if banks[0].slope.shape[1] == num else values.transpose(0, 1).flatten(1)
+        return cls(tuple(banks), values.contiguous(), joint.contiguous(), sum(bank.slope.shape[1] for bank in banks))
 
     def fits(self, batch: int) -> bool:
         return batch * self.num_weights <= _WEIGHTS
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the thetas share all centres, so that no evidence tells them apart."""
+        return self.num_weights == len(self.banks) * self.values.shape[-1]
+
+    @cached_property
+    def _narrow(self) -> tuple[Tensor, Tensor]:
+        return self.values.float(), self.joint.float()
+
+    def _tables(self, terms: Tensor) -> tuple[Tensor, Tensor]:
+        return (self.values, self.joint) if terms.dtype == torch.float64 else self._narrow
+
     def evidence(self, flat: Tensor, tilt: Tilt | None, values: bool) -> tuple[Tensor, Tensor]:
         """(B, d) -> log evidence (S, B) and averages (S, B, V), as the sweep gives them."""
-        points = flat.double()
-        square = points.square().sum(1)  # (B,)
-        num_thetas, num = self.values.shape[:2]
+        points = _with_one(flat)
+        square = flat.double().square().sum(1)  # (B,)
+        num_thetas, _, num = self.values.shape
         alone = len(self.banks) == 1
-        logits: Tensor | None = None
+        logits: Tensor | None = None  # (B, G, N), in bits
         for bank in self.banks:
-            left = points.expand(len(bank.transposed), -1, -1)
-            here = torch.baddbmm(bank.bias, left, bank.transposed, alpha=bank.gain)  # (G, B, N)
+            here = bank.logits(points).view(len(flat), -1, num)
             if not alone:
-                here = torch.add(here, square.unsqueeze(1), alpha=-0.5 * bank.gain)
-            logits = here if logits is None else torch.logaddexp(logits, here)
+                here = torch.add(here, square.view(-1, 1, 1), alpha=-0.5 * bank.gain / _BIT)
+            logits = here if logits is None else torch.logaddexp2(logits, here)
         assert logits is not None
         if tilt is not None:
-            logits = logits + tilt.block(slice(0, num_thetas), slice(0, num)).double()
-        peak = logits.detach().amax(-1, keepdim=True)
-        # A gradient needs float64 where the weights saturate; an answer does not once the peak is taken off.
-        dtype = torch.float64 if logits.requires_grad else flat.dtype
-        terms = (logits - peak).to(dtype).clamp_min(_LEAST).exp()
-        total = terms.sum(-1, keepdim=True)
-        log_evidence = (total.double().log() + peak).squeeze(-1)  # (G, B)
-        if alone:
-            log_evidence = log_evidence - (0.5 * self.banks[0].gain) * square
-        batch, shared = len(flat), len(log_evidence) == 1
-        averages = flat.new_zeros((num_thetas, batch, 0), dtype=torch.float64)
+            tilted = tilt.block(slice(0, num_thetas), slice(0, num)).double().transpose(0, 1)  # (B, S, N)
+            logits = torch.add(logits, tilted, alpha=1.0 / _BIT)
+        peak, terms = _terms(logits, flat.dtype)
+        right = terms.permute(1, 2, 0)  # (G, N, B)
         if values:
-            if shared:
-                mean = torch.mm(terms[0], self.shared_values.to(dtype)).div_(total[0])
-                averages = mean.view(batch, num_thetas, -1).transpose(0, 1).double()
+            table = self._tables(terms)[0]
+            if len(right) == 1:
+                sums = torch.mm(table.flatten(0, 1), right[0]).view(num_thetas, -1, len(flat)).double()
             else:
-                averages = torch.bmm(terms, self.values.to(dtype)).div_(total).double()
-        return log_evidence.expand(num_thetas, batch) if shared else log_evidence, averages
+                sums = torch.bmm(table, right).double()  # (S, V + 1, B)
+            total = sums[:, -1]
+            averages = (sums[:, :-1] / total.unsqueeze(1)).transpose(1, 2)
+        else:
+            total = right.sum(1, dtype=torch.float64)
+            averages = square.new_zeros((num_thetas, len(flat), 0))
+        log_evidence = torch.add(total.log(), peak.squeeze(-1).T, alpha=_BIT)  # (G or S, B)
+        if alone:
+            log_evidence = torch.sub(log_evidence, square, alpha=0.5 * self.banks[0].gain)
+        return log_evidence.expand(num_thetas, -1), averages
+
+    def averages(self, flat: Tensor) -> Tensor | None:  # (B, d) -> (V, B)
+        """The values averaged over reference points and thetas together, each pair weighed by p(x' | x_n, theta_s) alone.
+
+        None for several banks, which `evidence` adds up.
+        """
+        if len(self.banks) > 1:
+            return None
+        _, terms = _terms(self.banks[0].logits(_with_one(flat)), flat.dtype)
+        sums = torch.mm(self._tables(terms)[1], terms.T)
+        return sums[:-1] / sums[-1]
+
+
+def _with_one(flat: Tensor) -> Tensor:  # (B, d) -> (B, d + 1) float64
+    return functional.pad(flat, (0, 1), value=1.0).double()
+
+
+def _terms(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The largest of the last axis, and 2 ** (logits - largest); in place where no gradient is wanted."""
+    peak = logits.detach().amax(-1, keepdim=True)
+    if logits.requires_grad:
+        return peak, (logits - peak).clamp_min(_LEAST).exp2()
+    # A gradient needs float64 where the weights saturate; an answer does not once the peak is taken off.
+    return peak, logits.sub_(peak).to(dtype).clamp_min_(_LEAST).exp2_()
