@@ -32,6 +32,7 @@ from advbayes.channels import GaussianDensity
 from advbayes.likelihoods import Likelihood
 from advbayes.networks import FullyConnectedGenerator, mlp
 from advbayes.purification import Purifier
+from advbayes.purification.sweep import sweep
 from advbayes.types import Channel, Predictor
 from tests.oracles import FLOAT, generator, randn
 
@@ -40,9 +41,10 @@ WIDTH = 4
 
 @pytest.fixture(autouse=True, params=["blocks", "at_once"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Few reference points are weighed at once, many in blocks: both ways for every test."""
+    """Few reference points are weighed at once, many in blocks that are computed again: both ways for every test."""
     if request.param == "blocks":
         monkeypatch.setattr("advbayes.purification.small._TABLE", 0)
+        monkeypatch.setattr("advbayes.purification.sweep.KEPT", 0)
     return str(request.param)
 
 
@@ -261,6 +263,53 @@ def test_a_density_found_without_a_gradient_does_not_take_it_from_the_next() -> 
         prediction.log_prob(y[:5])
     found, wanted = (torch.autograd.grad(p.log_prob(y[:5]).sum(), at)[0] for p in (prediction, purifier(at)))
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", list(CHANNELS))
+def test_kept_blocks_give_the_gradient_of_blocks_computed_again(
+    name: str, dtype: torch.dtype, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path == "at_once":
+        pytest.skip("has no blocks")
+    # Many small blocks, the nearest points in the last ones, so that the level rises from block to block.
+    monkeypatch.setattr("advbayes.purification.banks._TILE", 0)
+    monkeypatch.setattr("advbayes.purification.banks.FEWEST_ROWS", 32)
+    for likelihood, outputs in ((Categorical(), 3), (Gaussian(0.3), 1)):
+        model, thetas, x, y = setting(likelihood, outputs, num=300, dtype=dtype)
+        x = x[x.norm(dim=1).argsort(descending=True)]
+        channel = CHANNELS[name](learned(num_classes=3 if outputs == 3 else None, dtype=dtype))
+        for given in (channel, Unstructured(channel)):
+            purifier = Purifier(model, given, thetas, (x, y))
+            at = (0.3 * randn(7, WIDTH, seed=3).to(dtype)).requires_grad_()
+            gradients = []
+            for limit in (0, 1 << 25):
+                monkeypatch.setattr("advbayes.purification.sweep.KEPT", limit)
+                value = nll(purifier(at), y[:7]).sum()
+                gradients += [torch.autograd.grad(value, at, retain_graph=True)[0] for _ in range(2)]
+            again, _, kept, twice = gradients
+            assert torch.equal(kept, twice)  # a backward pass leaves what it reads
+            size = float(again.abs().max())
+            torch.testing.assert_close(kept, again, rtol=0, atol=size * (1e-5 if dtype == torch.float32 else 1e-12))
+
+
+def test_blocks_are_kept_for_the_whole_batch_or_not_at_all(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path == "at_once":
+        pytest.skip("has no blocks")
+    model, thetas, x, y = setting(Categorical(), 3)
+    purifier = Purifier(model, Noise(0.4), thetas, (x, y))
+    kept = []
+
+    def spy(*arguments: object, keep: bool = False, **keywords: object) -> object:
+        kept.append(keep)
+        return sweep(*arguments, keep=keep, **keywords)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("advbayes.purification.sweep.sweep", spy)
+    monkeypatch.setattr("advbayes.purification.sweep.KEPT", 600 * len(x))
+    purifier(randn(600, WIDTH).requires_grad_())  # two blocks of queries
+    purifier(randn(601, WIDTH).requires_grad_())
+    purifier(randn(600, WIDTH))
+    assert kept == [True, True, False, False, False, False]
 
 
 def test_saturated_gradients_point_the_right_way_in_float32() -> None:

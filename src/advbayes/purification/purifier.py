@@ -15,6 +15,7 @@ from advbayes import checks
 from advbayes.model import BayesianModel
 from advbayes.predictive import PosteriorPredictive
 from advbayes.purification import store as stores
+from advbayes.purification import sweep as sweeps
 from advbayes.purification.banks import GaussianBank, Query
 from advbayes.purification.diagnosis import Diagnosis, diagnose, merge
 from advbayes.purification.regression import PurifiedMixture
@@ -37,9 +38,9 @@ class Purifier:
     `num_samples` are drawn. All that does not depend on x' is computed here, once: in memory up to `memory_limit` bytes,
     in a folder beyond it. `features` compares x' and centres after a map of the user's, differentiable in x'.
 
-    The gradient through a prediction is exact, at the memory of one block (blocks are computed again, not stored), so every
-    attack on a Predictor is an adaptive attack on this one. Inputs farther than a million radii of the data are answered
-    as if they were there; `diagnose` flags what is far.
+    The gradient through a prediction is exact, at the memory of one block and at most 128 MB (more is computed again, not
+    stored), so every attack on a Predictor is an adaptive attack on this one. Inputs farther than a million radii of the
+    data are answered as if they were there; `diagnose` flags what is far.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, MeanField, Noise
@@ -105,32 +106,37 @@ class Purifier:
         self._check(x)
         if self.store.num_outputs:
             return PurifiedMixture.of(self, x)
-        logits = [self._class_logits(x[start:stop]) for start, stop in spans(len(x), _QUERIES)]
+        logits = [self._class_logits(x[start:stop], len(x)) for start, stop in spans(len(x), _QUERIES)]
         if not logits:
             return CategoricalDistribution(logits=x.new_zeros(0, self.store.width), validate_args=False)
         return CategoricalDistribution(logits=logits[0] if len(logits) == 1 else torch.cat(logits), validate_args=False)
 
-    def _class_logits(self, x: Tensor) -> Tensor:  # (B, C)
-        log_evidence, averages = self.evidence(x)
+    def _class_logits(self, x: Tensor, num: int) -> Tensor:  # (B, C)
+        log_evidence, averages = self.evidence(x, num=num)
         log_probs = log_mean(averages.log(), self.log_shares(log_evidence))
         # Normalised in float64: in float32 the gradient of a saturated prediction would be rounding.
         return log_probs.log_softmax(-1).to(x.dtype)
 
-    def evidence(self, x: Tensor, tilt: Any = None, *, values: bool = True) -> tuple[Tensor, Tensor]:
-        """log sum_n p(x' | x_n, theta_s), (S, B), and the weighted averages of the values, (S, B, V), in float64."""
+    def evidence(self, x: Tensor, tilt: Any = None, *, values: bool = True, num: int | None = None) -> tuple[Tensor, Tensor]:
+        """log sum_n p(x' | x_n, theta_s), (S, B), and the weighted averages of the values, (S, B, V), in float64.
+
+        x may be a block of `num` queries that share a graph, and the memory for its backward pass.
+        """
         flat = self.flat(x)
         if self._small is not None and self._small.fits(len(x)):
             return self._small.evidence(flat, tilt, values)
-        log_evidence, averages = Evidence.apply(flat, x, self.store, tilt, values)  # type: ignore[no-untyped-call]
+        each = self.store.num_reference * sum(self.store.num_thetas if tilt else bank.groups for bank in self.store.banks)
+        keep = each * (len(x) if num is None else num) <= sweeps.KEPT
+        log_evidence, averages = Evidence.apply(flat, x, self.store, tilt, values, keep)  # type: ignore[no-untyped-call]
         return log_evidence, averages
 
-    def averages(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def averages(self, x: Tensor, *, num: int | None = None) -> tuple[Tensor, Tensor | None]:
         """The values averaged over all thetas and reference points, (V, B), and the evidence (S, B) if it came with them."""
         if self._small is not None and self._small.fits(len(x)) and (self.update == "online" or self._small.is_shared):
             found = self._small.averages(self.flat(x))
             if found is not None:
                 return found, None
-        log_evidence, averages = self.evidence(x)
+        log_evidence, averages = self.evidence(x, num=num)
         shares = self.log_shares(log_evidence).exp()
         return (shares.unsqueeze(-1) * averages).sum(0).T, log_evidence
 

@@ -61,7 +61,7 @@ class PurifiedMixture(Distribution):
         if not x.shape[0]:
             raise ValueError("x must hold at least one input, got none")
         parts = [x] if x.shape[0] <= _QUERIES else torch.split(x, _QUERIES)
-        blocks = [purifier.averages(part) for part in parts]
+        blocks = [purifier.averages(part, num=len(x)) for part in parts]
         made = cls.__new__(cls)
         made._purifier, made._x = purifier, x
         made._evidence = [log_evidence for _, log_evidence in blocks]
@@ -86,7 +86,7 @@ class PurifiedMixture(Distribution):
         found = self._evidence[block]
         # What was found without a gradient does not serve where one is wanted.
         if found is None or (self._x.requires_grad and torch.is_grad_enabled() and not found.requires_grad):
-            found, _ = self._purifier.evidence(self._x[start:stop], values=False)
+            found, _ = self._purifier.evidence(self._x[start:stop], values=False, num=len(self._x))
             self._evidence[block] = found
         return found
 
@@ -127,7 +127,7 @@ class PurifiedMixture(Distribution):
         found = []
         for start, stop in spans(len(self._x), _QUERIES):
             target = _Target(self._purifier.store, y[start:stop])
-            joint, _ = self._purifier.evidence(self._x[start:stop], target, values=False)
+            joint, _ = self._purifier.evidence(self._x[start:stop], target, values=False, num=len(self._x))
             evidence = given = self._log_evidence(start, stop)
             lost = evidence == -math.inf
             if bool(lost.any()):  # thetas that exclude x' know nothing of it: their plain average

@@ -2,16 +2,17 @@
 
     L_s(b) = sum_k sum_n w_k N(x'_b; c_skn, scale^2),   A_s(b) = sum_n p(n | x'_b, theta_s) v_sn
 
-Blocks of N: a matrix product, then a streaming log-sum-exp. Nothing of size N x B outlives its block; the backward pass
-computes the blocks again instead of storing them. The products' float32 rounding shows in the weights once the noise is
-small (1e-3 at sigma 0.1 on images), so the leading terms are computed again from differences.
+Blocks of N: a matrix product, then a streaming log-sum-exp. Nothing of size N x B outlives its block, unless a gradient is
+wanted and all of it takes no more than a fixed allowance; the backward pass computes larger ones again, block by block. The
+products' float32 rounding shows in the weights once the noise is small (1e-3 at sigma 0.1 on images), so the leading terms
+are computed again from differences.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ _LEAST = -80.0  # exp is many times slower where it underflows, and exp(-80) is 
 _NOTHING = 1.0001 * math.exp(_LEAST)
 _LEADING = 8  # terms of each theta and query that are computed exactly
 _TOLERATED = 1e-5  # rounding of log-weights that is left as it is
+KEPT = 1 << 25  # terms of one prediction that may wait for the backward pass: 128 MB of float32
 
 
 class Tilt(Protocol):
@@ -41,6 +43,21 @@ class Tilt(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
+class Kept:
+    """exp(logits - level) of one block, for the backward pass."""
+
+    terms: Tensor  # (g, B, n)
+    level: Tensor  # (g, B): the largest logit of this block and those before it
+
+    def correct(self, start: int, index: Tensor, change: Tensor) -> None:  # (g, B, k), (g, B, k)
+        """Multiplies the terms of these reference points by exp(change), as far as the block has them."""
+        index, num = index - start, self.terms.shape[-1]
+        inside, index = (index >= 0) & (index < num), index.clamp(0, num - 1)
+        added = self.terms.gather(-1, index) * torch.expm1(change).to(self.terms.dtype)
+        self.terms.scatter_add_(-1, index, torch.where(inside, added, torch.zeros_like(added)))
+
+
+@dataclass(frozen=True, eq=False)
 class BankSums:
     """A bank's share: everything is relative to `peak` (the largest logit) and free of the bank's offset."""
 
@@ -51,6 +68,7 @@ class BankSums:
     tile_peaks: list[Tensor]  # (g, B) each
     leading: Tensor | None  # (G, B, k) indices of the terms computed exactly
     correction: Tensor | None  # (G, B, k) float64: exact - logits
+    kept: list[Kept] | None = None  # one for each block
 
     @property
     def log_evidence(self) -> Tensor:  # (G, B) float64
@@ -80,7 +98,7 @@ def _block_of_values(store: Store, groups: slice, rows: slice, own: int) -> Tens
     return values[:, groups].transpose(0, 1)
 
 
-def _sweep_bank(store: Store, bank: Bank, query: Query, tilt: Tilt | None, values: bool) -> BankSums:
+def _sweep_bank(store: Store, bank: Bank, query: Query, tilt: Tilt | None, values: bool, keep: bool) -> BankSums:
     batch = len(query)
     own = bank.groups if tilt is None else store.num_thetas  # a tilt differs from theta to theta even if the centres do not
     width = 0 if not values else store.width * (store.num_thetas if own == 1 else 1)
@@ -89,16 +107,17 @@ def _sweep_bank(store: Store, bank: Bank, query: Query, tilt: Tilt | None, value
     total = like.new_zeros((own, batch), dtype=torch.float64)
     weighted = like.new_zeros((own, batch, width), dtype=torch.float64)
     correct = isinstance(bank, GaussianBank) and bank.rounding(query) > _TOLERATED and like.dtype == torch.float32
-    kept: list[tuple[slice, Tensor, Tensor]] = []
+    leaders: list[tuple[slice, Tensor, Tensor]] = []
+    kept: list[tuple[slice, slice, Kept]] = []
     peaks = []
-    room = Room()
+    room = None if keep else Room()
     for groups, rows in bank.tiles(batch):
         logits = bank.logits(query, groups, rows, room)
         if tilt is not None:
             groups = slice(0, own) if bank.groups == 1 else groups
             logits = logits + tilt.block(groups, rows)
         if correct:
-            kept.append((groups, *_leaders(logits, rows.start)))
+            leaders.append((groups, *_leaders(logits, rows.start)))
         before = peak[groups]
         top = logits.amax(-1)
         peaks.append(top)
@@ -107,15 +126,21 @@ def _sweep_bank(store: Store, bank: Bank, query: Query, tilt: Tilt | None, value
         # Where nothing was possible so far, `before` counts for nothing once something is.
         fade = torch.where(after == before, torch.zeros_like(after), before - level).double().exp()
         terms = _exp(logits.sub_(level.unsqueeze(-1)))
+        if keep:
+            kept.append((groups, rows, Kept(terms, level)))
         peak[groups] = after
         total[groups] = total[groups] * fade + terms.sum(-1)
         if values:
             right = _block_of_values(store, groups, rows, own)
             weighted[groups] = weighted[groups] * fade.unsqueeze(-1) + torch.matmul(terms, right)
     offset = bank.offset(query)
-    if correct and kept and isinstance(bank, GaussianBank):
-        return _corrected(store, bank, query, tilt, values, peak, total, weighted, offset, peaks, *_merge(kept, own))
-    return BankSums(peak, total, weighted, offset, peaks, None, None)
+    sums = BankSums(peak, total, weighted, offset, peaks, None, None, [tile for _, _, tile in kept] if keep else None)
+    if correct and leaders and isinstance(bank, GaussianBank):
+        sums = _corrected(store, bank, query, tilt, values, sums, *_merge(leaders, own))
+        for groups, rows, tile in kept:
+            assert sums.leading is not None and sums.correction is not None  # noqa: PT018
+            tile.correct(rows.start, sums.leading[groups], sums.correction[groups])
+    return sums
 
 
 def _leaders(logits: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -141,36 +166,33 @@ def _corrected(
     query: Query,
     tilt: Tilt | None,
     values: bool,
-    peak: Tensor,
-    total: Tensor,
-    weighted: Tensor,
-    offset: Tensor,
-    peaks: list[Tensor],
+    sums: BankSums,
     logits: Tensor,  # (G, B, k)
     index: Tensor,  # (G, B, k)
 ) -> BankSums:
     """Replaces the leading terms by exact ones: total += exp(exact) - exp(logits), and the averages' numerators alike."""
     corrections = []
+    total, weighted = sums.total, sums.weighted
     for group in range(len(index)):
         exact = bank.exact(query, group if bank.groups > 1 else 0, index[group])
         given = logits[group].double()
         if tilt is not None:
             given = given - tilt.at(group, index[group]).double()
         # The correction itself is rounding; more than that (a query farther off than float32 can tell) is not to be trusted.
-        correction = (exact - given - offset.unsqueeze(1)).clamp(-1.0, 1.0)
+        correction = (exact - given - sums.offset.unsqueeze(1)).clamp(-1.0, 1.0)
         corrections.append(correction)
-        change = (logits[group] - peak[group].unsqueeze(-1)).double().exp() * torch.expm1(correction)
+        change = (logits[group] - sums.peak[group].unsqueeze(-1)).double().exp() * torch.expm1(correction)
         total[group] += change.sum(-1)
         if values:
             found = store.value_at(index[group]).double()  # (B, k, S, V)
             right = found.flatten(2) if weighted.shape[0] == 1 and store.num_thetas > 1 else found[:, :, group]
             weighted[group] += (change.unsqueeze(-1) * right).sum(1)
-    return BankSums(peak, total, weighted, offset, peaks, index, torch.stack(corrections))
+    return replace(sums, leading=index, correction=torch.stack(corrections))
 
 
-def sweep(store: Store, query: Query, *, tilt: Tilt | None = None, values: bool = True) -> Sums:
-    """All banks, added up."""
-    parts = [_sweep_bank(store, bank, query, tilt, values) for bank in store.banks]
+def sweep(store: Store, query: Query, *, tilt: Tilt | None = None, values: bool = True, keep: bool = False) -> Sums:
+    """All banks, added up; `keep` holds on to what `pull_back` would compute again."""
+    parts = [_sweep_bank(store, bank, query, tilt, values, keep) for bank in store.banks]
     num_thetas, batch = store.num_thetas, len(query)
     if len(parts) == 1:
         log_evidence = parts[0].log_evidence.expand(num_thetas, batch)
@@ -214,20 +236,29 @@ def pull_back(
             lift = lift.sum(0, keepdim=True)
             slope = None if slope is None else slope.transpose(0, 1).reshape(1, len(query), -1)
         level = part.peak.masked_fill(part.peak == -math.inf, 0.0)
-        for (groups, rows), top in zip(bank.tiles(len(query)), part.tile_peaks, strict=True):
+        kept: Iterable[Kept | None] = part.kept or [None] * len(part.tile_peaks)
+        for (groups, rows), top, tile in zip(bank.tiles(len(query)), part.tile_peaks, kept, strict=True):
             places = slice(0, own) if tilt is not None and bank.groups == 1 else groups
             live = torch.nonzero((top - level[places] > _LEAST).any(0)).squeeze(1)  # for the others the block is nothing
             if not len(live):
                 continue
             pick = None if len(live) == len(query) else live
-            terms = _terms(bank, part, query, groups, rows, tilt, pick, room)
+            steep, factors = lift[places], None if slope is None else slope[places]
+            if tile is None:
+                terms = _terms(bank, part, query, groups, rows, tilt, pick, room)
+                out = terms
+            else:
+                terms = _taken(tile.terms, pick)
+                out = room.of(query.flat, *terms.shape)  # another backward pass may come
+                fade = (tile.level - level[places]).clamp_max(0.0).exp()  # above 0 only where nothing was possible yet
+                steep, factors = steep * fade, None if factors is None else factors * fade.unsqueeze(-1)
             functional.threshold(terms, _NOTHING, 0.0, inplace=True)  # a clamped term does not move
-            steep = _taken(lift[places], pick).unsqueeze(-1)
-            if slope is not None:
+            steep = _taken(steep, pick).unsqueeze(-1)
+            if factors is not None:
                 right = _block_of_values(store, places, rows, own)
-                out = side.of(query.flat, *terms.shape)
-                steep = torch.bmm(_taken(slope[places], pick), right.transpose(1, 2), out=out).add_(steep)
-            terms *= steep
+                room_of_slopes = side.of(query.flat, *terms.shape)
+                steep = torch.bmm(_taken(factors, pick), right.transpose(1, 2), out=room_of_slopes).add_(steep)
+            terms = torch.mul(terms, steep, out=out)
             if tilt is not None and bank.groups == 1:
                 terms = terms.sum(0, keepdim=True)
             if pick is None:
@@ -296,9 +327,11 @@ class Evidence(torch.autograd.Function):
     """(x flat, ...) -> log evidence and averages, with the recomputing gradient."""
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, x: Tensor, store: Store, tilt: Tilt | None, values: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, flat: Tensor, x: Tensor, store: Store, tilt: Tilt | None, values: bool, keep: bool
+    ) -> tuple[Tensor, Tensor]:
         query = Query(x.detach(), flat.detach())
-        sums = sweep(store, query, tilt=tilt, values=values)
+        sums = sweep(store, query, tilt=tilt, values=values, keep=keep and ctx.needs_input_grad[0])
         ctx.query, ctx.sums, ctx.store, ctx.tilt, ctx.values = query, sums, store, tilt, values
         return sums.log_evidence.clone(), sums.averages.clone()
 
@@ -306,7 +339,7 @@ class Evidence(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, of_evidence: Tensor, of_averages: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.needs_input_grad[0]:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         slope = of_averages if ctx.values else None
         gradient = pull_back(ctx.store, ctx.query, ctx.sums, of_evidence, slope, ctx.tilt)
-        return gradient, None, None, None, None
+        return gradient, None, None, None, None, None
