@@ -20,14 +20,17 @@ from advbayes import (
     GaussianMixture,
     HeteroscedasticGaussian,
     Learned,
+    MeanField,
     Mixture,
     Noise,
+    audit,
     margin,
     nll,
     one_step,
     pgd,
     pgd_plus,
 )
+from advbayes.auditing.case import Budget
 from advbayes.channels import GaussianDensity
 from advbayes.likelihoods import Likelihood
 from advbayes.networks import FullyConnectedGenerator, mlp
@@ -457,6 +460,60 @@ def test_features_measure_distance_and_are_attacked_through() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=0)
     gradients = [torch.autograd.grad(p[:, 0].log().sum(), at, retain_graph=True)[0] for p in (found, wanted)]
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+
+
+# --- other thetas ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("update", ["online", "offline"])
+def test_with_thetas_is_the_purifier_of_a_fresh_draw(update: str) -> None:
+    model, thetas, x, y = setting(Categorical(), 3)
+    posterior, channel = MeanField(model, init_scale=0.5), CHANNELS["mixture"](learned())
+    purifier = Purifier(model, channel, thetas, (x, y), update, posterior=posterior)
+    at = randn(5, WIDTH, seed=3)
+    found = purifier.with_thetas(7, generator=generator(8))
+    wanted = Purifier(model, channel, posterior.sample(7, generator=generator(8)), (x, y), update)
+    assert torch.equal(found(at).probs, wanted(at).probs)
+    assert found.with_thetas(2).store.num_thetas == 2  # and so on
+    assert not torch.equal(purifier.with_thetas(7)(at).probs, purifier.with_thetas(7)(at).probs)
+
+    class Drawn:
+        def sample(self, n: int) -> Tensor:
+            return torch.randn(n, WIDTH, dtype=FLOAT)
+
+    drawn = Purifier(model, Noise(0.4), thetas, Drawn(), num_samples=20, posterior=posterior)
+    assert torch.equal(drawn.with_thetas(2).store.centre, drawn.store.centre)  # the same reference points
+
+
+def test_with_thetas_needs_the_posterior_of_the_model() -> None:
+    model, thetas, x, y = setting(Categorical(), 3)
+    with pytest.raises(ValueError, match="with_thetas needs the posterior to draw from"):
+        Purifier(model, Noise(0.4), thetas, (x, y)).with_thetas(3)
+    other = MeanField(setting(Gaussian(0.3), 1)[0])
+    with pytest.raises(ValueError, match="posterior must be over the model's 67 parameters"):
+        Purifier(model, Noise(0.4), thetas, (x, y), posterior=other)
+    with pytest.raises(ValueError, match="num must be"):
+        Purifier(model, Noise(0.4), thetas, (x, y), posterior=MeanField(model)).with_thetas(0)
+
+
+def test_the_audit_draws_thetas_from_it() -> None:
+    model, thetas, x, y = setting(Categorical(), 3)
+    posterior = MeanField(model, init_scale=0.3)
+    purifier = Purifier(model, Noise(1.0), thetas, (x, y), posterior=posterior)
+    at = randn(24, WIDTH, seed=3)
+    verdict = audit(
+        purifier,
+        (at, purifier(at).probs.argmax(1)),  # type: ignore[attr-defined]
+        ball=L2(0.3),
+        attacks={"PGD": pgd(L2(0.3), steps=3)},
+        budget=Budget(num=24, steps=3, restarts=1, random_points=2, queries=5, max_steps=6, max_thetas=40),
+        only=("E10", "E14", "E15"),
+        fresh=purifier.with_thetas(3, generator=generator(1)),
+        progress=False,
+    )
+    for id in ("E10", "E14", "E15"):
+        assert verdict[id].status in ("passed", "failed"), verdict[id].line()
+    assert verdict["E10"].figures["thetas"] == 20
 
 
 # --- bad input ---------------------------------------------------------------------------------------------------------

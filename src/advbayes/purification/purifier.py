@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from advbayes.purification.rows import spans
 from advbayes.purification.small import Small
 from advbayes.purification.store import Features, Store
 from advbayes.purification.sweep import Evidence, sweep, weights
-from advbayes.types import Channel
+from advbayes.types import Channel, Posterior
 
 _QUERIES = 512  # at a time; more are answered one block after the other
 _FARTHEST = 1e6  # in radii of the centres; float32 tells no directions apart beyond
@@ -36,7 +37,8 @@ class Purifier:
     is the training set, `(x, y)` or x alone (the channel then attacks the model's own predictions), or samples of any
     generative model of x, or such a model itself (anything with `sample(n)`, as scikit-learn's mixtures), of which
     `num_samples` are drawn. All that does not depend on x' is computed here, once: in memory up to `memory_limit` bytes,
-    in a folder beyond it. `features` compares x' and centres after a map of the user's, differentiable in x'.
+    in a folder beyond it. `features` compares x' and centres after a map of the user's, differentiable in x'. `posterior`
+    is where `with_thetas` draws from.
 
     The gradient through a prediction is exact, at the memory of one block and at most 128 MB (more is computed again, not
     stored), so every attack on a Predictor is an adaptive attack on this one. Inputs farther than a million radii of the
@@ -50,6 +52,8 @@ class Purifier:
     torch.Size([2, 3])
     """
 
+    _redraw: Callable[[int, torch.Generator | None], Purifier] | None
+
     def __init__(
         self,
         model: BayesianModel,
@@ -62,6 +66,7 @@ class Purifier:
         memory_limit: int = 2 << 30,
         folder: str | Path | None = None,
         features: Features | None = None,
+        posterior: Posterior | None = None,
     ) -> None:
         if not isinstance(model, BayesianModel):
             raise TypeError(f"model must be a BayesianModel, got {checks.describe(model)}")
@@ -69,6 +74,10 @@ class Purifier:
         model._check_theta("thetas", thetas, 2)
         checks.finite("thetas", thetas)
         checks.count("memory_limit", memory_limit)
+        if posterior is not None and getattr(posterior, "num_params", None) != model.num_params:
+            raise ValueError(
+                f"posterior must be over the model's {model.num_params} parameters, got {checks.describe(posterior)}"
+            )
         x, y = _reference(reference, checks.count("num_samples", num_samples), model)
         store = stores.build(
             model,
@@ -83,9 +92,19 @@ class Purifier:
         base = PosteriorPredictive(model, thetas)
         note = f"Purifier({model}, {channel}, num_thetas={len(thetas)}, num_reference={len(x)}, update={update!r})"
         self._set(store, update, features, base, note)
+        if posterior is not None:
+
+            def redraw(num: int, generator: torch.Generator | None) -> Purifier:
+                fresh = posterior.sample(num, generator=generator)
+                given = x if y is None else (x, y)
+                options: dict[str, Any] = {"memory_limit": memory_limit, "features": features, "posterior": posterior}
+                return Purifier(model, channel, fresh, given, update, **options)
+
+            self._redraw = redraw
 
     def _set(self, store: Store, update: str, features: Features | None, base: PosteriorPredictive | None, note: str) -> Purifier:
         self.store, self.update, self.features, self.base, self._note = store, update, features, base, note
+        self._redraw = None
         self._reach = 0.0
         for bank in store.banks:
             if isinstance(bank, GaussianBank):
@@ -210,6 +229,23 @@ class Purifier:
         """
         checks.number("factor", factor, low=0, open_low=True)
         return self._like(self.store.widened(factor), f"{self._note}.widened({factor:g})")
+
+    def with_thetas(self, num: int, *, generator: torch.Generator | None = None) -> Purifier:
+        """The same purifier with `num` thetas drawn anew from the `posterior` given with it: what an attacker who does not
+        know the thetas can build. The reference points stay, the tables are computed again.
+
+        >>> from torch import nn
+        >>> from advbayes import BayesianModel, Categorical, MeanField, Noise
+        >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
+        >>> posterior = MeanField(model)
+        >>> purified = Purifier(model, Noise(0.5), posterior.sample(5), torch.randn(100, 4), posterior=posterior)
+        >>> purified.with_thetas(20).store.num_thetas
+        20
+        """
+        checks.count("num", num)
+        if self._redraw is None:
+            raise ValueError("with_thetas needs the posterior to draw from: Purifier(..., posterior=posterior), got none")
+        return self._redraw(num, generator)
 
     def _like(self, store: Store, note: str) -> Purifier:
         return Purifier.__new__(Purifier)._set(store, self.update, self.features, self.base, note)
