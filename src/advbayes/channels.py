@@ -182,9 +182,10 @@ class Mixture:
     def _strata(self, num: int, generator: torch.Generator | None, device: torch.device) -> tuple[Tensor, list[int]]:
         """A random order of the examples and the edges that cut it into components, those of one group side by side."""
         if self.stratified:
-            u = float(torch.rand((), generator=generator, dtype=torch.float64, device=device))
+            offset, order = _systematic(num, generator, device)
+            u = float(offset)
             inner = [min(num, max(0, math.ceil(round(num * edge, 9) - u))) for edge in self._cumulated]
-            return torch.randperm(num, generator=generator, device=device), [0, *inner, num]
+            return order, [0, *inner, num]
         weights = torch.tensor([self.weights[k] for members in self._groups for k in members], dtype=torch.float64, device=device)
         component = torch.multinomial(weights, num, replacement=True, generator=generator)
         counts = torch.bincount(component, minlength=len(weights))
@@ -289,6 +290,12 @@ class Mixture:
         )
 
 
+def _systematic(num: int, generator: torch.Generator | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What a stratified batch draws: one offset in [0, 1), and an order of the examples."""
+    offset = torch.rand((), generator=generator, dtype=torch.float64, device=device)
+    return offset, torch.randperm(num, generator=generator, device=device)
+
+
 def _draws_noise_alone(channel: Channel) -> bool:
     """Noise, or an attack that is not random itself, plus noise."""
     if isinstance(channel, AttackChannel):
@@ -325,20 +332,20 @@ class Draws(NamedTuple):
 
     noise: Tensor  # as x, in the order below
     order: Tensor  # (B,): which examples, one component after the other
-    edges: Tensor  # (components + 1,): where each component begins
+    offset: Tensor  # (): where in [0, 1) the strata begin
 
 
 def draws(channel: Channel, x: Tensor, *, generator: torch.Generator | None = None) -> Draws | None:
     """The randomness apart from the computation, which can then be compiled; None for channels that mix the two.
 
-    >>> draws(Mixture([0.5, 0.5], [Noise(0.1), Noise(0.2)]), torch.zeros(4, 2)).edges
-    tensor([0, 2, 4])
+    >>> draws(Mixture([0.5, 0.5], [Noise(0.1), Noise(0.2)]), torch.zeros(4, 2)).order.shape
+    torch.Size([4])
     """
     if isinstance(channel, Mixture):
         if not channel._splits or not channel.stratified:
             return None
-        order, edges = channel._strata(len(x), generator, x.device)
-        return Draws(_noise_like(x, generator), order, torch.tensor(edges, device=x.device))
+        offset, order = _systematic(len(x), generator, x.device)
+        return Draws(_noise_like(x, generator), order, offset)
     if not _draws_noise_alone(channel):
         return None
     noiseless = channel.sigma == 0  # type: ignore[attr-defined]
@@ -366,6 +373,8 @@ def sample_at(
     num, first = len(x), 0
     rows = torch.arange(num, device=x.device)
     bounds = [0.0, *channel._cumulated, 1.0]
+    inner = [(round(num * edge, 9) - drawn.offset).ceil().clamp(0, num) for edge in channel._cumulated]
+    edges: list[Tensor | int] = [0, *inner, num]
     out = x
     for members in channel._groups:
         last = first + len(members)
@@ -374,11 +383,10 @@ def sample_at(
         own, part = rows[low:high], slice(low, high)
         merged = channel.channels[members[0]]
         if len(members) > 1 and isinstance(merged, AttackChannel):
-            inner = drawn.edges[first + 1 : last]
-            merged = channel._with_losses(members, (own.unsqueeze(1) >= inner).sum(1))
+            merged = channel._with_losses(members, torch.stack([own >= edge for edge in edges[first + 1 : last]]).sum(0))
         if high > low:
             moved = _shifted(merged, predict, x[part], y[part], drawn.noise[part])
-            mine = (own >= drawn.edges[first]) & (own < drawn.edges[last])
+            mine = (own >= edges[first]) & (own < edges[last])
             kept = torch.where(mine.view(-1, *[1] * (x.ndim - 1)), moved, out[part])
             out = torch.cat([out[:low], kept, out[high:]])
         first = last

@@ -18,7 +18,7 @@ from advbayes.model import BayesianModel
 from advbayes.seeds import seed_for
 
 
-class _Posterior(nn.Module, ABC):
+class Posterior(nn.Module, ABC):
     """What every posterior over theta shares: a size, a mean, draws without a gradient."""
 
     num_params: int
@@ -130,7 +130,7 @@ def gaussian_pull_back(
     return of_mu.add(mu, alpha=weight), of_scale * torch.sigmoid(rho)
 
 
-class MeanField(_Posterior):
+class MeanField(Posterior):
     """q(theta) = N(mu, diag(softplus(rho)^2)), started at the net's own weights.
 
     >>> from advbayes import BayesianModel, Categorical
@@ -179,7 +179,7 @@ class MeanField(_Posterior):
         return kl, [g for g, p in zip(found, (mu, rho), strict=True) if p.requires_grad]
 
 
-class PointMass(_Posterior):
+class PointMass(Posterior):
     """One theta: maximum a posteriori. `kl` is -ln p(theta) without its constant, the limit that MAP keeps.
 
     >>> from advbayes import BayesianModel, Categorical
@@ -216,7 +216,7 @@ def _balanced(num: int, total: int, generator: torch.Generator | None, device: t
     return torch.cat(rounds)[:num]
 
 
-class Ensemble(_Posterior):
+class Ensemble(Posterior):
     """Equal-weight point masses; `rsample` uses each as often as any other. Members start at independent initialisations.
 
     `kl` is the members' mean -ln p(theta), without its constant: each member is a maximum a posteriori.
@@ -266,7 +266,7 @@ def _reinitialised(model: BayesianModel, seed: int) -> Tensor:
     return model.theta_of(net)
 
 
-class LowRank(_Posterior):
+class LowRank(Posterior):
     """q(theta) = N(mu, F F' + diag(softplus(rho)^2)) with F of `rank` columns.
 
     >>> from advbayes import BayesianModel, Categorical
@@ -315,7 +315,7 @@ class LowRank(_Posterior):
         return 0.5 * (squares - self.num_params + 2 * self.num_params * math.log(prior_scale) - log_det)
 
 
-class Samples(_Posterior):
+class Samples(Posterior):
     """Given thetas, from MCMC or elsewhere: they predict, purify and are attacked, but are not trained.
 
     >>> Samples(torch.randn(8, 15)).sample(3).shape

@@ -11,7 +11,7 @@ class Progress:
     """`show=None`: on a terminal alone; True: always; False: never. Nothing appears in the first two seconds.
 
     >>> with Progress("fit", 10, show=False) as bar:
-    ...     bar.advance("bound -3.2")
+    ...     bar.advance("bound", -3.2)
     """
 
     def __init__(self, what: str, total: int, show: bool | None = None, start: int = 0) -> None:
@@ -24,13 +24,13 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def advance(self, note: str = "", num: int = 1) -> None:
-        """`num` more done."""
+    def advance(self, note: str = "", value: float | None = None, num: int = 1) -> None:
+        """`num` more done; the note and its value are written when the line is."""
         self.done += num
         if self.show:
             now = time.monotonic()
             if now - self._began > 2.0 and now - self._drawn > 0.2:
-                self._draw(now, note)
+                self._draw(now, note if value is None else f"{note} {value:.4g}")
 
     def _draw(self, now: float, note: str) -> None:
         self._drawn = now

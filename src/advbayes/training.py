@@ -11,31 +11,27 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from advbayes import checks
+from advbayes.adam import Adam
 from advbayes.attacks.gradients import refuse_inference_mode
-from advbayes.balls import _Ball as Ball
-from advbayes.channels import AttackChannel, Learned, Mixture, learned_in
-from advbayes.gradients import CompiledGradient, Gradient, eager_gradient
+from advbayes.batches import Batch, Batches, Data, batches_of
+from advbayes.channels import Learned, learned_in
 from advbayes.model import BayesianModel
 from advbayes.objectives import ChannelELBO
-from advbayes.posteriors import Samples, _Posterior
+from advbayes.posteriors import Posterior, Samples
 from advbayes.progress import Progress
-from advbayes.seeds import generator_for, seed_for
+from advbayes.seeds import seed_for
+from advbayes.steps import CompiledStep, Step, eager_step
 from advbayes.types import Channel
 
 COLUMNS = ("bound", "log_likelihood", "kl", "penalty", "gradient_norm", "seconds")
 MAX_SKIPPED_IN_A_ROW = 10
-
-Data = tuple[Tensor | np.ndarray[Any, Any], Tensor | np.ndarray[Any, Any]] | DataLoader[Any]
 
 
 class NonFiniteError(FloatingPointError):
@@ -70,7 +66,7 @@ class FitResult:
 @torch.enable_grad()  # training needs gradients, whatever the caller's mode
 def fit(
     model: BayesianModel,
-    posterior: _Posterior,
+    posterior: Posterior,
     channel: Channel,
     data: Data,
     *,
@@ -107,7 +103,9 @@ def fit(
     4
     """
     refuse_inference_mode()
-    batches = _batches(model, posterior, channel, data, batch_size, seed)
+    _check_parts(model, posterior, channel, objective)
+    checks.count("seed", seed, low=0)
+    batches = batches_of(model, channel, data, batch_size, seed, None if objective is None else objective.num_data)
     objective = _objective(objective, batches.num_data)
     total = _total_steps(epochs, steps, batches)
     checks.number("lr", lr, low=0, open_low=True)
@@ -116,12 +114,11 @@ def fit(
     if checkpoint_every is not None:
         checks.count("checkpoint_every", checkpoint_every)
 
-    adam = _Adam(posterior.parameters(), lr)
+    adam = Adam(posterior.parameters(), lr)
     adversaries = [_Adversary(learned, adversary_lr) for learned in learned_in(channel)]
     held = _Held(posterior, adam, adversaries)
     state = State() if state is None else held.restore(state)
-    make = CompiledGradient if compile else eager_gradient
-    take_gradient: Gradient = make(model, posterior, channel, objective)
+    take_step: Step = (CompiledStep if compile else eager_step)(model, posterior, channel, objective, adam)
     generator = torch.Generator(model.device)
     skipped_in_a_row = 0
     interrupted = False
@@ -130,27 +127,24 @@ def fit(
 
     with _deferred_interrupt() as interrupt, Progress("fit", total, progress, start=state.step) as bar:
         for step in range(state.step, total):
-            x, y = batches(step)
+            batch = batches(step)
             for adversary in adversaries:
                 generator.manual_seed(seed_for(seed, "adversary", step))
-                adversary.step(model, posterior, x, y, generator)
+                adversary.step(model, posterior, batch, generator)
             generator.manual_seed(seed_for(seed, "step", step))
-            found = take_gradient(x, y, generator)
-            bound = found.log_likelihood - objective.kl_weight * found.kl - found.penalty
-            if math.isfinite(found.norm) and math.isfinite(bound):
-                adam.step(found.gradients, lr * decay ** (step / batches.steps_per_epoch))
+            taken = take_step(batch, generator, lr * decay ** (step / batches.steps_per_epoch))
+            if taken.is_finite():
                 skipped_in_a_row = 0
             else:
                 state.skipped += 1
                 skipped_in_a_row += 1
-            values = (bound, found.log_likelihood, found.kl, found.penalty, found.norm, time.perf_counter() - origin)
-            for column, value in zip(columns, values, strict=True):
+            for column, value in zip(columns, (*taken, time.perf_counter() - origin), strict=True):
                 column.append(value)
             state.step = step + 1
-            bar.advance(f"bound {bound:.4g}")
+            bar.advance("bound", taken.bound)
             if skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
                 generator.manual_seed(seed_for(seed, "step", step))
-                raise NonFiniteError(_cause(model, posterior, channel, objective, x, y, generator, step))
+                raise NonFiniteError(_cause(model, posterior, channel, objective, batch, generator, step))
             if interrupt() or (stop is not None and stop()):
                 interrupted = state.step < total
                 break
@@ -162,180 +156,31 @@ def fit(
     return FitResult(state.history, state.step, state.skipped, interrupted, state)
 
 
-class _Adam:
-    """Adam, one fused kernel for all parameters: `torch.optim.Adam.step` spends twenty times as long on small models."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
-        self.parameters: list[Tensor] = [p for p in parameters if p.requires_grad]
-        self._memory = [p.detach() for p in self.parameters]  # the same numbers, without autograd's interest in them
-        self.lr = lr
-        self.slots: dict[str, list[Tensor]] = {
-            "exp_avg": [torch.zeros_like(p) for p in self._memory],
-            "exp_avg_sq": [torch.zeros_like(p) for p in self._memory],
-            "step": [torch.zeros((), dtype=torch.float32, device=p.device) for p in self.parameters[:1]] * len(self.parameters),
-        }
-
-    def step(self, gradients: list[Tensor], lr: float | None = None) -> None:
-        if not self.parameters:
-            return
-        steps = self.slots["step"]  # one tensor, counted once
-        steps[0] += 1
-        torch._fused_adam_(
-            self._memory,
-            gradients,
-            self.slots["exp_avg"],
-            self.slots["exp_avg_sq"],
-            [],
-            steps,
-            lr=self.lr if lr is None else lr,
-            beta1=0.9,
-            beta2=0.999,
-            weight_decay=0.0,
-            eps=1e-8,
-            amsgrad=False,
-            maximize=False,
-        )
-
-
-# --- Data ---------------------------------------------------------------------------------------------------------
-
-
-class _TensorBatches:
-    """Batch `step` of an endless concatenation of shuffled passes: all batches are full, all examples are used alike."""
-
-    def __init__(self, x: Tensor, y: Tensor, batch_size: int, seed: int) -> None:
-        self.x, self.y, self.seed = x, y, seed
-        self.num_data = len(x)
-        self.batch_size = min(batch_size, self.num_data)
-        self.steps_per_epoch = self.num_data / self.batch_size
-        self._orders: dict[int, Tensor] = {}
-
-    def _order(self, epoch: int) -> Tensor:
-        if epoch not in self._orders:
-            self._orders = {k: order for k, order in self._orders.items() if k == epoch - 1}
-            order = torch.randperm(self.num_data, generator=generator_for(self.seed, "order", epoch))
-            self._orders[epoch] = order.to(self.x.device)
-        return self._orders[epoch]
-
-    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        epoch, offset = divmod(step * self.batch_size, self.num_data)
-        index = self._order(epoch)[offset : offset + self.batch_size]
-        if len(index) < self.batch_size:
-            index = torch.cat([index, self._order(epoch + 1)[: self.batch_size - len(index)]])
-        return self.x.index_select(0, index), self.y.index_select(0, index)
-
-
-class _LoaderBatches:
-    """A DataLoader's own batches, pass after pass, in its own order."""
-
-    def __init__(self, loader: DataLoader[Any], num_data: int, check: Callable[[Any, Any], tuple[Tensor, Tensor]]) -> None:
-        self.loader, self.check = loader, check
-        self.num_data = num_data
-        self.steps_per_epoch = float(len(loader))
-        self._iterator = iter(loader)
-
-    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
-        try:
-            x, y = next(self._iterator)
-        except StopIteration:
-            self._iterator = iter(self.loader)
-            x, y = next(self._iterator)
-        return self.check(x, y)
-
-
-def as_tensors(model: BayesianModel, x: Any, y: Any) -> tuple[Tensor, Tensor]:
-    """Data in the model's dtype and device, refused when of the wrong shape, not finite or out of range.
-
-    >>> from advbayes import BayesianModel, Categorical
-    >>> x, y = as_tensors(BayesianModel(nn.Linear(2, 2), Categorical()), np.zeros((3, 2)), np.array([0, 1, 1]))
-    >>> x.dtype, y.dtype
-    (torch.float32, torch.int64)
-    """
-    if isinstance(x, np.ndarray):  # arrays follow the model; tensors must agree with it
-        x = torch.tensor(x, device=model.device, dtype=model.dtype)
-    if isinstance(y, np.ndarray):
-        y = torch.tensor(y, device=model.device)
-        y = y.to(model.dtype) if y.is_floating_point() else y
-    for name, value in (("x", x), ("y", y)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a tensor or an array, got {checks.describe(value)}")
-    if not len(x):
-        raise ValueError(f"x must hold at least one example, got {checks.describe(x)}")
-    model._check_input(x)
-    if y.ndim == 0 or len(y) != len(x):
-        raise ValueError(f"y must hold one target for each of the {len(x)} examples of x, got {checks.describe(y)}")
-    if y.device != x.device:
-        raise TypeError(f"y must be on {x.device} as x, got {checks.describe(y)}")
-    checks.finite("x", x)
-    checks.finite("y", y)
-    try:
-        with torch.no_grad():
-            probe, _ = model.output(model.initial_theta(), x[:1])
-    except (RuntimeError, ValueError, IndexError) as error:
-        raise ValueError(f"x must have the shape that net takes, got {checks.describe(x)}: {error}") from error
-    if probe.ndim != 2 or len(probe) != 1:
-        raise ValueError(f"net must give one output row for each input, got {checks.describe(probe)} for one input")
-    return x, model.likelihood.check_target(probe.expand(len(y), -1), y)
-
-
-def _batches(
-    model: BayesianModel, posterior: _Posterior, channel: Channel, data: Data, batch_size: int, seed: int
-) -> _TensorBatches | _LoaderBatches:
-    """Everything that can be refused before training starts is refused here."""
+def _check_parts(model: BayesianModel, posterior: Posterior, channel: Channel, objective: ChannelELBO | None) -> None:
     if not isinstance(model, BayesianModel):
         raise TypeError(f"model must be a BayesianModel, got {checks.describe(model)}")
-    if isinstance(posterior, Samples) or not isinstance(posterior, _Posterior):
+    if isinstance(posterior, Samples) or not isinstance(posterior, Posterior):
         raise TypeError(f"posterior must be trainable (MeanField, LowRank, ...), got {checks.describe(posterior)}")
     if posterior.num_params != model.num_params:
         raise ValueError(f"posterior must be over the model's {model.num_params} parameters, got one over {posterior.num_params}")
     for parameter in posterior.parameters():
         if parameter.dtype != model.dtype or parameter.device != model.device:
             raise TypeError(f"posterior must be {model.dtype} on {model.device} as the net, got {checks.describe(parameter)}")
-    if not isinstance(channel, Channel):
+    if isinstance(channel, type) or not isinstance(channel, Channel):
         raise TypeError(f"channel must have sample and density, got {checks.describe(channel)}")
-    checks.count("seed", seed, low=0)
-    if isinstance(data, DataLoader):
-        num_data = len(data.dataset)  # type: ignore[arg-type]
-        if num_data == 0 or len(data) == 0:
-            raise ValueError("data must hold at least one example, got an empty DataLoader")
-
-        def check(x: Any, y: Any) -> tuple[Tensor, Tensor]:
-            x, y = as_tensors(model, x.to(model.device), y.to(model.device))
-            _check_channel(channel, x)
-            return x, y
-
-        return _LoaderBatches(data, num_data, check)
-    if not isinstance(data, (tuple, list)) or len(data) != 2:
-        raise TypeError(f"data must be a pair (x, y) or a DataLoader, got {checks.describe(data)}")
-    x, y = as_tensors(model, *data)
-    _check_channel(channel, x)
-    return _TensorBatches(x, y, checks.count("batch_size", batch_size), seed)
-
-
-def _check_channel(channel: Channel, x: Tensor) -> None:
-    """The balls of a channel must fit the data."""
-    if isinstance(channel, Mixture):
-        for part in channel.channels:
-            _check_channel(part, x)
-    elif isinstance(channel, AttackChannel):
-        ball = getattr(channel.attack, "ball", None)
-        if isinstance(ball, Ball):
-            ball.check(x)
-    elif isinstance(channel, Learned):
-        channel.ball.check(x)
+    if objective is not None and not isinstance(objective, ChannelELBO):
+        raise TypeError(f"objective must be a ChannelELBO, got {checks.describe(objective)}")
 
 
 def _objective(objective: ChannelELBO | None, num_data: int) -> ChannelELBO:
     if objective is None:
         return ChannelELBO(num_data)
-    if not isinstance(objective, ChannelELBO):
-        raise TypeError(f"objective must be a ChannelELBO, got {checks.describe(objective)}")
     if objective.num_data != num_data:
         raise ValueError(f"objective.num_data must be the size of the data, {num_data}, got {objective.num_data}")
     return objective
 
 
-def _total_steps(epochs: float | None, steps: int | None, batches: _TensorBatches | _LoaderBatches) -> int:
+def _total_steps(epochs: float | None, steps: int | None, batches: Batches) -> int:
     if (epochs is None) == (steps is None):
         raise ValueError(f"exactly one of epochs and steps must be given, got epochs={epochs} and steps={steps}")
     if steps is not None:
@@ -353,9 +198,10 @@ class _Adversary:
 
     def __init__(self, channel: Learned, lr: float) -> None:
         self.channel = channel
-        self.adam = _Adam(channel.generator.parameters(), lr)
+        self.adam = Adam(channel.generator.parameters(), lr)
 
-    def step(self, model: BayesianModel, posterior: _Posterior, x: Tensor, y: Tensor, generator: torch.Generator) -> None:
+    def step(self, model: BayesianModel, posterior: Posterior, batch: Batch, generator: torch.Generator) -> None:
+        x, y, _ = batch.gathered()
         theta = posterior.sample(1, generator=generator)[0]
         centre, std = self.channel.moments(model.at(theta), x, y)
         noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
@@ -372,7 +218,7 @@ class _Adversary:
 class _Held:
     """Copies between the live objects (posterior, optimisers, adversaries) and a State's named tensors."""
 
-    def __init__(self, posterior: _Posterior, adam: _Adam, adversaries: list[_Adversary]) -> None:
+    def __init__(self, posterior: Posterior, adam: Adam, adversaries: list[_Adversary]) -> None:
         self.modules: dict[str, nn.Module] = {"posterior": posterior}
         self.optimisers = {"posterior": adam}
         for k, adversary in enumerate(adversaries):
@@ -420,15 +266,15 @@ class _Held:
 
 def _cause(
     model: BayesianModel,
-    posterior: _Posterior,
+    posterior: Posterior,
     channel: Channel,
     objective: ChannelELBO,
-    x: Tensor,
-    y: Tensor,
+    batch: Batch,
     generator: torch.Generator,
     step: int,
 ) -> str:
     """Where the first NaN or infinity stands on the way from data to gradient, the step's draws made anew."""
+    x, y, _ = batch.gathered()
     with torch.no_grad():
         thetas = posterior.at(posterior.noise(objective.num_theta, generator=generator))
         x_adv = objective.corrupt(model, thetas, channel, x, y, generator=generator).detach()

@@ -22,7 +22,7 @@ from advbayes.likelihoods import Categorical, Gaussian
 from advbayes.model import BayesianModel
 from advbayes.networks import ConvGenerator, FullyConnectedGenerator, conv_net, mlp
 from advbayes.objectives import ChannelELBO, LogitPairing, Penalty, Trades
-from advbayes.posteriors import Ensemble, LowRank, MeanField, PointMass, _Posterior
+from advbayes.posteriors import Ensemble, LowRank, MeanField, PointMass, Posterior
 from advbayes.seeds import seed_for
 from advbayes.types import Channel
 
@@ -124,7 +124,7 @@ def own_net(network: str, *, trusted: bool = False) -> nn.Module:
     return net
 
 
-def build_model(config: RunConfig, data: Prepared, *, trusted: bool = False) -> tuple[BayesianModel, _Posterior]:
+def build_model(config: RunConfig, data: Prepared, *, trusted: bool = False) -> tuple[BayesianModel, Posterior]:
     """Model and untrained posterior.
 
     >>> from advbayes.config import make_config
@@ -140,7 +140,7 @@ def build_model(config: RunConfig, data: Prepared, *, trusted: bool = False) -> 
         model = BayesianModel(net, Gaussian(1.0, learned=True, num_outputs=outputs), config.prior_scale)
     else:
         model = BayesianModel(net, Gaussian(config.noise_scale, num_outputs=outputs), config.prior_scale)
-    posteriors: dict[str, Callable[[], _Posterior]] = {
+    posteriors: dict[str, Callable[[], Posterior]] = {
         "mean_field": lambda: MeanField(model, config.init_scale),
         "point": lambda: PointMass(model),
         "ensemble": lambda: Ensemble(model, config.members, seed=config.seed),
