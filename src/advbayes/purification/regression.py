@@ -41,7 +41,7 @@ class _Target:
         return self._log_normal(self.y[:, None], found.unsqueeze(1))
 
     def at(self, theta: int, index: Tensor) -> Tensor:
-        return self._log_normal(self.y[:, None], self.store.value_at(index)[:, :, theta])
+        return self._log_normal(self.y[:, None], self.store.value_of(theta, index))
 
 
 class PurifiedMixture(Distribution):

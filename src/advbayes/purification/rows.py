@@ -27,7 +27,8 @@ class Rows(Protocol):
         self,
         group: int,
         index: Tensor,  # any shape
-    ) -> Tensor: ...  # (*index.shape, V)
+        columns: slice = slice(None),
+    ) -> Tensor: ...  # (*index.shape, V or as many as `columns`)
 
     def write(self, group: int, start: int, part: Tensor) -> None: ...  # (n, V)
 
@@ -53,8 +54,8 @@ class MemoryRows:
     def block(self, groups: slice, rows: slice) -> Tensor:
         return self.data[groups, rows]
 
-    def pick(self, group: int, index: Tensor) -> Tensor:
-        return self.data[group].index_select(0, index.reshape(-1)).view(*index.shape, -1)
+    def pick(self, group: int, index: Tensor, columns: slice = slice(None)) -> Tensor:
+        return self.data[group, :, columns].index_select(0, index.reshape(-1)).view(*index.shape, -1)
 
     def write(self, group: int, start: int, part: Tensor) -> None:
         self.data[group, start : start + len(part)] = part
@@ -110,9 +111,9 @@ class DiskRows:
             return self._map(first, start, stop - start).unsqueeze(0)
         return torch.stack([self._map(group, start, stop - start) for group in range(first, last)])
 
-    def pick(self, group: int, index: Tensor) -> Tensor:
+    def pick(self, group: int, index: Tensor, columns: slice = slice(None)) -> Tensor:
         wanted, places = torch.unique(index, return_inverse=True)
-        rows = torch.stack([self._map(group, int(row), 1)[0] for row in wanted])
+        rows = torch.stack([self._map(group, int(row), 1)[0, columns] for row in wanted])
         return rows[places.reshape(-1)].view(*index.shape, -1)
 
     def write(self, group: int, start: int, part: Tensor) -> None:

@@ -75,6 +75,9 @@ class Store:
     def value_at(self, index: Tensor) -> Tensor:  # (*index.shape, S, V)
         return self.values.pick(0, index).view(*index.shape, self.num_thetas, self.width)
 
+    def value_of(self, theta: int, index: Tensor) -> Tensor:  # (*index.shape, V)
+        return self.values.pick(0, index, slice(theta * self.width, (theta + 1) * self.width))
+
     def widened(self, factor: float) -> Store:
         return replace(self, banks=tuple(bank.widened(factor) for bank in self.banks))
 

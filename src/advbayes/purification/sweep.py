@@ -184,9 +184,9 @@ def _corrected(
         change = (logits[group] - sums.peak[group].unsqueeze(-1)).double().exp() * torch.expm1(correction)
         total[group] += change.sum(-1)
         if values:
-            found = store.value_at(index[group]).double()  # (B, k, S, V)
-            right = found.flatten(2) if weighted.shape[0] == 1 and store.num_thetas > 1 else found[:, :, group]
-            weighted[group] += (change.unsqueeze(-1) * right).sum(1)
+            shared = weighted.shape[0] == 1 and store.num_thetas > 1
+            right = store.value_at(index[group]).flatten(2) if shared else store.value_of(group, index[group])  # (B, k, *)
+            weighted[group] += torch.bmm(change.unsqueeze(1), right.double()).squeeze(1)
     return replace(sums, leading=index, correction=torch.stack(corrections))
 
 
