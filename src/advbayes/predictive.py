@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +21,12 @@ from advbayes.stacked import Stacked
 from advbayes.types import Loss, Posterior
 
 # Rows x thetas x input size whose graphs are held at once: the activations then stay near the cache.
-_NUMBERS = 1 << 20
+_NUMBERS = 1 << 19
 _THETAS = 32  # as many share a graph; with more, forward passes are repeated instead
 _ROWS = 16  # smaller parts of a batch are not worth a call
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +110,7 @@ def _predict(blocks: list[Stacked], x: Tensor) -> Distribution:
     if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
         return mix(blocks[0].model.at_each(torch.cat([block.thetas for block in blocks]))(x))
     parts = torch.split(x, _rows(blocks, x)) if isinstance(x, Tensor) and len(x) else (x,)
-    return _mixture(blocks, torch.cat([torch.cat([block(part) for block in blocks]) for part in parts], dim=1))
+    return _mixture(blocks, torch.cat(_for_each(blocks, lambda part: torch.cat([block(part) for block in blocks]), parts), dim=1))
 
 
 def _rows(blocks: list[Stacked], x: Tensor) -> int:
@@ -112,15 +118,26 @@ def _rows(blocks: list[Stacked], x: Tensor) -> int:
     return max(_ROWS, _NUMBERS // (max(1, x[0].numel()) * len(blocks[0].thetas)))
 
 
+def _for_each(blocks: list[Stacked], work: Callable[[_T], _R], parts: Sequence[_T]) -> list[_R]:
+    """The work on each part of a batch, side by side on torch's threads: small layers gain little from threads of their own."""
+    num = min(torch.get_num_threads(), len(parts))
+    if num == 1 or not all(block.is_plain for block in blocks) or blocks[0].thetas.device.type != "cpu":
+        return [work(part) for part in parts]
+    all_threads = torch.get_num_threads()
+    with ThreadPoolExecutor(num, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            return list(pool.map(work, parts))
+        finally:
+            torch.set_num_threads(all_threads)  # a thread's setting is also that of the threads begun after it
+
+
 def _loss_and_gradient(blocks: list[Stacked], loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Exact for any loss of the mixture, part by part of the batch."""
     if not len(x):
         return x.new_zeros(0), torch.zeros(0, dtype=torch.bool, device=x.device), torch.zeros_like(x)
     rows = _rows(blocks, x)
-    parts = [
-        _part(blocks, for_rows(loss, slice(start, start + rows)), x[start : start + rows], y[start : start + rows])
-        for start in range(0, len(x), rows)
-    ]
+    slices = [slice(start, start + rows) for start in range(0, len(x), rows)]
+    parts = _for_each(blocks, lambda part: _part(blocks, for_rows(loss, part), x[part], y[part]), slices)
     if len(parts) == 1:
         return parts[0]
     values, broken, gradients = zip(*parts, strict=True)
@@ -128,26 +145,25 @@ def _loss_and_gradient(blocks: list[Stacked], loss: Loss, x: Tensor, y: Tensor) 
 
 
 def _part(blocks: list[Stacked], loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One graph for few thetas. For many: predict without graphs, take the loss' gradient in the S outputs (a few numbers
-    each), and pull it back through one block of thetas at a time."""
-    x = x.detach().requires_grad_()
+    """The loss' gradient in the S outputs (a few numbers each), pulled back through the net; with many thetas one block of
+    them at a time, whose way forward is then gone again."""
+    x = x.detach()
     if len(blocks) == 1:
-        with torch.enable_grad():
-            prediction = _mixture(blocks, blocks[0](x))
-            value = per_example(loss(prediction, y), len(x))
-            gradient = _gradient(value, x)
+        outputs, pull = blocks[0].traced(x)
     else:
-        with torch.no_grad():
-            outputs = torch.cat([block(x) for block in blocks])  # (S, B, O)
-        with torch.enable_grad():
-            prediction = _mixture(blocks, outputs.requires_grad_())
-            value = per_example(loss(prediction, y), len(x))
-            back = _gradient(value, outputs)
-            gradient = torch.zeros_like(x)
-            for block, pull in zip(blocks, torch.split(back, _THETAS), strict=True):
-                gradient += _gradient(block(x) * pull, x)
+        outputs = torch.cat([block(x) for block in blocks])  # (S, B, O)
+    with torch.enable_grad():
+        prediction = _mixture(blocks, outputs.requires_grad_())
+        value = per_example(loss(prediction, y), len(x))
+        back = _gradient(value, outputs)
+    if len(blocks) == 1:
+        gradient = pull(back)
+    else:
+        gradient = torch.zeros_like(x)
+        for block, part in zip(blocks, torch.split(back, _THETAS), strict=True):
+            gradient += block.traced(x)[1](part)
     with torch.no_grad():
-        return value.detach(), success(loss, prediction, y), gradient.detach()
+        return value.detach(), success(loss, prediction, y), gradient
 
 
 def _gradient(value: Tensor, at: Tensor) -> Tensor:
