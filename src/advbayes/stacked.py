@@ -284,15 +284,15 @@ def _without_weights(layer: nn.Module, h: Tensor, fresh: bool = False) -> tuple[
 
 
 def _convolution(layer: nn.Conv2d, h: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Pull]:
-    how = (layer.stride, layer.padding, layer.dilation)
+    stride, padding, dilation, groups = layer.stride, _pair(layer.padding), layer.dilation, layer.groups
 
     def pull(g: Tensor) -> Tensor:
-        gradient: Tensor = aten.convolution_backward(g, h, weight, None, *how, False, [0, 0], layer.groups, [True, False, False])[
-            0
-        ]
+        wanted = [True, False, False]  # the input's gradient alone
+        gradients = aten.convolution_backward(g, h, weight, None, stride, padding, dilation, False, [0, 0], groups, wanted)
+        gradient: Tensor = gradients[0]
         return gradient
 
-    return functional.conv2d(h, weight, bias, *how, layer.groups), pull
+    return functional.conv2d(h, weight, bias, stride, padding, dilation, groups), pull
 
 
 def _product(h: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Pull]:
