@@ -41,7 +41,9 @@ def predictors(runs: Path) -> tuple[dict[str, Predictor], dict[str, Any], Any]:
     data = prepare(Run.open(runs / "none").config)
     rows: dict[str, Predictor] = {name: each.predict(NUM_THETAS) for name, each in trained.items()}
     base = trained["none"]
-    rows["purifier"] = Purifier(base.model, Noise(SIGMA), base.thetas(5), (data.x_train, data.y_train))
+    rows["purifier"] = Purifier(
+        base.model, Noise(SIGMA), base.thetas(NUM_THETAS), (data.x_train, data.y_train), posterior=base.posterior
+    )
     return rows, trained, data
 
 
@@ -73,6 +75,12 @@ def run(runs: Path, out: Path, stage: str = "all", only: tuple[str, ...] = ()) -
             print(name, seconds, "s", flush=True)
         if stage in ("audit", "all"):
             one = trained.get(name, trained["none"])
+            generator = generator_for(0, "fresh")
+            if isinstance(predict, Purifier):
+                fresh: Predictor = predict.with_thetas(NUM_THETAS, generator=generator)
+            else:
+                fresh = FreshPredictive(one.model, one.posterior, NUM_THETAS, generator=generator)
+            recorded = out / "records" / name
             verdict = audit(
                 predict,
                 (x[:NUM_AUDIT], y[:NUM_AUDIT]),
@@ -84,7 +92,8 @@ def run(runs: Path, out: Path, stage: str = "all", only: tuple[str, ...] = ()) -
                 siblings={other: row for other, row in rows.items() if other not in (name, "purifier")},
                 baseline=rows["pgd"],
                 dataset="mnist",
-                fresh=FreshPredictive(one.model, one.posterior, NUM_THETAS, generator=generator_for(0, "fresh")),
+                fresh=fresh,
+                evaluation=recorded if recorded.exists() else None,
                 unpurified=rows["none"] if name == "purifier" else None,
                 channel=one.channel,
                 train_y=data.y_train,
