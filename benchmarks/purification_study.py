@@ -1,7 +1,7 @@
 """What makes a purifier robust? Variants on MNIST under the attacks that know it, at L2 eps = 2.
 
-    ADVBAYES_DATA=... python benchmarks/purification_study.py validation     # every variant, on 100 training images held out
-    ADVBAYES_DATA=... python benchmarks/purification_study.py test NAME ...  # the chosen ones, once, on 200 test images
+    ADVBAYES_DATA=... python benchmarks/purification_study.py validation     # every variant, on 200 training images held out
+    ADVBAYES_DATA=... python benchmarks/purification_study.py test NAME ...  # the chosen ones, once, on 500 test images
 
 Each run writes one JSON record for each variant under benchmarks/results/purification/.
 """
@@ -28,6 +28,7 @@ from advbayes import (
     AttackChannel,
     BayesianModel,
     Categorical,
+    Learned,
     MeanField,
     Mixture,
     Noise,
@@ -36,15 +37,16 @@ from advbayes import (
     one_step,
     pgd,
 )
-from advbayes.attacks import margin
-from advbayes.networks import conv_net
+from advbayes.attacks import APGD, margin
+from advbayes.networks import ConvGenerator, conv_net
 from advbayes.purification import Purifier
 from advbayes.purifier_attacks import Annealed, NearestCentre, StraightThrough
 from advbayes.seeds import generator_for
 from advbayes.types import Predictor
 
 RESULTS = Path(__file__).parent / "results" / "purification"
-EPS, SEED, HELD_OUT = 2.0, 0, 5000
+EPS, SEED, HELD_OUT, STEPS = 2.0, 0, 5000, 50
+NUM = {"validation": 200, "test": 500}
 BALL = L2(EPS, box=(0.0, 1.0))
 
 
@@ -76,6 +78,22 @@ def posterior(kind: str, x: Tensor, y: Tensor, cache: Path) -> tuple[BayesianMod
     cache.mkdir(parents=True, exist_ok=True)
     np.save(path, thetas.numpy())
     return model, thetas
+
+
+def learned_channel(model: BayesianModel, x: Tensor, y: Tensor, cache: Path) -> tuple[Tensor, Learned]:
+    """An adversary trained against its own posterior for an epoch, with noise as wide as what does best without it."""
+    torch.manual_seed(SEED)
+    channel = Learned(ConvGenerator(), BALL, sigma_range=(0.5, 1.5), entropy_bonus=0.01)
+    path = cache / "learned.npz"
+    if not path.exists():
+        trained = MeanField(model)
+        fit(model, trained, Mixture([0.5, 0.5], [Noise(0.0), channel]), (x, y), epochs=1, seed=SEED)
+        weights = {name: value.numpy() for name, value in channel.generator.state_dict().items()}
+        thetas = trained.sample(1, generator=generator_for(SEED, "thetas")).numpy()
+        np.savez(path, thetas, **weights)
+    with np.load(path, allow_pickle=False) as held:
+        channel.generator.load_state_dict({name: torch.from_numpy(held[name]) for name in channel.generator.state_dict()})
+        return torch.from_numpy(held["arr_0"]), channel
 
 
 class Penultimate:
@@ -116,6 +134,12 @@ def variants(x: Tensor, y: Tensor, cache: Path) -> dict[str, Callable[[], Predic
     found["attack-1.0"] = purified(standard, AttackChannel(step, 1.0), 1)
     found["mixture-1.0"] = purified(standard, Mixture([0.5, 0.5], [Noise(1.0), AttackChannel(step, 1.0)]), 1)
     found["robust-attack-1.0"] = purified(robust, AttackChannel(step, 1.0), 1)
+
+    def learned() -> Predictor:
+        thetas, channel = learned_channel(standard[0], x, y, cache)
+        return Purifier(standard[0], channel, thetas, (x, y))
+
+    found["learned"] = learned
     for sigma in (0.5, 1.0, 1.5):
         found[f"features-{sigma}"] = purified(robust, Noise(sigma), features=Penultimate(robust[0], robust[1][0], x))
     return found
@@ -130,18 +154,17 @@ def broken_by(predict: Predictor, attacks: dict[str, Callable[[], Tensor]], y: T
 
 
 def measure(
-    name: str, predict: Predictor, base: Predictor, x: Tensor, y: Tensor, clean: Tensor, thorough: bool, pixels: Purifier | None
+    name: str, predict: Predictor, base: Predictor, x: Tensor, y: Tensor, clean: Tensor, pixels: Purifier | None
 ) -> dict[str, object]:
     """Clean accuracy, accuracy under each attack and under their union, and what the diagnostics say."""
     begun = time.process_time()
-    steps = 20 if thorough else 10
     with torch.no_grad():
         wrong = (predict(x).logits.argmax(-1) != y).tolist()
         nll = float(-predict(x).log_prob(y).mean())
     attacks: dict[str, Callable[[], Tensor]] = {
-        "exact nll": lambda: pgd(BALL, steps=steps)(predict, x, y),
-        "exact margin": lambda: pgd(BALL, steps=steps, loss=margin)(predict, x, y),
-        "transfer": lambda: pgd(BALL, steps=20, loss=margin)(base, x, y),
+        "exact nll": lambda: pgd(BALL, STEPS)(predict, x, y),
+        "exact margin": lambda: APGD(BALL, margin, STEPS)(predict, x, y),
+        "transfer": lambda: APGD(BALL, margin, STEPS)(base, x, y),
     }
     points: dict[str, Tensor] = {}
     record: dict[str, object] = {}
@@ -152,16 +175,16 @@ def measure(
 
         def nearest(*_: object, **__: object) -> Tensor:
             if "nearest" not in points:
-                points["nearest"] = NearestCentre(BALL, num=8 if thorough else 4)(known, x, y)
+                points["nearest"] = NearestCentre(BALL, num=8)(known, x, y)
             return points["nearest"]
 
         attacks["nearest centre"] = nearest
         if predict.features is None:
-            attacks["straight-through"] = lambda: pgd(BALL, steps=steps, loss=margin)(StraightThrough(predict), x, y)
+            attacks["straight-through"] = lambda: pgd(BALL, STEPS, margin)(StraightThrough(predict), x, y)
 
         def annealed() -> Tensor:
             if "annealed" not in points:
-                points["annealed"] = Annealed(BALL, factors, steps, start=nearest)(predict, x, y)
+                points["annealed"] = Annealed(BALL, factors, STEPS, start=nearest)(predict, x, y)
             return points["annealed"]
 
         attacks["annealed"] = annealed
@@ -201,18 +224,15 @@ def main() -> None:
     held, kept = order[:HELD_OUT], order[HELD_OUT:]
     cache = RESULTS / "cache"
     made = variants(x[kept], y[kept], cache)
-    test = arguments.part == "test"
     clean = x[held[-1000:]]
-    if test:
-        asked, labels = (part[:200] for part in mnist("t10k"))
-    else:
-        asked, labels = x[held[:100]], y[held[:100]]
+    num = NUM[arguments.part]
+    asked, labels = (x[held[:num]], y[held[:num]]) if arguments.part == "validation" else (part[:num] for part in mnist("t10k"))
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     for name in arguments.names or made:
         predict = made[name]()
         base = made["robust" if "robust" in name or "features" in name else "standard"]()
         pixels = made["robust-noise-1.0"]() if "features" in name else None
-        record = measure(name, predict, base, asked, labels, clean, test, pixels)  # type: ignore[arg-type]
+        record = measure(name, predict, base, asked, labels, clean, pixels)  # type: ignore[arg-type]
         record |= {
             "part": arguments.part,
             "eps": EPS,
