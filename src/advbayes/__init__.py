@@ -25,7 +25,7 @@ _HOMES = {
     "likelihoods": "Categorical Gaussian GaussianMixture HeteroscedasticGaussian",
     "model": "BayesianModel",
     "objectives": "ChannelELBO LogitPairing Trades",
-    "posteriors": "Ensemble LowRank MeanField PointMass Samples",
+    "posteriors": "Ensemble LowRank MeanField PointMass Posterior Samples",
     "predictive": "FreshPredictive PosteriorPredictive",
     "purification": "Purifier SimulatedPurifier",
     "purifier_attacks": "Annealed NearestCentre StraightThrough",
@@ -114,6 +114,7 @@ if TYPE_CHECKING:
     from advbayes.posteriors import LowRank as LowRank
     from advbayes.posteriors import MeanField as MeanField
     from advbayes.posteriors import PointMass as PointMass
+    from advbayes.posteriors import Posterior as Posterior
     from advbayes.posteriors import Samples as Samples
     from advbayes.predictive import FreshPredictive as FreshPredictive
     from advbayes.predictive import PosteriorPredictive as PosteriorPredictive

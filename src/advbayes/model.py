@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from advbayes import checks
+from advbayes.dense import Dense
 from advbayes.layers import in_sequence, is_thin, thin_forward
 from advbayes.likelihoods import Likelihood
 
@@ -35,6 +37,8 @@ class BayesianModel:
     def __init__(self, net: nn.Module, likelihood: Likelihood, prior_scale: float = 1.0) -> None:
         if not isinstance(net, nn.Module):
             raise TypeError(f"net must be a torch.nn.Module, got {checks.describe(net)}")
+        if isinstance(likelihood, type) or not callable(getattr(likelihood, "log_prob", None)):
+            raise TypeError(f"likelihood must be one such as Categorical() or Gaussian(0.5), got {checks.describe(likelihood)}")
         self.prior_scale = (
             math.inf if prior_scale == math.inf else checks.number("prior_scale", prior_scale, low=0, open_low=True)
         )
@@ -65,6 +69,7 @@ class BayesianModel:
         for p in self._originals:
             p.requires_grad_(False)
         self._layers = in_sequence(self.net, self._originals)
+        self._dense = Dense.of(self.net, self._originals)
         self._hooks = [hooks for m in self.net.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._channels_last = any(isinstance(m, nn.Conv2d) for m in self.net.modules())
         self._thin = [(m.__dict__, thin_forward(m)) for m in self.net.modules() if isinstance(m, nn.Conv2d) and is_thin(m)]
@@ -129,6 +134,10 @@ class BayesianModel:
                     holder[key] = original
             for attributes, _ in thin:
                 attributes.pop("forward", None)
+
+    def dense(self, x: Tensor) -> Dense | None:
+        """The net for inputs like x without autograd, where it is linear layers and activations alone and nobody hooks in."""
+        return self._dense if x.ndim == 2 and not any(self._hooks) else None
 
     def log_likelihood(
         self,
@@ -209,6 +218,10 @@ def _refuse_unfit_layers(net: nn.Module) -> None:
             raise ValueError(
                 f"net must be free of batch statistics, got layer {name!r}: {layer}; running statistics belong to one theta and "
                 "a posterior has many. Convert it first: advbayes.networks.with_group_norm(net)"
+            )
+        if any(map(is_lazy, layer.parameters(recurse=False))):
+            raise ValueError(
+                f"net must know its shapes, got the lazy layer {name!r}: {layer}; run the net once on an input first"
             )
         if isinstance(layer, _RANDOM_IN_EVAL):
             raise ValueError(f"net must be a function of x and theta alone, got layer {name!r}: {layer}, which draws at random")

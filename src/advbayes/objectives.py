@@ -247,6 +247,9 @@ class ChannelELBO:
         """One theta's log-likelihood, penalty, and `share` times the gradient of their difference."""
         wanted = parts if parts[-1].numel() else parts[:-1]
         if self.penalty is None and len(inputs) == 1:
+            by_hand = _dense_gradient(model, parts, inputs[0], y, share)
+            if by_hand is not None:
+                return by_hand[0], 0.0, by_hand[1]
             output, extra = model.output(parts, inputs[0])
             with torch.no_grad():
                 closed = model.likelihood.weighted_gradient(output, y, share)
@@ -313,6 +316,21 @@ class ChannelELBO:
         return torch.stack(scores), torch.stack(omegas)
 
 
+def _dense_gradient(model: BayesianModel, parts: Parts, x: Tensor, y: Tensor, share: float) -> tuple[float, Tensor] | None:
+    """The sum of log p(y | x, theta) and `share` times its gradient in theta without autograd, where that can be had."""
+    dense = model.dense(x)
+    if dense is None or parts[-1].numel():
+        return None
+    with torch.no_grad():
+        values = dense.values(x, parts)
+        closed = model.likelihood.weighted_gradient(values[-1], y, share)
+        if closed is None:
+            return None
+        flat = x.new_empty(model.num_params)
+        dense.gradient(values, closed[1], parts, model.parts(flat))
+    return closed[0], flat
+
+
 def _flat_gradient(value: Tensor, wanted: Parts, weight: Tensor) -> Tensor:
     found = torch.autograd.grad(value, wanted, weight, allow_unused=True)
     return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in zip(found, wanted, strict=True)])
@@ -337,6 +355,13 @@ class _AttackedTheta(HasDirection):
             weight = -1.0
         elif loss is squared_error and isinstance(likelihood, Gaussian) and isinstance(likelihood.scale, float | int):
             weight = -2.0 * likelihood.scale**2
+        dense = self.model.dense(x)
+        if weight is not None and dense is not None:
+            with torch.no_grad():
+                values = dense.values(x, self.parts)
+                closed = likelihood.weighted_gradient(values[-1], y, weight)
+                if closed is not None:
+                    return dense.input_gradient(values, closed[1], self.parts)
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             output, extra = self.model.output(self.parts, x)

@@ -19,7 +19,29 @@ from advbayes.seeds import seed_for
 
 
 class Posterior(nn.Module, ABC):
-    """What every posterior over theta shares: a size, a mean, draws without a gradient."""
+    """A distribution over theta that `fit` can train: the base of those here and of your own.
+
+    A posterior of your own is an `nn.Module` that sets `num_params` and has `noise`, `at`, `kl` and `mean`; `pull_back` is worth
+    writing where the chain rule past theta has a closed form that is faster than autograd.
+
+    >>> from advbayes import BayesianModel, Categorical, Noise, fit
+    >>> class FixedScale(Posterior):
+    ...     def __init__(self, model, scale=0.1):
+    ...         super().__init__()
+    ...         self.mu, self.scale, self.num_params = nn.Parameter(model.initial_theta()), scale, model.num_params
+    ...     def noise(self, num, *, generator=None):
+    ...         return torch.randn(num, self.num_params, generator=generator)
+    ...     def at(self, noise):
+    ...         return self.mu + self.scale * noise
+    ...     def kl(self, prior_scale):  # up to a constant
+    ...         return 0.5 * self.mu.square().sum() / prior_scale**2
+    ...     @property
+    ...     def mean(self):
+    ...         return self.mu.detach()
+    >>> model = BayesianModel(nn.Linear(2, 2), Categorical())
+    >>> fit(model, FixedScale(model), Noise(0.1), (torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)), steps=2).steps
+    2
+    """
 
     num_params: int
 
@@ -63,6 +85,9 @@ class Posterior(nn.Module, ABC):
     def sample(self, num: int = 1, *, generator: torch.Generator | None = None) -> Tensor:
         """`num` thetas without a gradient, (num, P)."""
         return self.rsample(num, generator=generator).detach().clone()
+
+    def extra_repr(self) -> str:
+        return f"num_params={self.num_params}"
 
     def forward(self, *args: Any) -> Any:
         raise TypeError("a posterior is not called; use rsample, sample or kl")
@@ -169,7 +194,8 @@ class MeanField(Posterior):
 
     def pull_back(self, noise: Tensor, gradient: Tensor, prior_scale: float, kl_weight: float) -> tuple[float, list[Tensor]]:
         """By hand, in a dozen kernels."""
-        prior_scale = checks.number("prior_scale", prior_scale, low=0, open_low=True)
+        if not 0 < prior_scale < math.inf:
+            checks.number("prior_scale", prior_scale, low=0, open_low=True)
         mu, rho = self.mu, self.rho
         with torch.no_grad():
             scale = functional.softplus(rho)
@@ -249,6 +275,9 @@ class Ensemble(Posterior):
     def at(self, noise: Tensor) -> Tensor:
         return self.thetas[noise]
 
+    def extra_repr(self) -> str:
+        return f"num={len(self.thetas)}, {super().extra_repr()}"
+
     def kl(self, prior_scale: float) -> Tensor:
         """mean_m 0.5 |theta_m|^2 / t^2."""
         return 0.5 * self.thetas.square().sum() / len(self.thetas) / _check_prior(prior_scale) ** 2
@@ -304,6 +333,9 @@ class LowRank(Posterior):
         diagonal, low = torch.split(noise, [self.num_params, self.factor.shape[1]], dim=1)
         return self.mu + functional.softplus(self.rho) * diagonal + low @ self.factor.T
 
+    def extra_repr(self) -> str:
+        return f"rank={self.factor.shape[1]}, {super().extra_repr()}"
+
     def kl(self, prior_scale: float) -> Tensor:
         """0.5 [(tr C + |mu|^2)/t^2 - P + P ln t^2 - ln det C], C = F F' + D, by the determinant lemma."""
         prior_scale = checks.number("prior_scale", prior_scale, low=0, open_low=True)
@@ -340,6 +372,9 @@ class Samples(Posterior):
 
     def at(self, noise: Tensor) -> Tensor:
         return self.thetas[noise]
+
+    def extra_repr(self) -> str:
+        return f"num={len(self.thetas)}, {super().extra_repr()}"
 
     def kl(self, prior_scale: float) -> Tensor:
         raise TypeError("Samples has no kl: given thetas have no density. Train a MeanField or LowRank started at their mean")

@@ -105,9 +105,12 @@ class CompiledStep:
         self.inside = objective.num_channel == 1  # whether the channel is compiled; its first draw may find that it cannot be
         self.empty: list[Tensor | None] = []  # the fields of Draws that hold nothing and are not passed
         self.draws_nothing = False
+        self.like: Tensor | None = None
 
     def __call__(self, batch: Batch, generator: torch.Generator, lr: float) -> Taken:
         objective, posterior = self.objective, self.posterior
+        if batch.x.ndim > 2:  # images gathered by the program reach convolutions in the wrong order: twice the time
+            batch = batch.gathered()
         noise = posterior.noise(objective.num_theta, generator=generator)
         drawn = self._draw(batch, generator)
         if self.gaussian:
@@ -137,19 +140,26 @@ class CompiledStep:
 
     def _draw(self, batch: Batch, generator: torch.Generator) -> list[Tensor] | None:
         """The channel's randomness for each theta, one after the other; None where it cannot be drawn beforehand."""
-        if self.draws_nothing:
-            return []
-        if not self.inside:
-            return None
-        like = batch.x if batch.rows is None else batch.x[: len(batch.rows)]
-        drawn = [draws(self.channel, like, generator=generator) for _ in range(self.objective.num_theta)]
-        found = [one for one in drawn if one is not None]
-        if len(found) < len(drawn):
-            self.inside = False
-            return None
-        self.empty = [None if field.numel() else field for field in found[0]]
-        self.draws_nothing = all(field is not None for field in self.empty)
-        return [field for one in found for field in one if field.numel()]
+        if self.draws_nothing or not self.inside:
+            return [] if self.inside else None
+        like = batch.x if batch.rows is None else self._first(batch.x, len(batch.rows))
+        found: list[Tensor] = []
+        for _ in range(self.objective.num_theta):
+            drawn = draws(self.channel, like, generator=generator)
+            if drawn is None:
+                self.inside = False
+                return None
+            found += [field for field in drawn if field.numel()]
+            if not self.empty:
+                self.empty = [None if field.numel() else field for field in drawn]
+        self.draws_nothing = not found
+        return found
+
+    def _first(self, x: Tensor, num: int) -> Tensor:
+        """A tensor like the batch that is not gathered yet."""
+        if self.like is None or len(self.like) != num:
+            self.like = x[:num]
+        return self.like
 
     def _compile(self, arguments: tuple[Tensor, ...], batch: Batch) -> Compiled:
         what = f"a step of {self.model} with a channel of type {type(self.channel).__name__}"
