@@ -7,16 +7,18 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from advbayes import (
+    APGD,
     L2,
     PGD,
     AttackChannel,
     BayesianModel,
     Categorical,
     ChannelELBO,
+    FreshPredictive,
     Gaussian,
     HeteroscedasticGaussian,
     Learned,
@@ -28,11 +30,15 @@ from advbayes import (
     Noise,
     PosteriorPredictive,
     Samples,
+    Square,
     Trades,
+    Transfer,
     fit,
     nll,
     one_step,
+    pgd,
 )
+from advbayes.types import Attack
 
 
 def classifier() -> BayesianModel:
@@ -199,3 +205,35 @@ def test_arrays_follow_the_model_and_column_targets_are_one_output() -> None:
     model = regressor()
     result = fit(model, MeanField(model), Noise(), (X.numpy().astype(np.float64), X[:, :1].numpy()), steps=2)
     assert result.steps == 2
+
+
+@pytest.mark.parametrize("attack", [pgd(L2(1.0), 2), one_step(L2(1.0)), APGD(L2(1.0), nll, 2), Square(L2(1.0), 2)], ids=repr)
+@pytest.mark.parametrize(
+    ("x", "y", "error", "named"),
+    [
+        (X.numpy(), Y, TypeError, "x must be a floating-point tensor"),
+        (X.long(), Y, TypeError, "x must be a floating-point tensor"),
+        (NAN, Y, ValueError, "x must be finite"),
+        (X, Y.numpy(), TypeError, "y must be a tensor"),
+        (X, Y[:3], ValueError, "one target for each of the 8 examples"),
+        (X, Y + 5, ValueError, "y must hold labels from 0 to 1, got 5 to 5"),
+        (X, Y - 5, ValueError, "y must hold labels from 0 to 1"),
+    ],
+)
+def test_attacks_refuse(attack: Attack, x: Tensor, y: Tensor, error: type[Exception], named: str) -> None:
+    model = classifier()
+    with pytest.raises(error, match=named):
+        attack(PosteriorPredictive(model, torch.zeros(2, model.num_params)), x, y)
+
+
+def test_stages_sources_and_posteriors_by_name() -> None:
+    model = classifier()
+    with pytest.raises(TypeError, match=r"stages must hold \(loss, steps\) pairs"):
+        PGD(L2(1.0), stages=(nll, 5))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="sources must be a tuple of predictors"):
+        Transfer(pgd(L2(1.0), 2), model.at(torch.zeros(model.num_params)))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"weights\[0\] must be a finite number"):
+        Mixture("ab", [Noise(), Noise()])  # type: ignore[arg-type]
+    for posterior in (None, MeanField):
+        with pytest.raises(TypeError, match="posterior must be a posterior such as"):
+            FreshPredictive(model, posterior, 2)  # type: ignore[arg-type]

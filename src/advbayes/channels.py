@@ -166,11 +166,11 @@ class Mixture:
     stratified: bool = True
 
     def __post_init__(self) -> None:
-        weights = tuple(float(weight) for weight in self.weights)
+        weights = tuple(checks.number(f"weights[{k}]", weight) for k, weight in enumerate(self.weights))
         channels = tuple(self.channels)
         if not channels or len(weights) != len(channels):
             raise ValueError(f"weights must be as many as channels, got {len(weights)} weights and {len(channels)} channels")
-        if any(not math.isfinite(w) or w < 0 for w in weights) or abs(sum(weights) - 1) > 1e-6:
+        if any(weight < 0 for weight in weights) or abs(sum(weights) - 1) > 1e-6:
             raise ValueError(f"Mixture weights must be non-negative and sum to 1, got {list(weights)}")
         for channel in channels:
             if not isinstance(channel, Channel):

@@ -14,7 +14,7 @@ from torch.distributions import Distribution
 
 from advbayes import checks
 from advbayes.attacks import for_rows, success
-from advbayes.attacks.gradients import per_example
+from advbayes.attacks.gradients import value_of
 from advbayes.likelihoods import mix
 from advbayes.model import BayesianModel
 from advbayes.stacked import Stacked
@@ -79,10 +79,11 @@ class FreshPredictive:
 
     def __post_init__(self) -> None:
         checks.count("num", self.num)
-        if self.posterior.num_params != self.model.num_params:
-            raise ValueError(
-                f"posterior must be over the model's {self.model.num_params} parameters, got one over {self.posterior.num_params}"
-            )
+        num_params = getattr(self.posterior, "num_params", None)
+        if isinstance(self.posterior, type) or not isinstance(num_params, int):
+            raise TypeError(f"posterior must be a posterior such as MeanField(model), got {checks.describe(self.posterior)}")
+        if num_params != self.model.num_params:
+            raise ValueError(f"posterior must be over the model's {self.model.num_params} parameters, got one over {num_params}")
 
     def _thetas(self) -> Tensor:
         return self.posterior.sample(self.num, generator=self.generator).detach()
@@ -154,7 +155,7 @@ def _part(blocks: list[Stacked], loss: Loss, x: Tensor, y: Tensor) -> tuple[Tens
         outputs = torch.cat([block(x) for block in blocks])  # (S, B, O)
     with torch.enable_grad():
         prediction = _mixture(blocks, outputs.requires_grad_())
-        value = per_example(loss(prediction, y), len(x))
+        value = value_of(loss, prediction, y)
         back = _gradient(value, outputs)
     if len(blocks) == 1:
         gradient = pull(back)

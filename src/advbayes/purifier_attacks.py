@@ -17,8 +17,8 @@ from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution
 
 from advbayes import attacks, checks
-from advbayes.attacks import for_rows, margin, mode, nll
-from advbayes.attacks.gradients import Best, move, score
+from advbayes.attacks import for_rows, margin, nll
+from advbayes.attacks.gradients import Best, move, score, targets
 from advbayes.balls import _Ball as Ball
 from advbayes.purification.banks import GaussianBank
 from advbayes.purification.purifier import Purifier
@@ -90,9 +90,7 @@ class Annealed:
         purifier = _purifier(predict)
         if self.ball.eps == 0 or not len(x):
             return x.clone()
-        if y is None:
-            with torch.no_grad():
-                y = mode(purifier(x))
+        y = targets(purifier, x, y)
         loss = self.loss if isinstance(purifier(x[:1]), CategoricalDistribution) or self.loss is not margin else nll
         best = Best(x, *score(purifier, loss, x, y))
         starts = [x]
@@ -155,8 +153,7 @@ class NearestCentre:
         purifier = _purifier(predict)
         if self.ball.eps == 0 or not len(x):
             return x.clone()
-        if y is None:
-            y = mode(purifier(x))
+        y = targets(purifier, x, y)
         own, others = neighbours(purifier, x, y, self.num)
         best = Best(x, *score(purifier, margin, x, y))
         for k in range(others.shape[1]):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks.ascent import check_ball
-from advbayes.attacks.gradients import Best, config, is_flat, loss_and_gradient, move, score, where_rows
-from advbayes.attacks.losses import MarginTo, for_rows, margin, mode
+from advbayes.attacks.gradients import Best, config, is_flat, loss_and_gradient, move, score, targets, where_rows
+from advbayes.attacks.losses import MarginTo, for_rows, margin
 from advbayes.balls import _Ball as Ball
 from advbayes.types import Loss, Predictor
 
@@ -64,10 +64,9 @@ class APGD:
     ) -> Tensor:
         if self.ball.eps == 0 or not len(x):
             return x.clone()
+        y = targets(predict, x, y)
         with torch.no_grad():
             prediction = predict(x)
-            if y is None:
-                y = mode(prediction)
         best = Best(x, *score(predict, self.loss, x, y))
         for run, loss in enumerate(self._losses(prediction, y)):
             rows = torch.arange(len(x), device=x.device)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from advbayes import checks
-from advbayes.attacks.gradients import Best, config, is_flat, loss_and_gradient, move, score, where_rows
-from advbayes.attacks.losses import entropy, for_rows, mode, nll
+from advbayes.attacks.gradients import Best, config, is_flat, loss_and_gradient, move, score, targets, where_rows
+from advbayes.attacks.losses import entropy, for_rows, nll
 from advbayes.balls import _Ball as Ball
 from advbayes.types import Loss, Predictor
 
@@ -42,9 +42,12 @@ class PGD:
 
     def __post_init__(self) -> None:
         check_ball(self.ball)
+        try:
+            object.__setattr__(self, "stages", tuple((loss, steps) for loss, steps in self.stages))
+        except (TypeError, ValueError):
+            raise TypeError(f"stages must hold (loss, steps) pairs, got {checks.describe(self.stages)}") from None
         if not self.stages:
             raise ValueError("stages must hold at least one (loss, steps) pair, got none")
-        object.__setattr__(self, "stages", tuple((loss, steps) for loss, steps in self.stages))
         for loss, steps in self.stages:
             if not callable(loss):
                 raise TypeError(f"stages must hold (loss, steps) pairs, got {checks.describe(loss)} for a loss")
@@ -68,11 +71,7 @@ class PGD:
     ) -> Tensor:
         if self.ball.eps == 0 or not len(x):
             return x.clone()
-        if y is None:
-            with torch.no_grad():
-                y = mode(predict(x))
-        if len(y) != len(x):
-            raise ValueError(f"y must hold one target for each of the {len(x)} examples of x, got {checks.describe(y)}")
+        y = targets(predict, x, y)
         if self.is_one_step:
             gradient = loss_and_gradient(predict, self.stages[0][0], x, y)[2]
             return move(self.ball, x, gradient, self.ball.eps, x)

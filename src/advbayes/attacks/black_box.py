@@ -10,8 +10,8 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks.ascent import check_ball
-from advbayes.attacks.gradients import Best, config, score, where_rows
-from advbayes.attacks.losses import for_rows, margin, mode, nll
+from advbayes.attacks.gradients import Best, config, score, targets, where_rows
+from advbayes.attacks.losses import for_rows, margin, nll
 from advbayes.balls import L2
 from advbayes.balls import _Ball as Ball
 from advbayes.types import Loss, Predictor
@@ -56,9 +56,7 @@ class RandomSearch:
     ) -> Tensor:
         if self.ball.eps == 0 or not len(x):
             return x.clone()
-        if y is None:
-            with torch.no_grad():
-                y = mode(predict(x))
+        y = targets(predict, x, y)
         best = Best(x, *score(predict, self.loss, x, y))
         rows = torch.arange(len(x), device=x.device)
         for _ in range(self.num):
@@ -105,9 +103,7 @@ class Square:
     ) -> Tensor:
         if self.ball.eps == 0 or not len(x):
             return x.clone()
-        if y is None:
-            with torch.no_grad():
-                y = mode(predict(x))
+        y = targets(predict, x, y)
         best = Best(x, *score(predict, self.loss, x, y))
         rows = torch.arange(len(x), device=x.device)
         for query in range(self.queries):

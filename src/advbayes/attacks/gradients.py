@@ -9,8 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.distributions import Categorical, Distribution
 
-from advbayes.attacks.losses import success
+from advbayes import checks
+from advbayes.attacks.losses import mode, success
 from advbayes.balls import _Ball as Ball
 from advbayes.types import Loss, Predictor
 
@@ -53,7 +55,7 @@ def loss_and_gradient(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> t
         if not (_through and x.requires_grad):
             x = x.detach().requires_grad_()
         prediction = predict(x)
-        value = per_example(loss(prediction, y), len(x))
+        value = value_of(loss, prediction, y)
         if value.requires_grad:
             (gradient,) = torch.autograd.grad(value.sum(), x, create_graph=_through, allow_unused=True)
         else:
@@ -67,7 +69,18 @@ def loss_and_gradient(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> t
 def score(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The loss and whether the example is broken, without a gradient."""
     prediction = predict(x)
-    return per_example(loss(prediction, y), len(x)), success(loss, prediction, y)
+    return value_of(loss, prediction, y), success(loss, prediction, y)
+
+
+def value_of(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
+    """The loss of each example; labels that no class has are named."""
+    try:
+        return per_example(loss(prediction, y), len(y))
+    except (RuntimeError, IndexError):
+        num = prediction.logits.shape[-1] if isinstance(prediction, Categorical) else 0
+        if num and bool(((y < 0) | (y >= num)).any()):
+            raise ValueError(f"y must hold labels from 0 to {num - 1}, got {y.min():g} to {y.max():g}") from None
+        raise
 
 
 def per_example(value: Tensor, num: int) -> Tensor:
@@ -77,6 +90,25 @@ def per_example(value: Tensor, num: int) -> Tensor:
             f"loss must give one value for each of the {num} examples, got shape {tuple(value.shape)}; is y of shape (B,)?"
         )
     return value
+
+
+def targets(predict: Predictor, x: Tensor, y: Tensor | None) -> Tensor:
+    """What the examples are to be broken away from: y, or the predictor's own mode where it is absent.
+
+    >>> targets(lambda x: torch.distributions.Normal(x[:, 0], 1.0), torch.tensor([[3.0]]), None)
+    tensor([3.])
+    """
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"x must be a floating-point tensor of shape (B, *event), got {checks.describe(x)}")
+    checks.finite("x", x)
+    if y is None:
+        with torch.no_grad():
+            return mode(predict(x))
+    if not isinstance(y, Tensor):
+        raise TypeError(f"y must be a tensor with one target for each example of x, got {checks.describe(y)}")
+    if y.ndim == 0 or len(y) != len(x):
+        raise ValueError(f"y must hold one target for each of the {len(x)} examples of x, got {checks.describe(y)}")
+    return y
 
 
 def refuse_inference_mode() -> None:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks.ascent import check_ball
-from advbayes.attacks.gradients import Best, config, score, where_rows
-from advbayes.attacks.losses import for_rows, margin, mode
+from advbayes.attacks.gradients import Best, config, score, targets, where_rows
+from advbayes.attacks.losses import for_rows, margin
 from advbayes.balls import L2
 from advbayes.balls import _Ball as Ball
 from advbayes.types import Loss, Predictor
@@ -58,9 +58,7 @@ class HardLabel:
     ) -> Tensor:
         if self.ball.eps == 0 or not len(x):
             return x.clone()
-        if y is None:
-            with torch.no_grad():
-                y = mode(predict(x))
+        y = targets(predict, x, y)
         _, broken = score(predict, self.loss, x, y)
         outside, found = self._starts(predict, x, y, broken, generator)
         rows = found.nonzero().squeeze(1)

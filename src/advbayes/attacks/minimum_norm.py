@@ -10,8 +10,8 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks.ascent import check_ball
-from advbayes.attacks.gradients import Best, config, is_flat, loss_and_gradient, score, where_rows
-from advbayes.attacks.losses import MarginTo, for_rows, margin, mode
+from advbayes.attacks.gradients import Best, config, is_flat, loss_and_gradient, score, targets, where_rows
+from advbayes.attacks.losses import MarginTo, for_rows, margin
 from advbayes.balls import L2
 from advbayes.balls import _Ball as Ball
 from advbayes.types import Loss, Predictor
@@ -55,9 +55,7 @@ class MinimumNorm:
         self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> Tensor:  # (B,)
         """The norm of the smallest change found that breaks each example: 0 if it needs none, infinity if none was found."""
-        if y is None:
-            with torch.no_grad():
-                y = mode(predict(x))
+        y = targets(predict, x, y)
         x_adv = self(predict, x, y, generator=generator)
         if not len(x):
             return x.new_zeros(0)
@@ -74,9 +72,7 @@ class MinimumNorm:
     ) -> Tensor:
         if self.ball.eps == 0 or not len(x):
             return x.clone()
-        if y is None:
-            with torch.no_grad():
-                y = mode(predict(x))
+        y = targets(predict, x, y)
         value, broken, gradient = loss_and_gradient(predict, self.loss, x, y)
         best = Best(x, value, broken)
         rows = (~broken).nonzero().squeeze(1)  # what is broken as it stands has radius 0

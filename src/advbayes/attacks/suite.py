@@ -14,8 +14,8 @@ from advbayes import checks
 from advbayes.attacks.apgd import APGD
 from advbayes.attacks.ascent import pgd
 from advbayes.attacks.black_box import RandomSearch, Square
-from advbayes.attacks.gradients import Best, config, score
-from advbayes.attacks.losses import dlr, margin, mode, nll, squared_error
+from advbayes.attacks.gradients import Best, config, score, targets
+from advbayes.attacks.losses import dlr, margin, nll, squared_error
 from advbayes.balls import _Ball as Ball
 from advbayes.types import Attack, Loss, Predictor
 
@@ -64,10 +64,9 @@ class Suite:
     ) -> Tensor:
         if not len(x):
             return x.clone()
+        y = targets(predict, x, y)
         with torch.no_grad():
             prediction = predict(x)
-            if y is None:
-                y = mode(prediction)
         classes = isinstance(prediction, CategoricalDistribution)
         best = Best(x, *score(predict, self.rank, x, y))
         for number, attack in enumerate(self.attacks if classes or not self.regression else self.regression):
@@ -98,6 +97,8 @@ class Transfer:
     __repr__ = config
 
     def __post_init__(self) -> None:
+        if not isinstance(self.sources, (tuple, list)) or not all(callable(source) for source in self.sources):
+            raise TypeError(f"sources must be a tuple of predictors, got {checks.describe(self.sources)}")
         object.__setattr__(self, "sources", tuple(self.sources))
         if not self.sources:
             raise ValueError("sources must hold at least one predictor, got none")
@@ -107,9 +108,7 @@ class Transfer:
     ) -> Tensor:
         if not len(x):
             return x.clone()
-        if y is None:
-            with torch.no_grad():
-                y = mode(predict(x))
+        y = targets(predict, x, y)
         best = Best(x, *score(predict, self.rank, x, y))
         for source in self.sources:
             x_adv = self.attack(source, x, y, generator=generator)
