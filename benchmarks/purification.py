@@ -138,12 +138,18 @@ def paper() -> list[dict[str, object]]:
     for name, model, reference, target in settings:
         thetas = MeanField(model).sample(5, generator=generator_for(SEED, "thetas"))
         standard = PosteriorPredictive(model, thetas)
-        for kind, channel in (("noise", Noise(0.4)), ("one-step", AttackChannel(one_step(L2(1.0)), 0.4))):
-            purifier = Purifier(model, channel, thetas, reference)
+        attacked = AttackChannel(one_step(L2(1.0)), 0.4)
+        # With shared centres the two updates are the same.
+        for kind, channel, update in (
+            ("noise channel", Noise(0.4), "online"),
+            ("one-step channel", attacked, "online"),
+            ("one-step channel offline", attacked, "offline"),
+        ):
+            purifier = Purifier(model, channel, thetas, reference, update)
             for batch in (1, 256):
                 x = reference.repeat(3, *[1] * (reference.ndim - 1))[:batch]
                 seconds = timed({"purified": ask(purifier, x), "standard": ask(standard, x)}, 200)
-                label = f"{name}, N = 100, S = 5, {kind} channel, batch {batch}: purified / standard"
+                label = f"{name}, N = 100, S = 5, {kind}, batch {batch}: purified / standard"
                 rows.append(row(label, seconds["purified"], seconds["standard"], target))
     return rows
 

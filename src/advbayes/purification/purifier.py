@@ -151,8 +151,8 @@ class Purifier:
 
     def averages(self, x: Tensor, *, num: int | None = None) -> tuple[Tensor, Tensor | None]:
         """The values averaged over all thetas and reference points, (V, B), and the evidence (S, B) if it came with them."""
-        if self._small is not None and self._small.fits(len(x)) and (self.update == "online" or self._small.is_shared):
-            found = self._small.averages(self.flat(x))
+        if self._small is not None and self._small.fits(len(x)):
+            found = self._small.averages(self.flat(x), self.update == "online")
             if found is not None:
                 return found, None
         log_evidence, averages = self.evidence(x, num=num)

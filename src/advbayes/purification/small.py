@@ -75,11 +75,6 @@ class Small:
     def fits(self, batch: int) -> bool:
         return batch * self.num_weights <= _WEIGHTS
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether the thetas share all centres, so that no evidence tells them apart."""
-        return self.num_weights == len(self.banks) * self.values.shape[-1]
-
     @cached_property
     def _narrow(self) -> tuple[Tensor, Tensor]:
         return self.values.float(), self.joint.float()
@@ -121,16 +116,22 @@ class Small:
             log_evidence = torch.sub(log_evidence, square, alpha=0.5 * self.banks[0].gain)
         return log_evidence.expand(num_thetas, -1), averages
 
-    def averages(self, flat: Tensor) -> Tensor | None:  # (B, d) -> (V, B)
-        """The values averaged over reference points and thetas together, each pair weighed by p(x' | x_n, theta_s) alone.
+    def averages(self, flat: Tensor, online: bool) -> Tensor | None:  # (B, d) -> (V, B)
+        """The values averaged over reference points and thetas, without the evidence.
 
-        None for several banks, which `evidence` adds up.
+        Online each pair is weighed by p(x' | x_n, theta_s) alone, so that all thetas are one long sum; offline each theta has
+        a sum of its own. None for several banks, which `evidence` adds up.
         """
         if len(self.banks) > 1:
             return None
-        _, terms = _terms(self.banks[0].logits(_with_one(flat)), flat.dtype)
-        sums = torch.mm(self._tables(terms)[1], terms.T)
-        return sums[:-1] / sums[-1]
+        logits, num = self.banks[0].logits(_with_one(flat)), self.values.shape[-1]
+        if online or logits.shape[1] == num:
+            _, terms = _terms(logits, flat.dtype)
+            sums = torch.mm(self._tables(terms)[1], terms.T)
+            return sums[:-1] / sums[-1]
+        _, terms = _terms(logits.view(len(flat), -1, num), flat.dtype)
+        sums = torch.bmm(self._tables(terms)[0], terms.permute(1, 2, 0))  # (S, V + 1, B)
+        return (sums[:, :-1] / sums[:, -1:]).mean(0)
 
 
 def _with_one(flat: Tensor) -> Tensor:  # (B, d) -> (B, d + 1) float64
