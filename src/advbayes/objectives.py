@@ -23,6 +23,7 @@ from advbayes.attacks.gradients import per_example
 from advbayes.channels import AttackChannel, HasDirection, Noise
 from advbayes.likelihoods import Gaussian
 from advbayes.model import BayesianModel, Parts
+from advbayes.tracing import is_tracing
 from advbayes.types import Channel, Loss, Posterior
 
 BOUNDS = ("surrogate", "importance_weighted")
@@ -350,11 +351,7 @@ class _AttackedTheta(HasDirection):
 
     def input_gradient(self, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
         likelihood = self.model.likelihood
-        weight = None
-        if loss is nll:
-            weight = -1.0
-        elif loss is squared_error and isinstance(likelihood, Gaussian) and isinstance(likelihood.scale, float | int):
-            weight = -2.0 * likelihood.scale**2
+        weight = None if is_tracing() else _weight(loss, likelihood)  # closed forms give numbers, which a program has not
         dense = self.model.dense(x)
         if weight is not None and dense is not None:
             with torch.no_grad():
@@ -372,3 +369,12 @@ class _AttackedTheta(HasDirection):
             value = per_example(loss(likelihood(output, extra), y), len(x))
             found = torch.autograd.grad(value.sum(), x, allow_unused=True)[0] if value.requires_grad else None
         return torch.zeros_like(x) if found is None else found
+
+
+def _weight(loss: Loss, likelihood: object) -> float | None:
+    """w where the loss is w log p(y) up to a constant."""
+    if loss is nll:
+        return -1.0
+    if loss is squared_error and isinstance(likelihood, Gaussian) and isinstance(likelihood.scale, float | int):
+        return -2.0 * likelihood.scale**2
+    return None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 Compiled = Callable[..., tuple[Tensor, ...]]
 
-MAX_LOOP = 1 << 16  # multiplications in a product that is written as a loop: twelve microseconds, of which the library saves half
+MAX_LOOP = 1 << 16  # multiplications up to which a product is written as a loop; at twice as many the library is faster
 
 _tracing = False
 
