@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from advbayes.attacks import APGD, Transfer, entropy_pgd, margin, nll, one_step, pgd, pgd_plus, strong_suite
+from advbayes.attacks import Transfer, entropy_pgd, one_step, pgd, pgd_plus, strong_suite
 from advbayes.auditing import ThreatModel, audit
 from advbayes.balls import L2
 from advbayes.channels import Noise
@@ -86,7 +86,6 @@ def run(runs: Path, out: Path, stage: str = "all", only: tuple[str, ...] = ()) -
                 (x[:NUM_AUDIT], y[:NUM_AUDIT]),
                 ball=ball,
                 tier="standard",
-                attacks={"APGD-NLL": APGD(ball, nll, 100), "APGD-margin": APGD(ball, margin, 100), "PGD": pgd(ball, 50)},
                 threat_model=ThreatModel(units="raw"),
                 undefended=rows["none"],
                 siblings={other: row for other, row in rows.items() if other not in (name, "purifier")},
