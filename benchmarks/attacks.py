@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -141,33 +142,45 @@ def main() -> None:
     except ImportError:
         sys.stdout.write("Foolbox is not installed: left out\n")
 
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    every = sorted({1, torch.get_num_threads()}, reverse=True)  # numbers of threads
+    seconds: dict[int, dict[str, list[float]]] = {num: {name: [] for name in contestants} for num in every}
     results: dict[str, Tensor] = {}
-    for _ in range(rounds):
-        for name, attack in contestants.items():
-            start = time.perf_counter()
-            results[name] = attack()
-            seconds[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    for num in every:
+        torch.set_num_threads(num)
+        for _ in range(rounds):
+            for name, attack in contestants.items():
+                start = time.perf_counter()
+                results[name] = attack()
+                seconds[num][name].append(time.perf_counter() - start)
+    torch.set_num_threads(every[0])
+    medians = {num: {name: statistics.median(values) for name, values in seconds[num].items()} for num in every}
     with torch.no_grad():
         clean = float((predict(x).logits.argmax(-1) == y).double().mean())
         accuracy = {name: float((predict(x_adv).logits.argmax(-1) == y).double().mean()) for name, x_adv in results.items()}
         loss = {name: float(-predict(x_adv).log_prob(y).mean()) for name, x_adv in results.items()}
     memory = {num: peak_memory(num, 2) for num in (10, 40, 160)}
-    targets = [
-        ("naive stack / advbayes", medians["naive stack"] / medians["advbayes"], 2.5),
-        ("naive stack, channels_last / advbayes", medians["naive stack, channels_last"] / medians["advbayes"], None),
-        ("one gradient in bfloat16 / in float32", bfloat16_slowdown(predict, x, y), None),
+    targets: list[tuple[str, float, float | None]] = []
+    for num in every:
+        own, where = medians[num]["advbayes"], f"{num} thread{'s' * (num > 1)}"
+        targets.append((f"naive stack / advbayes, {where}", medians[num]["naive stack"] / own, 2.5))
+        targets.append(
+            (f"naive stack, channels_last / advbayes, {where}", medians[num]["naive stack, channels_last"] / own, None)
+        )
+        if "Foolbox L2PGD" in contestants:
+            targets.append((f"Foolbox / advbayes, {where}", medians[num]["Foolbox L2PGD"] / own, 1.0))
+    targets += [
         ("memory of S = 160 / of S = 40 (naive: 4)", memory[160] / memory[40], -1.5),
+        ("one gradient in bfloat16 / in float32", bfloat16_slowdown(predict, x, y), None),
     ]
-    if "Foolbox L2PGD" in medians:
-        targets.append(("Foolbox / advbayes", medians["Foolbox L2PGD"] / medians["advbayes"], 1.0))
     lines = [
         f"PGD, {steps} steps, S = 10, 256 images 1x28x28, conv net; clean accuracy {clean:.3f}; medians of {rounds} rounds.",
         "",
-        "| attack | s | accuracy left | mean NLL |",
-        "|---|---|---|---|",
-        *(f"| {name} | {medians[name]:.2f} | {accuracy[name]:.3f} | {loss[name]:.2f} |" for name in contestants),
+        f"| attack | {' | '.join(f's, threads: {num}' for num in every)} | accuracy left | mean NLL |",
+        "|---|" + "---|" * (len(every) + 2),
+        *(
+            f"| {name} | {' | '.join(f'{medians[num][name]:.2f}' for num in every)} | {accuracy[name]:.3f} | {loss[name]:.2f} |"
+            for name in contestants
+        ),
         "",
         "| ratio | measured | target |",
         "|---|---|---|",
@@ -182,7 +195,8 @@ def main() -> None:
         "command": "python benchmarks/attacks.py " + " ".join(sys.argv[1:]),
         "seed": SEED,
         "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip(),
-        "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}",
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "load": ", ".join(f"{value:.2f}" for value in os.getloadavg()),
     }
     RESULTS.mkdir(exist_ok=True)
     record = {**where, "steps": steps, "seconds": seconds, "accuracy": accuracy, "nll": loss, "memory_mb": memory}
