@@ -17,6 +17,7 @@ from advbayes.attacks import for_rows, success
 from advbayes.attacks.gradients import value_of
 from advbayes.likelihoods import mix
 from advbayes.model import BayesianModel
+from advbayes.performance import recycle_blocks
 from advbayes.stacked import Stacked
 from advbayes.types import Loss, Posterior
 
@@ -121,6 +122,7 @@ def _rows(blocks: list[Stacked], x: Tensor) -> int:
 
 def _for_each(blocks: list[Stacked], work: Callable[[_T], _R], parts: Sequence[_T]) -> list[_R]:
     """The work on each part of a batch, side by side on torch's threads: small layers gain little from threads of their own."""
+    recycle_blocks()
     num = min(torch.get_num_threads(), len(parts))
     if num == 1 or not all(block.is_plain for block in blocks) or blocks[0].thetas.device.type != "cpu":
         return [work(part) for part in parts]

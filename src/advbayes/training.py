@@ -24,6 +24,7 @@ from advbayes.batches import Batch, Batches, Data, batches_of
 from advbayes.channels import Learned, learned_in
 from advbayes.model import BayesianModel
 from advbayes.objectives import ChannelELBO
+from advbayes.performance import recycle_blocks
 from advbayes.posteriors import Posterior, Samples
 from advbayes.progress import Progress
 from advbayes.seeds import seed_for
@@ -125,6 +126,7 @@ def fit(
     origin = time.perf_counter() - (state.history["seconds"][-1] if state.history["seconds"] else 0.0)
     columns = [state.history[name] for name in COLUMNS]
 
+    recycle_blocks()
     with _deferred_interrupt() as interrupt, Progress("fit", total, progress, start=state.step) as bar:
         for step in range(state.step, total):
             batch = batches(step)

@@ -31,6 +31,7 @@ from advbayes.types import Attack, Predictor
 
 EPS = 2.0
 NUM_TEST, NUM_AUDIT = 1000, 100
+NUM_PURIFIER_AUDIT = 50  # a pass through 60,000 reference points takes six times as long
 NUM_THETAS = 5
 SIGMA = 1.0  # of the purifier, chosen on training data held out (docs/purification.md)
 
@@ -78,12 +79,14 @@ def run(runs: Path, out: Path, stage: str = "all", only: tuple[str, ...] = ()) -
             generator = generator_for(0, "fresh")
             if isinstance(predict, Purifier):
                 fresh: Predictor = predict.with_thetas(NUM_THETAS, generator=generator)
+                num = NUM_PURIFIER_AUDIT
             else:
+                num = NUM_AUDIT
                 fresh = FreshPredictive(one.model, one.posterior, NUM_THETAS, generator=generator)
             recorded = out / "records" / name
             verdict = audit(
                 predict,
-                (x[:NUM_AUDIT], y[:NUM_AUDIT]),
+                (x[:num], y[:num]),
                 ball=ball,
                 tier="standard",
                 threat_model=ThreatModel(units="raw"),
