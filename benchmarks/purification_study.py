@@ -1,7 +1,7 @@
 """What makes a purifier robust? Variants on MNIST under the attacks that know it, at L2 eps = 2.
 
-    ADVBAYES_DATA=... python benchmarks/purification_study.py validation     # every variant, on 200 training images held out
-    ADVBAYES_DATA=... python benchmarks/purification_study.py test NAME ...  # the chosen ones, once, on 500 test images
+    ADVBAYES_DATA=... python benchmarks/purification_study.py validation     # every variant, on 100 training images held out
+    ADVBAYES_DATA=... python benchmarks/purification_study.py test NAME ...  # the chosen ones, once, on 300 test images
 
 Each run writes one JSON record for each variant under benchmarks/results/purification/.
 """
@@ -46,7 +46,7 @@ from advbayes.types import Predictor
 
 RESULTS = Path(__file__).parent / "results" / "purification"
 EPS, SEED, HELD_OUT, STEPS = 2.0, 0, 5000, 50
-NUM = {"validation": 200, "test": 500}
+NUM = {"validation": 100, "test": 300}
 BALL = L2(EPS, box=(0.0, 1.0))
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = """
 test_likelihoods test_model test_balls test_contracts test_identities_attacks test_identities_limits
-test_identities_proactive test_identities_reactive test_training test_calibration
+test_identities_proactive test_identities_reactive test_training test_calibration test_attacks test_stacked
 """
 TESTS = NAMES.split()
 
@@ -98,7 +98,7 @@ BUGS = (
         "attacks/gradients.py",
         "better = (other.broken & ~self.broken) | ((other.broken == self.broken) & (other.value >= self.value))",
         "better = other.value >= self.value",
-        "test_attacks_pgd",
+        "test_attacks",
     ),
     Bug(
         "no start at the one-step point",
@@ -332,6 +332,30 @@ BUGS = (
         'seed_for(seed, "step", step)',
         'seed_for(seed, "step", 0)',
         "test_training",
+    ),
+    Bug(
+        "ReLU passes everything back (many thetas)",
+        "stacked.py",
+        "return rectified, lambda g: aten.threshold_backward.grad_input(g, rectified, 0, grad_input=g)",
+        "return rectified, lambda g: g",
+        "test_stacked",
+    ),
+    Bug(
+        "pooling forgets its quarter (many thetas)",
+        "stacked.py",
+        "self._kernels = 0.25 * torch.cat",
+        "self._kernels = torch.cat",
+        "test_stacked",
+    ),
+    Bug(
+        "every theta gets the first one's gradient",
+        "stacked.py",
+        "channels.copy_(back(own))",
+        "channels.copy_(apart[0][1](own)) if channels is whole else channels.copy_(back(gradient[0]))",
+        "test_stacked",
+    ),
+    Bug(
+        "labels of another part of the batch", "predictive.py", "x[part], y[part])", "x[part], y[: len(x[part])])", "test_stacked"
     ),
     Bug("the learned adversary helps", "training.py", "torch.autograd.grad(-gain", "torch.autograd.grad(gain", "test_training"),
 )
