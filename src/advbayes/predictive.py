@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -116,8 +117,9 @@ def _predict(blocks: list[Stacked], x: Tensor) -> Distribution:
 
 
 def _rows(blocks: list[Stacked], x: Tensor) -> int:
-    """How much of a batch is worked on at once."""
-    return max(_ROWS, _NUMBERS // (max(1, x[0].numel()) * len(blocks[0].thetas)))
+    """How much of a batch is worked on at once: as equal parts as few as may be."""
+    most = max(_ROWS, _NUMBERS // (max(1, x[0].numel()) * len(blocks[0].thetas)))
+    return math.ceil(len(x) / math.ceil(len(x) / most))
 
 
 def _for_each(blocks: list[Stacked], work: Callable[[_T], _R], parts: Sequence[_T]) -> list[_R]:
