@@ -210,8 +210,9 @@ def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 SCRIPT = """
-import json, sys, torch
+import json, signal, sys, torch
 from advbayes import *
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may have it ignored
 x = torch.rand(512, 50); y = (x.sum(1) > 25).long()
 model = BayesianModel(torch.nn.Sequential(torch.nn.Linear(50, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2)), Categorical())
 posterior = MeanField(model)
@@ -241,6 +242,19 @@ def test_ctrl_c_keeps_what_is_trained(tmp_path: Path) -> None:
     assert answer["interrupted"]
     assert answer["finite"]
     assert answer["steps"] == answer["entries"] > 0
+
+
+def test_the_learning_rate_decays_from_epoch_to_epoch() -> None:
+    """With a decay to nothing only the first epoch moves the posterior; without one every epoch does."""
+
+    def reached(epochs: int, decay: float) -> torch.Tensor:
+        posterior = MeanField(model)
+        fit(model, posterior, Noise(0.1), (X, Y), epochs=epochs, batch_size=len(X), lr=1e-2, decay=decay)
+        return posterior.mu.detach()
+
+    model = small_model("classification", torch.float32)
+    assert torch.allclose(reached(4, 1e-9), reached(1, 1e-9), rtol=0, atol=1e-6)
+    assert not torch.allclose(reached(4, 1.0), reached(1, 1.0), rtol=0, atol=1e-3)
 
 
 def test_minibatches_and_objective_settings_reach_the_bound() -> None:
