@@ -355,7 +355,7 @@ BUGS = (
         "test_stacked",
     ),
     Bug(
-        "labels of another part of the batch", "predictive.py", "x[part], y[part])", "x[part], y[: len(x[part])])", "test_stacked"
+        "labels of another part of the batch", "predictive.py", "x[part], y[part])", "x[part], y[: len(x[part])])", "test_attacks"
     ),
     Bug("the learned adversary helps", "training.py", "torch.autograd.grad(-gain", "torch.autograd.grad(gain", "test_training"),
 )

@@ -459,3 +459,12 @@ def test_23_one_gaussians_entropy_has_no_input_gradient() -> None:
     predict = PosteriorPredictive(model, thetas)
     attacked = entropy_pgd(L2(EPS))(predict, QUERY, TARGET, generator=generator(46))
     assert bool((entropy(predict(attacked), TARGET) > through).all())
+
+
+def test_a_column_of_targets_is_one_output_and_never_broadcast() -> None:
+    """(B, 1) against (B,) would give (B, B) errors, summed into a far weaker attack."""
+    prediction = torch.distributions.Normal(torch.tensor([0.0, 3.0]), 1.0)
+    y = torch.tensor([1.0, 5.0])
+    assert squared_error(prediction, y.unsqueeze(1)).tolist() == squared_error(prediction, y).tolist() == [1.0, 4.0]
+    with pytest.raises(ValueError, match="y must have the predicted mean's shape"):
+        squared_error(prediction, torch.zeros(3))
