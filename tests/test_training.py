@@ -233,10 +233,13 @@ def test_ctrl_c_keeps_what_is_trained(tmp_path: Path) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, env=env, cwd=tmp_path)
     assert process.stdout is not None
-    assert process.stdout.readline().strip() == "ready"
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=30)
+    try:
+        assert process.stdout.readline().strip() == "ready"
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()  # a process that goes on is not left behind
     answer = json.loads(out)
     assert process.returncode == 0
     assert answer["interrupted"]
