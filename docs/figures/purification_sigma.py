@@ -28,7 +28,7 @@ def main() -> None:
     right.plot(sigma, [record["ess_reference_median"] for record in records], "o-", color="tab:green")
     right.axhline(2, color="grey", lw=0.8, ls=":")
     right.set(xlabel="sigma of the channel", ylabel="effective sample size (median)", yscale="log")
-    figure.savefig(HERE / "purification_sigma.svg", metadata={"Date": None})
+    figure.savefig(HERE / "purification_sigma.svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
 
 
 if __name__ == "__main__":

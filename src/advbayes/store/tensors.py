@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 
 import safetensors
-import safetensors.torch
 import torch
+from safetensors.torch import load as from_safetensors
+from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from advbayes.checks import describe, finite
@@ -38,7 +39,7 @@ def encode(tensors: Mapping[str, Tensor], name: str = "tensors") -> bytes:
             raise StoreError(name, wanted="a printable tensor name other than __metadata__", got=f"{key!r:.80}")
         plain[key] = value.detach().to("cpu", memory_format=torch.contiguous_format, copy=True)
         _check_finite(name, key, plain[key])
-    data = safetensors.torch.save(plain)
+    data = to_safetensors(plain)
     _check_header(data, name)
     return data
 
@@ -51,7 +52,7 @@ def decode(data: bytes, name: str = "tensors") -> dict[str, Tensor]:
     """
     _check_header(data, name)
     try:
-        tensors = safetensors.torch.load(data)
+        tensors = from_safetensors(data)
     except (safetensors.SafetensorError, ValueError, RuntimeError, KeyError) as error:
         raise StoreError(name, wanted="safetensors", got=f"{str(error)[:120]}") from None
     for key, value in tensors.items():
