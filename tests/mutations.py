@@ -343,15 +343,22 @@ BUGS = (
     Bug(
         "pooling forgets its quarter (many thetas)",
         "stacked.py",
-        "self._kernels = 0.25 * torch.cat",
-        "self._kernels = torch.cat",
+        "flat = 0.25 * weight.flatten(1)",
+        "flat = weight.flatten(1)",
         "test_stacked",
     ),
     Bug(
         "every theta gets the first one's gradient",
         "stacked.py",
-        "channels.copy_(back(own))",
-        "channels.copy_(apart[0][1](own)) if channels is whole else channels.copy_(back(gradient[0]))",
+        "unite([back(own) for own,",
+        "unite([back(gradient[0].clone()) for own,",
+        "test_stacked",
+    ),
+    Bug(
+        "edges that no kernel reaches are forgotten",
+        "stacked.py",
+        "(n + 2 * p - d * (k - 1) - 1) % s",
+        "0 * (n + p + d + k + s)",
         "test_stacked",
     ),
     Bug(

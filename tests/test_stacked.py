@@ -34,6 +34,12 @@ NETS = {
         ),
         (1, 9, 9),
     ),
+    "edges that no kernel reaches": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3, stride=2), nn.ReLU(), nn.Conv2d(4, 6, 2, stride=2), nn.Flatten(), nn.Linear(36, 3)
+        ),
+        (1, 12, 16),
+    ),
     "many activations": (
         lambda: nn.Sequential(
             nn.Conv2d(1, 4, 3, padding=1),
@@ -122,6 +128,19 @@ def test_threads_share_the_work_and_change_nothing(two_threads: None) -> None:
     for one, other in zip(together, predict.loss_and_gradient(nll, x, y), strict=True):
         assert torch.equal(one, other)
     assert torch.equal(logits, predict(x).logits)
+
+
+@pytest.mark.parametrize("name", ["paper", "flatten, linear"])
+def test_autocast_is_heeded(name: str, two_threads: None) -> None:
+    model, thetas, x = stacked(name, torch.float32)
+    predict, y = PosteriorPredictive(model, thetas), torch.arange(7) % 3
+    x = x.repeat(10, *[1] * (x.ndim - 1))  # enough for two threads
+    exact = predict.loss_and_gradient(nll, x, y.repeat(10))[2]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded = predict.loss_and_gradient(nll, x, y.repeat(10))[2]
+        assert predict(x).logits.dtype == torch.bfloat16
+    assert rounded.dtype == torch.float32
+    assert 1e-5 < float((rounded - exact).norm() / exact.norm()) < 0.1
 
 
 def test_an_error_in_a_thread_is_the_callers(two_threads: None) -> None:

@@ -10,6 +10,7 @@ Nets that are not plain stacks of such layers are run theta by theta.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,9 +37,10 @@ _EACH_NUMBER = (
     nn.Dropout,
 )
 _EACH_CHANNEL = (*_EACH_NUMBER, nn.AvgPool2d, nn.MaxPool2d)
-_CACHED = 1 << 19  # numbers of a first layer's output that are worked on at a time
+_CACHED = 1 << 20  # numbers of a first layer's output that are worked on at a time
 
 Pull = Callable[[Tensor], Tensor]  # the gradient in a layer's output, which may be overwritten -> in its input
+_Layer = Callable[[Tensor], tuple[Tensor, Pull]]
 _Step = tuple[nn.Module, int, int | None]  # a layer, where its weight is among the model's parameters, and its bias
 _plans: WeakKeyDictionary[nn.Module, tuple[_Step, ...] | None] = WeakKeyDictionary()
 
@@ -62,7 +64,7 @@ class Stacked:
         self.model, self.thetas = model, thetas.detach()
         if model.net not in _plans:
             _plans[model.net] = _plan(model)
-        self._steps = _plans[model.net]
+        self._plan = _plans[model.net]
         *flat, self.extra = self.thetas.split_with_sizes(model._sizes, dim=1)  # the likelihood's coordinates: (S, num_extra)
         self._weights = [part.reshape(len(thetas), *shape) for part, shape in zip(flat, model.shapes, strict=True)]
         self._made: dict[Any, Any] = {}  # weights in the form that a layer needs, made when first met
@@ -72,20 +74,27 @@ class Stacked:
         """Whether the net is run without its module tree, so that threads may share this object."""
         return self._steps is not None
 
+    @property
+    def _steps(self) -> tuple[_Step, ...] | None:
+        """The plan, but not under autocast: that is a setting of one thread, and products here write into given memory."""
+        return None if torch.is_autocast_enabled(self.thetas.device.type) else self._plan
+
     def __call__(self, x: Tensor) -> Tensor:
         """The outputs alone."""
         self.model._check_input(x)
         with torch.no_grad():
-            if self._steps is None or not len(x):
+            steps = self._steps
+            if steps is None or not len(x):
                 return torch.stack([self.model.output(theta, x)[0] for theta in self.thetas])
-            return self._run(self._steps, x)[0]
+            return self._run(steps, x)[0]
 
     def traced(self, x: Tensor) -> tuple[Tensor, Pull]:
         """The outputs, and the way back, to be gone once: a gradient in them (S, B, O) -> the gradient in x."""
         self.model._check_input(x)
-        if self._steps is not None and len(x):
+        steps = self._steps
+        if steps is not None and len(x):
             with torch.no_grad():
-                return self._run(self._steps, x)
+                return self._run(steps, x)
         with torch.enable_grad():
             at = x.detach().requires_grad_()
             outputs = torch.stack([self.model.output(theta, at)[0] for theta in self.thetas])
@@ -95,7 +104,7 @@ class Stacked:
         """Shared until the first layer with weights, joint through what follows it, apart from the next convolution on."""
         num, pulls = len(self.thetas), []
         while plan[0][1] < 0:
-            x, pull = _without_weights(plan[0][0], x)
+            x, pull = _without_weights(plan[0][0], False, x)
             pulls.append(pull)
             plan = plan[1:]
         layer, place, bias_place = plan[0]
@@ -110,24 +119,22 @@ class Stacked:
         bias = None if bias_place is None else self._weights[bias_place].flatten()
         if is_thin(layer) and _rectified_then_halved(plan, x.shape[2:], layer):
             if place not in self._made:
-                self._made[place] = _FirstBlock(weight, bias, _pair(layer.padding))
-            joint, pull = self._made[place](x)
-            plan = plan[2:]
+                self._made[place] = _FirstBlock(weight, bias, _pair(layer.padding), num)
+            block: _FirstBlock = self._made[place]
+            (owns, unite), plan = block(x), plan[2:]
         else:
-            joint, pull = _convolution(layer, x, weight, bias)
-        pulls.append(pull)
-        fresh = True
-        while plan and type(plan[0][0]) in _EACH_CHANNEL and not _flattened_next(plan):
-            joint, pull = _without_weights(plan[0][0], joint, fresh)
+            joint, pull = _convolution(layer, weight, bias, x)
             pulls.append(pull)
-            plan, fresh = plan[1:], False
-        apart = [self._apart(plan, s, own) for s, own in enumerate(joint.chunk(num, dim=1))]
+            fresh = True
+            while plan and type(plan[0][0]) in _EACH_CHANNEL and not _flattened_next(plan):
+                joint, pull = _without_weights(plan[0][0], fresh, joint)
+                pulls.append(pull)
+                plan, fresh = plan[1:], False
+            owns, unite = joint.chunk(num, dim=1), _side_by_side
+        apart = [_through(layers, own) for layers, own in zip(self._rest(plan, owns), owns, strict=True)]
 
         def join(gradient: Tensor) -> Tensor:
-            whole = torch.empty_like(joint)
-            for channels, own, (_, back) in zip(whole.chunk(num, dim=1), gradient.clone(), apart, strict=True):
-                channels.copy_(back(own))
-            return whole
+            return unite([back(own) for own, (_, back) in zip(gradient.clone(), apart, strict=True)])
 
         return torch.stack([outputs for outputs, _ in apart]), _back([*pulls, join])
 
@@ -142,7 +149,7 @@ class Stacked:
                 h = functional.linear(x, weight, bias).view(len(x), len(self.thetas), -1).transpose(0, 1)
                 pulls.append(lambda g, w=weight: g.transpose(0, 1).reshape(len(x), -1) @ w)  # type: ignore[misc]
             elif place < 0:
-                h, pull = _without_weights(layer, h)
+                h, pull = _without_weights(layer, False, h)
                 pulls.append(pull)
             else:
                 weights = self._weights[place]  # (S, O, I)
@@ -153,29 +160,36 @@ class Stacked:
         assert h is not None
         return h, _back(pulls)
 
-    def _apart(self, plan: Sequence[_Step], s: int, h: Tensor) -> tuple[Tensor, Pull]:
-        """The rest of the net at one theta."""
-        h = h.contiguous(memory_format=torch.channels_last)
-        pulls: list[Pull] = []
-        fresh = False  # whether h is a product's output, which nothing else needs
+    def _rest(self, plan: Sequence[_Step], owns: Sequence[Tensor]) -> list[list[_Layer]]:
+        """The rest of the net at each theta, found out with one row and kept."""
+        key = (len(plan), owns[0].shape[1:])
+        if key not in self._made:
+            self._made[key] = [self._layers(plan, s, own[:1]) for s, own in enumerate(owns)]
+        made: list[list[_Layer]] = self._made[key]
+        return made
+
+    def _layers(self, plan: Sequence[_Step], s: int, h: Tensor) -> list[_Layer]:
+        """The layers at one theta, for inputs of h's size."""
+        layers: list[_Layer] = []
+        fresh = False  # whether what comes in is a product's output, which nothing else needs
         while plan:
             skipped = _flattened_next(plan) if h.ndim == 4 else 0
-            if skipped and not (skipped == 2 and (h.shape[2] % 2 or h.shape[3] % 2)):
-                layer, place, bias_place = plan[skipped]
-                weight, plan = self._spread_out(place, h, skipped == 2)[s], plan[skipped + 1 :]
-                h, pull = _flat_product(h, weight, None if bias_place is None else self._weights[bias_place][s])
+            if skipped == 2 and (h.shape[2] % 2 or h.shape[3] % 2):
+                skipped = 0
+            (layer, place, bias_place), plan = plan[skipped], plan[skipped + 1 :]
+            bias = None if bias_place is None else self._weights[bias_place][s]
+            run: _Layer
+            if skipped:
+                run = partial(_flat_product, self._spread_out(place, h, skipped == 2)[s], bias)
+            elif isinstance(layer, nn.Conv2d):
+                run = partial(_convolution, layer, self._weights[place][s], bias)
+            elif place >= 0:
+                run = partial(_product, self._weights[place][s], bias)
             else:
-                (layer, place, bias_place), plan = plan[0], plan[1:]
-                bias = None if bias_place is None else self._weights[bias_place][s]
-                if isinstance(layer, nn.Conv2d):
-                    h, pull = _convolution(layer, h, self._weights[place][s], bias)
-                elif place >= 0:
-                    h, pull = _product(h, self._weights[place][s], bias)
-                else:
-                    h, pull = _without_weights(layer, h, fresh)
-            pulls.append(pull)
-            fresh = place >= 0
-        return _as_matrix(h), _back([*pulls, _shaped_as(h)])
+                run = partial(_without_weights, layer, fresh)
+            layers.append(run)
+            h, fresh = run(h)[0], place >= 0
+        return layers
 
     def _spread_out(self, place: int, h: Tensor, halved: bool) -> Tensor:  # (S, O, H * W * C)
         """A linear layer's weights for h in channels_last, with the average pooling before it (if any) folded in.
@@ -198,9 +212,9 @@ class Stacked:
 class _FirstBlock:
     """avg_pool2d(relu(conv2d(x)), 2) as matrix products, a few rows at a time so that what lies between stays in the cache.
 
-    The four outputs of a pooling window see one patch of x, so patches times kernels gives them side by side (4, O), and no
-    pooling or its way back has to move anything. They are computed again on the way back: a thin convolution is
-    cheaper than memory for all that it gives.
+    The four outputs of a pooling window see one patch of x. They lie in four matrices, a row for each window: pooling is their
+    sum, its way back one gradient for all four, and nothing has to be moved. They are computed again on the way back: a thin
+    convolution is cheaper than memory for all that it gives.
     """
 
     def __init__(
@@ -208,46 +222,78 @@ class _FirstBlock:
         weight: Tensor,  # (O, C, k, l)
         bias: Tensor | None,
         padding: tuple[int, ...],
+        num: int,  # of thetas, each with a share of the outputs
     ) -> None:
         num_out, channels, tall, wide = weight.shape
-        self._size, self._padding, self._num_out = (tall + 1, wide + 1), padding, num_out
-        kernels = weight.new_zeros(2, 2, num_out, channels, *self._size)
-        for i in range(2):
-            for j in range(2):
-                kernels[i, j, :, :, i : i + tall, j : j + wide] = weight
-        ones = weight.new_zeros(num_out) if bias is None else bias
+        self._size, self._padding, self._num_out, self._num = (tall + 1, wide + 1), padding, num_out, num
+        whole = channels * (tall + 1) * (wide + 1)  # numbers of a patch; a one follows them, for the bias
+        places = torch.arange(whole, device=weight.device).view(channels, *self._size)
+        corners = [(slice(i, i + tall), slice(j, j + wide)) for i in range(2) for j in range(2)]
+        seen = torch.stack([places[:, rows, columns].flatten() for rows, columns in corners])  # (4, C k l)
+        picks = torch.cat([seen, seen.new_full((4, 1), whole)], 1).flatten()
+        self._pick = torch.eye(whole + 1, dtype=weight.dtype, device=weight.device)[:, picks]  # patch -> what each output sees
         # The mean's quarter goes into the kernels: relu(a) / 4 = relu(a / 4).
-        self._kernels = 0.25 * torch.cat([kernels.view(4 * num_out, -1).T, ones.repeat(1, 4)])  # (C K L + 1, 4 O)
+        flat = 0.25 * weight.flatten(1)
+        ones = weight.new_zeros(num_out) if bias is None else 0.25 * bias
+        self._kernels = torch.cat([flat.T, ones.unsqueeze(0)])  # (C k l + 1, O)
+        self._back = weight.new_zeros(4, num_out, whole)
+        for kernels, where in zip(self._back, seen, strict=True):
+            kernels[:, where] = flat
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Pull]:
+    def __call__(self, x: Tensor) -> tuple[tuple[Tensor, ...], Callable[[Sequence[Tensor]], Tensor]]:
+        """Each theta's outputs, and the way back from all their gradients."""
         down, right = self._padding
         padded = functional.pad(x, (right, right, down, down))
         windows = padded.unfold(2, self._size[0], 2).unfold(3, self._size[1], 2).permute(0, 2, 3, 1, 4, 5)  # (B, H, W, C, K, L)
-        shape, num_out, height = windows.shape[:3], self._num_out, len(self._kernels)
-        patches = x.new_ones(*shape, height)
+        shape, num_out, whole = windows.shape[:3], self._num_out, len(self._pick) - 1
+        patches = x.new_ones(*shape, whole + 1)
         patches[..., :-1].view(windows.shape).copy_(windows)
-        patches = patches.view(-1, height)
-        pooled = x.new_empty(len(patches), num_out)
+        seen = (patches.view(-1, whole + 1) @ self._pick).view(shape.numel(), 4, -1).transpose(0, 1)  # (4, B H W, C k l + 1)
         rows = max(1, _CACHED // (4 * num_out))
-        parts = [slice(start, start + rows) for start in range(0, len(patches), rows)]
-        memory = x.new_empty(min(rows, len(patches)), 4 * num_out)
-        for part in parts:
-            outputs = torch.mm(patches[part], self._kernels, out=memory[: len(patches[part])])
-            torch.sum(outputs.relu_().view(-1, 4, num_out), 1, out=pooled[part])
+        parts = torch.split(seen, rows, 1)
+        memory = x.new_empty(4, min(rows, seen.shape[1]), num_out)
+        kernels = self._kernels.expand(4, -1, -1)
 
-        def pull(gradient: Tensor) -> Tensor:
-            flat = gradient.permute(0, 2, 3, 1).reshape(len(patches), 1, num_out)
-            back = x.new_empty(len(patches), height - 1)
-            for part in parts:
-                outputs = torch.mm(patches[part], self._kernels, out=memory[: len(patches[part])])
-                each = outputs.view(-1, 4, num_out)
-                aten.threshold_backward.grad_input(flat[part].expand(-1, 4, -1), each, 0, grad_input=each)
-                torch.mm(outputs, self._kernels[:-1].T, out=back[part])
-            columns = back.view(len(x), -1, height - 1).transpose(1, 2)
+        def each(part: Tensor) -> Tensor:  # (4, rows, O)
+            return torch.bmm(part, kernels, out=memory[:, : part.shape[1]])
+
+        total, own = seen.shape[1], num_out // self._num
+        pooled = x.new_empty(self._num, total, own)
+        for part, out in zip(parts, torch.split(pooled.transpose(0, 1), rows), strict=True):
+            first, second, third, fourth = each(part).relu_().view(4, -1, self._num, own)
+            torch.add(first.add_(second).add_(third), fourth, out=out)
+
+        def pull(gradients: Sequence[Tensor]) -> Tensor:
+            pieces = [torch.split(gradient.permute(0, 2, 3, 1).reshape(-1, own), rows) for gradient in gradients]
+            back = x.new_empty(total, whole)
+            for part, out, *piece in zip(parts, torch.split(back, rows), *pieces, strict=True):
+                outputs = each(part)
+                gradient = torch.cat(piece, 1).expand_as(outputs)
+                aten.threshold_backward.grad_input(gradient, outputs, 0, grad_input=outputs)
+                torch.mm(outputs[0], self._back[0], out=out)
+                for matrix, transposed in zip(outputs[1:], self._back[1:], strict=True):
+                    out.addmm_(matrix, transposed)
+            columns = back.view(len(x), -1, whole).transpose(1, 2)
             spread = functional.fold(columns, padded.shape[2:], self._size, stride=2)
             return spread[:, :, down : spread.shape[2] - down, right : spread.shape[3] - right]
 
-        return pooled.view(*shape, num_out).permute(0, 3, 1, 2), pull
+        return pooled.view(self._num, *shape, own).permute(0, 1, 4, 2, 3).unbind(), pull
+
+
+def _through(layers: Sequence[_Layer], h: Tensor) -> tuple[Tensor, Pull]:
+    """The outputs of the layers in turn, as a matrix."""
+    h, pulls = h.contiguous(memory_format=torch.channels_last), []
+    for layer in layers:
+        h, pull = layer(h)
+        pulls.append(pull)
+    return _as_matrix(h), _back([*pulls, _shaped_as(h)])
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Channels after channels, in channels_last."""
+    batch, _, height, width = parts[0].shape
+    rows = [part.permute(0, 2, 3, 1).reshape(batch * height * width, -1) for part in parts]
+    return torch.cat(rows, 1).view(batch, height, width, -1).permute(0, 3, 1, 2)
 
 
 def _back(pulls: Sequence[Pull]) -> Pull:
@@ -272,7 +318,7 @@ def _shaped_as(h: Tensor) -> Pull:
     return lambda gradient: gradient.reshape(shape)
 
 
-def _without_weights(layer: nn.Module, h: Tensor, fresh: bool = False) -> tuple[Tensor, Pull]:
+def _without_weights(layer: nn.Module, fresh: bool, h: Tensor) -> tuple[Tensor, Pull]:
     """A layer without parameters; in place where nothing else needs h."""
     if type(layer) is nn.ReLU:
         rectified = h.relu_() if fresh else h.relu()
@@ -283,23 +329,22 @@ def _without_weights(layer: nn.Module, h: Tensor, fresh: bool = False) -> tuple[
     return out.detach(), lambda g: torch.autograd.grad(out, at, g)[0]
 
 
-def _convolution(layer: nn.Conv2d, h: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Pull]:
+def _convolution(layer: nn.Conv2d, weight: Tensor, bias: Tensor | None, h: Tensor) -> tuple[Tensor, Pull]:
+    """The way back is the transposed convolution, which needs no h: its memory is free for the next theta's."""
     stride, padding, dilation, groups = layer.stride, _pair(layer.padding), layer.dilation, layer.groups
-
-    def pull(g: Tensor) -> Tensor:
-        wanted = [True, False, False]  # the input's gradient alone
-        gradients = aten.convolution_backward(g, h, weight, None, stride, padding, dilation, False, [0, 0], groups, wanted)
-        gradient: Tensor = gradients[0]
-        return gradient
-
-    return functional.conv2d(h, weight, bias, stride, padding, dilation, groups), pull
+    sizes = zip(h.shape[2:], padding, dilation, layer.kernel_size, stride, strict=True)
+    unseen = [(n + 2 * p - d * (k - 1) - 1) % s for n, p, d, k, s in sizes]  # rows and columns that no kernel reached
+    return (
+        functional.conv2d(h, weight, bias, stride, padding, dilation, groups),
+        lambda g: functional.conv_transpose2d(g, weight, None, stride, padding, unseen, groups, dilation),
+    )
 
 
-def _product(h: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Pull]:
+def _product(weight: Tensor, bias: Tensor | None, h: Tensor) -> tuple[Tensor, Pull]:
     return functional.linear(h, weight, bias), lambda g: g @ weight
 
 
-def _flat_product(h: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Pull]:
+def _flat_product(weight: Tensor, bias: Tensor | None, h: Tensor) -> tuple[Tensor, Pull]:
     """A linear layer on h (B, C, H, W) flattened as it lies in memory."""
     batch, channels, height, width = h.shape
     out = (weight @ h.permute(0, 2, 3, 1).reshape(batch, -1).T).T  # few outputs: twice as fast this way round
