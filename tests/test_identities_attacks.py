@@ -466,5 +466,5 @@ def test_a_column_of_targets_is_one_output_and_never_broadcast() -> None:
     prediction = torch.distributions.Normal(torch.tensor([0.0, 3.0]), 1.0)
     y = torch.tensor([1.0, 5.0])
     assert squared_error(prediction, y.unsqueeze(1)).tolist() == squared_error(prediction, y).tolist() == [1.0, 4.0]
-    with pytest.raises(ValueError, match="y must have the predicted mean's shape"):
+    with pytest.raises(ValueError, match="y must have the prediction's shape"):
         squared_error(prediction, torch.zeros(3))

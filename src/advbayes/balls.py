@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,11 +31,13 @@ class _Ball(ABC):
         if self.box is not None:
             if not isinstance(self.box, (tuple, list)) or len(self.box) != 2:
                 raise ValueError(f"box must be a pair (low, high), got {checks.describe(self.box)}")
-            object.__setattr__(self, "box", tuple(self.box))
+            object.__setattr__(self, "box", tuple(_bound("box", side) for side in self.box))
             low, high = (torch.as_tensor(side, dtype=torch.float64) for side in self.box)
-            if bool(torch.isnan(low).any() | torch.isnan(high).any()) or not bool((low < high).all()):
-                raise ValueError(f"box must be a pair (low, high) with low < high, got {self.box}")
+            ordered = bool((low <= high).all()) and bool((low < high).any())  # a feature may be constant, not all; NaN is neither
+            if not ordered:
+                raise ValueError(f"box must be a pair (low, high) with low < high, got {_short(self.box)}")
         if self.scale is not None:
+            object.__setattr__(self, "scale", _bound("scale", self.scale))
             scale = torch.as_tensor(self.scale)
             if not bool(torch.isfinite(scale).all()) or not bool((scale > 0).all()):
                 raise ValueError(f"scale must be finite and positive, got {checks.describe(self.scale)}")
@@ -111,7 +114,24 @@ class _Ball(ABC):
         d = x_adv - x
         if self.mask is not None:
             d = torch.where(self.mask.to(x.device), d, torch.zeros_like(d))
-        return self.clip(x + self._shrink(d, x))
+        return self.shifted(x, self._shrink(d, x))
+
+    def shifted(self, x: Tensor, d: Tensor) -> Tensor:
+        """x + d in the box, for d within the ball; rounded towards x where the sum, being rounded, would leave the ball.
+
+        Where x is large beside eps (years, kelvins, pixels up to 255) its last digit is not small beside eps.
+        """
+        point = self.clip(x + d)
+        if is_tracing():
+            return point
+        with torch.no_grad():
+            moved = point - x
+            outside = self.norm(moved) > self.eps * (1 + 1e-6)
+            if not bool(outside.any()):
+                return point
+            nearer = torch.where(moved.abs() > d.abs(), torch.nextafter(point, x), point)
+            back = torch.where(outside.view(-1, *[1] * (x.ndim - 1)), nearer, point) - point
+        return point + back
 
     @abstractmethod
     def norm(self, d: Tensor) -> Tensor:
@@ -190,7 +210,7 @@ class L2(_Ball):
         if self.mask is not None:
             noise = noise * self.mask.to(x.device)
         length = self.eps * radius ** (1.0 / max(free, 1))
-        return self.clip(x + _each(length, x) * _normalised(noise) * self._unit(x))
+        return self.shifted(x, _each(length, x) * _normalised(noise) * self._unit(x))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -216,7 +236,7 @@ class Linf(_Ball):
 
     def random(self, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         noise = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-        return self.clip(x + self.eps * (2 * noise - 1) * self._unit(x))
+        return self.shifted(x, self.eps * (2 * noise - 1) * self._unit(x))
 
 
 def _tiny_floor(norm: Tensor) -> Tensor:
@@ -238,6 +258,17 @@ def _normalised(d: Tensor) -> Tensor:
 
 def _each(value: float | Tensor, like: Tensor) -> float | Tensor:
     return value.view(-1, *[1] * (like.ndim - 1)) if isinstance(value, Tensor) and value.ndim else value
+
+
+def _bound(name: str, value: object) -> Bound:
+    """A number or a tensor; arrays become tensors."""
+    if isinstance(value, Tensor) and not value.is_complex():
+        return value
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiu":
+        return torch.as_tensor(value)
+    if isinstance(value, (int, float, np.number)) and not isinstance(value, bool):
+        return value if isinstance(value, int) else float(value)
+    raise TypeError(f"{name} must hold numbers or tensors, got {checks.describe(value)}")
 
 
 def _on(value: Bound, like: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks.ascent import check_ball
-from advbayes.attacks.gradients import Best, config, is_flat, loss_and_gradient, move, score, targets, where_rows
+from advbayes.attacks.gradients import Best, config, entry, is_flat, loss_and_gradient, move, score, where_rows
 from advbayes.attacks.losses import MarginTo, for_rows, margin
 from advbayes.balls import _Ball as Ball
 from advbayes.types import Loss, Predictor
@@ -64,7 +64,7 @@ class APGD:
     ) -> Tensor:
         if self.ball.eps == 0 or not len(x):
             return x.clone()
-        y = targets(predict, x, y)
+        x, y = entry(predict, self.ball, x, y, self.loss)
         with torch.no_grad():
             prediction = predict(x)
         best = Best(x, *score(predict, self.loss, x, y))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from advbayes import checks
-from advbayes.attacks.gradients import Best, config, is_flat, loss_and_gradient, move, score, targets, where_rows
+from advbayes.attacks.gradients import Best, config, entry, is_flat, loss_and_gradient, move, score, where_rows
 from advbayes.attacks.losses import entropy, for_rows, nll
 from advbayes.balls import _Ball as Ball
 from advbayes.types import Loss, Predictor
@@ -71,11 +71,10 @@ class PGD:
     ) -> Tensor:
         if self.ball.eps == 0 or not len(x):
             return x.clone()
-        y = targets(predict, x, y)
+        x, y = entry(predict, self.ball, x, y, *(loss for loss, _ in self.stages))
         if self.is_one_step:
             gradient = loss_and_gradient(predict, self.stages[0][0], x, y)[2]
             return move(self.ball, x, gradient, self.ball.eps, x)
-        self.ball.check(x)
         best: Best | None = None
         if len(self.stages) > 1:  # iterates are ranked by the last stage's loss
             best = Best(x, *score(predict, self.stages[-1][0], x, y))

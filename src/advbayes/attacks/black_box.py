@@ -10,7 +10,7 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks.ascent import check_ball
-from advbayes.attacks.gradients import Best, config, score, targets, where_rows
+from advbayes.attacks.gradients import Best, config, entry, score, where_rows
 from advbayes.attacks.losses import for_rows, margin, nll
 from advbayes.balls import L2
 from advbayes.balls import _Ball as Ball
@@ -56,7 +56,7 @@ class RandomSearch:
     ) -> Tensor:
         if self.ball.eps == 0 or not len(x):
             return x.clone()
-        y = targets(predict, x, y)
+        x, y = entry(predict, self.ball, x, y, self.loss)
         best = Best(x, *score(predict, self.loss, x, y))
         rows = torch.arange(len(x), device=x.device)
         for _ in range(self.num):
@@ -103,7 +103,7 @@ class Square:
     ) -> Tensor:
         if self.ball.eps == 0 or not len(x):
             return x.clone()
-        y = targets(predict, x, y)
+        x, y = entry(predict, self.ball, x, y, self.loss)
         best = Best(x, *score(predict, self.loss, x, y))
         rows = torch.arange(len(x), device=x.device)
         for query in range(self.queries):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
 from advbayes import checks
-from advbayes.attacks.losses import mode, success
+from advbayes.attacks.losses import mode, num_rows, success
 from advbayes.balls import _Ball as Ball
 from advbayes.tracing import is_tracing
 from advbayes.types import Loss, Predictor
@@ -75,9 +75,16 @@ def score(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor,
 
 def value_of(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
     """The loss of each example; labels that no class has are named."""
+    if not isinstance(prediction, Distribution):
+        raise TypeError(f"predict must return a torch Distribution over y, got {checks.describe(prediction)}")
+    if prediction.batch_shape[:1] != (len(y),):
+        shape = tuple(prediction.batch_shape)
+        raise ValueError(f"predict must return a Distribution of batch shape ({len(y)},) for {len(y)} inputs, got {shape}")
+    if isinstance(prediction, Categorical) and (y.is_floating_point() or y.dtype == torch.bool):
+        raise TypeError(f"y must hold integer class labels, got {checks.describe(y)}")
     try:
         return per_example(loss(prediction, y), len(y))
-    except (RuntimeError, IndexError):
+    except (RuntimeError, IndexError, ValueError):
         num = prediction.logits.shape[-1] if isinstance(prediction, Categorical) else 0
         if num and bool(((y < 0) | (y >= num)).any()):
             raise ValueError(f"y must hold labels from 0 to {num - 1}, got {y.min():g} to {y.max():g}") from None
@@ -99,6 +106,8 @@ def targets(predict: Predictor, x: Tensor, y: Tensor | None) -> Tensor:
     >>> targets(lambda x: torch.distributions.Normal(x[:, 0], 1.0), torch.tensor([[3.0]]), None)
     tensor([3.])
     """
+    if not callable(predict):
+        raise TypeError(f"predict must be a Predictor, x -> Distribution, got {checks.describe(predict)}")
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"x must be a floating-point tensor of shape (B, *event), got {checks.describe(x)}")
     if not is_tracing():  # values are not to be looked at then
@@ -110,7 +119,18 @@ def targets(predict: Predictor, x: Tensor, y: Tensor | None) -> Tensor:
         raise TypeError(f"y must be a tensor with one target for each example of x, got {checks.describe(y)}")
     if y.ndim == 0 or len(y) != len(x):
         raise ValueError(f"y must hold one target for each of the {len(x)} examples of x, got {checks.describe(y)}")
-    return y
+    return y.to(x.dtype) if y.is_floating_point() else y
+
+
+def entry(predict: Predictor, ball: Ball, x: Tensor, y: Tensor | None, *losses: Loss) -> tuple[Tensor, Tensor]:
+    """What an attack starts from: x without its history (unless attacks keep the graph) and its targets, all checked."""
+    y = targets(predict, x, y)
+    for num in map(num_rows, losses):
+        if num not in (None, len(x)):
+            raise ValueError(f"loss must hold one entry for each of the {len(x)} examples of x, got one for {num}")
+    if not is_tracing():
+        ball.check(x)
+    return x if _through else x.detach(), y
 
 
 def refuse_inference_mode() -> None:
@@ -125,7 +145,7 @@ def move(ball: Ball, point: Tensor, gradient: Tensor, step: float | Tensor, x: T
     """One projected ascent step; a gradient that is not finite (p(y) = 0) moves nothing or by its sign, never to NaN."""
     usable = ball.unblocked(torch.nan_to_num(gradient, nan=0.0, posinf=1e18, neginf=-1e18), point)
     if point is x and ball.box is None and isinstance(step, float) and step <= ball.eps:
-        return point + ball.ascend(usable, step)  # a step from the centre stays in the ball
+        return ball.shifted(x, ball.ascend(usable, step))  # a step from the centre stays in the ball
     return ball.project(point + ball.ascend(usable, step), x)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks.ascent import check_ball
-from advbayes.attacks.gradients import Best, config, score, targets, where_rows
+from advbayes.attacks.gradients import Best, config, entry, score, where_rows
 from advbayes.attacks.losses import for_rows, margin
 from advbayes.balls import L2
 from advbayes.balls import _Ball as Ball
@@ -58,7 +58,7 @@ class HardLabel:
     ) -> Tensor:
         if self.ball.eps == 0 or not len(x):
             return x.clone()
-        y = targets(predict, x, y)
+        x, y = entry(predict, self.ball, x, y, self.loss)
         _, broken = score(predict, self.loss, x, y)
         outside, found = self._starts(predict, x, y, broken, generator)
         rows = found.nonzero().squeeze(1)

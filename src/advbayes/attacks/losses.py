@@ -30,6 +30,9 @@ class HasSuccess(Protocol):
 class HasRows(Protocol):
     """A loss that holds something for each example."""
 
+    @property
+    def num_rows(self) -> int | None: ...  # for how many examples; None: it is the same for all
+
     def rows(self, index: Tensor | slice) -> Loss: ...
 
 
@@ -41,7 +44,7 @@ def succeeded(prediction: Distribution, y: Tensor) -> Tensor:
     """
     if isinstance(prediction, CategoricalDistribution):
         return prediction.logits.argmax(-1) != y
-    return torch.zeros(prediction.batch_shape, dtype=torch.bool, device=y.device)
+    return torch.zeros(prediction.batch_shape[:1], dtype=torch.bool, device=y.device)
 
 
 def success(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
@@ -64,6 +67,16 @@ def for_rows(loss: Loss, index: Tensor | slice) -> Loss:
     return loss.rows(index) if not isinstance(loss, FunctionType) and isinstance(loss, HasRows) else loss
 
 
+def num_rows(loss: Loss) -> int | None:
+    """For how many examples a loss holds something; None where it is the same for all.
+
+    >>> num_rows(Toward(MarginTo(torch.tensor([1, 2])))), num_rows(nll)
+    (2, None)
+    """
+    num: int | None = getattr(loss, "num_rows", None)
+    return num
+
+
 def mode(prediction: Distribution) -> Tensor:
     """What the attacker without a label takes for y: the likeliest class, or the mean.
 
@@ -81,10 +94,15 @@ def mode(prediction: Distribution) -> Tensor:
 def nll(prediction: Distribution, y: Tensor) -> Tensor:
     """-log p(y): through a predictive this is the loss of the log-mean-exp over theta, never of mean logits.
 
+    (B, 1) targets meet (B,) predictions without broadcasting.
+
     >>> nll(CategoricalDistribution(logits=torch.zeros(1, 2)), torch.tensor([0]))
     tensor([0.6931])
     """
-    return -prediction.log_prob(y)
+    if isinstance(prediction, CategoricalDistribution):
+        density: Tensor = prediction.log_prob(y)  # type: ignore[no-untyped-call]
+        return -density
+    return _per_example(-prediction.log_prob(_shaped(y, prediction.batch_shape + prediction.event_shape)))
 
 
 def margin(prediction: Distribution, y: Tensor) -> Tensor:
@@ -110,7 +128,7 @@ def dlr(prediction: Distribution, y: Tensor) -> Tensor:
         return margin(prediction, y)
     top = logits.topk(3, dim=1).values
     spread = top[:, 0] - top[:, 2]
-    return margin(prediction, y) / spread.clamp_min(torch.finfo(spread.dtype).eps)
+    return margin(prediction, y) / spread.clamp(torch.finfo(spread.dtype).eps, 1e12)  # infinite where p(third) = 0
 
 
 def squared_error(prediction: Distribution, y: Tensor) -> Tensor:
@@ -119,12 +137,8 @@ def squared_error(prediction: Distribution, y: Tensor) -> Tensor:
     >>> squared_error(torch.distributions.Normal(torch.zeros(2), 1.0), torch.tensor([[1.0], [2.0]]))
     tensor([1., 4.])
     """
-    mean = prediction.mean
-    if y.ndim == mean.ndim + 1 and y.shape[-1] == 1:
-        y = y.squeeze(-1)
-    if y.shape != mean.shape:
-        raise ValueError(f"y must have the predicted mean's shape {tuple(mean.shape)}, got {checks.describe(y)}")
-    return _per_example((mean - y).square())
+    mean = _moment(prediction, "squared_error").mean
+    return _per_example((mean - _shaped(y, mean.shape)).square())
 
 
 # --- The predictive itself --------------------------------------------------------------------------------------------
@@ -136,8 +150,7 @@ def entropy(prediction: Distribution, y: Tensor) -> Tensor:
     >>> entropy(CategoricalDistribution(logits=torch.zeros(1, 2)), torch.tensor([0]))
     tensor([0.6931])
     """
-    value: Tensor = prediction.entropy()
-    return value
+    return _per_example(prediction.entropy())
 
 
 def certainty(prediction: Distribution, y: Tensor) -> Tensor:
@@ -190,20 +203,29 @@ class DivergenceFrom:
     """-KL(target | prediction): how near the predictive comes to a distribution of the attacker's choosing.
 
     Classes: `target` holds probabilities, (C,) or (B, C). Regression: `target` and `scale` are the wanted mean and standard
-    deviation, each a number or (B,), and the prediction counts through its first two moments. Ranked by the loss alone.
+    deviation, each a number or of the prediction's shape, (B,) or (B, D); (1, D) is one for all. The prediction counts through
+    its first two moments. Ranked by the loss alone.
 
     >>> wish = DivergenceFrom(torch.tensor([0.5, 0.5]))
     >>> wish(CategoricalDistribution(logits=torch.zeros(1, 2)), torch.tensor([0])).abs()
     tensor([0.])
+    >>> DivergenceFrom(2.0, 1.0)(torch.distributions.Normal(torch.tensor([2.0]), 1.0), torch.zeros(1)).abs()
+    tensor([0.])
     """
 
-    target: Tensor
+    target: Tensor | float
     scale: Tensor | float | None = None
 
     def __post_init__(self) -> None:
+        for name in ("target", "scale"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Tensor):
+                object.__setattr__(self, name, torch.tensor(checks.number(name, value)))
+        assert isinstance(self.target, Tensor)
         checks.finite("target", self.target)
         if self.scale is None:
-            if not bool((self.target >= 0).all()) or not bool(((self.target.sum(-1) - 1).abs() < 1e-4).all()):
+            whole = self.target.sum(-1)
+            if self.target.ndim not in (1, 2) or not bool((self.target >= 0).all()) or not bool(((whole - 1).abs() < 1e-4).all()):
                 raise ValueError("target must hold probabilities (non-negative, summing to 1), or be a mean with its scale")
         elif not bool((torch.as_tensor(self.scale) > 0).all()):
             raise ValueError(f"scale must be positive, got {checks.describe(self.scale)}")
@@ -211,21 +233,44 @@ class DivergenceFrom:
     def __call__(self, prediction: Distribution, y: Tensor) -> Tensor:
         if self.scale is None:
             logits = _logits(prediction, "DivergenceFrom a target without scale")
-            target = self.target.to(logits).expand_as(logits)
+            target = self._fitting("target", self.target, logits, logits.shape[1:])
             return (target * logits - torch.xlogy(target, target)).sum(-1)
         moments = _moment(prediction, "DivergenceFrom a target with scale")
-        scale = torch.as_tensor(self.scale).to(moments.mean)
-        ratio = scale.square() / moments.variance
-        shift = (moments.mean - self.target.to(moments.mean)).square() / moments.variance
+        mean, variance = moments.mean, moments.variance
+        target, scale = (self._fitting(name, getattr(self, name), mean, torch.Size([])) for name in ("target", "scale"))
+        ratio = scale.square() / variance
+        shift = (mean - target).square() / variance
         return _per_example(0.5 * (1 + ratio.log() - ratio - shift))
 
+    def _fitting(self, name: str, value: Tensor | float, like: Tensor, shared: torch.Size) -> Tensor:
+        """The value for each example: one for all (of the shape `shared`, or one row) or a row for each."""
+        value = torch.as_tensor(value).to(like)
+        if value.ndim == like.ndim + 1 and value.shape[-1] == 1:
+            value = value.squeeze(-1)
+        if value.shape not in (shared, (1, *like.shape[1:]), like.shape):
+            wanted = f"{tuple(shared) or 'a number'} or {tuple(like.shape)}"
+            raise ValueError(f"{name} must be {wanted} for these examples, got shape {tuple(value.shape)}")
+        return value.expand_as(like)
+
     def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
-        return torch.zeros(prediction.batch_shape, dtype=torch.bool, device=y.device)
+        return torch.zeros(prediction.batch_shape[:1], dtype=torch.bool, device=y.device)
+
+    def _is_batched(self, value: Tensor | float | None) -> bool:
+        least = 2 if self.scale is None else 1
+        return isinstance(value, Tensor) and value.ndim >= least and len(value) > 1
+
+    @property
+    def num_rows(self) -> int | None:
+        sizes = {len(value) for value in (self.target, self.scale) if isinstance(value, Tensor) and self._is_batched(value)}
+        return max(sizes, default=None)
 
     def rows(self, index: Tensor | slice) -> DivergenceFrom:
-        batched = self.target.ndim == (2 if self.scale is None else 1)
-        scale = self.scale[index] if isinstance(self.scale, Tensor) and self.scale.ndim else self.scale
-        return DivergenceFrom(self.target[index] if batched else self.target, scale)
+        target, scale = (
+            value[index] if isinstance(value, Tensor) and self._is_batched(value) else value
+            for value in (self.target, self.scale)
+        )
+        assert target is not None
+        return DivergenceFrom(target, scale)
 
 
 # --- Combinators: a loss in, a loss out -------------------------------------------------------------------------------
@@ -253,6 +298,10 @@ class PerExample:
         each = torch.stack([success(loss, prediction, y) for loss in self.losses], dim=1)
         return each.gather(1, self.index.unsqueeze(1)).squeeze(1)
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.index)
+
     def rows(self, index: Tensor | slice) -> PerExample:
         return PerExample(tuple(for_rows(loss, index) for loss in self.losses), self.index[index])
 
@@ -274,7 +323,11 @@ class Toward:
     def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
         if isinstance(prediction, CategoricalDistribution):
             return prediction.logits.argmax(-1) == y
-        return torch.zeros(prediction.batch_shape, dtype=torch.bool, device=y.device)
+        return torch.zeros(prediction.batch_shape[:1], dtype=torch.bool, device=y.device)
+
+    @property
+    def num_rows(self) -> int | None:
+        return num_rows(self.loss)
 
     def rows(self, index: Tensor | slice) -> Toward:
         return Toward(for_rows(self.loss, index))
@@ -294,7 +347,11 @@ class ByLoss:
         return self.loss(prediction, y)
 
     def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
-        return torch.zeros(prediction.batch_shape, dtype=torch.bool, device=y.device)
+        return torch.zeros(prediction.batch_shape[:1], dtype=torch.bool, device=y.device)
+
+    @property
+    def num_rows(self) -> int | None:
+        return num_rows(self.loss)
 
     def rows(self, index: Tensor | slice) -> ByLoss:
         return ByLoss(for_rows(self.loss, index))
@@ -321,6 +378,10 @@ class Exceeding:
     def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
         return self(prediction, y) > 0
 
+    @property
+    def num_rows(self) -> int | None:
+        return num_rows(self.loss)
+
     def rows(self, index: Tensor | slice) -> Exceeding:
         return Exceeding(for_rows(self.loss, index), self.threshold)
 
@@ -339,6 +400,10 @@ class MarginTo:
         pair = _logits(prediction, "MarginTo").gather(1, torch.stack([self.classes, y], dim=1))
         return pair[:, 0] - pair[:, 1]
 
+    @property
+    def num_rows(self) -> int:
+        return len(self.classes)
+
     def rows(self, index: Tensor | slice) -> MarginTo:
         return MarginTo(self.classes[index])
 
@@ -353,6 +418,17 @@ def _moment(prediction: Distribution, name: str) -> Distribution:
     if isinstance(prediction, CategoricalDistribution):
         raise TypeError(f"{name} is a loss for regression, got a prediction of type {type(prediction).__name__}")
     return prediction
+
+
+def _shaped(y: Tensor, shape: torch.Size) -> Tensor:
+    """y in the prediction's shape, where they differ by a last axis of one; never broadcast."""
+    if y.shape == (*shape, 1):
+        return y.squeeze(-1)
+    if (*y.shape, 1) == shape:
+        return y.unsqueeze(-1)
+    if y.shape != shape:
+        raise ValueError(f"y must have the prediction's shape {tuple(shape)}, got {checks.describe(y)}")
+    return y
 
 
 def _per_example(value: Tensor) -> Tensor:
