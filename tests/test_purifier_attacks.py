@@ -170,3 +170,9 @@ def test_bad_arguments_are_named() -> None:
     regression = Purifier(BayesianModel(nn.Linear(2, 1).to(FLOAT), Gaussian(0.3)), Noise(0.3), randn(3, 3), crowd())
     with pytest.raises(ValueError, match="for classification"):
         nearest_centre_radius(regression, x, y)
+
+
+@pytest.mark.parametrize("make", [Annealed, NearestCentre])
+def test_what_is_no_ball_is_named(make: type[Annealed] | type[NearestCentre]) -> None:
+    with pytest.raises(TypeError, match="ball must be a ball such as L2"):
+        make(0.3)  # type: ignore[arg-type]

@@ -18,7 +18,8 @@ from torch.distributions import Distribution
 
 from advbayes import attacks, checks
 from advbayes.attacks import for_rows, margin, nll
-from advbayes.attacks.gradients import Best, move, score, targets
+from advbayes.attacks.ascent import check_ball
+from advbayes.attacks.gradients import Best, entry, move, score
 from advbayes.balls import _Ball as Ball
 from advbayes.purification.banks import GaussianBank
 from advbayes.purification.purifier import Purifier
@@ -78,6 +79,7 @@ class Annealed:
     start: Attack | None = None
 
     def __post_init__(self) -> None:
+        check_ball(self.ball)
         checks.count("steps", self.steps)
         for factor in self.factors:
             checks.number("factors", factor, low=0, open_low=True)
@@ -90,7 +92,7 @@ class Annealed:
         purifier = _purifier(predict)
         if self.ball.eps == 0 or not len(x):
             return x.clone()
-        y = targets(purifier, x, y)
+        x, y = entry(purifier, self.ball, x, y, self.loss)
         loss = self.loss if isinstance(purifier(x[:1]), CategoricalDistribution) or self.loss is not margin else nll
         best = Best(x, *score(purifier, loss, x, y))
         starts = [x]
@@ -144,6 +146,7 @@ class NearestCentre:
     num: int = 8
 
     def __post_init__(self) -> None:
+        check_ball(self.ball)
         checks.count("num", self.num)
 
     @torch.no_grad()
@@ -153,9 +156,9 @@ class NearestCentre:
         purifier = _purifier(predict)
         if self.ball.eps == 0 or not len(x):
             return x.clone()
-        y = targets(purifier, x, y)
-        own, others = neighbours(purifier, x, y, self.num)
+        x, y = entry(purifier, self.ball, x, y)
         best = Best(x, *score(purifier, margin, x, y))
+        own, others = neighbours(purifier, x, y, self.num)
         for k in range(others.shape[1]):
             for direction, whole in ((others[:, k] - x, False), (others[:, k] - own[:, 0], True)):
                 norm = self.ball.norm(direction).clamp_min(1e-12)
