@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.distributions import Categorical as CategoricalDistribution
 
 from advbayes import checks
-from advbayes.attacks.ascent import check_ball
-from advbayes.attacks.gradients import Best, config, is_flat, loss_and_gradient, score, targets, where_rows
-from advbayes.attacks.losses import MarginTo, for_rows, margin
-from advbayes.balls import L2
+from advbayes.attacks.ascent import check_ball, pgd
+from advbayes.attacks.gradients import Best, config, entry, is_flat, loss_and_gradient, score, targets, where_rows
+from advbayes.attacks.losses import (
+    ByLoss,
+    DivergenceFrom,
+    HasSuccess,
+    MarginTo,
+    PerExample,
+    Toward,
+    for_rows,
+    margin,
+    nll,
+)
 from advbayes.balls import _Ball as Ball
 from advbayes.types import Loss, Predictor
 
@@ -21,11 +31,12 @@ from advbayes.types import Loss, Predictor
 class MinimumNorm:
     """The nearest broken input within the ball, whose `eps` is the largest radius searched.
 
-    Ascent on the loss inside a radius that shrinks while the example is broken and grows while it is not; the first radius
-    is the linear guess |loss| / |gradient|. A bisection towards x ends it. `loss` must be positive exactly where the
-    example is broken: `margin`, or `Exceeding(squared_error, t)` in regression. With `margin` the `targets` likeliest wrong
-    classes are tried one by one as well: the class that comes nearest in probability need not be the nearest in distance.
-    Where nothing breaks, the call returns the point of largest loss and `radius` says infinity.
+    Ascent on the loss inside a radius that shrinks while the example is broken and grows while it is not; until it breaks
+    the radius is the linear guess |loss| / |gradient|. A bisection towards x ends it. `loss` must be positive exactly where
+    the example is broken: `margin`, or `Exceeding(squared_error, t)` in regression. With `margin` the `targets` likeliest
+    wrong classes are tried one by one as well: the class that comes nearest in probability need not be the nearest in
+    distance. What is still whole then meets PGD in the whole ball, and a search from the point that it breaks. Where nothing
+    breaks, the call returns the point of largest loss and `radius` says infinity.
 
     >>> predict = lambda x: torch.distributions.Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> from advbayes import L2
@@ -37,7 +48,7 @@ class MinimumNorm:
     loss: Loss = margin
     steps: int = 100
     restarts: int = 1
-    targets: int = 3
+    targets: int = 9  # at most; there are no more than the wrong classes
     shrink: float = 0.05  # how fast the radius follows, first; falls to a fiftieth of it
 
     __repr__ = config
@@ -60,7 +71,7 @@ class MinimumNorm:
         if not len(x):
             return x.new_zeros(0)
         _, broken = score(predict, self.loss, x_adv, y)
-        return torch.where(broken, self.ball.norm(x_adv - x), torch.full_like(self.ball.norm(x), math.inf))
+        return torch.where(broken, self.ball.norm(x_adv - x.detach()), torch.full_like(self.ball.norm(x), math.inf))
 
     def __call__(
         self,
@@ -72,7 +83,8 @@ class MinimumNorm:
     ) -> Tensor:
         if self.ball.eps == 0 or not len(x):
             return x.clone()
-        y = targets(predict, x, y)
+        x, y = entry(predict, self.ball, x, y, self.loss)
+        self._refuse_unbreakable(predict, x)
         value, broken, gradient = loss_and_gradient(predict, self.loss, x, y)
         best = Best(x, value, broken)
         rows = (~broken).nonzero().squeeze(1)  # what is broken as it stands has radius 0
@@ -90,7 +102,35 @@ class MinimumNorm:
             reached = self._run(predict, loss, x[rows], x[rows], y[rows])
             value, hit = score(predict, self.loss, reached.x, y[rows])  # compared by this attack's loss
             best = best.put(rows, _nearer(self.ball, best.pick(rows), Best(reached.x, value, hit), x[rows]))
-        return best.x
+        return self._from_far(predict, best, x, y, generator).x
+
+    def _refuse_unbreakable(self, predict: Predictor, x: Tensor) -> None:
+        """A loss by which nothing is ever broken would call every example safe."""
+        with torch.no_grad():
+            prediction = predict(x[:1])
+        if not _can_break(self.loss, isinstance(prediction, CategoricalDistribution)):
+            raise TypeError(
+                f"loss must say when an example is broken, such as Exceeding(squared_error, 1.0), "
+                f"got {checks.describe(self.loss)} for a prediction of type {type(prediction).__name__}"
+            )
+
+    def _from_far(self, predict: Predictor, best: Best, x: Tensor, y: Tensor, generator: torch.Generator | None) -> Best:
+        """What no search has broken is tried with the whole budget, then followed back from there."""
+        for whole_loss in (self.loss, nll) if self.loss is margin else (self.loss,):
+            rows = (~best.broken).nonzero().squeeze(1)
+            if not len(rows):
+                break
+            attack = pgd(self.ball, self.steps, for_rows(whole_loss, rows), stop_at_success=True)
+            far = attack(predict, x[rows], y[rows], generator=generator)
+            found = Best(far, *score(predict, for_rows(self.loss, rows), far, y[rows]))
+            best = best.put(rows, _nearer(self.ball, best.pick(rows), found, x[rows]))
+            rows = rows[found.broken]
+            if len(rows):
+                loss, centre = for_rows(self.loss, rows), x[rows]
+                near = self._bisect(predict, loss, best.pick(rows), centre, y[rows])
+                reached = self._run(predict, loss, near.x, centre, y[rows])
+                best = best.put(rows, _nearer(self.ball, near, reached, centre))
+        return best
 
     def _by_way_of(self, predict: Predictor, x: Tensor, y: Tensor) -> list[MarginTo]:
         """Margins to the likeliest wrong classes."""
@@ -98,7 +138,7 @@ class MinimumNorm:
             return []
         with torch.no_grad():
             prediction = predict(x)
-        assert isinstance(prediction, torch.distributions.Categorical)  # margin has refused everything else
+        assert isinstance(prediction, CategoricalDistribution)  # margin has refused everything else
         wrong = prediction.logits.scatter(1, y.unsqueeze(1), -math.inf).argsort(dim=1, descending=True)
         return [MarginTo(wrong[:, k]) for k in range(min(self.targets, wrong.shape[1] - 1))] if wrong.shape[1] > 2 else []
 
@@ -115,15 +155,20 @@ class MinimumNorm:
             best = here if best is None else _nearer(self.ball, best, here, x)
             smallest = torch.where(broken, torch.minimum(smallest, norm), smallest)
             rate = self.shrink * (0.02 + 0.98 * fading)
-            # Along the steepest direction a unit of the norm gains <gradient, ascend(gradient, 1)>.
-            gain = (torch.nan_to_num(gradient) * self.ball.ascend(torch.nan_to_num(gradient), 1.0)).flatten(1).sum(1)
-            guess = norm + value.abs() / gain.clamp_min(torch.finfo(gain.dtype).tiny)
+            # Features at the box that would leave it take their share of the steepest move and gain nothing; per unit of the
+            # rest a step gains <gradient, free> / |free|. They stay in the step, where the projection weighs them, and the
+            # step is longer instead.
+            gradient = torch.nan_to_num(gradient, nan=0.0, posinf=1e18, neginf=-1e18)
+            free = self.ball.unblocked(self.ball.ascend(gradient, 1.0), point)
+            kept = self.ball.norm(free)
+            gain = (gradient * free).flatten(1).sum(1) / kept
+            guess = norm + torch.nan_to_num(value.abs() / gain, nan=math.inf)  # no gain: nowhere near
             outward = torch.where(smallest.isinf(), guess, radius) * (1 + rate)
             radius = torch.where(broken, torch.minimum(radius, smallest) * (1 - rate), outward)
             radius = torch.minimum(torch.nan_to_num(radius, nan=self.ball.eps), torch.minimum(limit, smallest))
             size = radius.clamp_min(0.01 * norm) * (0.02 + 0.98 * fading)
-            point = point + self.ball.ascend(torch.nan_to_num(gradient), size)
-            point = self.ball.project(_within(self.ball, point - x, radius) + x, x)
+            point = point + self.ball.ascend(gradient, size / kept.clamp_min(0.01))
+            point = _of_radius(self.ball, radius, x).project(point, x)
         assert best is not None
         best = _nearer(self.ball, best, Best(point, *score(predict, loss, point, y)), x)
         return self._bisect(predict, loss, best, x, y)
@@ -148,12 +193,16 @@ def _nearer(ball: Ball, this: Best, other: Best, x: Tensor) -> Best:
     return Best(where_rows(better, other.x, this.x), torch.where(better, other.value, this.value), this.broken | other.broken)
 
 
-def _within(ball: Ball, d: Tensor, radius: Tensor) -> Tensor:
-    """The nearest change whose norm is at most the radius of its example."""
-    if isinstance(ball, L2):
-        norm = ball.norm(d).clamp_min(torch.finfo(d.dtype).tiny)
-        return d * (radius / norm).clamp_max(1.0).view(-1, *[1] * (d.ndim - 1))
-    reach = radius.view(-1, *[1] * (d.ndim - 1))
-    if ball.scale is not None:
-        reach = reach * torch.as_tensor(ball.scale).to(d)
-    return torch.minimum(torch.maximum(d, -reach), reach)
+def _of_radius(ball: Ball, radius: Tensor, x: Tensor) -> Ball:
+    """The ball with a radius of its own for each example: their units differ in place of eps."""
+    unit = radius.clamp_min(torch.finfo(radius.dtype).tiny).view(-1, *[1] * (x.ndim - 1))
+    return replace(ball, eps=1.0, scale=unit if ball.scale is None else unit * torch.as_tensor(ball.scale).to(x))
+
+
+def _can_break(loss: Loss, classes: bool) -> bool:
+    """Whether there can be broken examples by this loss: with classes by default, in regression if it says when."""
+    if isinstance(loss, (ByLoss, DivergenceFrom)):
+        return False
+    if isinstance(loss, PerExample):
+        return any(_can_break(part, classes) for part in loss.losses)
+    return classes or (isinstance(loss, HasSuccess) and not isinstance(loss, Toward))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -14,12 +14,26 @@ from advbayes import checks
 from advbayes.attacks.apgd import APGD
 from advbayes.attacks.ascent import pgd
 from advbayes.attacks.black_box import RandomSearch, Square
-from advbayes.attacks.gradients import Best, config, score, targets
-from advbayes.attacks.losses import dlr, margin, nll, squared_error
+from advbayes.attacks.gradients import Best, config, entry, score
+from advbayes.attacks.losses import (
+    ByLoss,
+    DivergenceFrom,
+    Exceeding,
+    MarginTo,
+    PerExample,
+    Toward,
+    dlr,
+    for_rows,
+    margin,
+    nll,
+    squared_error,
+)
+from advbayes.balls import L2
 from advbayes.balls import _Ball as Ball
 from advbayes.types import Attack, Loss, Predictor
 
 _Any = TypeVar("_Any")
+_UNBOUNDED = L2(0.0)  # fits all data: the parts check x against balls of their own
 
 
 def _check_attacks(name: str, attacks: Sequence[Attack], *, low: int = 1) -> tuple[Attack, ...]:
@@ -32,9 +46,20 @@ def _check_attacks(name: str, attacks: Sequence[Attack], *, low: int = 1) -> tup
     return attacks
 
 
+def _check_rank(rank: Loss | None, name: str, attacks: Sequence[Attack]) -> None:
+    if rank is None:
+        _rank_of(name, attacks)
+    elif not callable(rank):
+        raise TypeError(f"rank must be a loss such as nll, got {checks.describe(rank)}")
+
+
 @dataclass(frozen=True, repr=False)
 class Suite:
     """The worst of several attacks, example by example: broken first, then the larger `rank`.
+
+    `rank` says what broken means, too. Absent, it follows what the attacks want (a PGD's last stage counts): what they are
+    targeted at, or their common loss if it is no way of leaving y, or else `nll`. Without it, targeted and untargeted
+    attacks do not mix: to the ones y is where to go, to the others what to leave.
 
     The first attack sees every example, each later one only those that are not broken yet; in regression, where nothing
     breaks, `regression` (absent: the same attacks) runs on all of them.
@@ -46,13 +71,15 @@ class Suite:
 
     attacks: tuple[Attack, ...]
     regression: tuple[Attack, ...] = ()
-    rank: Loss = nll
+    rank: Loss | None = None
 
     __repr__ = config
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attacks", _check_attacks("attacks", self.attacks))
         object.__setattr__(self, "regression", _check_attacks("regression", self.regression, low=0))
+        _check_rank(self.rank, "attacks", self.attacks)
+        _check_rank(self.rank, "regression", self.regression)
 
     def __call__(
         self,
@@ -64,25 +91,31 @@ class Suite:
     ) -> Tensor:
         if not len(x):
             return x.clone()
-        y = targets(predict, x, y)
+        x, y = entry(predict, _UNBOUNDED, x, y)
         with torch.no_grad():
             prediction = predict(x)
         classes = isinstance(prediction, CategoricalDistribution)
-        best = Best(x, *score(predict, self.rank, x, y))
-        for number, attack in enumerate(self.attacks if classes or not self.regression else self.regression):
+        name = "attacks" if classes or not self.regression else "regression"
+        attacks: tuple[Attack, ...] = getattr(self, name)
+        rank = _rank_of(name, attacks) if self.rank is None else self.rank
+        best = Best(x, *score(predict, rank, x, y))
+        for number, attack in enumerate(attacks):
             rows = torch.arange(len(x), device=x.device)
             if number:
                 rows = rows[~best.broken]
                 if not len(rows):
                     break
-            x_adv = attack(predict, x[rows], y[rows], generator=generator)
-            best = best.put(rows, best.pick(rows).or_better(Best(x_adv, *score(predict, self.rank, x_adv, y[rows]))))
+            x_adv = _cut(attack, rows)(predict, x[rows], y[rows], generator=generator)
+            found = Best(x_adv, *score(predict, for_rows(rank, rows), x_adv, y[rows]))
+            best = best.put(rows, best.pick(rows).or_better(found))
         return best.x
 
 
 @dataclass(frozen=True, repr=False)
 class Transfer:
-    """Examples made against other predictors (an undefended or sibling model), the worst for this one kept.
+    """Examples made against other predictors (an undefended or sibling model), the worst for this one by `rank` kept.
+
+    `rank` is as in `Suite`: absent, it follows what the attack wants.
 
     >>> from advbayes import L2, one_step
     >>> gentle, steep = (lambda x, a=a: torch.distributions.Normal(a * x[:, 0], 1.0) for a in (1, 2))
@@ -92,11 +125,14 @@ class Transfer:
 
     attack: Attack
     sources: tuple[Predictor, ...]
-    rank: Loss = nll
+    rank: Loss | None = None
 
     __repr__ = config
 
     def __post_init__(self) -> None:
+        if not callable(self.attack):
+            raise TypeError(f"attack must be an attack such as pgd(L2(1.0)), got {checks.describe(self.attack)}")
+        _check_rank(self.rank, "attack", (self.attack,))
         if not isinstance(self.sources, (tuple, list)) or not all(callable(source) for source in self.sources):
             raise TypeError(f"sources must be a tuple of predictors, got {checks.describe(self.sources)}")
         object.__setattr__(self, "sources", tuple(self.sources))
@@ -108,12 +144,84 @@ class Transfer:
     ) -> Tensor:
         if not len(x):
             return x.clone()
-        y = targets(predict, x, y)
-        best = Best(x, *score(predict, self.rank, x, y))
+        x, y = entry(predict, _UNBOUNDED, x, y)
+        rank = _rank_of("attack", (self.attack,)) if self.rank is None else self.rank
+        best = Best(x, *score(predict, rank, x, y))
         for source in self.sources:
             x_adv = self.attack(source, x, y, generator=generator)
-            best = best.or_better(Best(x_adv, *score(predict, self.rank, x_adv, y)))
+            best = best.or_better(Best(x_adv, *score(predict, rank, x_adv, y)))
         return best.x
+
+
+def _rank_of(name: str, attacks: Sequence[Attack]) -> Loss:
+    """What several attacks compete by, from what each of them wants."""
+    wanted = [loss for attack in attacks for loss in _wants(attack)]
+    targeted = [loss for loss in wanted if _is_targeted(loss)]
+    if targeted and len(targeted) < len(wanted):
+        shown = ", ".join(getattr(loss, "__name__", type(loss).__name__) for loss in wanted)
+        raise ValueError(f"{name} must be all targeted or all untargeted, unless rank says what is worse, got losses {shown}")
+    if targeted:
+        return targeted[0]
+    shared = bool(wanted) and all(_is_same(loss, wanted[0]) for loss in wanted)
+    return wanted[0] if shared and not _leaves_y(wanted[0]) else nll
+
+
+def _wants(attack: object) -> Iterator[Loss]:
+    """The losses that an attack's points are chosen by; nothing for one that does not show them."""
+    held = _fields(attack)
+    if callable(held.get("rank")):
+        yield held["rank"]
+    elif "stages" in held:
+        yield held["stages"][-1][0]
+    elif callable(held.get("loss")):
+        yield held["loss"]
+    else:
+        inner = (held["attack"],) if "attack" in held else (*held.get("attacks", ()), *held.get("regression", ()))
+        for part in inner:
+            yield from _wants(part)
+
+
+def _is_targeted(loss: Loss) -> bool:
+    """Whether the attacker wants the prediction to become something, rather than to leave y."""
+    match loss:
+        case Toward() | DivergenceFrom():
+            return True
+        case ByLoss() | Exceeding():
+            return _is_targeted(loss.loss)
+        case PerExample():
+            return any(_is_targeted(part) for part in loss.losses)
+    return False
+
+
+def _leaves_y(loss: Loss) -> bool:
+    """Whether the loss is one more way of going away from y, so that points compete by the likelihood."""
+    return isinstance(loss, MarginTo) or any(loss is known for known in (nll, margin, dlr, squared_error))
+
+
+def _is_same(this: Loss, other: Loss) -> bool:
+    return this is other or (isinstance(this, (ByLoss, Exceeding)) and this == other)
+
+
+def _cut(value: Any, rows: Tensor, *, within: str = "attack") -> Any:
+    """The attack on some of the examples: its losses, and those of its parts, that hold something for each example follow."""
+    if isinstance(value, tuple):
+        members = tuple(_cut(member, rows, within=within) for member in value)
+        return value if all(new is old for new, old in zip(members, value, strict=True)) else members
+    if within in {"loss", "rank", "stages"}:
+        return for_rows(value, rows)  # a stage's number of steps passes through
+    if within not in {"attack", "attacks", "regression", "start"}:
+        return value
+    held = _fields(value)
+    cut = {name: _cut(part, rows, within=name) for name, part in held.items()}
+    changed = {name: part for name, part in cut.items() if part is not held[name]}
+    return replace(value, **changed) if changed else value
+
+
+def _fields(attack: object) -> dict[str, Any]:
+    """The settings of an attack of this package; others are closed."""
+    if not is_dataclass(attack) or isinstance(attack, type):
+        return {}
+    return {field.name: getattr(attack, field.name) for field in fields(attack)}
 
 
 def strong_suite(
