@@ -88,7 +88,11 @@ def test_levels_follow_the_rules() -> None:
     assert level("passed", "failed", "not run") == "D"
     assert level("not run", "passed") == "D"  # not run never counts as passed
     assert level("not run", "failed", mandatory=False) == "B"
-    assert level("failed", certified=True) == "A"
+    assert level("failed", "passed", "passed", certified=True) == "A"
+    assert level("passed", "not run", certified=True) == "D"  # without E1 nobody knows whose worst case it is
+    for id in ("E1", "E2", "E17"):
+        shaken = tuple(Finding(name, "", "failed" if name == id else "passed") for name in ("E1", "E2", "E17"))
+        assert Verdict(shaken, certified=True).level == "C"
 
 
 def test_a_verdict_is_text_and_json_and_goes_under_a_table() -> None:
@@ -122,19 +126,6 @@ def test_costs_grow_with_the_tier() -> None:
     assert standard.by_check["E11"] == 5000
     assert "passes for each" in str(standard)
     assert standard.seconds > 0
-
-
-def test_a_certificate_is_level_a_unless_an_attack_contradicts_it() -> None:
-    logits = MODEL(X).logits
-    gap = logits.gather(1, Y[:, None]) - logits
-    radius = (gap / (MODEL.weight[Y][:, None] - MODEL.weight).norm(dim=-1)).scatter(1, Y[:, None], math.inf).amin(1)
-    options: dict[str, Any] = {"ball": BALL, "budget": SMALL, "progress": False, "only": ("E1",)}
-    true = audit(MODEL, (X, Y), certified=radius, **options)
-    assert true.level == "A"
-    assert true.summary["certified"] == pytest.approx(float((radius >= 0.5).double().mean()))
-    false = audit(MODEL, (X, Y), certified=radius + 1, **options)
-    assert false.level != "A"
-    assert int(false.summary["certified but broken"]) > 0  # type: ignore[arg-type]
 
 
 # --- rule by rule -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from advbayes.auditing.case import TIERS, Budget, Case, Claim
+from advbayes.auditing.case import TIERS, Budget, Case
+from advbayes.auditing.claim import Claim
 from advbayes.auditing.findings import Finding, Verdict
 from advbayes.auditing.run import CHECKS, Check, Cost, audit, audit_cost, audit_records
 from advbayes.auditing.threat import ThreatModel

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from advbayes import checks
 from advbayes.attacks import APGD, lower_mean, margin, nll, raise_mean, squared_error
+from advbayes.auditing.claim import Claim
 from advbayes.auditing.findings import Finding, Status
 from advbayes.auditing.threat import ThreatModel
 from advbayes.balls import _Ball as Ball
@@ -46,46 +46,6 @@ TIERS = {
     "standard": Budget(num=256, steps=50, restarts=1, random_points=100),
     "full": Budget(num=1000, steps=100, restarts=2, random_points=1000),
 }
-
-
-@dataclass(frozen=True, eq=False)
-class Claim:
-    """An evaluation made by somebody: arrays and the scores claimed for them, by attack.
-
-    `x_adv` are the arrays that were scored. `worst` is the claimed worst-case column. `rescored` is how often each final point
-    was scored; `knowledge` the levels that the table has ("thetas known", "thetas fresh"); `through` the predictor that
-    the attack went through, where it is not the one that is scored. Seeds, config and code make it re-scorable.
-
-    >>> Claim({"PGD": torch.zeros(2, 3)}, correct={"PGD": torch.tensor([True, False])}).accuracy("PGD")
-    0.5
-    """
-
-    x_adv: Mapping[str, Tensor]
-    correct: Mapping[str, Tensor] = field(default_factory=dict)
-    log_prob: Mapping[str, Tensor] = field(default_factory=dict)
-    worst: Tensor | None = None  # (N,) correct, union over attacks
-    through: Predictor | None = None
-    rescored: int = 1
-    knowledge: tuple[str, ...] = ()
-    purifier_attacks: tuple[str, ...] = ()
-    seed: int | None = None
-    config: Mapping[str, Any] | None = None
-    code: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.x_adv:
-            raise ValueError("x_adv must hold the scored array of at least one attack, got none")
-        for name, value in self.log_prob.items():
-            if bool((torch.as_tensor(value) > 1e-6).any()) and bool(((value >= 0) & (value <= 1)).all()):
-                raise ValueError(
-                    f"log_prob[{name!r}] must hold log-probabilities (<= 0 for classes), got {float(value.min()):g} to "
-                    f"{float(value.max()):g}: these are probabilities"
-                )
-            checks.finite(f"log_prob[{name!r}]", value)
-
-    def accuracy(self, attack: str) -> float:
-        """The claimed accuracy."""
-        return float(self.correct[attack].double().mean())
 
 
 @dataclass(frozen=True)
@@ -134,6 +94,7 @@ class Case:
     num_seeds: int | None = None
     better: bool = False  # whether the row is claimed to be better than others
     train_y: Tensor | None = None
+    radii: Tensor | None = None  # (N,) certified, in the ball's norm
     memory: dict[Any, Any] = field(default_factory=dict)
 
     # --- doing things once ---------------------------------------------------------------------------------------------
@@ -206,10 +167,16 @@ class Case:
         )
 
     def columns(self) -> dict[str, Columns]:
-        """The scores of every attack's array, made here."""
-        return self.once(  # type: ignore[no-any-return]
-            "columns", lambda: {name: self.scored(x_adv, f"attack {name}") for name, x_adv in self.arrays().items()}
-        )
+        """The scores of every attack's array, made here. A point that is not finite has none: E1 fails, x stands in for it."""
+
+        def make() -> dict[str, Columns]:
+            found = {}
+            for name, x_adv in self.arrays().items():
+                usable = torch.isfinite(x_adv).flatten(1).all(1).reshape(-1, *[1] * (x_adv.ndim - 1))
+                found[name] = self.scored(torch.where(usable, x_adv, self.x), f"attack {name}")
+            return found
+
+        return self.once("columns", make)  # type: ignore[no-any-return]
 
     def gradient(self) -> Columns:
         """The union of clean and the attacks under audit."""

@@ -45,7 +45,7 @@ def _contradictions(case: Case) -> list[str]:
     if units:
         found.append(units)
     if case.claim is not None and ball.eps > 0:
-        largest = max(float(ball.norm(x_adv - case.x).max()) for x_adv in case.claim.x_adv.values())
+        largest = max(float(ball.norm(x_adv - case.x).nan_to_num(torch.inf).max()) for x_adv in case.claim.x_adv.values())
         if largest < 0.5 * ball.eps:
             found.append(f"no scored point comes nearer to the edge than {largest:.3g} of eps = {ball.eps:g}; other units?")
     return found

@@ -11,6 +11,7 @@ from advbayes import checks
 Status = Literal["passed", "failed", "not run", "not applicable"]
 Figure = float | int | str | bool | None
 STATUSES = ("passed", "failed", "not run", "not applicable")
+SHAKEN_BY = ("E1", "E2", "E17")  # a certificate says nothing for a table that fails one of these
 _SIGN = {"passed": "ok", "failed": "FAILED", "not run": "not run", "not applicable": "n/a"}
 
 
@@ -59,6 +60,9 @@ def _shown(value: Figure) -> str:
 class Verdict:
     """All findings, and a level: A certified, B every mandatory check passed, C all ran and some failed, D some not run.
 
+    `certified`: the certificate backs the worst-case number. Level A also wants E1 (without it the worst case may be that of
+    points outside the ball), and neither E2 nor E17 failed.
+
     >>> Verdict((Finding("E1", "feasible", "passed"), Finding("E2", "null attack", "not run"))).level
     'D'
     """
@@ -72,7 +76,11 @@ class Verdict:
     def level(self) -> str:
         """A to D; a check that did not run never counts as passed."""
         mandatory = [finding.status for finding in self.findings if finding.mandatory]
-        if self.certified:
+        shaken = any(
+            finding.id in SHAKEN_BY and (finding.status == "failed" or (finding.id == "E1" and finding.status == "not run"))
+            for finding in self.findings
+        )
+        if self.certified and not shaken:
             return "A"
         if "not run" in mandatory:
             return "D"
@@ -98,6 +106,11 @@ class Verdict:
     def line(self) -> str:
         """The line beneath a table."""
         parts = [f"audit ({self.tier}): level {self.level}"]
+        if "certified accuracy" in self.summary:
+            share, eps = (_shown(self.summary[name]) for name in ("certified accuracy", "certified at eps"))
+            broken = self.summary.get("certified but broken")
+            contradicted = f", contradicted by {broken} broken examples" if broken else ""
+            parts.append(f"certified accuracy {share} at eps {eps}{contradicted}")
         if self.failed:
             parts.append(f"failed {', '.join(self.failed)}{' †' if self.level not in 'AB' else ''}")
         if self.not_run:

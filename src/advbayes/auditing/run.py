@@ -15,7 +15,9 @@ from torch import Tensor
 from advbayes import checks
 from advbayes.attacks import Square, loss_and_gradient, margin, nll
 from advbayes.auditing import answers, describing, others, purifier, strength
-from advbayes.auditing.case import TIERS, Budget, Case, Claim, default_attacks
+from advbayes.auditing.case import TIERS, Budget, Case, default_attacks
+from advbayes.auditing.certificate import certificate, radii_of
+from advbayes.auditing.claim import Claim, Values, fitted
 from advbayes.auditing.findings import Finding, Verdict
 from advbayes.auditing.threat import ThreatModel, said_by
 from advbayes.balls import _Ball as Ball
@@ -128,8 +130,9 @@ def audit(
     leaves it "not run": `fresh` (a FreshPredictive, or a predictor with `with_thetas(num)`) for E10, E14 and E15;
     `undefended` and `siblings` for E13 and E20 (at `control_ball` where `ball` is too small to break it); the training
     `channel` for E30; an `evaluation` on disk for E27; `baseline` for E21. `claim` holds somebody's arrays and scores: then
-    theirs are judged, not ours. `certified` holds certified radii in the ball's norm. `better` says that the row is claimed
-    to beat others. `only` picks checks by id; the others count as not run.
+    theirs are judged, not ours. `certified` holds certified radii in the ball's norm, one for each example of `data`; they
+    give level A where the certified accuracy at eps is no less than the worst case. `better` says that the row is claimed to
+    beat others. `only` picks checks by id; the others count as not run.
 
     >>> from torch.distributions import Categorical
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
@@ -139,7 +142,7 @@ def audit(
     >>> verdict.level, verdict["E1"].status, verdict["E1"].figures["infeasible"]
     ('D', 'passed', 0)
     """
-    case, whole = _case(
+    case = _case(
         predict,
         data,
         ball,
@@ -154,13 +157,13 @@ def audit(
         {
             "evaluation": load_evaluation(evaluation) if isinstance(evaluation, (str, Path)) else evaluation,
             "undefended": undefended,
-            "siblings": dict(siblings or {}),
+            "siblings": _named("siblings", siblings),
             "control_ball": control_ball,
             "baseline": baseline,
             "published": published,
             "dataset": dataset,
             "unpurified": unpurified,
-            "purifier_attacks": dict(purifier_attacks or {}),
+            "purifier_attacks": _named("purifier_attacks", purifier_attacks),
             "channel": channel,
             "black_box": black_box,
             "detector": detector,
@@ -168,6 +171,7 @@ def audit(
             "better": better,
             "train_y": train_y,
         },
+        certified=certified,
     )
     known = {check.id for check in CHECKS}
     if only is not None and not set(only) <= known:
@@ -188,23 +192,25 @@ def audit(
     summary: dict[str, Any] = {"examples": len(case.x), f"clean {case.label}": case.value(case.clean)}
     if "columns" in case.memory:
         summary[f"worst {case.label}"] = case.value(case.worst())
-    proven = _certificate(case, certified, whole, summary)
+    proven, figures = certificate(case)
+    if figures:
+        summary |= {f"worst {case.label}": case.value(case.worst()), **figures}
     spent = tier if budget is None else "custom"  # a budget of one's own is no tier: its figures say what was spent
     return Verdict(tuple(sorted(found, key=lambda item: _order(item.id))), spent, proven, summary)
 
 
 def audit_records(
     data: Data,
-    x_adv: Mapping[str, Tensor],
+    x_adv: Mapping[str, Values],
     *,
     predict: Predictor,
     ball: Ball,
-    correct: Mapping[str, Tensor] | None = None,
-    log_prob: Mapping[str, Tensor] | None = None,
-    worst: Tensor | None = None,
+    correct: Mapping[str, Values] | None = None,
+    log_prob: Mapping[str, Values] | None = None,
+    worst: Values | None = None,
     **options: Any,
 ) -> Verdict:
-    """Judge somebody's arrays and scores: E1, E12, E16, E17, E22, E27 and whatever `options` (as in `audit`) allow.
+    """Judge somebody's arrays (or tensors) and scores: E1, E12, E16, E17, E22, E27 and whatever `options` (as in `audit`) allow.
 
     >>> from torch.distributions import Categorical
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
@@ -213,7 +219,8 @@ def audit_records(
     >>> audit_records((x, (x[:, 0] < 0).long()), {"PGD": x + 3}, predict=predict, ball=L2(0.5), only=("E1",)).failed
     ('E1',)
     """
-    claim = Claim(dict(x_adv), dict(correct or {}), dict(log_prob or {}), worst)
+    given: Any = {"x_adv": x_adv, "correct": correct, "log_prob": log_prob, "worst": worst}  # Claim makes tensors of arrays
+    claim = Claim(**{name: value for name, value in given.items() if value is not None})
     return audit(predict, data, ball=ball, claim=claim, attacks=options.pop("attacks", {}), **options)
 
 
@@ -256,7 +263,7 @@ def audit_cost(
     >>> audit_cost(predict, (x, (x[:, 0] < 0).long()), ball=L2(0.5), tier="quick").examples
     40
     """
-    case, _whole = _case(predict, data, ball, tier, attacks, None, None, budget, 256, 0, fresh, {})
+    case = _case(predict, data, ball, tier, attacks, None, None, budget, 256, 0, fresh, {})
     probe = slice(0, min(64, len(case.x)))
     loss_and_gradient(predict, nll, case.x[probe], case.y[probe])
     began = time.perf_counter()
@@ -291,24 +298,24 @@ def _case(
     seed: int,
     fresh: Any,
     options: dict[str, Any],
-) -> tuple[Case, Tensor]:
-    """The case, and which rows of the data it holds."""
+    certified: Any = None,
+) -> Case:
+    """The case: some rows of the data, or those of a claim's arrays."""
     if not isinstance(ball, Ball):
         raise TypeError(f"ball must be a ball such as L2(eps), got {checks.describe(ball)}")
     budget = TIERS[checks.choice("tier", tier, tuple(TIERS))] if budget is None else budget
     x, y = as_tensors(data, dtype_of(predict))
     ball.check(x)
     task = check_predictor(predict, x[:256], y[:256])
-    y = y.reshape(-1).long() if task == "classification" else y
+    y = y.reshape(-1).long() if task == "classification" else _as_predicted(predict, x, y)
+    radii = None if certified is None else radii_of(certified, len(x), task)
     if claim is None:
         warn_units(ball, x, "ball")
         rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[: budget.num].sort().values
     else:  # the arrays are as they were scored
         rows = torch.arange(len(x))
-        for name, x_adv in claim.x_adv.items():
-            if x_adv.shape != x.shape:
-                raise ValueError(f"x_adv[{name!r}] must have x's shape {tuple(x.shape)}, got {checks.describe(x_adv)}")
-    given = default_attacks(ball, task, budget) if attacks is None and claim is None else dict(attacks or {})
+        claim = fitted(claim, x)
+    given = default_attacks(ball, task, budget) if attacks is None and claim is None else _named("attacks", attacks)
     if not given and claim is None:
         raise ValueError("attacks must hold at least one named attack, got none")
     for name, attack in given.items():
@@ -329,12 +336,27 @@ def _case(
         batch_size=checks.count("batch_size", batch_size),
         claim=claim,
         fresh=fresh,
+        radii=None if radii is None else radii[rows],
         **options,
     )
     case.threat_model = _filled(case, task)
     if case.black_box is None and "E11" not in budget.left_out:
         case.black_box = Square(ball, budget.queries, margin if task == "classification" else nll)
-    return case, rows
+    return case
+
+
+def _named(argument: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"{argument} must be a mapping from names, such as {{'PGD': ...}}, got {checks.describe(given)}")
+    return dict(given or {})
+
+
+def _as_predicted(predict: Predictor, x: Tensor, y: Tensor) -> Tensor:
+    """Regression targets in the shape of the predictions, so that (N, 1) never meets (N,), and of x's dtype."""
+    with torch.no_grad():
+        prediction = predict(x[:1])
+    one = (prediction.batch_shape + prediction.event_shape)[1:]
+    return y.reshape(len(y), *one).to(x.dtype)
 
 
 def _filled(case: Case, task: Task) -> ThreatModel:
@@ -356,15 +378,3 @@ def _filled(case: Case, task: Task) -> ThreatModel:
         evaluation_thetas=case.num_thetas,
         randomness="fresh" if case.stochastic else "fixed",
     )
-
-
-def _certificate(case: Case, certified: Tensor | None, rows: Tensor, summary: dict[str, Any]) -> bool:
-    """Whether certified radii were given and no attack contradicts them."""
-    if certified is None:
-        return False
-    radii = torch.as_tensor(certified).reshape(-1)[rows].cpu()
-    holds = (radii >= case.ball.eps) & (case.clean["correct"] > 0.5)
-    broken = int((holds & (case.worst()["correct"] < 0.5)).sum())
-    summary["certified"] = float(holds.double().mean())
-    summary["certified but broken"] = broken
-    return broken == 0

@@ -1,0 +1,111 @@
+"""What an audit takes: arrays and tensors, targets of either shape and dtype; what it cannot take is named."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Categorical as Classes
+from torch.distributions import Independent, Normal
+
+from advbayes import L2, pgd
+from advbayes.auditing import Budget, Claim, Verdict, audit, audit_cost, audit_records
+
+SMALL = Budget(num=40, steps=10, restarts=1, random_points=10, queries=20, max_steps=40)
+BALL = L2(0.5)
+WEIGHT = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
+X = torch.randn(40, 5, generator=torch.Generator().manual_seed(2))
+
+
+def predict(x: Tensor) -> Classes:
+    return Classes(logits=x @ WEIGHT.T)
+
+
+Y = predict(X).logits.argmax(1)
+
+
+def judged(arrays: Any, **options: Any) -> Verdict:
+    chosen: dict[str, Any] = {"predict": predict, "ball": BALL, "budget": SMALL, "progress": False}
+    return audit_records(options.pop("data", (X, Y)), arrays, **(chosen | options))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_points_that_are_not_finite_fail_e1_and_nothing_else_stops(value: float) -> None:
+    x_adv = pgd(BALL, 10)(predict, X, Y)
+    x_adv[:7] = value
+    found = judged({"a": x_adv})
+    assert found["E1"].status == "failed"
+    assert found["E1"].figures["infeasible"] == 7
+    left = (predict(x_adv[7:]).logits.argmax(1) == Y[7:]).sum() + 7  # x stands in for them
+    assert float(found["E12"].figures["standing"] or 0) == int(left)
+    assert judged({"a": torch.full_like(X, value)})["E1"].figures["infeasible"] == 40
+
+
+def test_arrays_are_judged_as_tensors_are() -> None:
+    x_adv = pgd(BALL, 10)(predict, X, Y)
+    correct = predict(x_adv).logits.argmax(1) == Y
+    of_tensors = judged({"a": x_adv}, correct={"a": correct}, worst=correct)
+    of_arrays = judged(
+        {"a": x_adv.double().numpy()},
+        correct={"a": correct.numpy()},
+        worst=correct.numpy(),
+        data=(X.double().numpy(), Y.numpy()),
+    )
+    assert of_arrays.json() == of_tensors.json()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"correct": {"a": torch.ones(3)}}, r"correct\['a'\] must hold one value for each of the 40 examples"),
+        ({"log_prob": {"a": -torch.ones(3)}}, r"log_prob\['a'\] must hold one value for each of the 40 examples"),
+        ({"worst": np.ones(3)}, "worst must hold one value for each of the 40 examples"),
+        ({"correct": {"b": torch.ones(40)}}, r"correct must speak of attacks in x_adv \(a\), got b"),
+        ({"correct": {"a": torch.full((40,), math.nan)}}, r"correct\['a'\] must say for each example"),
+        ({"worst": torch.full((40,), 7)}, "worst must say for each example"),
+        ({"correct": torch.ones(40)}, "correct must be a mapping from the names of attacks"),
+        ({"correct": {"a": [True] * 40}}, r"correct\['a'\] must be a tensor or an array"),
+    ],
+)
+def test_claimed_scores_that_do_not_fit_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        judged({"a": X}, **options)
+
+
+@pytest.mark.parametrize("argument", ["attacks", "siblings", "purifier_attacks"])
+def test_a_list_where_names_are_due(argument: str) -> None:
+    given: dict[str, Any] = {argument: [pgd(BALL, 5)]}
+    with pytest.raises(TypeError, match=f"{argument} must be a mapping from names"):
+        audit(predict, (X, Y), ball=BALL, **given)
+
+
+def test_the_cost_of_a_list_is_named_too() -> None:
+    with pytest.raises(TypeError, match="attacks must be a mapping"):
+        audit_cost(predict, (X, Y), ball=BALL, attacks=[pgd(BALL, 5)])  # type: ignore[arg-type]
+
+
+def regress(x: Tensor) -> Normal:
+    return Normal(x @ WEIGHT[0], 0.3)
+
+
+@pytest.mark.parametrize("shape", [(40,), (40, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_regression_targets_of_either_shape_and_dtype(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    y = X @ WEIGHT[0] + 0.1 * torch.randn(40, generator=torch.Generator().manual_seed(3))
+    options: dict[str, Any] = {"ball": BALL, "budget": SMALL, "progress": False}
+    assert audit(regress, (X, y.to(dtype).reshape(shape)), **options).json() == audit(regress, (X, y), **options).json()
+
+
+def test_regression_targets_of_two_outputs() -> None:
+    def two(x: Tensor) -> Independent:
+        return Independent(Normal(x @ WEIGHT[:2].T, 0.3), 1)
+
+    y = (X @ WEIGHT[:2].T).double() + 0.1
+    found = audit(two, (X, y), ball=BALL, budget=SMALL, progress=False, only=("E1", "E3", "E12"))
+    assert not found.failed
+    claim = Claim({"a": X.numpy()})  # type: ignore[dict-item]
+    assert audit(two, (X, y), ball=BALL, claim=claim, budget=SMALL, progress=False, only=("E1",))["E1"].status == "passed"
