@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from advbayes import L2, BayesianModel, Categorical, Linf, MeanField, PosteriorPredictive, one_step
+from advbayes import L2, BayesianModel, Categorical, Linf, MeanField, PosteriorPredictive, nll, one_step
 from advbayes.adapters import from_function, from_sklearn, from_torch, to_art, to_autoattack, to_foolbox
-from advbayes.attacks import RandomSearch, squared_error, strong_suite
+from advbayes.attacks import APGD, RandomSearch, squared_error, strong_suite
+from advbayes.evaluation import evaluate
 from advbayes.types import Predictor
 
 # --- Into the library -------------------------------------------------------------------------------------------------
@@ -90,6 +91,111 @@ def test_scikit_learn_estimators() -> None:
     assert float((decision(broken).logits.argmax(-1) == y).float().mean()) < 0.6
     ridge = linear_model.Ridge().fit(data, data[:, 0])
     assert from_sklearn(ridge, scale=0.1)(x).mean.shape == (80,)
+
+
+def three_classes() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    data = np.random.default_rng(0).normal(size=(150, 2))
+    return data, np.array(["a", "b", "c"])[np.digitize(np.arctan2(data[:, 1], data[:, 0]), [-1, 1])]
+
+
+def test_pairwise_decision_values_are_not_taken_for_classes() -> None:
+    svm, pipeline = pytest.importorskip("sklearn.svm"), pytest.importorskip("sklearn.pipeline")
+    data, labels = three_classes()
+    x = torch.tensor(data)
+    pairwise = svm.SVC(decision_function_shape="ovo").fit(data, labels)
+    with pytest.raises(ValueError, match="decision_function_shape='ovo'"):
+        from_sklearn(pairwise)
+    hidden = from_sklearn(pipeline.make_pipeline(svm.SVC(decision_function_shape="ovo")).fit(data, labels))
+    with pytest.raises(ValueError, match="at the class that it predicts"):
+        hidden(x)
+    row_by_row = from_sklearn(pipeline.make_pipeline(svm.SVC(decision_function_shape="ovo")).fit(data, labels))
+    with pytest.raises(ValueError, match="at the class that it predicts"):
+        [row_by_row(row.unsqueeze(0)) for row in x]
+    four = np.where(data[:, 0] > 1, "d", labels)
+    with pytest.raises(ValueError, match=r"each of its 4 classes, got shape \(150, 6\)"):
+        from_sklearn(pipeline.make_pipeline(svm.SVC(decision_function_shape="ovo")).fit(data, four))(x)
+
+
+@pytest.mark.parametrize("name", ["SVC", "LinearSVC"])
+def test_decision_values_of_each_class_predict_what_the_estimator_does(name: str) -> None:
+    svm = pytest.importorskip("sklearn.svm")
+    data, labels = three_classes()
+    fitted = getattr(svm, name)().fit(data, labels)
+    ours = fitted.classes_[from_sklearn(fitted)(torch.tensor(data)).logits.argmax(-1).numpy()]
+    assert float((ours == fitted.predict(data)).mean()) > 0.98  # predict breaks a tie of votes by the order of classes
+    two = np.where(labels == "c", "b", labels)
+    binary = svm.SVC(decision_function_shape="ovo").fit(data, two)  # one pair: nothing to confuse
+    assert (binary.classes_[from_sklearn(binary)(torch.tensor(data)).logits.argmax(-1).numpy()] == binary.predict(data)).all()
+
+
+def test_a_regressor_without_a_deviation_is_warned_of() -> None:
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    data = np.random.default_rng(0).normal(size=(30, 3))
+    ridge = linear_model.Ridge().fit(data, data[:, 0])
+    with pytest.warns(UserWarning, match="pass scale="):
+        predict = from_sklearn(ridge)
+    assert bool((predict(torch.tensor(data)).stddev == 1).all())  # and no second warning
+    assert bool((from_sklearn(ridge, scale=0.5)(torch.tensor(data)).stddev == 0.5).all())
+
+
+def test_a_regressor_with_a_deviation_of_its_own_uses_it() -> None:
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    gaussian_process = pytest.importorskip("sklearn.gaussian_process")
+    rng = np.random.default_rng(0)
+    data = rng.normal(size=(30, 3))
+    y = data[:, 0] + 0.1 * rng.normal(size=30)
+    x = torch.tensor(data + 0.5)
+    process = gaussian_process.GaussianProcessRegressor(alpha=0.01, optimizer=None)
+    for estimator in (linear_model.BayesianRidge(), process):
+        mean, std = estimator.fit(data, y).predict(data + 0.5, return_std=True)
+        prediction = from_sklearn(estimator)(x)
+        torch.testing.assert_close(prediction.mean, torch.tensor(mean))
+        torch.testing.assert_close(prediction.stddev, torch.tensor(std))
+        assert bool((from_sklearn(estimator, scale=2.0)(x).stddev == 2).all())  # what is said goes first
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_that_are_none_are_refused(value: float) -> None:
+    scale = torch.tensor([1.0, value, 1.0])
+    with pytest.raises(ValueError, match=r"the function's scale must be (positive|finite)"):
+        from_function(lambda x: (x[:, 0], scale), "mean_and_scale")(torch.ones(3, 2))
+
+
+@pytest.mark.parametrize("mean", [(3,), (3, 1)])
+@pytest.mark.parametrize("scale", [(), (3,), (3, 1)])
+def test_a_column_of_scales_goes_with_a_row_of_means(mean: tuple[int, ...], scale: tuple[int, ...]) -> None:
+    deviations = torch.tensor([1.0, 2.0, 3.0]).reshape(scale) if scale else torch.tensor(2.0)
+    prediction = from_function(lambda x: (x[:, 0].reshape(mean), deviations), "mean_and_scale")(torch.ones(3, 2))
+    assert torch.equal(prediction.stddev, deviations.reshape(-1).expand(3))
+
+
+def test_scales_of_two_outputs_and_those_that_do_not_fit() -> None:
+    shared = from_function(lambda x: (x, torch.tensor([1.0, 2.0])), "mean_and_scale")(torch.ones(3, 2))
+    assert torch.equal(shared.stddev, torch.tensor([[1.0, 2.0]]).expand(3, 2))
+    with pytest.raises(ValueError, match=r"the function's scale must fit its mean of shape \(3, 2\)"):
+        from_function(lambda x: (x, torch.ones(3)), "mean_and_scale")(torch.ones(3, 2))
+    with pytest.raises(ValueError, match=r"the function's scale must fit its mean of shape \(3,\)"):
+        from_function(lambda x: (x[:, 0], torch.ones(3, 2)), "mean_and_scale")(torch.ones(3, 2))
+
+
+@pytest.mark.parametrize(("of_net", "of_x"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+@pytest.mark.parametrize("kind", ["logits", "mean"])
+def test_the_net_and_the_data_may_differ_in_dtype(of_net: torch.dtype, of_x: torch.dtype, kind: str) -> None:
+    net = nn.Linear(4, 3 if kind == "logits" else 1).to(of_net)
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(of_x)
+    y = torch.arange(6) % 3 if kind == "logits" else torch.linspace(-1, 1, 6, dtype=of_x)
+    predict = from_torch(net, kind, scale=None if kind == "logits" else 0.5)
+    inputs = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(predict(inputs).log_prob(y).sum(), inputs)
+    assert gradient.dtype == of_x
+    assert bool((gradient != 0).any())
+    for attack in (one_step(L2(0.5)), APGD(L2(0.5), nll, steps=5)):
+        x_adv = attack(predict, x, y)
+        assert x_adv.dtype == of_x
+        assert bool((predict(x_adv).log_prob(y) < predict(x).log_prob(y)).any())
+    found = evaluate(predict, (x.numpy(), y.numpy()), attacks={"a": one_step(L2(0.5))})
+    log_probs = found.columns(found.predictors[0])["log_prob"]
+    assert log_probs.shape == (6,)
 
 
 # --- Out of the library: the others' attacks against our suite ---------------------------------------------------------
@@ -228,6 +334,37 @@ def test_art_attacks_a_regressor_as_hard_as_we_do() -> None:
     assert bool((theirs > squared_error(predict(x), y)).all())
 
 
+def classes(x: Tensor) -> torch.distributions.Categorical:
+    return torch.distributions.Categorical(logits=x.flatten(1)[:, :4])
+
+
 def test_autoattack_refuses_what_it_does_not_know() -> None:
     with pytest.raises(ValueError, match=r"box=\(0, 1\)"):
-        to_autoattack(lambda x: torch.distributions.Categorical(logits=x), L2(1.0), 10)
+        to_autoattack(classes, L2(1.0), 10)
+    with pytest.raises(ValueError, match=r"box=\(0, 1\)"):
+        to_autoattack(classes, L2(1.0, box=(torch.zeros(4), torch.full((4,), 2.0))), 10)
+
+
+def test_autoattack_takes_a_unit_box_of_tensors_and_images_of_the_classes_it_was_told() -> None:
+    pytest.importorskip("pyautoattack")
+    x = torch.rand(8, 1, 3, 3, generator=torch.Generator().manual_seed(0))
+    y = classes(x).logits.argmax(-1)
+    ball = L2(0.2, box=(torch.zeros(1, 3, 3), torch.ones(1, 3, 3)))
+    with pytest.raises(ValueError, match="x must have 4 dimensions"):
+        to_autoattack(classes, ball, 4).run_standard_evaluation(x.flatten(1), y)
+    for wrong in (3, 5):
+        with pytest.raises(ValueError, match=f"num_classes must be the number that predict knows, 4, got {wrong}"):
+            to_autoattack(classes, ball, wrong).run_standard_evaluation(x, y)
+    attack = to_autoattack(classes, ball, 4)
+    attack.attacks_to_run = ["apgd-ce"]
+    with torch.random.fork_rng():
+        x_adv, predicted = attack.run_standard_evaluation(x, y)
+    assert bool(ball.contains(x_adv, x).all())
+    assert torch.equal(predicted, classes(x_adv).logits.argmax(-1))
+
+
+def test_art_is_told_the_number_of_classes() -> None:
+    pytest.importorskip("art.estimators")
+    wrapped = to_art(classes, (9,), 5)
+    with pytest.raises(ValueError, match="num_classes must be the number that predict knows, 4, got 5"):
+        wrapped.predict(np.zeros((2, 9), dtype=np.float32))

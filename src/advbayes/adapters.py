@@ -6,6 +6,7 @@ for logits are soft-maxed twice, which flattens gradients and makes any model lo
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution, Independent, Normal
 
 from advbayes import checks
-from advbayes.balls import L2
+from advbayes.balls import L2, Linf
 from advbayes.balls import _Ball as Ball
 from advbayes.types import Predictor
 
@@ -49,22 +50,23 @@ class FunctionPredictor:
             raise ValueError(f"scale goes with kind='mean' alone, got kind={self.kind!r}")
 
     def __call__(self, x: Tensor) -> Distribution:
-        output = self.function(x.detach().cpu().numpy() if self.numpy else x)
+        output = self.function(x.detach().cpu().numpy() if self.numpy else _for_net(self.function, x))
         if self.kind == "mean_and_scale":
             if not isinstance(output, (tuple, list)) or len(output) != 2:
                 raise TypeError(f"function must give a pair (mean, scale) for this kind, got {checks.describe(output)}")
             mean, scale = (_tensor(part, x) for part in output)
             self._check(mean, x, 1)
-            return _normal(mean, scale.expand_as(mean))
+            return _normal(_as(x, mean), _as(x, _scale_for(mean, scale)))
         scores = _tensor(output, x)
         if self.kind == "mean":
             self._check(scores, x, 1)
+            scores = _as(x, scores)
             return _normal(scores, torch.full_like(scores, 1.0 if self.scale is None else self.scale))
         self._check(scores, x, 2)
         if self.kind == "probs":
             # log of the smallest normal number, so that p = 0 has a finite log-probability and no NaN in its gradient
             scores = scores.clamp_min(torch.finfo(scores.dtype).tiny).log()
-        return CategoricalDistribution(logits=scores, validate_args=False)
+        return CategoricalDistribution(logits=_as(x, scores), validate_args=False)
 
     def _check(self, output: Tensor, x: Tensor, least: int) -> None:
         """Shape and finiteness always; what the numbers look like at the first call."""
@@ -77,6 +79,35 @@ class FunctionPredictor:
         if not self._seen and len(x):
             _looks_like(self.kind, output.detach())
             self._seen.append(True)
+
+
+def _for_net(function: Callable[[Any], Any], x: Tensor) -> Tensor:
+    """x in the floating dtype of a torch network; predictions (`_as`) and gradients come back in x's own."""
+    if not isinstance(function, nn.Module) or not x.is_floating_point():
+        return x
+    dtype = next((value.dtype for value in function.parameters() if value.is_floating_point()), x.dtype)
+    return x.to(dtype)
+
+
+def _as(x: Tensor, output: Tensor) -> Tensor:
+    return output.to(x.dtype) if x.is_floating_point() and output.is_floating_point() else output
+
+
+def _scale_for(mean: Tensor, scale: Tensor) -> Tensor:
+    """Standard deviations in the mean's shape: positive, a number, one for each output or one for each mean."""
+    checks.finite("the function's scale", scale.detach())
+    if not bool((scale > 0).all()):
+        raise ValueError(
+            f"the function's scale must be positive (standard deviations), got a smallest value of {float(scale.min()):g}"
+        )
+    if scale.shape != mean.shape and {tuple(scale.shape), tuple(mean.shape)} == {(len(mean),), (len(mean), 1)}:
+        return scale.reshape(mean.shape)  # (B,) and (B, 1) are the same, and never broadcast
+    try:
+        return scale.expand_as(mean)
+    except RuntimeError:
+        raise ValueError(
+            f"the function's scale must fit its mean of shape {tuple(mean.shape)}, got {checks.describe(scale)}"
+        ) from None
 
 
 def _looks_like(kind: str, scores: Tensor) -> None:
@@ -119,7 +150,7 @@ def from_function(
 
 
 def from_torch(net: nn.Module, kind: str = "logits", *, scale: float | None = None) -> FunctionPredictor:
-    """A trained torch network as a Predictor.
+    """A trained torch network as a Predictor; inputs are taken to the dtype of its parameters.
 
     >>> from_torch(nn.Linear(4, 3).eval())(torch.ones(2, 4)).probs.shape
     torch.Size([2, 3])
@@ -135,7 +166,8 @@ def from_torch(net: nn.Module, kind: str = "logits", *, scale: float | None = No
 def from_sklearn(estimator: Any, *, scale: float | None = None) -> FunctionPredictor:
     """A fitted scikit-learn estimator as a Predictor; y then holds positions in `estimator.classes_`.
 
-    Classifiers give probabilities or, without them, decision values as logits; regressors a mean, with `scale` for its error.
+    Classifiers give probabilities or, without them, decision values as logits. Regressors give a mean, with `scale` for its
+    error, or else with their own standard deviation where `predict` has `return_std`.
 
     >>> from sklearn.linear_model import LogisticRegression
     >>> import numpy as np
@@ -146,10 +178,58 @@ def from_sklearn(estimator: Any, *, scale: float | None = None) -> FunctionPredi
     if hasattr(estimator, "predict_proba"):
         return FunctionPredictor(estimator.predict_proba, "probs", None, True)
     if hasattr(estimator, "decision_function") and hasattr(estimator, "classes_"):
-        return FunctionPredictor(lambda x: _two_columns(estimator.decision_function(x)), "logits", None, True)
+        return FunctionPredictor(_Decisions(estimator), "logits", None, True)
     if not hasattr(estimator, "predict"):
         raise TypeError(f"estimator must be a fitted scikit-learn estimator, got {checks.describe(estimator)}")
+    if scale is None:
+        if "return_std" in inspect.signature(estimator.predict).parameters:
+            return FunctionPredictor(lambda x: estimator.predict(x, return_std=True), "mean_and_scale", None, True)
+        warnings.warn(
+            f"{type(estimator).__name__} gives no standard deviation: scale = 1 is assumed, and likelihoods, CRPS and coverage "
+            "mean nothing unless its errors are about 1; pass scale=, such as the RMSE on data it was not fitted to",
+            UserWarning,
+            stacklevel=2,
+        )
     return FunctionPredictor(estimator.predict, "mean", scale, True)
+
+
+@dataclass(frozen=True, eq=False)
+class _Decisions:
+    """Decision values with one column for each class, held against what the estimator itself predicts on the first rows.
+
+    Pairwise values (one against one) come in as many columns as there are classes when there are three of them, so that
+    counting columns does not tell. Votes that tie may be broken differently by `predict`, hence some leeway.
+    """
+
+    estimator: Any
+    rows: int = 256  # to compare
+    _seen: list[int] = field(default_factory=lambda: [0, 0], repr=False)  # rows compared, rows that disagree
+
+    def __post_init__(self) -> None:
+        if getattr(self.estimator, "decision_function_shape", None) == "ovo" and len(self.estimator.classes_) > 2:
+            raise ValueError(
+                "estimator must give one decision value for each class, got decision_function_shape='ovo' (one for each pair): "
+                "set estimator.decision_function_shape = 'ovr', or fit it with probability=True"
+            )
+
+    def __call__(self, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        decision = _two_columns(np.asarray(self.estimator.decision_function(x)))
+        classes = np.asarray(self.estimator.classes_)
+        if decision.ndim != 2 or decision.shape[1] != len(classes):
+            raise ValueError(
+                f"estimator must give one decision value for each of its {len(classes)} classes, got shape {decision.shape}"
+            )
+        if self._seen[0] < self.rows:
+            part = slice(0, self.rows - self._seen[0])
+            own, ours = np.asarray(self.estimator.predict(x[part])), classes[decision[part].argmax(1)]
+            self._seen[0] += len(own)
+            self._seen[1] += int((own != ours).sum())
+            if self._seen[1] > 1 + 0.1 * self._seen[0]:
+                raise ValueError(
+                    "the largest of the estimator's decision values must be at the class that it predicts, got another on "
+                    f"{self._seen[1]} of {self._seen[0]} examples: are they pairwise (decision_function_shape='ovo')?"
+                )
+        return decision
 
 
 def _two_columns(decision: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -175,18 +255,34 @@ def _normal(mean: Tensor, scale: Tensor) -> Distribution:
 class PredictorModule(nn.Module):
     """A Predictor as a torch module: log-probabilities of the classes (which are logits), or the mean.
 
+    What another library was told, it cannot check: `num_classes` and `ndim` (of x) are held against every call.
+
     >>> PredictorModule(lambda x: CategoricalDistribution(logits=x))(torch.zeros(1, 2))
     tensor([[-0.6931, -0.6931]])
     """
 
-    def __init__(self, predict: Predictor) -> None:
+    def __init__(self, predict: Predictor, *, num_classes: int | None = None, ndim: int | None = None) -> None:
         super().__init__()
         self.predict = predict
+        self.num_classes, self.ndim = num_classes, ndim
         self.eval()
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.ndim is not None and x.ndim != self.ndim:
+            raise ValueError(
+                f"x must have {self.ndim} dimensions, (B, channels, height, width), for this library's attacks, got "
+                f"{checks.describe(x)}: reshape x, and let the predictor flatten it"
+            )
         prediction = self.predict(x)
-        return prediction.logits if isinstance(prediction, CategoricalDistribution) else prediction.mean
+        if not isinstance(prediction, CategoricalDistribution):
+            if self.num_classes is not None:
+                raise TypeError(f"predict must predict {self.num_classes} classes, got {type(prediction).__name__}")
+            return prediction.mean
+        if self.num_classes is not None and prediction.logits.shape[-1] != self.num_classes:
+            raise ValueError(
+                f"num_classes must be the number that predict knows, {prediction.logits.shape[-1]}, got {self.num_classes}"
+            )
+        return prediction.logits
 
 
 def to_foolbox(predict: Predictor, bounds: tuple[float, float] = (0.0, 1.0), *, device: torch.device | str = "cpu") -> Any:
@@ -210,28 +306,35 @@ def to_autoattack(
     seed: int = 0,
     device: torch.device | str = "cpu",
 ) -> Any:
-    """A `pyautoattack.AutoAttack` for the ball; its `run_standard_evaluation(x, y)` gives adversarial examples.
+    """A `pyautoattack.AutoAttack` for the ball; its `run_standard_evaluation(x, y)` gives a pair: the adversarial examples, and
+    what is predicted for them.
 
-    AutoAttack knows inputs in [0, 1] and plain balls only. It aims at nine wrong classes: with fewer, at all of them, and
-    below four classes its targeted losses do not exist, so that APGD-CE, FAB and Square remain.
+    AutoAttack knows images (B, channels, height, width) in [0, 1] and plain balls only. It aims at nine wrong classes: with
+    fewer, at all of them, and below four classes its targeted losses do not exist, so that APGD-CE, FAB and Square remain.
 
     >>> from advbayes import Linf
     >>> to_autoattack(lambda x: CategoricalDistribution(logits=x), Linf(0.1, box=(0, 1)), 5).norm  # doctest: +SKIP
     'Linf'
     """
     checks.count("num_classes", num_classes, low=2)
-    if ball.scale is not None or ball.mask is not None or ball.box is None or tuple(ball.box) != (0, 1):
-        raise ValueError(f"ball must have box=(0, 1) and neither scale nor mask for AutoAttack, got {ball}")
+    if not isinstance(ball, (L2, Linf)) or ball.scale is not None or ball.mask is not None or not _is_unit(ball.box):
+        raise ValueError(f"ball must be L2 or Linf with box=(0, 1) and neither scale nor mask for AutoAttack, got {ball}")
     from pyautoattack import AutoAttack
 
     arguments = {"norm": "L2" if isinstance(ball, L2) else "Linf", "eps": ball.eps, "seed": seed, "device": torch.device(device)}
+    module = PredictorModule(predict, num_classes=num_classes, ndim=4)
     if num_classes < 4:
-        attack = AutoAttack(PredictorModule(predict), version="custom", attacks=["apgd-ce", "fab", "square"], **arguments)
+        attack = AutoAttack(module, version="custom", attacks=["apgd-ce", "fab", "square"], **arguments)
     else:
-        attack = AutoAttack(PredictorModule(predict), version=version, **arguments)
+        attack = AutoAttack(module, version=version, **arguments)
     for part in (attack.apgd_targeted, attack.fab):
         part.n_target_classes = min(9, num_classes - 1)
     return attack
+
+
+def _is_unit(box: tuple[Any, Any] | None) -> bool:
+    """Whether a box of numbers or tensors is [0, 1] everywhere."""
+    return box is not None and all(bool((torch.as_tensor(side) == at).all()) for side, at in zip(box, (0, 1), strict=True))
 
 
 def to_art(
@@ -247,7 +350,8 @@ def to_art(
     >>> to_art(lambda x: CategoricalDistribution(logits=x), (3,), 3).nb_classes  # doctest: +SKIP
     3
     """
-    shared = {"model": PredictorModule(predict), "input_shape": tuple(input_shape), "clip_values": box, "device_type": device}
+    module = PredictorModule(predict, num_classes=num_classes)
+    shared = {"model": module, "input_shape": tuple(input_shape), "clip_values": box, "device_type": device}
     if num_classes is None:
         from art.estimators.regression.pytorch import PyTorchRegressor
 
