@@ -188,7 +188,7 @@ BALL = L2(0.5, box=(0, 1))
         attacks.RandomSearch(BALL, 7, attacks.certainty),
         attacks.Square(BALL),
         attacks.HardLabel(BALL),
-        attacks.Suite((attacks.pgd(BALL), attacks.pgd(BALL, loss=attacks.Toward(attacks.margin)))),
+        attacks.Suite((attacks.pgd(BALL), attacks.pgd(BALL, loss=attacks.Toward(attacks.margin))), rank=attacks.nll),
         PGD(BALL, stages=((attacks.ByLoss(attacks.inflate_variance), 2), (attacks.Exceeding(squared_error, 2.0), 1))),
         PGD(BALL, stages=tuple((loss, 1) for loss in (attacks.deflate_variance, attacks.raise_mean, attacks.lower_mean))),
         PGD(BALL, stages=((attacks.MarginTo(torch.tensor([1, 0])), 2),)),
