@@ -81,6 +81,19 @@ def outcomes(name: str, values: Any) -> Tensor:  # (N,), zeros and ones
     return found
 
 
+def shares(name: str, values: Any) -> Tensor:  # (N,), in [0, 1]
+    """Per-example truth values, or the share of several answers that were true (a stochastic predictor asked again).
+
+    >>> shares("correct", [True, 0.3])
+    tensor([1.0000, 0.3000], dtype=torch.float64)
+    """
+    found = column(name, values)
+    if not bool(((found >= 0) & (found <= 1)).all()):
+        low, high = float(found.min()), float(found.max())
+        raise ValueError(f"{name} must hold truth values or shares in [0, 1], got values in [{low:g}, {high:g}]")
+    return found
+
+
 def same_length(**columns: Tensor) -> None:
     """Columns that speak of the same examples have the same length.
 

@@ -102,6 +102,7 @@ def quantile(
             )
         with contextlib.suppress(NotImplementedError):
             return prediction.icdf(torch.full_like(centre, q))
+        _cdf(prediction, known, centre.reshape(num, -1))  # without a cdf the moments, which may be infinite, do not matter
     spread = finite("prediction.variance", prediction.variance).sqrt()
     slack = 1e-4 * spread  # the moments are rounded too
     low = centre - spread * math.sqrt((1 - q) / q) - slack

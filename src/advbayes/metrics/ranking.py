@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from advbayes.checks import choice, finite, number
-from advbayes.metrics.intervals import Estimate, bootstrap, column, normal_quantile, outcomes, same_length, wilson
+from advbayes.metrics.intervals import Estimate, bootstrap, column, normal_quantile, outcomes, same_length, shares, wilson
 from advbayes.metrics.reductions import share_ties
 
 
@@ -67,7 +67,7 @@ def aurc(
 
 
 def selective_accuracy(
-    correct: Any,  # (N,) truth values
+    correct: Any,  # (N,) truth values, or shares of several answers
     confidence: Any,  # (N,), any score: the larger, the sooner answered
     *,
     coverage: float,
@@ -78,7 +78,7 @@ def selective_accuracy(
     >>> selective_accuracy([1, 0, 1, 1], [0.9, 0.1, 0.8, 0.7], coverage=0.75).value
     1.0
     """
-    correct, confidence = _selection("correct", outcomes("correct", correct), confidence)
+    correct, confidence = _selection("correct", shares("correct", correct), confidence)
     coverage = number("coverage", coverage, low=0.0, high=1.0, open_low=True)
     answered = max(1, math.ceil(coverage * len(correct) - 1e-9))  # 0.55 * 100 is a little more than 55
     ordered, order = confidence.sort(descending=True)

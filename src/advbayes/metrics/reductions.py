@@ -20,6 +20,7 @@ from advbayes.metrics.intervals import (
     quantiles,
     resamples,
     same_length,
+    shares,
     wilson,
 )
 
@@ -145,7 +146,7 @@ class Bin:
 
 def reliability(
     confidence: Any,  # (N,) in [0, 1]
-    correct: Any,  # (N,) truth values
+    correct: Any,  # (N,) truth values, or shares of several answers
     *,
     bins: int = 15,
     binning: str = "equal_mass",
@@ -174,7 +175,7 @@ def reliability(
 
 def ece(
     confidence: Any,  # (N,) in [0, 1]
-    correct: Any,  # (N,) truth values
+    correct: Any,  # (N,) truth values, or shares of several answers
     *,
     bins: int = 15,
     binning: str = "equal_mass",
@@ -217,7 +218,7 @@ def _gaps(confidence: Tensor, correct: Tensor, bins: int, binning: str) -> Tenso
 
 
 def _calibration(confidence: Any, correct: Any, bins: int, binning: str) -> tuple[Tensor, Tensor, int]:
-    confidence, correct = column("confidence", confidence), outcomes("correct", correct)
+    confidence, correct = column("confidence", confidence), shares("correct", correct)
     same_length(confidence=confidence, correct=correct)
     # float32 probabilities may sum to a little more than 1
     if bool(((confidence < 0) | (confidence > 1 + 1e-5)).any()):
