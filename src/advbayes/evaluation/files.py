@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 import advbayes
+from advbayes import checks
+from advbayes.evaluation.contents import tensor_hash
 from advbayes.store import RecordLog, read_document, versions, write_bytes, write_document
 from advbayes.store.files import read_bytes
 from advbayes.store.tensors import decode, encode
@@ -60,11 +63,7 @@ def data_hash(x: Tensor, y: Tensor) -> str:
     >>> data_hash(torch.zeros(1, 2), torch.zeros(1)) == data_hash(torch.zeros(1, 2), torch.zeros(1))
     True
     """
-    digest = hashlib.sha256()
-    for value in (x, y):
-        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+    return tensor_hash(x, y)
 
 
 @dataclass(frozen=True)
@@ -91,11 +90,23 @@ class Folder:
             return
         held = self.config()
         for key, value in config.items():
-            if not _alike(held.get(key), value):
+            if key == "contents" and key not in held:
+                self._without_contents(value)
+            elif not _alike(held.get(key), value):
+                place, before, now = _difference(key, held.get(key), value)
                 raise ValueError(
-                    f"out must be a new folder or hold the same evaluation, got {self.path} whose {key} is "
-                    f"{held.get(key)!r:.200}, not {value!r:.200}"
+                    f"out must be a new folder or hold the same evaluation, got {self.path} whose {place} is "
+                    f"{before!r:.200}, not {now!r:.200}"
                 )
+
+    def _without_contents(self, wanted: dict[str, dict[str, Any]]) -> None:
+        """A folder from before the contents of attacks were noted: fine where the attacks hold nothing of the kind."""
+        needed = [f"{name}: {path}" for name, found in wanted.items() for path in found]
+        if needed:
+            raise ValueError(
+                f"out must be a new folder or hold the same evaluation, got {self.path}, which does not say what the attacks "
+                f"held ({', '.join(needed)}): an older version made it, and it cannot be gone on with; give a new folder"
+            )
 
     def config(self) -> dict[str, Any]:
         """What was evaluated, with which code."""
@@ -126,9 +137,20 @@ def _alike(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
+def _difference(place: str, held: Any, wanted: Any) -> tuple[str, Any, Any]:
+    """Where two settings differ, as deep as dictionaries go, and the two values there."""
+    if isinstance(held, dict) and isinstance(wanted, dict):
+        for key in (*wanted, *(key for key in held if key not in wanted)):
+            if key not in held or key not in wanted or not _alike(held[key], wanted[key]):
+                return _difference(f"{place}[{key!r}]", held.get(key), wanted.get(key))
+    return place, held, wanted
+
+
 @torch.no_grad()
 def fingerprint(predict: Any, x: Tensor) -> list[float]:  # x (B, *event), a few examples
     """A few numbers that tell one trained predictor from another."""
     prediction = predict(x)
+    if not isinstance(prediction, Distribution):
+        raise TypeError(f"a predictor must return a torch Distribution over y, got {checks.describe(prediction)}")
     values: Tensor = prediction.logits if hasattr(prediction, "logits") else prediction.mean
     return [float(value) for value in values.flatten()[:16].double()]
