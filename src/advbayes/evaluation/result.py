@@ -30,8 +30,8 @@ REDUCTIONS: dict[Task, dict[str, Callable[[Columns], Estimate]]] = {
         "accuracy": lambda rows: _proportion(rows["correct"]),
         "nll": lambda rows: metrics.mean(-rows["log_prob"]),
         "brier": lambda rows: metrics.mean(rows["brier"]),
-        "ece": lambda rows: metrics.ece(rows["confidence"], rows["correct"].round()),
-        "selective_accuracy": lambda rows: metrics.selective_accuracy(rows["correct"].round(), -rows["entropy"], coverage=0.5),
+        "ece": lambda rows: metrics.ece(rows["confidence"], rows["correct"]),
+        "selective_accuracy": lambda rows: metrics.selective_accuracy(rows["correct"], -rows["entropy"], coverage=0.5),
         "aurc": lambda rows: metrics.aurc(1 - rows["correct"], -rows["entropy"]),
     },
     "regression": {
@@ -42,6 +42,8 @@ REDUCTIONS: dict[Task, dict[str, Callable[[Columns], Estimate]]] = {
         "aurc": lambda rows: metrics.aurc(rows["squared_error"], -rows["entropy"]),
     },
 }
+
+NEEDED = {"crps": "crps", "coverage": "inside", "aurc": "entropy"}  # columns that not every prediction can give
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,11 @@ class Evaluation:
     def estimate(self, metric: str, predictor: str | None = None, attack: str = WORST, eps: float | None = None) -> Estimate:
         """One number with its confidence interval."""
         reductions = REDUCTIONS[self.task]
-        return reductions[checks.choice("metric", metric, tuple(reductions))](self.columns(predictor, attack, eps))
+        checks.choice("metric", metric, tuple(reductions))
+        rows = self.columns(predictor, attack, eps)
+        if not _gives(rows, metric):
+            raise ValueError(f"metric must be one that the predictions can give, got {metric!r} without {NEEDED[metric]!r}")
+        return reductions[metric](rows)
 
     def curve(self, metric: str | None = None, predictor: str | None = None, attack: str = WORST) -> list[tuple[float, Estimate]]:
         """The security curve: (eps, estimate), from the clean point outward."""
@@ -171,6 +177,7 @@ class Evaluation:
     def table(self, metrics: Sequence[str] | None = None, *, verdict: Any = None) -> Table:
         """Rows predictor x attack x eps, clean first, the worst case after its attacks, trivial predictors last.
 
+        A metric that a row's predictions cannot give is empty there, and absent where no predictor under attack gives it.
         With a verdict (of `audit`) the attacked rows of a value that did not pass carry a dagger and the failed ids.
         """
         names = tuple(REDUCTIONS[self.task]) if metrics is None else tuple(metrics)
@@ -185,8 +192,15 @@ class Evaluation:
                     keys.append((WORST, eps))
             for attack, eps in keys:
                 label = "any" if predictor in self.trivial else attack
-                values = {name: self.estimate(name, predictor, attack, eps) for name in names}
+                held = [name for name in names if _gives(self.columns(predictor, attack, eps), name)]
+                values = {name: self.estimate(name, predictor, attack, eps) for name in held}
                 rows.append(Row(predictor, label, None if label == "any" else eps, values, marked=attack != CLEAN))
+        if metrics is None:
+            names = tuple(name for name in names if any(name in row.values for row in rows if row.predictor not in self.trivial))
         note = "" if verdict is None else verdict.line()
         dagger = verdict is not None and verdict.level not in ("A", "B")
         return Table(names, tuple(rows), note=note, dagger=dagger)
+
+
+def _gives(rows: Columns, metric: str) -> bool:
+    return metric not in NEEDED or NEEDED[metric] in rows

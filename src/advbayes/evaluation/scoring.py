@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical
+from torch.distributions import Categorical, Distribution
 
 from advbayes import metrics
 from advbayes.attacks import nll
+from advbayes.attacks.gradients import per_example
 from advbayes.evaluation.inputs import Task, check_scores
 from advbayes.types import Loss, Predictor
 
@@ -22,6 +24,19 @@ WORSE: dict[Task, dict[str, int]] = {
 }
 
 
+HALVES = ("first", "second")  # of the scorings of a stochastic predictor
+
+
+def column_names(task: Task) -> tuple[str, ...]:
+    """Every column that a record may have, in order: the scores, then those of each half of the scorings.
+
+    >>> column_names("regression")[:3]
+    ('loss', 'squared_error', 'log_prob')
+    """
+    scored = [name for name in WORSE[task] if name != "norm"]
+    return (*WORSE[task], *(f"{name}_{half}" for half in HALVES for name in scored))
+
+
 @torch.no_grad()
 def score(
     predict: Predictor,
@@ -31,42 +46,69 @@ def score(
     *,
     loss: Loss = nll,
     repeats: int = 1,
+    halves: bool = False,
     interval_level: float = 0.9,
     what: str = "the scores",
 ) -> Columns:
     """The scores of each example, averaged over `repeats` calls (a stochastic predictor answers differently each time).
+
+    With `halves` also over the first and the second half of the calls apart (`correct_first`, `correct_second`, ...), from
+    which `worst` chooses without favour. What a prediction cannot give (CRPS and intervals without draws or a cdf, entropy)
+    is absent.
 
     >>> y = torch.tensor([0, 1])
     >>> score(lambda x: Categorical(logits=x), torch.tensor([[9.0, 0.0], [9.0, 0.0]]), y, "classification")["correct"]
     tensor([1., 0.], dtype=torch.float64)
     """
     total: Columns = {}
-    for _ in range(repeats):
-        prediction = predict(x)
-        if isinstance(prediction, Categorical):
-            check_scores(prediction.logits, f"{what} (log-probabilities)")
-        found = {"loss": loss(prediction, y), "log_prob": metrics.log_prob(prediction, y), "entropy": metrics.entropy(prediction)}
-        check_scores(found["log_prob"], f"{what} (log-probabilities of y)")
-        if isinstance(prediction, Categorical):
-            found["correct"] = metrics.correct(prediction, y)
-            found["confidence"] = metrics.confidence(prediction)
-            found["brier"] = metrics.brier(prediction, y)
-        else:
-            inside = metrics.interval(prediction, y, level=interval_level).inside
-            found["squared_error"] = metrics.squared_error(prediction, y)
-            found["crps"] = metrics.crps(prediction, y)
-            found["inside"] = inside.double().reshape(len(x), -1).mean(1)
-        for name, values in found.items():
-            check_scores(values, f"{what} ({name})")
-            total[name] = total.get(name, torch.zeros((), dtype=torch.float64)) + values.detach().cpu().double() / repeats
-    if "correct" in total:  # ten tenths are one
-        total["correct"] = (total["correct"] * repeats).round() / repeats
+    parts = {"": repeats}
+    if halves and repeats > 1:
+        parts |= {"_first": repeats // 2, "_second": repeats - repeats // 2}
+    for call in range(repeats):
+        found = _scores(predict(x), y, loss, interval_level, what)
+        for part, size in parts.items():
+            if not part or (part == "_first") == (call < repeats // 2):
+                for name, values in found.items():
+                    total[name + part] = total.get(name + part, torch.zeros((), dtype=torch.float64)) + values / size
+    for part, size in parts.items():
+        if "correct" in total:  # ten tenths are one
+            total["correct" + part] = (total["correct" + part] * size).round() / size
     return total
+
+
+def _scores(prediction: Distribution, y: Tensor, loss: Loss, interval_level: float, what: str) -> Columns:
+    """The scores of one call."""
+    if isinstance(prediction, Categorical):
+        check_scores(prediction.logits, f"{what} (log-probabilities)")
+    found = {"log_prob": metrics.log_prob(prediction, y)}
+    check_scores(found["log_prob"], f"{what} (log-probabilities of y)")
+    found["loss"] = -found["log_prob"] if loss is nll else per_example(loss(prediction, y), len(y))
+    if isinstance(prediction, Categorical):
+        found["entropy"] = metrics.entropy(prediction)
+        found["correct"] = metrics.correct(prediction, y)
+        found["confidence"] = metrics.confidence(prediction)
+        found["brier"] = metrics.brier(prediction, y)
+    else:
+        found["squared_error"] = metrics.squared_error(prediction, y)
+        with suppress(NotImplementedError):
+            found["entropy"] = metrics.entropy(prediction)
+        with suppress(NotImplementedError):  # no closed form and no draws
+            found["crps"] = metrics.crps(prediction, y)
+        with suppress(NotImplementedError, TypeError):  # neither quantiles nor a cdf
+            inside = metrics.interval(prediction, y, level=interval_level).inside
+            found["inside"] = inside.double().reshape(len(y), -1).mean(1)
+    for name, values in found.items():
+        check_scores(values, f"{what} ({name})")
+    return {name: values.detach().cpu().double() for name, values in found.items()}
 
 
 def worst(columns: Sequence[Columns], task: Task) -> Columns:
     """The union over attacks, per example: least correct, lowest log-probability, largest error, each column by itself;
     entropy, confidence and norm are those of the attack that did most harm.
+
+    The least of several noisy scores is too low, and lower with each of them. Where the columns have halves (a stochastic
+    predictor), the worst attack of an example is chosen on one half of its scorings and reported from the other, and the
+    other way round, and the two are averaged: attacks that do nothing then cost nothing in expectation.
 
     >>> a = {"correct": torch.tensor([1.0, 0.0]), "log_prob": torch.tensor([-1.0, -2.0])}
     >>> b = {"correct": torch.tensor([0.0, 1.0]), "log_prob": torch.tensor([-3.0, -0.5])}
@@ -75,14 +117,34 @@ def worst(columns: Sequence[Columns], task: Task) -> Columns:
     """
     if not columns:
         raise ValueError("worst wants at least one attack's columns, got none")
+    names = [name for name in WORSE[task] if all(name in rows for rows in columns)]
+    if len(columns) == 1:
+        return {name: columns[0][name] for name in names}
+    if not all(f"log_prob_{half}" in rows for rows in columns for half in HALVES):
+        pick = _picked(columns, task)
+        return {name: _taken(columns, name, pick[name]) for name in names}
+    found: Columns = {}
+    for chosen_on, reported in (HALVES, HALVES[::-1]):
+        pick = _picked([{name: rows.get(f"{name}_{chosen_on}", rows[name]) for name in names} for rows in columns], task)
+        for name in names:
+            held = f"{name}_{reported}" if all(f"{name}_{reported}" in rows for rows in columns) else name
+            found[name] = found.get(name, torch.zeros((), dtype=torch.float64)) + _taken(columns, held, pick[name]) / 2
+    return found
+
+
+def _picked(columns: Sequence[Columns], task: Task) -> dict[str, Tensor]:
+    """Which attack is the worst for each example, (N,), by each column."""
     if task == "classification":
         harm = torch.stack([-rows["log_prob"] - 1e9 * rows["correct"] for rows in columns])  # correctness first
     else:
         harm = torch.stack([rows.get("squared_error", -rows["log_prob"]) for rows in columns])
-    pick = harm.argmax(0, keepdim=True)
-    found: Columns = {}
+    pick = {}
     for name, direction in WORSE[task].items():
         if all(name in rows for rows in columns):
-            stacked = torch.stack([rows[name] for rows in columns])
-            found[name] = stacked.gather(0, pick)[0] if direction == 0 else stacked.amax(0) if direction > 0 else stacked.amin(0)
-    return found
+            by_itself = direction != 0 and name != "correct"  # of equally correct ones, the one that came closest to breaking
+            pick[name] = (torch.stack([direction * rows[name] for rows in columns]) if by_itself else harm).argmax(0)
+    return pick
+
+
+def _taken(columns: Sequence[Columns], name: str, pick: Tensor) -> Tensor:
+    return torch.stack([rows[name] for rows in columns]).gather(0, pick.unsqueeze(0))[0]

@@ -28,7 +28,7 @@ class Row:
     predictor: str
     attack: str
     eps: float | None
-    values: dict[str, Estimate]
+    values: dict[str, Estimate]  # without the metrics that its predictions cannot give
     marked: bool = False  # whether a failed audit puts a dagger on it
 
 
@@ -53,8 +53,8 @@ class Table:
         for row in self.rows:
             mark = " †" if self.dagger and row.marked else ""
             cells = [
-                f"{shown(value.value)}{mark} [{shown(value.low)}, {shown(value.high)}]"
-                for value in (row.values[name] for name in self.metrics)
+                f"{shown(value.value)}{mark} [{shown(value.low)}, {shown(value.high)}]" if value is not None else ""
+                for value in (row.values.get(name) for name in self.metrics)
             ]
             lines.append([row.predictor, row.attack, "" if row.eps is None else f"{row.eps:g}", *cells])
         return lines
