@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +22,9 @@ from advbayes.types import Predictor
 
 Task = Literal["classification", "regression"]
 Data = tuple[Any, Any] | DataLoader[Any]  # (x, y) of tensors or arrays, or batches of them
+
+
+ASKED = 64  # examples that a predictor is asked about twice: on few of them a coin may fall the same way
 
 
 class UnitsWarning(UserWarning):
@@ -45,7 +49,11 @@ def as_tensors(data: Data, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
     (torch.float32, torch.int64)
     """
     if isinstance(data, DataLoader):
-        batches = [(x, y) for x, y in data]
+        batches = list(data)
+        if not all(isinstance(batch, (tuple, list)) and len(batch) == 2 for batch in batches):
+            first = next(batch for batch in batches if not isinstance(batch, (tuple, list)) or len(batch) != 2)
+            got = f"{len(first)} parts" if isinstance(first, (tuple, list)) else checks.describe(first)
+            raise ValueError(f"data must be a DataLoader of pairs (x, y), got batches of {got}")
         if not batches:
             raise ValueError("data must hold at least one example, got an empty DataLoader")
         x, y = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
@@ -58,6 +66,56 @@ def as_tensors(data: Data, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
     if y.ndim == 0 or len(y) != len(x):
         raise ValueError(f"y must hold one target for each of the {len(x)} examples of x, got {checks.describe(y)}")
     return checks.finite("x", x), checks.finite("y", y)
+
+
+def as_targets(name: str, value: Any) -> Tensor:
+    """Targets from a tensor, an array or a list.
+
+    >>> as_targets("train_y", [0, 1, 1])
+    tensor([0, 1, 1])
+    """
+    try:
+        found = torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a tensor, an array or a list of numbers, got {checks.describe(value)}") from None
+    if found.ndim not in (1, 2) or not len(found):
+        raise ValueError(f"{name} must have shape (N,) or (N, D) with N >= 1, got {checks.describe(found)}")
+    return checks.finite(name, found)
+
+
+def as_radii(radii: Any) -> tuple[float, ...]:
+    """Budgets, each a number >= 0.
+
+    >>> as_radii(0.5)
+    Traceback (most recent call last):
+    ...
+    TypeError: radii must be a sequence of numbers such as (0.5, 1.0), got 0.5
+    """
+    if (
+        isinstance(radii, str)
+        or not hasattr(radii, "__len__")
+        or not hasattr(radii, "__iter__")
+        or getattr(radii, "ndim", 1) != 1
+    ):
+        raise TypeError(f"radii must be a sequence of numbers such as (0.5, 1.0), got {checks.describe(radii)}")
+    if not len(radii):
+        raise ValueError("radii must hold at least one eps, got none")
+    return tuple(checks.number("radii", eps, low=0) for eps in radii)
+
+
+def in_shape_of(
+    predictions: Sequence[Distribution],  # of a few inputs, one by each predictor
+    y: Tensor,  # (N,), (N, 1) or (N, D)
+) -> Tensor:
+    """Regression targets in the predictions' own shape, so that `(N, 1)` never meets `(N,)` in a broadcast.
+
+    >>> in_shape_of([torch.distributions.Normal(torch.zeros(2), 1.0)], torch.zeros(5, 1)).shape
+    torch.Size([5])
+    """
+    shapes = {tuple(each.batch_shape[1:] + each.event_shape) for each in predictions}
+    if y.numel() != len(y):
+        return y
+    return y.reshape(len(y), *(shapes.pop() if len(shapes) == 1 else ()))
 
 
 def _tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor:

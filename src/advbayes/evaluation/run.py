@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,36 @@ from torch import Tensor
 from advbayes import checks
 from advbayes.attacks import nll
 from advbayes.balls import _Ball as Ball
-from advbayes.evaluation.attackers import ball_of, loss_names, losses_of, restarts_of, steps_of, text_of, with_eps, with_generator
+from advbayes.evaluation.attackers import (
+    ball_of,
+    check_rows,
+    for_task,
+    loss_names,
+    losses_of,
+    on_rows,
+    restarts_of,
+    steps_of,
+    text_of,
+    with_eps,
+    with_generator,
+)
+from advbayes.evaluation.contents import contents_of
 from advbayes.evaluation.files import Block, Folder, data_hash, fingerprint
-from advbayes.evaluation.inputs import Data, Task, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
+from advbayes.evaluation.inputs import (
+    ASKED,
+    Data,
+    Task,
+    as_radii,
+    as_targets,
+    as_tensors,
+    check_predictor,
+    dtype_of,
+    in_shape_of,
+    is_stochastic,
+    warn_units,
+)
 from advbayes.evaluation.result import CLEAN, WORST, Cell, Evaluation
-from advbayes.evaluation.scoring import WORSE, Columns, score
+from advbayes.evaluation.scoring import Columns, column_names, score
 from advbayes.metrics import constant, majority, uniform
 from advbayes.progress import Progress
 from advbayes.seeds import generator_for, seed_for
@@ -34,7 +59,7 @@ def evaluate(
     *,
     attacks: Mapping[str, Attack],
     radii: Sequence[float] | None = None,
-    train_y: Tensor | None = None,
+    train_y: Any = None,  # (N,), (N, 1) or (N, D), a tensor, an array or a list
     batch_size: int = 256,
     seed: int = 0,
     rescore: int = 10,
@@ -46,8 +71,9 @@ def evaluate(
 
     `radii` re-makes each attack at each eps (security curves); absent, each keeps its own. Trivial predictors are added from
     `train_y` (absent: from y). A predictor whose answers differ from call to call is scored `rescore` times at each final
-    point. With `out`, records and adversarial arrays are on disk before the next batch starts, and calling again with the
-    same arguments goes on with the first batch that is missing: randomness is keyed by (seed, predictor, attack, eps, batch).
+    point. A loss that holds one entry for each example holds it for the whole of the data. With `out`, records and
+    adversarial arrays are on disk before the next batch starts, and calling again with the same arguments goes on with the
+    first batch that is missing: randomness is keyed by (seed, predictor, attack, eps, batch).
 
     >>> from torch.distributions import Categorical
     >>> from advbayes import L2, pgd
@@ -61,12 +87,19 @@ def evaluate(
     checks.count("batch_size", batch_size)
     checks.count("seed", seed, low=0)
     checks.count("rescore", rescore)
+    checks.number("interval_level", interval_level, low=0, high=1, open_low=True, open_high=True)
     predictors = dict(predict) if isinstance(predict, Mapping) else {"predict": predict}
-    jobs = _jobs(attacks, radii, x)
-    task = _checked(predictors, x, y)
-    y = y.reshape(-1).long() if task == "classification" else y
-    trivial = _trivial(predictors, task, x, y, y if train_y is None else train_y)
-    repeats = {name: rescore if is_stochastic(each, x[:2]) else 1 for name, each in predictors.items()}
+    budgets = None if radii is None else as_radii(radii)
+    jobs = _jobs(attacks, budgets, x)
+    with _seeded(seed, "checks", 0), torch.no_grad():  # predictors without a generator of their own draw from the global stream
+        task = _checked(predictors, x, y)
+        y = y.reshape(-1).long() if task == "classification" else in_shape_of([each(x[:2]) for each in predictors.values()], y)
+        trivial = _trivial(predictors, task, x, y if train_y is None else as_targets("train_y", train_y))
+        repeats = {name: rescore if is_stochastic(each, x[:ASKED]) else 1 for name, each in predictors.items()}
+
+    def marks(each: Predictor, name: str = "") -> list[float]:
+        with _seeded(seed, f"{name}/fingerprint/global", 0):
+            return fingerprint(_keyed(each, seed, "fingerprint", 0), x[:4])
 
     blocks = _blocks(predictors, jobs, trivial, len(x), batch_size)
     iterations = {name: (steps_of(attack) or 0) * restarts_of(attack) for name, attack in attacks.items()}
@@ -79,15 +112,14 @@ def evaluate(
         "rescored": repeats,
         "trivial": list(trivial),
         "attacks": {name: text_of(attack) for name, attack in attacks.items()},
+        "contents": {name: contents_of(attack, marks) for name, attack in attacks.items()},
         "losses": {name: list(loss_names(attack)) for name, attack in attacks.items()},
         "iterations": iterations,
-        "radii": None if radii is None else [float(eps) for eps in radii],
+        "radii": None if budgets is None else list(budgets),
         "data": data_hash(x, y),
-        "predictors": {
-            name: fingerprint(_keyed(each, seed, "fingerprint", 0), x[:4]) for name, each in (predictors | trivial).items()
-        },
+        "predictors": {name: marks(each, name) for name, each in (predictors | trivial).items()},
     }
-    cells: dict[Cell, dict[str, list[Tensor]]] = {}
+    cells: dict[Cell, list[Columns]] = {}
     with ExitStack() as stack:
         folder, done = None, {}
         if out is not None:
@@ -112,19 +144,20 @@ def evaluate(
                     folder.write_array(block, x_adv, y[part])
                     log.append(*_lines(block, rows, seed, iterations.get(block.attack, 0)))
                 bar.advance(f"{block.predictor}, {block.attack}")
-            held = cells.setdefault(Cell(block.predictor, block.attack, block.eps), {name: [] for name in rows})
-            for name, values in rows.items():
-                held[name].append(values)
-    joined = {cell: {name: torch.cat(parts) for name, parts in held.items()} for cell, held in cells.items()}
+            cells.setdefault(Cell(block.predictor, block.attack, block.eps), []).append(rows)
+    joined = {cell: _joined(parts, task) for cell, parts in cells.items()}
     return Evaluation(task, joined, tuple(trivial), config, folder.path if folder else None)
 
 
-def _jobs(attacks: Mapping[str, Attack], radii: Sequence[float] | None, x: Tensor) -> dict[tuple[str, float | None], Attack]:
+def _joined(parts: Sequence[Columns], task: Task) -> Columns:
+    """The columns of a cell from those of its blocks; blocks of an older version may have fewer."""
+    return {name: torch.cat([rows[name] for rows in parts]) for name in column_names(task) if all(name in rows for rows in parts)}
+
+
+def _jobs(attacks: Mapping[str, Attack], radii: tuple[float, ...] | None, x: Tensor) -> dict[tuple[str, float | None], Attack]:
     """Name and radius -> attack, checked against the data."""
     if not isinstance(attacks, Mapping) or not attacks:
         raise ValueError(f"attacks must be a mapping of at least one named attack, got {checks.describe(attacks)}")
-    if radii is not None and not len(radii):
-        raise ValueError("radii must hold at least one eps, got none")
     jobs: dict[tuple[str, float | None], Attack] = {}
     warned: set[tuple[type, float]] = set()
     for name, attack in attacks.items():
@@ -132,17 +165,15 @@ def _jobs(attacks: Mapping[str, Attack], radii: Sequence[float] | None, x: Tenso
             raise ValueError(f"attacks must not be named {CLEAN!r} or {WORST!r}: these rows are always there")
         if not callable(attack):
             raise TypeError(f"attacks[{name!r}] must be an attack such as pgd(ball), got {checks.describe(attack)}")
-        ball = ball_of(attack)
-        if isinstance(ball, Ball):
-            ball.check(x)
-            if (type(ball), ball.eps) not in warned:
-                warn_units(ball, x, f"attacks[{name!r}]")
-                warned.add((type(ball), ball.eps))
-        if radii is None:
-            jobs[name, None if ball is None else float(ball.eps)] = attack
-        else:
-            for eps in radii:
-                jobs[name, checks.number("radii", eps, low=0)] = with_eps(attack, float(eps))
+        check_rows(attack, len(x), f"attacks[{name!r}]")
+        for each in (attack,) if radii is None else (with_eps(attack, eps) for eps in radii):
+            ball = ball_of(each)
+            jobs[name, None if ball is None else float(ball.eps)] = each
+            if isinstance(ball, Ball):
+                ball.check(x)
+                if (type(ball), ball.eps) not in warned:
+                    warn_units(ball, x, f"attacks[{name!r}]")
+                    warned.add((type(ball), ball.eps))
     return jobs
 
 
@@ -157,7 +188,7 @@ def _checked(predictors: Mapping[str, Predictor], x: Tensor, y: Tensor) -> Task:
     return next(iter(tasks.values()))
 
 
-def _trivial(predictors: Mapping[str, Predictor], task: Task, x: Tensor, y: Tensor, train_y: Tensor) -> dict[str, Predictor]:
+def _trivial(predictors: Mapping[str, Predictor], task: Task, x: Tensor, train_y: Tensor) -> dict[str, Predictor]:
     """Rows that any result must beat."""
     if task == "regression":
         found: dict[str, Predictor] = {"constant": constant(train_y)}
@@ -195,6 +226,14 @@ def _keyed(predict: Predictor, seed: int, purpose: str, step: int) -> Predictor:
     return with_generator(predict, generator_for(seed, purpose, step, getattr(getattr(predict, "model", None), "device", "cpu")))
 
 
+@contextmanager
+def _seeded(seed: int, purpose: str, step: int) -> Iterator[None]:
+    """Seed a copy of the global stream, for predictors without a generator of their own, and put it back."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed_for(seed, purpose, step))
+        yield
+
+
 def _measure(
     predict: Predictor,
     attack: Attack | None,
@@ -209,31 +248,50 @@ def _measure(
     """The adversarial array of a block and its scores; every draw depends on the block's key alone."""
     key = f"{block.predictor}/{block.attack}/{block.eps!r}"
     what = f"the scores of {block.predictor!r} under {block.attack!r} (eps = {block.eps})"
-    # Predictors without a generator of their own draw from the global stream: seed a copy of it and put it back.
-    with torch.random.fork_rng():
-        torch.manual_seed(seed_for(seed, f"{key}/global", block.start))
+    with _seeded(seed, f"{key}/global", block.start):
         x_adv = x
         loss: Loss = nll
         if attack is not None:
+            attack = on_rows(attack, slice(block.start, block.stop))
             through = _keyed(predict, seed, f"{key}/attack theta", block.start)
             x_adv = attack(through, x, y, generator=generator_for(seed, f"{key}/attack", block.start, x.device)).detach()
-            loss = _recorded_loss(attack)
+            loss = _recorded_loss(attack, task)
             if x_adv.shape != x.shape:
                 raise ValueError(f"{block.attack!r} must return inputs of shape {tuple(x.shape)}, got {checks.describe(x_adv)}")
         checks.finite(f"the adversarial inputs of {block.attack!r}", x_adv)
-        torch.manual_seed(seed_for(seed, f"{key}/score", block.start))
-        scored = _keyed(predict, seed, f"{key}/score theta", block.start)
-        rows = score(scored, x_adv, y, task, loss=loss, repeats=repeats, interval_level=interval_level, what=what)
+    rows = _scored(predict, x_adv, y, block, task, seed, repeats, interval_level, loss=loss, what=what)
     ball = None if attack is None else ball_of(attack)
     change = x_adv - x
     norm = ball.norm(change) if ball is not None else torch.linalg.vector_norm(change.flatten(1), dim=1)
     rows["norm"] = norm.detach().cpu().double()
-    return x_adv, {name: rows[name] for name in WORSE[task]}
+    return x_adv, _joined([rows], task)
 
 
-def _recorded_loss(attack: Attack) -> Loss:
-    """The last loss that the attack climbs, where it is a plain one of (prediction, y); else the NLL."""
-    losses = losses_of(attack)
+def _scored(
+    predict: Predictor,
+    x_adv: Tensor,
+    y: Tensor,
+    block: Block,
+    task: Task,
+    seed: int,
+    repeats: int,
+    interval_level: float,
+    *,
+    loss: Loss = nll,
+    what: str = "the scores",
+) -> Columns:
+    """The scores of a block's array: the same whenever they are made."""
+    key = f"{block.predictor}/{block.attack}/{block.eps!r}"
+    with _seeded(seed, f"{key}/score", block.start):
+        scored = _keyed(predict, seed, f"{key}/score theta", block.start)
+        return score(
+            scored, x_adv, y, task, loss=loss, repeats=repeats, halves=repeats > 1, interval_level=interval_level, what=what
+        )
+
+
+def _recorded_loss(attack: Attack, task: Task) -> Loss:
+    """The last loss that the attack climbs in this task, where it is a plain one of (prediction, y); else the NLL."""
+    losses = losses_of(for_task(attack, task))
     plain = losses and getattr(losses[-1], "__module__", "").startswith("advbayes.") and hasattr(losses[-1], "__name__")
     return losses[-1] if plain else nll
 
@@ -272,12 +330,18 @@ def _resumed(folder: Folder, blocks: Sequence[Block], task: Task) -> dict[int, C
                     f"out must hold the records of this evaluation in its order, got {found[0]!r} under {found[1]!r} where "
                     f"{block.predictor!r} under {block.attack!r} was wanted; give the predictors and attacks in their first order"
                 )
-        done[block.number] = {
-            name: torch.tensor([float(record[name]) for record in part], dtype=torch.float64)  # type: ignore[arg-type]
-            for name in WORSE[task]
-        }
+        done[block.number] = _read(part, task)
         position += size
     return done
+
+
+def _read(records: Sequence[Mapping[str, object]], task: Task) -> Columns:
+    """The columns that every one of the records has."""
+    return {
+        name: torch.tensor([float(record[name]) for record in records], dtype=torch.float64)  # type: ignore[arg-type]
+        for name in column_names(task)
+        if all(name in record for record in records)
+    }
 
 
 def load_evaluation(folder: str | os.PathLike[str]) -> Evaluation:
@@ -285,16 +349,12 @@ def load_evaluation(folder: str | os.PathLike[str]) -> Evaluation:
     place = Folder(Path(folder))
     config = place.config()
     task: Task = "classification" if config["task"] == "classification" else "regression"
-    cells: dict[Cell, dict[str, list[float]]] = {}
+    cells: dict[Cell, list[Mapping[str, object]]] = {}
     for record in place.log.read():
         eps = record["eps"]
         cell = Cell(str(record["predictor"]), str(record["attack"]), None if eps is None else float(eps))  # type: ignore[arg-type]
-        held = cells.setdefault(cell, {name: [] for name in WORSE[task]})
-        for name, values in held.items():
-            values.append(float(record[name]))  # type: ignore[arg-type]
-    columns = {
-        cell: {name: torch.tensor(values, dtype=torch.float64) for name, values in held.items()} for cell, held in cells.items()
-    }
+        cells.setdefault(cell, []).append(record)
+    columns = {cell: _read(records, task) for cell, records in cells.items()}
     return Evaluation(task, columns, tuple(config["trivial"]), config, place.path)
 
 
@@ -308,30 +368,18 @@ def rescore(folder: str | os.PathLike[str], predict: Predictor | Mapping[str, Pr
     config = claimed.config
     given = dict(predict) if isinstance(predict, Mapping) else {claimed.predictors[0]: predict}
     seed = int(config["seed"])
-    cells: dict[Cell, dict[str, list[Tensor]]] = {}
+    cells: dict[Cell, list[Columns]] = {}
     for block in _saved_blocks(place):
         if block.predictor not in given:
             continue
         x_adv, y = place.read_array(block)
-        each = given[block.predictor]
-        key = f"{block.predictor}/{block.attack}/{block.eps!r}"
-        with torch.random.fork_rng():
-            torch.manual_seed(seed_for(seed, f"{key}/score", block.start))
-            rows = score(
-                _keyed(each, seed, f"{key}/score theta", block.start),
-                x_adv,
-                y,
-                claimed.task,
-                repeats=int(config["rescored"].get(block.predictor, 1)),
-                interval_level=float(config["interval_level"]),
-            )
+        repeats, level = int(config["rescored"].get(block.predictor, 1)), float(config["interval_level"])
+        rows = _scored(given[block.predictor], x_adv, y, block, claimed.task, seed, repeats, level)
         cell = Cell(block.predictor, block.attack, block.eps)
         rows["norm"] = claimed.cells[cell]["norm"][block.start : block.stop]
-        rows.pop("loss")  # the attack's own loss is not known to the files
-        held = cells.setdefault(cell, {name: [] for name in rows})
-        for name, values in rows.items():
-            held[name].append(values)
-    joined = {cell: {name: torch.cat(parts) for name, parts in held.items()} for cell, held in cells.items()}
+        # The attack's own loss is not known to the files.
+        cells.setdefault(cell, []).append({name: values for name, values in rows.items() if not name.startswith("loss")})
+    joined = {cell: _joined(parts, claimed.task) for cell, parts in cells.items()}
     return Evaluation(claimed.task, joined, (), config, place.path)
 
 

@@ -13,7 +13,7 @@ from advbayes import checks, metrics
 from advbayes.attacks import PGD, ByLoss, certainty, pgd_plus
 from advbayes.balls import _Ball as Ball
 from advbayes.evaluation.attackers import with_eps, with_generator
-from advbayes.evaluation.inputs import Data, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
+from advbayes.evaluation.inputs import ASKED, Data, as_radii, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
 from advbayes.evaluation.scoring import score
 from advbayes.metrics import Estimate
 from advbayes.progress import Progress
@@ -66,6 +66,8 @@ def selective_task(
     if foreign.shape[1:] != x.shape[1:]:
         raise ValueError(f"outside must have the event shape {tuple(x.shape[1:])} of inside, got {checks.describe(foreign)}")
     checks.number("coverage", coverage, low=0, high=1, open_low=True)
+    if not isinstance(ball, Ball):
+        raise TypeError(f"ball must be a ball such as L2(1.0), got {checks.describe(ball)}")
     ball.check(x)
     ball.check(foreign)
     warn_units(ball, x, "ball")
@@ -73,8 +75,8 @@ def selective_task(
     x, y, foreign = x[:num], y[:num].reshape(-1).long(), foreign[:num]
     inside_attack = pgd_plus(ball) if inside_attack is None else inside_attack
     outside_attack = PGD(ball, stages=((ByLoss(certainty), 50),)) if outside_attack is None else outside_attack
-    repeats = checks.count("rescore", rescore) if is_stochastic(predict, x[:2]) else 1
-    radii = (ball.eps,) if radii is None else tuple(radii)
+    repeats = checks.count("rescore", rescore) if is_stochastic(predict, x[:ASKED]) else 1
+    radii = (ball.eps,) if radii is None else as_radii(radii)
     starts = range(0, num, checks.count("batch_size", batch_size))
     points = []
     with Progress("selective_task", len(radii) * len(starts), progress) as bar:
@@ -100,7 +102,7 @@ def selective_task(
 
 
 def _point(eps: float, correct: Tensor, entropy: Tensor, foreign_entropy: Tensor, *, coverage: float) -> SelectivePoint:
-    answers = torch.cat([correct.round(), torch.zeros_like(foreign_entropy)])
+    answers = torch.cat([correct, torch.zeros_like(foreign_entropy)])
     doubt = torch.cat([entropy, foreign_entropy])
     foreign = torch.cat([torch.zeros_like(entropy), torch.ones_like(foreign_entropy)])
     return SelectivePoint(

@@ -1,0 +1,138 @@
+"""`evaluate(out=)` goes on with the same evaluation, and with no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Distribution
+
+from advbayes import L2, evaluate, load_evaluation, pgd
+from advbayes.attacks import DivergenceFrom, MarginTo, Suite, Toward, Transfer
+from advbayes.evaluation.contents import contents_of
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+WEIGHT = torch.randn(3, 8, generator=generator(0))
+X = torch.randn(1200, 8, generator=generator(1))
+Y = (X @ WEIGHT.T).argmax(1)
+ONES = torch.ones(8)
+LEFT = torch.arange(8) < 4
+MIDDLE = torch.arange(1200) == 600  # a repr shows the first and the last entries
+SURE = torch.nn.functional.one_hot((Y + 1) % 3, 3) * 0.98 + 0.02 / 3
+
+OTHER = torch.where(MIDDLE[:, None], SURE.roll(1, 1), SURE)
+
+
+def predict(x: Tensor) -> Distribution:
+    return Categorical(logits=x @ WEIGHT.T)
+
+
+def source(sign: float) -> Any:
+    return lambda x: Categorical(logits=sign * (x @ WEIGHT.T))
+
+
+def noisy(x: Tensor) -> Distribution:
+    return Categorical(logits=x @ WEIGHT.T + 0.1 * torch.randn(len(x), 3))
+
+
+PAIRS = {
+    "scale": (pgd(L2(0.5, scale=ONES), 5), pgd(L2(0.5, scale=3 * ONES), 5), "ball.scale"),
+    "mask": (pgd(L2(0.5, mask=LEFT), 5), pgd(L2(0.5, mask=~LEFT), 5), "ball.mask"),
+    "box": (pgd(L2(0.5, box=(-9 * ONES, 9 * ONES)), 5), pgd(L2(0.5, box=(-9 * ONES, 8 * ONES)), 5), "ball.box.1"),
+    "source": (Transfer(pgd(L2(0.5), 5), (source(1.0),)), Transfer(pgd(L2(0.5), 5), (source(-1.0),)), "sources.0"),
+    "stage": (
+        pgd(L2(0.5), 5, DivergenceFrom(SURE)),
+        pgd(L2(0.5), 5, DivergenceFrom(OTHER)),
+        "stages.0.0.target",
+    ),
+    "nested": (
+        Suite((pgd(L2(0.5), 5, Toward(MarginTo(Y))),)),
+        Suite((pgd(L2(0.5), 5, Toward(MarginTo(torch.where(MIDDLE, (Y + 1) % 3, Y)))),)),
+        "attacks.0.stages.0.0.loss.classes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_an_attack_that_holds_other_tensors_or_predictors_is_another_evaluation(name: str, tmp_path: Path) -> None:
+    first, second, path = PAIRS[name]
+    before = evaluate(predict, (X, Y), attacks={"p": first}, out=tmp_path)
+    with pytest.raises(ValueError, match=rf"whose contents\['p'\]\['{path}'\] is"):
+        evaluate(predict, (X, Y), attacks={"p": second}, out=tmp_path)
+    again = evaluate(predict, (X, Y), attacks={"p": first}, out=tmp_path)
+    assert torch.equal(again.columns(attack="p")["log_prob"], before.columns(attack="p")["log_prob"])
+
+
+def test_equal_contents_are_equal_whatever_object_holds_them() -> None:
+    one, other = (pgd(L2(0.5, scale=ONES.clone()), 5, DivergenceFrom(SURE.clone())) for _ in range(2))
+    assert contents_of(one, lambda _: []) == contents_of(other, lambda _: [])
+    assert contents_of(pgd(L2(0.5), 5), lambda _: []) == {}
+
+
+def test_a_fingerprint_does_not_touch_a_sources_own_generator() -> None:
+    from advbayes import BayesianModel, FreshPredictive, MeanField
+    from advbayes import Categorical as Classes
+
+    model = BayesianModel(torch.nn.Linear(8, 3), Classes())
+    fresh = FreshPredictive(model, MeanField(model, init_scale=0.5), 3, generator(7))
+    quiet = dataclasses.replace(pgd(L2(0.0), 1))
+    before = generator(7).get_state()
+    evaluate(predict, (X, Y), attacks={"p": _Holding(quiet, fresh)})
+    assert torch.equal(fresh.generator.get_state(), before)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Holding:
+    attack: Any
+    reference: Any
+
+    def __call__(self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        return self.attack(predict, x, y, generator=generator)  # type: ignore[no-any-return]
+
+
+def _without_contents(folder: Path) -> None:
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    del config["contents"]
+    file.write_text(json.dumps(config))
+
+
+def test_a_folder_without_contents_is_gone_on_with_only_where_none_are_needed(tmp_path: Path) -> None:
+    plain, scaled = {"p": pgd(L2(0.5), 5)}, {"p": pgd(L2(0.5, scale=ONES), 5)}
+    before = evaluate(predict, (X[:60], Y[:60]), attacks=plain, out=tmp_path / "plain")
+    _without_contents(tmp_path / "plain")
+    assert (
+        evaluate(predict, (X[:60], Y[:60]), attacks=plain, out=tmp_path / "plain").columns()["log_prob"].tolist()
+        == before.columns()["log_prob"].tolist()
+    )
+    evaluate(predict, (X[:60], Y[:60]), attacks=scaled, out=tmp_path / "scaled")
+    _without_contents(tmp_path / "scaled")
+    with pytest.raises(ValueError, match=r"does not say what the attacks held \(p: ball.scale\)"):
+        evaluate(predict, (X[:60], Y[:60]), attacks=scaled, out=tmp_path / "scaled")
+    assert load_evaluation(tmp_path / "scaled").estimate("accuracy").value <= 1.0  # reading is another matter
+
+
+def test_a_predictor_that_draws_from_the_global_stream_can_be_gone_on_with(tmp_path: Path) -> None:
+    attacks = {"p": pgd(L2(0.3), 5)}
+    torch.manual_seed(1)
+    first = evaluate({"noisy": noisy, "plain": predict}, (X[:60], Y[:60]), attacks=attacks, batch_size=32, out=tmp_path / "run")
+    log = tmp_path / "run" / "records.jsonl"
+    whole = log.read_bytes()
+    log.write_bytes(b"".join(whole.splitlines(keepends=True)[:100]))  # interrupted
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    second = evaluate({"noisy": noisy, "plain": predict}, (X[:60], Y[:60]), attacks=attacks, batch_size=32, out=tmp_path / "run")
+    assert torch.equal(torch.get_rng_state(), state)  # the caller's stream is left alone
+    assert log.read_bytes() == whole
+    assert torch.equal(second.columns()["log_prob"], first.columns()["log_prob"])
+    with pytest.raises(ValueError, match=r"whose predictors\['plain'\] is \[.*, not \["):
+        evaluate({"plain": source(0.5), "noisy": noisy}, (X[:60], Y[:60]), attacks=attacks, batch_size=32, out=tmp_path / "run")
