@@ -171,6 +171,25 @@ def test_losses_for_other_examples_are_refused(make: Callable, attack: Callable)
         attack(make(y))(predict, x[10:], y[10:])
 
 
+def test_a_loss_of_ones_own_needs_rows_alone() -> None:
+    predict, x, y = labelled(30, 4)
+
+    class ByWayOf:
+        def __init__(self, classes: Tensor) -> None:
+            self.classes = classes
+
+        def __call__(self, prediction: Distribution, y: Tensor) -> Tensor:
+            return MarginTo(self.classes)(prediction, y)
+
+        def rows(self, index: Tensor | slice) -> ByWayOf:
+            return ByWayOf(self.classes[index])
+
+    classes = (y + 1) % 3
+    own, ours = (pgd(L2(1.0), 5, loss, restarts=2, stop_at_success=True) for loss in (ByWayOf(classes), MarginTo(classes)))
+    found, wanted = (attack(predict, x, y, generator=generator_for(0, "attack")) for attack in (own, ours))
+    assert torch.equal(found, wanted)
+
+
 BAD: list[tuple[str, Callable[[Predictor, Tensor, Tensor], object], type[Exception], str]] = [
     ("float labels", lambda p, x, y: pgd(L2(1.0), 3)(p, x, y.float()), TypeError, "y must hold integer class labels"),
     ("truth values", lambda p, x, y: pgd(L2(1.0), 3)(p, x, y > 0), TypeError, "y must hold integer class labels"),

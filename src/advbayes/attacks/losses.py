@@ -30,9 +30,6 @@ class HasSuccess(Protocol):
 class HasRows(Protocol):
     """A loss that holds something for each example."""
 
-    @property
-    def num_rows(self) -> int | None: ...  # for how many examples; None: it is the same for all
-
     def rows(self, index: Tensor | slice) -> Loss: ...
 
 
@@ -68,7 +65,7 @@ def for_rows(loss: Loss, index: Tensor | slice) -> Loss:
 
 
 def num_rows(loss: Loss) -> int | None:
-    """For how many examples a loss holds something; None where it is the same for all.
+    """For how many examples a loss holds something; None where it is the same for all, or does not say.
 
     >>> num_rows(Toward(MarginTo(torch.tensor([1, 2])))), num_rows(nll)
     (2, None)
