@@ -61,6 +61,14 @@ def test_blocks_meet_their_own_entries(name: str) -> None:
         torch.testing.assert_close(whole[column], parts[column], rtol=1e-4, atol=1e-4)
 
 
+def test_batches_of_the_selective_task_meet_their_own_entries() -> None:
+    attack = pgd(L2(1.0), 20, DivergenceFrom(WISH))
+    whole, parts = (
+        selective_task(predict, (X, Y), 0.1 * X[:80], ball=L2(1.0), inside_attack=attack, batch_size=size) for size in (100, 30)
+    )
+    assert whole[0].selective_accuracy == parts[0].selective_accuracy
+
+
 def test_entries_for_other_examples_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"attacks\['d'\] must hold a loss with one entry for each of the 100 examples, got one for 50"

@@ -12,7 +12,7 @@ from torch import Tensor
 from advbayes import checks, metrics
 from advbayes.attacks import PGD, ByLoss, certainty, pgd_plus
 from advbayes.balls import _Ball as Ball
-from advbayes.evaluation.attackers import with_eps, with_generator
+from advbayes.evaluation.attackers import on_rows, with_eps, with_generator
 from advbayes.evaluation.inputs import ASKED, Data, as_radii, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
 from advbayes.evaluation.scoring import score
 from advbayes.metrics import Estimate
@@ -83,14 +83,13 @@ def selective_task(
         for eps in radii:
             sides: dict[str, list[Tensor]] = {"correct": [], "entropy": [], "foreign entropy": []}
             for start in starts:
-                part = slice(start, start + batch_size)
+                part = slice(start, min(start + batch_size, num))
                 key = f"selective/{eps!r}"
                 through = with_generator(predict, generator_for(seed, f"{key}/theta", start))
-                known = with_eps(inside_attack, eps)(through, x[part], y[part], generator=generator_for(seed, key, start))
+                attack, decoy = (on_rows(with_eps(each, eps), part) for each in (inside_attack, outside_attack))
+                known = attack(through, x[part], y[part], generator=generator_for(seed, key, start))
                 nobody = torch.zeros_like(y[part])  # an outsider has no class; the entropy does not look at it
-                moved = with_eps(outside_attack, eps)(
-                    through, foreign[part], nobody, generator=generator_for(seed, f"{key}/outside", start)
-                )
+                moved = decoy(through, foreign[part], nobody, generator=generator_for(seed, f"{key}/outside", start))
                 rows = score(through, known, y[part], "classification", repeats=repeats)
                 other = score(through, moved, nobody, "classification", repeats=repeats)
                 sides["correct"].append(rows["correct"])
