@@ -638,3 +638,16 @@ def test_a_browser_shows_it_at_phone_and_desktop_width(images: ReportPaths, feat
     assert {found["paper"] for found in light} == {"rgb(255, 255, 255)"}
     assert not {found["paper"] for found in darkened} & {found["paper"] for found in light}
     assert "CONSOLE" not in logged + also_logged, (logged + also_logged)[-2000:]
+
+
+def test_predictions_that_cannot_say_everything_are_reported(tmp_path: Path) -> None:
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    evaluation = evaluate(
+        lambda x: torch.distributions.StudentT(5.0, x[:, 0], 0.3),
+        (x, x[:, 0] + 0.1),
+        attacks={"PGD": pgd(L2(0.5), steps=2, loss=squared_error)},
+    )
+    paths = write_report(tmp_path, title="heavy tails", evaluation=evaluation)
+    document = json.loads(paths.json.read_text())
+    ours = [row for row in document["table"] if row["kind"] != "trivial"]
+    assert all(row["values"]["coverage"]["value"] is None and row["values"]["rmse"]["value"] > 0 for row in ours)

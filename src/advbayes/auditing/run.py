@@ -22,7 +22,7 @@ from advbayes.auditing.findings import Finding, Verdict
 from advbayes.auditing.threat import ThreatModel, said_by
 from advbayes.balls import _Ball as Ball
 from advbayes.evaluation.attackers import ball_of, steps_of
-from advbayes.evaluation.inputs import Data, Task, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
+from advbayes.evaluation.inputs import ASKED, Data, Task, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
 from advbayes.evaluation.result import Evaluation
 from advbayes.evaluation.run import load_evaluation
 from advbayes.progress import Progress
@@ -321,7 +321,7 @@ def _case(
     for name, attack in given.items():
         if ball_of(attack) is None:
             raise TypeError(f"attacks[{name!r}] must be a dataclass with a `ball`, got {checks.describe(attack)}")
-    stochastic = is_stochastic(predict, x[:2])
+    stochastic = is_stochastic(predict, x[:ASKED])
     case = Case(
         predict=predict,
         x=x[rows],

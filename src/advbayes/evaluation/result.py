@@ -145,7 +145,7 @@ class Evaluation:
         reductions = REDUCTIONS[self.task]
         checks.choice("metric", metric, tuple(reductions))
         rows = self.columns(predictor, attack, eps)
-        if not _gives(rows, metric):
+        if not gives(rows, metric):
             raise ValueError(f"metric must be one that the predictions can give, got {metric!r} without {NEEDED[metric]!r}")
         return reductions[metric](rows)
 
@@ -192,7 +192,7 @@ class Evaluation:
                     keys.append((WORST, eps))
             for attack, eps in keys:
                 label = "any" if predictor in self.trivial else attack
-                held = [name for name in names if _gives(self.columns(predictor, attack, eps), name)]
+                held = [name for name in names if gives(self.columns(predictor, attack, eps), name)]
                 values = {name: self.estimate(name, predictor, attack, eps) for name in held}
                 rows.append(Row(predictor, label, None if label == "any" else eps, values, marked=attack != CLEAN))
         if metrics is None:
@@ -202,5 +202,6 @@ class Evaluation:
         return Table(names, tuple(rows), note=note, dagger=dagger)
 
 
-def _gives(rows: Columns, metric: str) -> bool:
+def gives(rows: Columns, metric: str) -> bool:
+    """Whether the records have what the metric needs."""
     return metric not in NEEDED or NEEDED[metric] in rows

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from advbayes import metrics
-from advbayes.evaluation.result import CLEAN, REDUCTIONS, WORST, Evaluation
+from advbayes.evaluation.result import CLEAN, REDUCTIONS, WORST, Evaluation, gives
 from advbayes.evaluation.scoring import Columns
 from advbayes.metrics import Estimate
 from advbayes.report.examples import gallery_of
@@ -22,6 +22,10 @@ from advbayes.report.words import MAIN, MANDATORY
 SCHEMA = 1
 Document = dict[str, Any]
 _CURVE_POINTS = 60
+_UNKNOWN: dict[str, Any] = dict.fromkeys(("value", "low", "high"), None) | {
+    "num": 0,
+    "level": 0.95,
+}  # not for the prediction to say
 # What differs between two runs of one seed (where it ran, when, how it was called) is told, but is no result.
 _NOT_RESULTS = ("started", "command", "machine", "folder", "root", "out", "path", "seconds", "time", "host", "pid", "log")
 
@@ -224,7 +228,10 @@ def _table(evaluation: Evaluation, names: Sequence[str], believed: Mapping[str, 
                     "kind": "trivial" if trivial else attack if attack in (CLEAN, WORST) else "attack",
                     "eps": None if trivial else eps,
                     "dagger": attack != CLEAN and not trivial and not believed[name],
-                    "values": {metric: estimate(reduce(found)) for metric, reduce in reductions.items()},
+                    "values": {
+                        metric: estimate(reduce(found)) if gives(found, metric) else _UNKNOWN
+                        for metric, reduce in reductions.items()
+                    },
                 }
             )
     return rows
@@ -263,11 +270,11 @@ def _calibration(evaluation: Evaluation, names: Sequence[str], eps: float | None
     for name in names:
         for attack, radius in ((CLEAN, 0.0), (WORST, eps)):
             rows = _columns(evaluation, name, attack, radius)
-            if rows is None:
+            if rows is None or (evaluation.task == "regression" and not gives(rows, "coverage")):
                 continue
             entry: dict[str, Any] = {"predictor": clean(name), "attack": attack, "eps": radius}
             if evaluation.task == "classification":
-                bins = metrics.reliability(rows["confidence"], rows["correct"].round(), bins=10)
+                bins = metrics.reliability(rows["confidence"], rows["correct"], bins=10)
                 entry["bins"] = [
                     {"low": b.low, "high": b.high, "confidence": b.confidence, "accuracy": estimate(b.accuracy)} for b in bins
                 ]
@@ -284,7 +291,7 @@ def _risk_coverage(evaluation: Evaluation, names: Sequence[str], eps: float | No
     for name in names:
         for attack, radius in ((CLEAN, 0.0), (WORST, eps)):
             rows = _columns(evaluation, name, attack, radius)
-            if rows is None or len(rows["entropy"]) < 2:
+            if rows is None or not gives(rows, "aurc") or len(rows["entropy"]) < 2:
                 continue
             losses = 1 - rows["correct"] if evaluation.task == "classification" else rows["squared_error"]
             curve = metrics.risk_coverage(losses, -rows["entropy"])
