@@ -148,7 +148,7 @@ TARGETED = pgd(L2(3.0), 50, Toward(nll))
         Suite((pgd(L2(3.0), 50, ByLoss(Toward(nll))),)),
         Suite((TARGETED,), rank=Toward(margin)),
     ],
-    ids=str,
+    ids=lambda attack: type(attack).__name__,
 )
 def test_targeted_parts_reach_their_target(attack: Attack) -> None:
     alone = (labels(PREDICT, TARGETED(PREDICT, X, TARGET)) == TARGET).float().mean()

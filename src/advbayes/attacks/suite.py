@@ -105,7 +105,7 @@ class Suite:
                 rows = rows[~best.broken]
                 if not len(rows):
                     break
-            x_adv = _cut(attack, rows)(predict, x[rows], y[rows], generator=generator)
+            x_adv = on_rows(attack, rows)(predict, x[rows], y[rows], generator=generator)
             found = Best(x_adv, *score(predict, for_rows(rank, rows), x_adv, y[rows]))
             best = best.put(rows, best.pick(rows).or_better(found))
         return best.x
@@ -202,8 +202,18 @@ def _is_same(this: Loss, other: Loss) -> bool:
     return this is other or (isinstance(this, (ByLoss, Exceeding)) and this == other)
 
 
-def _cut(value: Any, rows: Tensor, *, within: str = "attack") -> Any:
-    """The attack on some of the examples: its losses, and those of its parts, that hold something for each example follow."""
+def on_rows(attack: Attack, rows: Tensor | slice) -> Attack:
+    """The attack on some of the examples: losses with one entry for each example, its own and its parts', keep those of `rows`.
+
+    >>> from advbayes import L2, pgd
+    >>> on_rows(pgd(L2(1.0), 5, MarginTo(torch.tensor([1, 0, 2]))), slice(1, 3)).stages[0][0].classes
+    tensor([0, 2])
+    """
+    cut: Attack = _cut(attack, rows, within="attack")
+    return cut
+
+
+def _cut(value: Any, rows: Tensor | slice, *, within: str) -> Any:
     if isinstance(value, tuple):
         members = tuple(_cut(member, rows, within=within) for member in value)
         return value if all(new is old for new, old in zip(members, value, strict=True)) else members

@@ -8,11 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks import Suite
-from advbayes.attacks.losses import for_rows
 from advbayes.balls import _Ball as Ball
 from advbayes.types import Attack, Loss, Predictor
 
@@ -91,37 +89,6 @@ def _rebuilt(value: Any, change: Any) -> Any:
 
 
 LOSSES = ("stages", "loss", "losses", "rank")  # the fields that hold an attack's losses
-
-
-def on_rows(attack: Attack, index: Tensor | slice) -> Attack:
-    """The attack on some of the examples: losses that hold one entry for each example keep those of `index` alone.
-
-    >>> from advbayes import L2, pgd
-    >>> from advbayes.attacks import MarginTo
-    >>> losses_of(on_rows(pgd(L2(1.0), 5, MarginTo(torch.tensor([1, 0, 2]))), slice(1, 3)))[0].classes
-    tensor([0, 2])
-    """
-    return cast(Attack, _on_rows(attack, index))
-
-
-def _on_rows(value: Any, index: Tensor | slice, *, within: str = "") -> Any:
-    if isinstance(value, (tuple, list)):
-        members = [_on_rows(member, index, within=within) for member in value]
-        return value if all(a is b for a, b in zip(members, value, strict=True)) else type(value)(members)
-    if isinstance(value, Mapping):
-        changed = {key: _on_rows(member, index, within=within) for key, member in value.items()}
-        return value if all(changed[key] is value[key] for key in value) else changed
-    if within in LOSSES:
-        return for_rows(value, index) if callable(value) else value
-    if not dataclasses.is_dataclass(value) or isinstance(value, (type, Ball)) or (within and not _is_attack(value)):
-        return value
-    new = {
-        field.name: _on_rows(getattr(value, field.name), index, within=field.name)
-        for field in dataclasses.fields(value)
-        if field.init
-    }
-    moved = {key: member for key, member in new.items() if member is not getattr(value, key)}
-    return dataclasses.replace(value, **moved) if moved else value
 
 
 def check_rows(attack: Attack, num: int, name: str) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks import nll
+from advbayes.attacks.suite import on_rows
 from advbayes.balls import _Ball as Ball
 from advbayes.evaluation.attackers import (
     ball_of,
@@ -20,7 +21,6 @@ from advbayes.evaluation.attackers import (
     for_task,
     loss_names,
     losses_of,
-    on_rows,
     restarts_of,
     steps_of,
     text_of,
