@@ -30,6 +30,7 @@ from advbayes import (
     squared_error,
     strong_suite,
 )
+from advbayes.attacks.gradients import NoGradientWarning
 from advbayes.balls import _Ball as Ball
 from advbayes.seeds import generator_for
 from advbayes.types import Attack, Predictor
@@ -221,6 +222,21 @@ def test_boxes_of_arrays_and_with_constant_features() -> None:
     assert torch.equal(arrays.project(torch.tensor([[3.0, 3.0]]), x), torch.tensor([[0.0, 1.0]]))
     with pytest.raises(ValueError, match="low < high"):
         L2(1.0, box=(torch.zeros(2), torch.zeros(2)))
+
+
+def test_predictors_without_gradients_are_named() -> None:
+    predict, x, y = labelled(20, 4)
+
+    def blind(x: Tensor) -> Distribution:
+        return predict(x.detach())
+
+    for name in ("one_step", "PGD", "APGD"):
+        with pytest.warns(NoGradientWarning, match="predict gives no gradient, so attacks that need one move at random"):
+            EVERY[name](L2(0.5))(blind, x, y)
+    for name in ("Square", "HardLabel", "RandomSearch"):
+        EVERY[name](L2(0.5))(blind, x, y)
+    # A loss that is flat is another matter: the entropy of a fixed scale.
+    pgd_plus(L2(0.5), 2)(lambda x: Normal(x[:, 0], 1.0), x, torch.zeros(20))
 
 
 def test_dlr_where_a_class_is_impossible() -> None:

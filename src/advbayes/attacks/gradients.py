@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -27,6 +28,14 @@ class HasInputGradient(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...  # loss (B,), succeeded (B,), gradient (B, *event)
 
 
+class NoGradientWarning(UserWarning):
+    """A gradient attack on a predictor without gradients: what it leaves standing says nothing."""
+
+
+_BLIND = (
+    "predict gives no gradient, so attacks that need one move at random: what they leave standing says nothing. "
+    "Use attacks that ask for predictions (Square, HardLabel, RandomSearch) or Transfer from a model with gradients"
+)
 _through = False
 
 
@@ -61,9 +70,16 @@ def loss_and_gradient(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> t
             (gradient,) = torch.autograd.grad(value.sum(), x, create_graph=_through, allow_unused=True)
         else:
             gradient = None
+            if not _has_gradient(prediction):  # else it is the loss that is flat, as the entropy of a fixed scale
+                warnings.warn(_BLIND, NoGradientWarning, stacklevel=2)
     with torch.no_grad():
         broken = success(loss, prediction, y)
     return value.detach(), broken, torch.zeros_like(x) if gradient is None else gradient
+
+
+def _has_gradient(prediction: Distribution) -> bool:
+    held = (prediction.logits,) if isinstance(prediction, Categorical) else (prediction.mean, prediction.variance)
+    return any(part.requires_grad for part in held)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks import Square, loss_and_gradient, margin, nll
+from advbayes.attacks.gradients import NoGradientWarning
 from advbayes.auditing import answers, describing, others, purifier, strength
 from advbayes.auditing.case import TIERS, Budget, Case, default_attacks
 from advbayes.auditing.certificate import certificate, radii_of
@@ -177,7 +179,8 @@ def audit(
     if only is not None and not set(only) <= known:
         raise ValueError(f"only must hold ids among {sorted(known, key=_order)}, got {only}")
     found = []
-    with Progress("audit", len(CHECKS), progress) as bar:
+    with Progress("audit", len(CHECKS), progress) as bar, warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoGradientWarning)  # E9 says it
         for check in CHECKS:
             if only is not None and check.id not in only:
                 if not check.applies(case):
