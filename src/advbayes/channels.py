@@ -321,7 +321,7 @@ def _shifted(channel: Channel, predict: Predictor, x: Tensor, y: Tensor | None, 
         attack = channel.attack
         if isinstance(predict, HasDirection) and isinstance(attack, PGD) and y is not None and attack.ball.eps > 0:
             gradient = predict.input_gradient(attack.stages[0][0], x, y)  # a one-step attack needs nothing else
-            centre = move(attack.ball, x, gradient, attack.ball.eps, x)
+            centre = move(attack.ball, x, gradient, attack.ball.eps, x, strict=False)
         else:
             centre = attack(predict, x, y)
     return centre if noise is None or channel.sigma == 0 else torch.add(centre, noise, alpha=channel.sigma)

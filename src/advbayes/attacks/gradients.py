@@ -157,11 +157,15 @@ def refuse_inference_mode() -> None:
         )
 
 
-def move(ball: Ball, point: Tensor, gradient: Tensor, step: float | Tensor, x: Tensor) -> Tensor:
-    """One projected ascent step; a gradient that is not finite (p(y) = 0) moves nothing or by its sign, never to NaN."""
+def move(ball: Ball, point: Tensor, gradient: Tensor, step: float | Tensor, x: Tensor, *, strict: bool = True) -> Tensor:
+    """One projected ascent step; a gradient that is not finite (p(y) = 0) moves nothing or by its sign, never to NaN.
+
+    Unless `strict`, a step from the centre may leave the ball by a rounding error: training has no use for the check.
+    """
     usable = ball.unblocked(torch.nan_to_num(gradient, nan=0.0, posinf=1e18, neginf=-1e18), point)
     if point is x and ball.box is None and isinstance(step, float) and step <= ball.eps:
-        return ball.shifted(x, ball.ascend(usable, step))  # a step from the centre stays in the ball
+        d = ball.ascend(usable, step)  # a step from the centre stays in the ball
+        return ball.shifted(x, d) if strict else x + d
     return ball.project(point + ball.ascend(usable, step), x)
 
 
