@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -78,7 +79,7 @@ def test_a_pair_of_mean_and_scale() -> None:
 
 
 def test_scikit_learn_estimators() -> None:
-    linear_model, svm = pytest.importorskip("sklearn.linear_model"), pytest.importorskip("sklearn.svm")
+    linear_model, svm = importlib.import_module("sklearn.linear_model"), importlib.import_module("sklearn.svm")
     rng = np.random.default_rng(0)
     data = rng.normal(size=(80, 3))
     labels = (data[:, 0] > 0).astype(int)
@@ -99,7 +100,7 @@ def three_classes() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 def test_pairwise_decision_values_are_not_taken_for_classes() -> None:
-    svm, pipeline = pytest.importorskip("sklearn.svm"), pytest.importorskip("sklearn.pipeline")
+    svm, pipeline = importlib.import_module("sklearn.svm"), importlib.import_module("sklearn.pipeline")
     data, labels = three_classes()
     x = torch.tensor(data)
     pairwise = svm.SVC(decision_function_shape="ovo").fit(data, labels)
@@ -118,7 +119,7 @@ def test_pairwise_decision_values_are_not_taken_for_classes() -> None:
 
 @pytest.mark.parametrize("name", ["SVC", "LinearSVC"])
 def test_decision_values_of_each_class_predict_what_the_estimator_does(name: str) -> None:
-    svm = pytest.importorskip("sklearn.svm")
+    svm = importlib.import_module("sklearn.svm")
     data, labels = three_classes()
     fitted = getattr(svm, name)().fit(data, labels)
     ours = fitted.classes_[from_sklearn(fitted)(torch.tensor(data)).logits.argmax(-1).numpy()]
@@ -129,7 +130,7 @@ def test_decision_values_of_each_class_predict_what_the_estimator_does(name: str
 
 
 def test_a_regressor_without_a_deviation_is_warned_of() -> None:
-    linear_model = pytest.importorskip("sklearn.linear_model")
+    linear_model = importlib.import_module("sklearn.linear_model")
     data = np.random.default_rng(0).normal(size=(30, 3))
     ridge = linear_model.Ridge().fit(data, data[:, 0])
     with pytest.warns(UserWarning, match="pass scale="):
@@ -139,8 +140,8 @@ def test_a_regressor_without_a_deviation_is_warned_of() -> None:
 
 
 def test_a_regressor_with_a_deviation_of_its_own_uses_it() -> None:
-    linear_model = pytest.importorskip("sklearn.linear_model")
-    gaussian_process = pytest.importorskip("sklearn.gaussian_process")
+    linear_model = importlib.import_module("sklearn.linear_model")
+    gaussian_process = importlib.import_module("sklearn.gaussian_process")
     rng = np.random.default_rng(0)
     data = rng.normal(size=(30, 3))
     y = data[:, 0] + 0.1 * rng.normal(size=30)
@@ -205,7 +206,7 @@ class Trained:
     """Digits in [0, 1], three small predictors trained on them, and 500 test points."""
 
     def __init__(self) -> None:
-        digits = pytest.importorskip("sklearn.datasets").load_digits()
+        digits = importlib.import_module("sklearn.datasets").load_digits()
         order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
         x = torch.tensor(digits.images, dtype=torch.float32).div(16).unsqueeze(1)[order]
         y = torch.tensor(digits.target)[order]
@@ -281,7 +282,7 @@ def check(trained: Trained, name: str, norm: str, theirs: Tensor, who: str) -> N
 def test_foolbox_is_not_stronger(trained: Trained, name: str, norm: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        foolbox = pytest.importorskip("foolbox")
+        foolbox = importlib.import_module("foolbox")
     model, eps = to_foolbox(trained.predictors[name]), trained.ball(name, norm).eps
     kind = foolbox.attacks.L2PGD if norm == "L2" else foolbox.attacks.LinfPGD
     with torch.random.fork_rng():
@@ -292,7 +293,7 @@ def test_foolbox_is_not_stronger(trained: Trained, name: str, norm: str) -> None
 
 @pytest.mark.parametrize(("name", "norm"), [("dense", "Linf"), ("predictive", "L2"), ("robust", "L2")])
 def test_autoattack_is_not_stronger(trained: Trained, name: str, norm: str) -> None:
-    pytest.importorskip("pyautoattack")
+    importlib.import_module("pyautoattack")
     attack = to_autoattack(trained.predictors[name], trained.ball(name, norm), 10)
     attack.square.n_queries = 500  # of the whole attack only its repetitions are cut
     attack.apgd.n_restarts = attack.fab.n_restarts = 1
@@ -310,7 +311,7 @@ def _examples(result: Any) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_art_is_not_stronger(trained: Trained, name: str) -> None:
-    evasion = pytest.importorskip("art.attacks.evasion")
+    evasion = importlib.import_module("art.attacks.evasion")
     wrapped = to_art(trained.predictors[name], (1, 8, 8), 10, box=(0.0, 1.0))
     eps = trained.ball(name, "L2").eps
     attack = evasion.ProjectedGradientDescent(
@@ -321,7 +322,7 @@ def test_art_is_not_stronger(trained: Trained, name: str) -> None:
 
 
 def test_art_attacks_a_regressor_as_hard_as_we_do() -> None:
-    evasion = pytest.importorskip("art.attacks.evasion")
+    evasion = importlib.import_module("art.attacks.evasion")
     net = nn.Linear(4, 1)
     predict = from_torch(net, "mean")
     x, y = torch.randn(20, 4), torch.randn(20)
@@ -346,7 +347,7 @@ def test_autoattack_refuses_what_it_does_not_know() -> None:
 
 
 def test_autoattack_takes_a_unit_box_of_tensors_and_images_of_the_classes_it_was_told() -> None:
-    pytest.importorskip("pyautoattack")
+    importlib.import_module("pyautoattack")
     x = torch.rand(8, 1, 3, 3, generator=torch.Generator().manual_seed(0))
     y = classes(x).logits.argmax(-1)
     ball = L2(0.2, box=(torch.zeros(1, 3, 3), torch.ones(1, 3, 3)))
@@ -364,7 +365,7 @@ def test_autoattack_takes_a_unit_box_of_tensors_and_images_of_the_classes_it_was
 
 
 def test_art_is_told_the_number_of_classes() -> None:
-    pytest.importorskip("art.estimators")
+    importlib.import_module("art.estimators")
     wrapped = to_art(classes, (9,), 5)
     with pytest.raises(ValueError, match="num_classes must be the number that predict knows, 4, got 5"):
         wrapped.predict(np.zeros((2, 9), dtype=np.float32))
