@@ -32,6 +32,36 @@ def conv_net(num_classes: int = 10, channels: int = 1, size: int = 28) -> nn.Seq
     )
 
 
+def wide_conv_net(num_classes: int = 10, channels: int = 1, size: int = 28) -> nn.Sequential:
+    """Four 3x3 convolutions (32, 32, 64, 64), max pooling after each pair, two dense layers of 200.
+
+    The net on which robustness on MNIST is usually published (Carlini and Wagner 2017).
+
+    >>> wide_conv_net()(torch.zeros(2, 1, 28, 28)).shape
+    torch.Size([2, 10])
+    """
+    checks.count("size", size, low=16)
+    side = ((size - 4) // 2 - 4) // 2
+    return nn.Sequential(
+        nn.Conv2d(checks.count("channels", channels), 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * side**2, 200),
+        nn.ReLU(),
+        nn.Linear(200, 200),
+        nn.ReLU(),
+        nn.Linear(200, checks.count("num_classes", num_classes, low=2)),
+    )
+
+
 def mlp(num_features: int, num_outputs: int = 1, hidden: tuple[int, ...] = (16, 16)) -> nn.Sequential:
     """SM-6 regression: fully connected, two hidden layers of 16 with ReLU, a dense output.
 
