@@ -31,7 +31,7 @@ from advbayes import (
     strong_suite,
 )
 from advbayes.attacks.gradients import NoGradientWarning
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import Ball
 from advbayes.seeds import generator_for
 from advbayes.types import Attack, Predictor
 

@@ -18,7 +18,7 @@ _HOMES = {
         "pgd_plus raise_mean squared_error strong_suite"
     ),
     "auditing": "Claim ThreatModel Verdict audit audit_cost audit_records",
-    "balls": "L2 Linf",
+    "balls": "L2 Ball Linf",
     "certification": "certify",
     "channels": "AttackChannel Learned Mixture Noise",
     "evaluation": "Evaluation evaluate load_evaluation rescore selective_task with_eps",
@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from advbayes.auditing import audit_cost as audit_cost
     from advbayes.auditing import audit_records as audit_records
     from advbayes.balls import L2 as L2
+    from advbayes.balls import Ball as Ball
     from advbayes.balls import Linf as Linf
     from advbayes.certification import certify as certify
     from advbayes.channels import AttackChannel as AttackChannel

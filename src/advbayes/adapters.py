@@ -19,8 +19,7 @@ from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution, Independent, Normal
 
 from advbayes import checks
-from advbayes.balls import L2, Linf
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import L2, Ball, Linf
 from advbayes.types import Predictor
 
 KINDS = ("logits", "log_probs", "probs", "mean", "mean_and_scale")

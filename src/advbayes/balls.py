@@ -18,7 +18,7 @@ _ROUNDS = 12  # of the projection onto a ball and a box; three or four are the r
 
 
 @dataclass(frozen=True, eq=False)
-class _Ball(ABC):
+class Ball(ABC):
     """The shared parts of a ball: `eps` in units of `scale`, `box` = (low, high), `mask` True where touching is allowed."""
 
     eps: float
@@ -161,7 +161,7 @@ class _Ball(ABC):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class L2(_Ball):
+class L2(Ball):
     """Euclidean ball.
 
     >>> ball = L2(1.0, box=(0, 1))
@@ -214,7 +214,7 @@ class L2(_Ball):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Linf(_Ball):
+class Linf(Ball):
     """Largest change of any feature.
 
     >>> Linf(0.1).project(torch.tensor([[0.5, -0.05]]), torch.zeros(1, 2))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from advbayes import checks
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import Ball
 from advbayes.channels import AttackChannel, Learned, Mixture
 from advbayes.model import BayesianModel
 from advbayes.seeds import generator_for

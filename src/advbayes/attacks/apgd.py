@@ -12,7 +12,7 @@ from advbayes import checks
 from advbayes.attacks.ascent import check_ball
 from advbayes.attacks.gradients import Best, config, entry, is_flat, loss_and_gradient, move, score, where_rows
 from advbayes.attacks.losses import MarginTo, for_rows, margin
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import Ball
 from advbayes.types import Loss, Predictor
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from advbayes import checks
 from advbayes.attacks.gradients import Best, config, entry, is_flat, loss_and_gradient, move, score, where_rows
 from advbayes.attacks.losses import entropy, for_rows, nll
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import Ball
 from advbayes.types import Loss, Predictor
 
 _ROWS = 1024  # restarts share a batch up to this many rows

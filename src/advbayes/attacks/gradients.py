@@ -14,7 +14,7 @@ from torch.distributions import Categorical, Distribution
 
 from advbayes import checks
 from advbayes.attacks.losses import mode, num_rows, success
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import Ball
 from advbayes.tracing import is_tracing
 from advbayes.types import Loss, Predictor
 

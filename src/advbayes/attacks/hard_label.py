@@ -12,8 +12,7 @@ from advbayes import checks
 from advbayes.attacks.ascent import check_ball
 from advbayes.attacks.gradients import Best, config, entry, score, where_rows
 from advbayes.attacks.losses import for_rows, margin
-from advbayes.balls import L2
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import L2, Ball
 from advbayes.types import Loss, Predictor
 
 _ROWS = 4096  # inputs asked about in one call

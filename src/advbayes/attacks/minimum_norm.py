@@ -23,7 +23,7 @@ from advbayes.attacks.losses import (
     margin,
     nll,
 )
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import Ball
 from advbayes.types import Loss, Predictor
 
 

@@ -28,8 +28,7 @@ from advbayes.attacks.losses import (
     nll,
     squared_error,
 )
-from advbayes.balls import L2
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import L2, Ball
 from advbayes.types import Attack, Loss, Predictor
 
 _Any = TypeVar("_Any")

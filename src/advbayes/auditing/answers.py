@@ -13,8 +13,7 @@ from advbayes import metrics
 from advbayes.attacks import succeeded, with_ball
 from advbayes.auditing.case import Case, judged, not_applicable, not_run
 from advbayes.auditing.findings import Finding
-from advbayes.balls import L2
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import L2, Ball
 from advbayes.evaluation.scoring import worst
 from advbayes.seeds import generator_for
 

@@ -15,7 +15,7 @@ from advbayes.attacks import APGD, lower_mean, margin, nll, raise_mean, squared_
 from advbayes.auditing.claim import Claim
 from advbayes.auditing.findings import Finding, Status
 from advbayes.auditing.threat import ThreatModel
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import Ball
 from advbayes.evaluation.attackers import with_generator
 from advbayes.evaluation.inputs import Task
 from advbayes.evaluation.result import Evaluation

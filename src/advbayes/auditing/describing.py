@@ -8,7 +8,7 @@ from torch.distributions import Categorical
 from advbayes import metrics
 from advbayes.auditing.case import Case, finding, judged, not_applicable, not_run
 from advbayes.auditing.findings import Finding
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import Ball
 from advbayes.channels import AttackChannel, Learned, Mixture
 from advbayes.evaluation.attackers import ball_of, family_of, loss_names
 from advbayes.evaluation.files import Folder

@@ -22,7 +22,7 @@ from advbayes.auditing.certificate import certificate, radii_of
 from advbayes.auditing.claim import Claim, Values, fitted
 from advbayes.auditing.findings import Finding, Verdict
 from advbayes.auditing.threat import ThreatModel, said_by
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import Ball
 from advbayes.evaluation.attackers import ball_of, steps_of
 from advbayes.evaluation.inputs import ASKED, Data, Task, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
 from advbayes.evaluation.result import Evaluation

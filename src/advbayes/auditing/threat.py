@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from advbayes import checks
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import Ball
 from advbayes.evaluation.attackers import loss_names, restarts_of, steps_of
 from advbayes.types import Attack
 

@@ -10,7 +10,7 @@ import typer
 from advbayes.config import ATTACKS, ConfigError
 
 if TYPE_CHECKING:
-    from advbayes.balls import _Ball as Ball
+    from advbayes.balls import Ball
     from advbayes.runs import Prepared, Trained
     from advbayes.types import Attack, Predictor
 

@@ -11,7 +11,7 @@ import torch
 
 from advbayes import checks
 from advbayes.attacks import Suite
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import Ball
 from advbayes.types import Attack, Loss, Predictor
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from advbayes import checks
 from advbayes.attacks import nll
 from advbayes.attacks.suite import on_rows
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import Ball
 from advbayes.evaluation.attackers import (
     ball_of,
     check_rows,

@@ -12,7 +12,7 @@ from torch import Tensor
 from advbayes import checks, metrics
 from advbayes.attacks import PGD, ByLoss, certainty, pgd_plus
 from advbayes.attacks.suite import on_rows
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import Ball
 from advbayes.evaluation.attackers import with_eps, with_generator
 from advbayes.evaluation.inputs import ASKED, Data, as_radii, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
 from advbayes.evaluation.scoring import score

@@ -19,7 +19,7 @@ from advbayes.attacks import (
     squared_error,
     strong_suite,
 )
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import Ball
 from advbayes.config import ATTACKS
 from advbayes.types import Attack
 

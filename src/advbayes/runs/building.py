@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from advbayes.attacks import entropy, margin, nll, one_step, pgd, squared_error
-from advbayes.balls import L2, Linf
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import L2, Ball, Linf
 from advbayes.channels import AttackChannel, Learned, Mixture, Noise
 from advbayes.config import ConfigError, RunConfig
 from advbayes.datasets import Dataset, Standardize, from_csv, from_npz, load_dataset

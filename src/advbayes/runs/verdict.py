@@ -7,7 +7,7 @@ from typing import Any
 
 from advbayes import store
 from advbayes.auditing import ThreatModel, Verdict, audit
-from advbayes.balls import _Ball as Ball
+from advbayes.balls import Ball
 from advbayes.predictive import FreshPredictive
 from advbayes.runs.building import Prepared
 from advbayes.runs.folder import Run

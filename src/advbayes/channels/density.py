@@ -1,0 +1,67 @@
+"""Densities of channels: mixtures of Gaussians whose centres do not depend on x'."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from advbayes import checks
+
+_LOG_TWO_PI = math.log(2.0 * math.pi)
+
+
+@dataclass(frozen=True, eq=False)
+class GaussianDensity:
+    """x' -> log sum_k w_k N(x'; centres_kn, scales_k^2) for each reference point n: what a Purifier computes once.
+
+    >>> density = GaussianDensity((0.0,), (torch.zeros(2, 3),), (1.0,))
+    >>> density.log_prob(torch.zeros(5, 3)).shape
+    torch.Size([2, 5])
+    """
+
+    log_weights: tuple[float, ...]
+    centres: tuple[Tensor, ...]  # K times (N, *event)
+    scales: tuple[float | Tensor, ...]  # K times a number or (N, *event)
+
+    def log_prob(self, x_adv: Tensor) -> Tensor:  # (B, *event) -> (N, B)
+        parts = [
+            weight + log_normal(x_adv, centres, scale)
+            for weight, centres, scale in zip(self.log_weights, self.centres, self.scales, strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.logsumexp(torch.stack(parts), dim=0)
+
+
+def log_normal(x_adv: Tensor, centres: Tensor, scale: float | Tensor, limit: int = 1 << 24) -> Tensor:
+    """log N(x'_b; c_n, scale_n^2), (N, B), from differences (exact to rounding), `limit` numbers at a time."""
+    points, middle = x_adv.flatten(1), centres.flatten(1)
+    if points.shape[1] != middle.shape[1]:
+        raise ValueError(
+            f"x_adv must have the event shape {tuple(centres.shape[1:])} of the reference, got {checks.describe(x_adv)}"
+        )
+    rows = max(1, limit // max(1, points.numel()))
+    out = []
+    for start in range(0, len(middle), rows):
+        chunk = middle[start : start + rows].unsqueeze(1)
+        if isinstance(scale, Tensor):
+            wide: float | Tensor = scale.flatten(1)[start : start + rows].unsqueeze(1)
+            log_det: float | Tensor = scale.flatten(1)[start : start + rows].log().sum(-1, keepdim=True)
+        else:
+            wide, log_det = scale, points.shape[1] * math.log(scale)
+        square = ((points - chunk) / wide).square().sum(-1)
+        out.append(-0.5 * square - log_det - 0.5 * points.shape[1] * _LOG_TWO_PI)
+    return torch.cat(out)
+
+
+@dataclass(frozen=True, eq=False)
+class MixtureDensity:
+    """logsumexp(ln pi_k + log p_k) for densities that are not all Gaussian."""
+
+    log_weights: tuple[float, ...]
+    parts: tuple[object, ...]
+
+    def log_prob(self, x_adv: Tensor) -> Tensor:
+        each = [w + part.log_prob(x_adv) for w, part in zip(self.log_weights, self.parts, strict=True)]  # type: ignore[attr-defined]
+        return torch.logsumexp(torch.stack(each), dim=0)

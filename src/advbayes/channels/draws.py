@@ -1,0 +1,82 @@
+"""A channel's randomness apart from its computation, which can then be compiled."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from advbayes.channels.attack import AttackChannel, draws_noise_alone, shifted_by
+from advbayes.channels.mixture import Mixture, systematic
+from advbayes.channels.noise import noise_like
+from advbayes.types import Channel, Predictor
+
+
+class Draws(NamedTuple):
+    """All the randomness of one call to a channel's `sample`, drawn as `sample` draws it."""
+
+    noise: Tensor  # as x, in the order below
+    order: Tensor  # (B,): which examples, one component after the other
+    offset: Tensor  # (): where in [0, 1) the strata begin
+
+
+def draws(channel: Channel, x: Tensor, *, generator: torch.Generator | None = None) -> Draws | None:
+    """The randomness apart from the computation, which can then be compiled; None for channels that mix the two.
+
+    >>> from advbayes import Noise
+    >>> draws(Mixture([0.5, 0.5], [Noise(0.1), Noise(0.2)]), torch.zeros(4, 2)).order.shape
+    torch.Size([4])
+    """
+    if isinstance(channel, Mixture):
+        if not channel._splits or not channel.stratified:
+            return None
+        offset, order = systematic(len(x), generator, x.device)
+        return Draws(noise_like(x, generator), order, offset)
+    if not draws_noise_alone(channel):
+        return None
+    noiseless = channel.sigma == 0  # type: ignore[attr-defined]
+    none = torch.empty(0, dtype=torch.long, device=x.device)
+    return Draws(x.new_empty(0) if noiseless else noise_like(x, generator), none, none)
+
+
+def sample_at(
+    channel: Channel,
+    drawn: Draws,
+    predict: Predictor,
+    x: Tensor,  # (B, *event), a mixture's already in the order drawn
+    y: Tensor,
+) -> Tensor:  # x' in x's order
+    """What `sample` computes, given its randomness, by operations whose shapes do not depend on it.
+
+    A stratified component's share of a batch varies by one example: it is computed for the larger share, and kept where
+    the example is its own.
+
+    >>> from advbayes import Noise
+    >>> sample_at(Noise(1.0), Draws(torch.ones(2, 1), *[torch.empty(0)] * 2), None, torch.zeros(2, 1), torch.zeros(2)).sum()
+    tensor(2.)
+    """
+    if not isinstance(channel, Mixture):
+        return shifted_by(channel, predict, x, y, drawn.noise if drawn.noise.numel() else None)
+    num, first = len(x), 0
+    rows = torch.arange(num, device=x.device)
+    bounds = [0.0, *channel._cumulated, 1.0]
+    inner = [(round(num * edge, 9) - drawn.offset).ceil().clamp(0, num) for edge in channel._cumulated]
+    edges: list[Tensor | int] = [0, *inner, num]
+    out = x
+    for members in channel._groups:
+        last = first + len(members)
+        low = math.floor(round(num * bounds[first], 9))
+        high = min(num, math.ceil(round(num * bounds[last], 9)))
+        own, part = rows[low:high], slice(low, high)
+        merged = channel.channels[members[0]]
+        if len(members) > 1 and isinstance(merged, AttackChannel):
+            merged = channel._with_losses(members, torch.stack([own >= edge for edge in edges[first + 1 : last]]).sum(0))
+        if high > low:
+            moved = shifted_by(merged, predict, x[part], y[part], drawn.noise[part])
+            mine = (own >= edges[first]) & (own < edges[last])
+            kept = torch.where(mine.view(-1, *[1] * (x.ndim - 1)), moved, out[part])
+            out = torch.cat([out[:low], kept, out[high:]])
+        first = last
+    return out
