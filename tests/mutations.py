@@ -275,7 +275,13 @@ BUGS = (
         "            with torch.no_grad():\n                thetas.copy_(posterior.at(posterior.noise(objective.num_theta, generator=generator)))\n            found = objective.theta_gradient(model, leaves, x, x_adv, y)",
         "test_identities_proactive",
     ),
-    Bug("sigma squared", "channels/noise.py", "device=x.device), alpha=sigma)", "device=x.device), alpha=sigma**2)", "test_contracts"),
+    Bug(
+        "sigma squared",
+        "channels/noise.py",
+        "device=x.device), alpha=sigma)",
+        "device=x.device), alpha=sigma**2)",
+        "test_contracts",
+    ),
     Bug(
         "density without its normaliser",
         "channels/density.py",

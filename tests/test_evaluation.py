@@ -30,6 +30,7 @@ from advbayes import (
     pgd_plus,
 )
 from advbayes.attacks import APGD, Suite, Transfer
+from advbayes.attacks.parts import family_of, loss_names, with_restarts, with_steps
 from advbayes.evaluation import (
     Cell,
     SoftmaxWarning,
@@ -43,7 +44,6 @@ from advbayes.evaluation import (
     steps_of,
     with_eps,
 )
-from advbayes.evaluation.attackers import family_of, loss_names, with_restarts, with_steps
 
 
 def generator(seed: int = 0) -> torch.Generator:

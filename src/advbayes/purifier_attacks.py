@@ -128,6 +128,10 @@ class Annealed:
             best, point = best.put(rows, kept), point.index_copy(0, rows, here)
         return best
 
+    def applies_to(self, predict: Predictor) -> bool:
+        """Purifiers, and predictors that hold one as `purifier`."""
+        return _within(predict) is not None
+
 
 @dataclass(frozen=True)
 class NearestCentre:
@@ -169,14 +173,23 @@ class NearestCentre:
                 best = best.or_better(Best(point, *score(purifier, margin, point, y)))
         return best.x
 
+    def applies_to(self, predict: Predictor) -> bool:
+        """Purifiers of classes whose channel is Gaussian in the space of x."""
+        purifier = _within(predict)
+        return purifier is not None and not _unfit(purifier)
+
+
+def _within(predict: object) -> Purifier | None:
+    """The purifier that a predictor is or holds."""
+    inner = predict if isinstance(predict, Purifier) else getattr(predict, "purifier", None)
+    return inner if isinstance(inner, Purifier) else None
+
 
 def _purifier(predict: object) -> Purifier:
-    if isinstance(predict, Purifier):
-        return predict
-    inner = getattr(predict, "purifier", None)
-    if isinstance(inner, Purifier):
-        return inner
-    raise TypeError(f"predict must be a Purifier for this attack, got {checks.describe(predict)}")
+    purifier = _within(predict)
+    if purifier is None:
+        raise TypeError(f"predict must be a Purifier for this attack, got {checks.describe(predict)}")
+    return purifier
 
 
 def _classes(purifier: Purifier, bank: GaussianBank, groups: slice, rows: slice) -> Tensor:  # (g, n)
@@ -187,10 +200,15 @@ def _classes(purifier: Purifier, bank: GaussianBank, groups: slice, rows: slice)
     return values[:, groups].argmax(-1).T
 
 
+def _unfit(purifier: Purifier) -> bool:
+    """Whether the nearest centre means nothing: regression, another channel, or noise in another space."""
+    gaussian = all(isinstance(bank, GaussianBank) for bank in purifier.store.banks)
+    return bool(purifier.store.num_outputs) or not gaussian or purifier.features is not None
+
+
 def _banks(purifier: Purifier) -> list[GaussianBank]:
-    store = purifier.store
-    banks = [bank for bank in store.banks if isinstance(bank, GaussianBank)]
-    if store.num_outputs or len(banks) < len(store.banks) or purifier.features is not None:
+    banks = [bank for bank in purifier.store.banks if isinstance(bank, GaussianBank)]
+    if _unfit(purifier):
         raise ValueError(
             "the nearest-centre attack is for classification with a Gaussian channel in the space of x, "
             f"got {checks.describe(purifier)}"

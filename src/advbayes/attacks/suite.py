@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,10 +27,10 @@ from advbayes.attacks.losses import (
     nll,
     squared_error,
 )
+from advbayes.attacks.parts import A, applies_to, inner_attacks, on_rows, rebuilt, settings
 from advbayes.balls import L2, Ball
 from advbayes.types import Attack, Loss, Predictor
 
-_Any = TypeVar("_Any")
 _UNBOUNDED = L2(0.0)  # fits all data: the parts check x against balls of their own
 
 
@@ -61,7 +60,8 @@ class Suite:
     attacks do not mix: to the ones y is where to go, to the others what to leave.
 
     The first attack sees every example, each later one only those that are not broken yet; in regression, where nothing
-    breaks, `regression` (absent: the same attacks) runs on all of them.
+    breaks, `regression` (absent: the same attacks) runs on all of them. Attacks that are made for other predictors (a
+    purifier's own) are left out.
 
     >>> from advbayes import L2, one_step, pgd
     >>> Suite((one_step(L2(1.0)), pgd(L2(1.0), 3))).attacks[0].is_one_step
@@ -94,9 +94,11 @@ class Suite:
         with torch.no_grad():
             prediction = predict(x)
         classes = isinstance(prediction, CategoricalDistribution)
-        name = "attacks" if classes or not self.regression else "regression"
-        attacks: tuple[Attack, ...] = getattr(self, name)
-        rank = _rank_of(name, attacks) if self.rank is None else self.rank
+        attacks = self.in_task("classification" if classes else "regression").attacks
+        rank = _rank_of("attacks", attacks) if self.rank is None else self.rank
+        attacks = tuple(attack for attack in attacks if applies_to(attack, predict))
+        if not attacks:
+            raise TypeError(f"attacks must hold one that applies to this predictor, got none for {checks.describe(predict)}")
         best = Best(x, *score(predict, rank, x, y))
         for number, attack in enumerate(attacks):
             rows = torch.arange(len(x), device=x.device)
@@ -108,6 +110,25 @@ class Suite:
             found = Best(x_adv, *score(predict, for_rows(rank, rows), x_adv, y[rows]))
             best = best.put(rows, best.pick(rows).or_better(found))
         return best.x
+
+    def in_task(self, task: str) -> Suite:
+        """The suite of what runs in a task alone."""
+        return Suite(self.regression if task == "regression" and self.regression else self.attacks, rank=self.rank)
+
+    def applies_to(self, predict: Predictor) -> bool:
+        """Whether some of it is made for the predictor."""
+        return any(applies_to(attack, predict) for attack in (*self.attacks, *self.regression))
+
+
+def for_task(attack: A, task: str) -> A:
+    """The attack with those parts alone that run in a task: a Suite has some for classes and some for regression.
+
+    >>> from advbayes import L2, pgd, squared_error
+    >>> both = Suite((pgd(L2(1.0)),), regression=(pgd(L2(1.0), 5, squared_error),))
+    >>> for_task(both, "regression").attacks[0].stages[0][0].__name__
+    'squared_error'
+    """
+    return rebuilt(attack, lambda part: settings(part.in_task(task)) if isinstance(part, Suite) else {})
 
 
 @dataclass(frozen=True, repr=False)
@@ -151,6 +172,10 @@ class Transfer:
             best = best.or_better(Best(x_adv, *score(predict, rank, x_adv, y)))
         return best.x
 
+    def applies_to(self, predict: Predictor) -> bool:
+        """Whether the attack is made for its sources; the predictor itself it only asks."""
+        return all(applies_to(self.attack, source) for source in self.sources)
+
 
 def _rank_of(name: str, attacks: Sequence[Attack]) -> Loss:
     """What several attacks compete by, from what each of them wants."""
@@ -167,7 +192,7 @@ def _rank_of(name: str, attacks: Sequence[Attack]) -> Loss:
 
 def _wants(attack: object) -> Iterator[Loss]:
     """The losses that an attack's points are chosen by; nothing for one that does not show them."""
-    held = _fields(attack)
+    held = settings(attack)
     if callable(held.get("rank")):
         yield held["rank"]
     elif "stages" in held:
@@ -175,8 +200,7 @@ def _wants(attack: object) -> Iterator[Loss]:
     elif callable(held.get("loss")):
         yield held["loss"]
     else:
-        inner = (held["attack"],) if "attack" in held else (*held.get("attacks", ()), *held.get("regression", ()))
-        for part in inner:
+        for part in inner_attacks(attack):
             yield from _wants(part)
 
 
@@ -199,38 +223,6 @@ def _leaves_y(loss: Loss) -> bool:
 
 def _is_same(this: Loss, other: Loss) -> bool:
     return this is other or (isinstance(this, (ByLoss, Exceeding)) and this == other)
-
-
-def on_rows(attack: Attack, rows: Tensor | slice) -> Attack:
-    """The attack on some of the examples: losses with one entry for each example, its own and its parts', keep those of `rows`.
-
-    >>> from advbayes import L2, pgd
-    >>> on_rows(pgd(L2(1.0), 5, MarginTo(torch.tensor([1, 0, 2]))), slice(1, 3)).stages[0][0].classes
-    tensor([0, 2])
-    """
-    cut: Attack = _cut(attack, rows, within="attack")
-    return cut
-
-
-def _cut(value: Any, rows: Tensor | slice, *, within: str) -> Any:
-    if isinstance(value, tuple):
-        members = tuple(_cut(member, rows, within=within) for member in value)
-        return value if all(new is old for new, old in zip(members, value, strict=True)) else members
-    if within in {"loss", "rank", "stages"}:
-        return for_rows(value, rows)  # a stage's number of steps passes through
-    if within not in {"attack", "attacks", "regression", "start"}:
-        return value
-    held = _fields(value)
-    cut = {name: _cut(part, rows, within=name) for name, part in held.items()}
-    changed = {name: part for name, part in cut.items() if part is not held[name]}
-    return replace(value, **changed) if changed else value
-
-
-def _fields(attack: object) -> dict[str, Any]:
-    """The settings of an attack of this package; others are closed."""
-    if not is_dataclass(attack) or isinstance(attack, type):
-        return {}
-    return {field.name: getattr(attack, field.name) for field in fields(attack)}
 
 
 def strong_suite(
@@ -271,25 +263,3 @@ def strong_suite(
         classification.append(Square(ball, queries))
         regression.append(Square(ball, queries, nll))
     return Suite((*classification, *others), (*regression, *others))
-
-
-def with_ball(attack: _Any, ball: Ball) -> _Any:
-    """The same attack, all its parts included, within another ball.
-
-    >>> from advbayes import L2, pgd
-    >>> with_ball(pgd(L2(1.0)), L2(2.0)).ball
-    L2(2)
-    """
-    if not is_dataclass(attack) or isinstance(attack, type):
-        raise TypeError(f"attack must be one of this package's attacks (a dataclass with a ball), got {checks.describe(attack)}")
-    names = {field.name for field in fields(attack)}
-    changed: dict[str, Any] = {}
-    if "ball" in names:
-        changed["ball"] = ball
-    if "attack" in names:
-        changed["attack"] = with_ball(attack.attack, ball)  # type: ignore[attr-defined]
-    for name in {"attacks", "regression"} & names:
-        changed[name] = tuple(with_ball(part, ball) for part in getattr(attack, name))
-    if not changed:
-        raise TypeError(f"attack must have a ball or parts that have one, got {checks.describe(attack)}")
-    return replace(attack, **changed)

@@ -82,9 +82,11 @@ def attack_itself(case: Case) -> Finding:
         return not_applicable("E19", "the closed form is that of classes; regression attacks share their engine")
     ball = _plain(case.ball)
     generator = generator_for(case.seed, "audit/linear")
-    attacks = {name: with_ball(attack, ball) for name, attack in case.attacks.items()}
     classes = 3
     model = Linear(torch.randn(classes, DIMENSIONS, generator=generator), torch.zeros(classes))
+    attacks = {name: with_ball(attack, ball) for name, attack in case.attacks_on(model).items()}
+    if not attacks:
+        return not_run("E19", "give attacks that are made for any predictor: these cannot run on a linear model")
     x = 2.0 * ball.eps * (0.7 if isinstance(ball, L2) else 1.0) * torch.randn(200, DIMENSIONS, generator=generator)
     y = model(x).logits.argmax(1)  # type: ignore[attr-defined]
     slack = model.slack(ball, x, y)
@@ -108,11 +110,11 @@ def undefended_control(case: Case) -> Finding:
     """E20: the same attack leaves the undefended model at most 5 % (MNIST, L2, eps 2; elsewhere at the control ball)."""
     if case.task == "regression":
         return not_applicable("E20", "regression has no accuracy")
-    if case.undefended is None or not case.attacks:
+    if case.undefended is None or not case.attacks_on(case.undefended):
         return not_run("E20", "give the undefended model (and, off MNIST, a ball large enough to break it)")
     ball = case.ball if case.control_ball is None else case.control_ball
     parts = [case.scored(case.x, "control clean", by=case.undefended)]
-    for name, attack in case.attacks.items():
+    for name, attack in case.attacks_on(case.undefended).items():
         x_adv = case.attacked(with_ball(attack, ball), f"control {name}", through=case.undefended)
         parts.append(case.scored(x_adv, f"control {name}", by=case.undefended))
     left = case.value(worst(parts, case.task))
@@ -126,10 +128,10 @@ def credible_baseline(case: Case) -> Finding:
     published = case.published if case.published is not None else MNIST_AT if mnist else None
     if published is None:
         return not_applicable("E21", "there is no published figure for this data set and ball")
-    if case.baseline is None or not case.attacks:
+    if case.baseline is None or not case.attacks_on(case.baseline):
         return not_run("E21", "give the adversarially trained baseline")
     parts = [case.scored(case.x, "baseline clean", by=case.baseline)]
-    for name, attack in case.attacks.items():
+    for name, attack in case.attacks_on(case.baseline).items():
         x_adv = case.attacked(attack, f"baseline {name}", through=case.baseline)
         parts.append(case.scored(x_adv, f"baseline {name}", by=case.baseline))
     clean, left = case.value(parts[0]), case.value(worst(parts, case.task))

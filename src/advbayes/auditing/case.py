@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from advbayes.attacks import APGD, lower_mean, margin, nll, raise_mean, squared_error
+from advbayes.attacks import APGD, applies_to, lower_mean, margin, nll, raise_mean, squared_error
 from advbayes.auditing.claim import Claim
 from advbayes.auditing.findings import Finding, Status
 from advbayes.auditing.threat import ThreatModel
@@ -138,6 +138,10 @@ class Case:
                 repeats = self.rescored if self.stochastic and by is None else 1
                 parts.append(score(keyed, x_adv[part], y[part], self.task, repeats=repeats, what=f"the scores ({purpose})"))
         return {name: torch.cat([columns[name] for columns in parts]) for name in parts[0]} if parts else {}
+
+    def attacks_on(self, predict: Predictor) -> dict[str, Attack]:
+        """The attacks under audit that are made for a predictor: a purifier's own do not run on its controls."""
+        return {name: attack for name, attack in self.attacks.items() if applies_to(attack, predict)}
 
     @property
     def target(self) -> Predictor:

@@ -6,11 +6,11 @@ import torch
 from torch.distributions import Categorical
 
 from advbayes import metrics
+from advbayes.attacks.parts import ball_of, family_of, loss_names
 from advbayes.auditing.case import Case, finding, judged, not_applicable, not_run
 from advbayes.auditing.findings import Finding
 from advbayes.balls import Ball
 from advbayes.channels import AttackChannel, Learned, Mixture
-from advbayes.evaluation.attackers import ball_of, family_of, loss_names
 from advbayes.evaluation.files import Folder
 from advbayes.evaluation.inputs import check_units, softmaxed_twice
 from advbayes.evaluation.run import rescore

@@ -51,8 +51,10 @@ def transfer(case: Case) -> Finding:
     for name, source in sources.items():
         parts = [
             case.scored(case.attacked(attack, f"transfer {name} {kind}", through=source), f"transfer {name} {kind}")
-            for kind, attack in case.attacks.items()
+            for kind, attack in case.attacks_on(source).items()
         ]
+        if not parts:
+            return not_run("E13", f"give attacks that are made for any predictor: these cannot run on {name}")
         found = worst(parts, case.task)
         case.join(f"transfer {name}", found)
         figures[f"from {name}"] = case.value(found)

@@ -27,7 +27,7 @@ def adaptive_attacks(case: Case) -> Finding:
     for kind, through in _ways(case).items():
         parts = [
             case.scored(case.attacked(attack, f"{kind} {name}", through=through), f"{kind} {name}")
-            for name, attack in case.attacks.items()
+            for name, attack in case.attacks_on(through).items()
         ]
         if parts:
             results[kind] = worst(parts, case.task)

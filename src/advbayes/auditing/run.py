@@ -16,6 +16,7 @@ from torch import Tensor
 from advbayes import checks
 from advbayes.attacks import Square, loss_and_gradient, margin, nll
 from advbayes.attacks.gradients import NoGradientWarning
+from advbayes.attacks.parts import ball_of, steps_of
 from advbayes.auditing import answers, describing, others, purifier, strength
 from advbayes.auditing.case import TIERS, Budget, Case, default_attacks
 from advbayes.auditing.certificate import certificate, radii_of
@@ -23,7 +24,6 @@ from advbayes.auditing.claim import Claim, Values, fitted
 from advbayes.auditing.findings import Finding, Verdict
 from advbayes.auditing.threat import ThreatModel, said_by
 from advbayes.balls import Ball
-from advbayes.evaluation.attackers import ball_of, steps_of
 from advbayes.evaluation.inputs import ASKED, Data, Task, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
 from advbayes.evaluation.result import Evaluation
 from advbayes.evaluation.run import load_evaluation

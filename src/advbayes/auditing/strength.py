@@ -10,9 +10,9 @@ from torch.distributions import Categorical, Distribution
 
 from advbayes import metrics
 from advbayes.attacks import loss_and_gradient, nll, one_step, squared_error
+from advbayes.attacks.parts import losses_of, steps_of, with_eps, with_restarts, with_steps
 from advbayes.auditing.case import POINT, Case, finding, judged, not_applicable, not_run
 from advbayes.auditing.findings import Finding
-from advbayes.evaluation.attackers import losses_of, steps_of, with_eps, with_restarts, with_steps
 from advbayes.evaluation.inputs import extent_of
 from advbayes.evaluation.scoring import Columns, worst
 from advbayes.types import Attack, Predictor
@@ -173,6 +173,7 @@ class _Watched:
 
     def __init__(self, predict: Predictor, x: Tensor, y: Tensor, case: Case) -> None:
         self.predict, self.x, self.y, self.case = predict, x, y, case
+        self.purifier = predict  # for the attacks that are made for one
         self.aligned = True
         self.seen: list[list[Tensor]] = [[] for _ in x]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from advbayes.evaluation.attackers import ball_of, losses_of, restarts_of, steps_of, with_eps
+from advbayes.attacks import ball_of, losses_of, restarts_of, steps_of, with_eps
 from advbayes.evaluation.inputs import SoftmaxWarning, UnitsWarning
 from advbayes.evaluation.result import Cell, Evaluation
 from advbayes.evaluation.run import evaluate, load_evaluation, rescore

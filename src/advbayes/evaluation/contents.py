@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from advbayes.evaluation.attackers import LOSSES
+from advbayes.attacks.parts import LOSSES
 from advbayes.types import Predictor
 
 

@@ -13,20 +13,20 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks import nll
-from advbayes.attacks.suite import on_rows
-from advbayes.balls import Ball
-from advbayes.evaluation.attackers import (
+from advbayes.attacks.parts import (
     ball_of,
     check_rows,
-    for_task,
     loss_names,
     losses_of,
+    on_rows,
     restarts_of,
     steps_of,
     text_of,
     with_eps,
-    with_generator,
 )
+from advbayes.attacks.suite import for_task
+from advbayes.balls import Ball
+from advbayes.evaluation.attackers import with_generator
 from advbayes.evaluation.contents import contents_of
 from advbayes.evaluation.files import Block, Folder, data_hash, fingerprint
 from advbayes.evaluation.inputs import (

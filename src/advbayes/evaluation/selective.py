@@ -11,9 +11,9 @@ from torch import Tensor
 
 from advbayes import checks, metrics
 from advbayes.attacks import PGD, ByLoss, certainty, pgd_plus
-from advbayes.attacks.suite import on_rows
+from advbayes.attacks.parts import on_rows, with_eps
 from advbayes.balls import Ball
-from advbayes.evaluation.attackers import with_eps, with_generator
+from advbayes.evaluation.attackers import with_generator
 from advbayes.evaluation.inputs import ASKED, Data, as_radii, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
 from advbayes.evaluation.scoring import score
 from advbayes.metrics import Estimate
