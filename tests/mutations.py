@@ -398,6 +398,34 @@ BUGS = (
     Bug(
         "labels of another part of the batch", "predictive.py", "x[part], y[part])", "x[part], y[: len(x[part])])", "test_attacks"
     ),
+    Bug(
+        "parts in a mapping keep their ball",
+        "attacks/parts.py",
+        "return value if all(named[key] is value[key] for key in value) else named",
+        "return value",
+        "test_attack_parts",
+    ),
+    Bug(
+        "twice the steps are as many queries",
+        "attacks/parts.py",
+        'WORK = ("steps", "num_steps", "queries", "num_queries", "rounds", "num")',
+        'WORK = ("steps", "num_steps")',
+        "test_attack_parts",
+    ),
+    Bug(
+        "random points without the ball's scale",
+        "balls.py",
+        "self.ascend(self._scaled(noise), self.eps)",
+        "self.ascend(noise, self.eps)",
+        "test_attack_parts",
+    ),
+    Bug(
+        "a purifier's attacks are run on its controls",
+        "auditing/case.py",
+        "if applies_to(attack, predict)}",
+        "}",
+        "test_attack_parts",
+    ),
     Bug("the learned adversary helps", "training.py", "torch.autograd.grad(-gain", "torch.autograd.grad(gain", "test_training"),
 )
 

@@ -149,6 +149,16 @@ class Ball(ABC):
     def random(self, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Points drawn uniformly from the norm ball around x, then clipped to the box."""
 
+    def sphere(self, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """Points drawn from the edge of the ball (L2: every direction alike in units of the norm; Linf: its corners), then
+        moved into the box; nothing moves where masked.
+
+        >>> Linf(0.5, scale=2.0).sphere(torch.zeros(1, 3)).abs()
+        tensor([[1., 1., 1.]])
+        """
+        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+        return self.project(x + self.ascend(self._scaled(noise), self.eps), x)
+
     def contains(self, x_adv: Tensor, x: Tensor) -> Tensor:
         """Which examples are finite, within eps (1 + 1e-5) + 1e-7, in the box, and untouched where masked; (B,) bool."""
         d = x_adv - x

@@ -16,19 +16,6 @@ from advbayes.balls import L2, Ball
 from advbayes.types import Loss, Predictor
 
 
-def on_sphere(ball: Ball, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-    """Points drawn from the edge of the ball (L2: every direction alike; Linf: its corners), then clipped to the box.
-
-    >>> from advbayes import Linf
-    >>> on_sphere(Linf(0.5), torch.zeros(1, 3)).abs()
-    tensor([[0.5000, 0.5000, 0.5000]])
-    """
-    noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-    if ball.scale is not None:  # directions are uniform in units of the norm
-        noise = noise / torch.as_tensor(ball.scale, dtype=x.dtype, device=x.device)
-    return ball.project(x + ball.ascend(noise, ball.eps), x)
-
-
 @dataclass(frozen=True, repr=False)
 class RandomSearch:
     """The best of `num` random points of the sphere: what any attack with a gradient must beat.
@@ -63,7 +50,7 @@ class RandomSearch:
                 rows = rows[~best.broken[rows]]
                 if not len(rows):
                     break
-            drawn = on_sphere(self.ball, x[rows], generator=generator)
+            drawn = self.ball.sphere(x[rows], generator=generator)
             here = Best(drawn, *score(predict, for_rows(self.loss, rows), drawn, y[rows]))
             best = best.put(rows, best.pick(rows).or_better(here))
         return best.x

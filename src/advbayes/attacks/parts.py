@@ -197,7 +197,7 @@ def _work(held: Mapping[str, Any]) -> str:
 
 def restarts_of(attack: object) -> int:
     """The largest number of restarts in an attack."""
-    return max(settings(part).get("restarts", 1) for part in parts_of(attack))
+    return max(int(settings(part).get("restarts", 1)) for part in parts_of(attack))
 
 
 def check_rows(attack: object, num: int, name: str) -> None:

@@ -254,13 +254,11 @@ def noise_not_better(case: Case) -> Finding:
         return finding("E12", "passed", standing=0, broken=0.0)
     left = case.gradient()
     columns = {key: value[rows].clone() for key, value in left.items()}
-    generator = torch.Generator().manual_seed(case.seed)
+    generator = torch.Generator(case.x.device).manual_seed(case.seed)
     found: list[Columns] = []
     for draw in range(case.budget.random_points):
         x = case.x[rows]
-        direction = torch.randn(x.shape, generator=generator, dtype=x.dtype).to(x.device)
-        point = case.ball.project(x + case.ball.ascend(direction, case.ball.eps), x)
-        found.append(case.scored(point, f"noise {draw}", rows=rows))
+        found.append(case.scored(case.ball.sphere(x, generator=generator), f"noise {draw}", rows=rows))
     noisy = worst(found, case.task)
     if case.task == "classification":
         broken = float((noisy["correct"] < 0.5).double().mean())
