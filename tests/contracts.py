@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -273,10 +275,53 @@ class AttackContract:
 # --- Predictors ------------------------------------------------------------------------------------------------------------
 
 
+ROUNDINGS = 16  # units of the dtype, against the largest entry: what other orders of sums may cost
+
+
+def answer(predict: Predictor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    """All that a prediction says of each example, and the gradient of log p(y) in the input, both ways where there are two."""
+    from advbayes import nll
+    from advbayes.attacks import HasInputGradient
+
+    with torch.no_grad():
+        prediction = predict(x)
+        said = {"log_prob": prediction.log_prob(y), "entropy": prediction.entropy()}
+        if isinstance(prediction, torch.distributions.Categorical):
+            said["probs"] = prediction.probs
+        else:
+            said |= {"mean": prediction.mean, "variance": prediction.variance}
+    leaf = x.clone().requires_grad_()
+    value = predict(leaf).log_prob(y)
+    if value.requires_grad:
+        (said["gradient"],) = torch.autograd.grad(value.sum(), leaf)
+    if isinstance(predict, HasInputGradient):
+        said["loss"], _, said["loss_gradient"] = predict.loss_and_gradient(nll, x, y)
+    return said
+
+
+def assert_rounded(name: str, value: Tensor, wanted: Tensor) -> None:
+    """Equal up to ROUNDINGS units of the largest entry of the row (gradients) or of all (answers, which logarithms amplify)."""
+    assert value.shape == wanted.shape
+    assert value.dtype == wanted.dtype
+    size = wanted.abs().amax(1, keepdim=True) if "gradient" in name else wanted.abs().max().clamp_min(1.0)
+    error = float(((value - wanted).abs() / (size * torch.finfo(value.dtype).eps).clamp_min(1e-300)).max())
+    assert error <= ROUNDINGS, f"{name} is off by {error:.3g} units of {value.dtype}"
+
+
 class PredictorContract:
-    """Subclass with `make(model) -> predictor`; `stochastic = True` if two calls may differ."""
+    """Subclass with `make(model) -> predictor`; `stochastic = True` if two calls may differ.
+
+    The answer and its gradient are those of the example alone: neither the batch, the order of rows, the size of chunks
+    (`chunks`: the names of the constants that set it, with values to try), the number of threads nor where tables lie
+    (`same`: the predictor over again, with its tables elsewhere) has a part in them.
+    """
 
     stochastic = False
+    num = 33  # examples asked of it
+    chunks: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def same(self, model: BayesianModel) -> Sequence[Predictor]:
+        return ()
 
     def make(self, model: BayesianModel) -> Predictor:
         raise NotImplementedError
@@ -306,12 +351,58 @@ class PredictorContract:
                 prediction.log_prob(y[:, None].expand(-1, 2))
 
     @pytest.mark.parametrize("task", TASKS)
-    def test_an_example_s_prediction_does_not_depend_on_its_batch(self, task: str) -> None:
-        if self.stochastic:
-            return
-        predict = self.make(small_model(task, torch.float64))
-        x, y = small_data(task, torch.float64)
-        torch.testing.assert_close(predict(x).log_prob(y)[3:4], predict(x[3:4]).log_prob(y[3:4]))
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_answer_and_gradient_do_not_depend_on_batch_or_order(self, task: str, dtype: torch.dtype) -> None:
+        """Up to the order of sums in a matrix product: ROUNDINGS units of the dtype."""
+        ask = self._asking(task, dtype)
+        x, y = small_data(task, dtype, self.num)
+        whole = ask(x, y)
+        order = torch.randperm(len(x), generator=seeded(11))
+        for rows in (order, order[:1], order[1:2], order[2:4], order[4:12], order[12:]):
+            for name, value in ask(x[rows], y[rows]).items():
+                assert_rounded(name, value, whole[name][rows])
+
+    @pytest.mark.parametrize("task", TASKS)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_answer_and_gradient_do_not_depend_on_chunks_or_tables(self, task: str, dtype: torch.dtype) -> None:
+        x, y = small_data(task, dtype, self.num)
+        model = small_model(task, dtype)
+        whole = answer(self.make(model), x, y)
+        for other in self.same(model):
+            for name, value in answer(other, x, y).items():
+                assert_rounded(name, value, whole[name])
+        for place, sizes in self.chunks:
+            for size in sizes:
+                with mock.patch(place, size):
+                    for name, value in answer(self.make(model), x, y).items():
+                        assert_rounded(name, value, whole[name])
+
+    @pytest.mark.parametrize("task", TASKS)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_answer_and_gradient_do_not_depend_on_threads(self, task: str, dtype: torch.dtype) -> None:
+        """Asked by eight threads at once the answers keep every bit; other numbers of torch's threads may round anew."""
+        ask = self._asking(task, dtype)
+        x, y = small_data(task, dtype, self.num)
+        starts = [0, 5, 10, len(x) - 1]
+        alone = [ask(x[start:], y[start:]) for start in starts]
+        with ThreadPoolExecutor(8) as pool:
+            together = list(pool.map(lambda start: ask(x[start:], y[start:]), starts * 3))
+        for one, other in zip(alone * 3, together, strict=True):
+            assert all(torch.equal(other[name], value) for name, value in one.items())
+        before = torch.get_num_threads()
+        try:
+            for num in (1, 3):
+                torch.set_num_threads(num)
+                for name, value in ask(x, y).items():
+                    assert_rounded(name, value, alone[0][name])
+        finally:
+            torch.set_num_threads(before)
+
+    def _asking(self, task: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
+        """(x, y) -> answer and gradient; a stochastic predictor is made anew each time, its generator as at first."""
+        model = small_model(task, dtype)
+        predict = self.make(model)
+        return lambda x, y: answer(self.make(model) if self.stochastic else predict, x, y)
 
     @pytest.mark.parametrize("task", TASKS)
     def test_input_gradient_matches_finite_differences(self, task: str) -> None:

@@ -12,14 +12,12 @@ from advbayes import (
     AttackChannel,
     BayesianModel,
     Ensemble,
-    FreshPredictive,
     Learned,
     LowRank,
     MeanField,
     Mixture,
     Noise,
     PointMass,
-    PosteriorPredictive,
     Samples,
     entropy,
     entropy_pgd,
@@ -32,7 +30,7 @@ from advbayes import (
 )
 from advbayes.networks import FullyConnectedGenerator
 from advbayes.types import Channel
-from tests.contracts import AttackContract, ChannelContract, PosteriorContract, PredictorContract, seeded
+from tests.contracts import AttackContract, ChannelContract, PosteriorContract, seeded
 
 
 class TestMeanField(PosteriorContract):
@@ -152,23 +150,6 @@ class TestPGDPlus(AttackContract):
 class TestEntropyPGD(AttackContract):
     def make(self, ball: object) -> PGD:
         return entropy_pgd(ball, steps=4)
-
-
-class TestOneTheta(PredictorContract):
-    def make(self, model: BayesianModel) -> object:
-        return model.at(model.initial_theta())
-
-
-class TestPosteriorPredictive(PredictorContract):
-    def make(self, model: BayesianModel) -> object:
-        return PosteriorPredictive(model, MeanField(model, init_scale=0.2).sample(7, generator=seeded(3)))
-
-
-class TestFreshPredictive(PredictorContract):
-    stochastic = True
-
-    def make(self, model: BayesianModel) -> object:
-        return FreshPredictive(model, MeanField(model, init_scale=0.2), 5, generator=seeded(3))
 
 
 @pytest.mark.parametrize("stratified", [True, False])

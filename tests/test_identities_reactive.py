@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from torch.distributions import Categorical as CategoricalDistribution
 from advbayes import L2, AttackChannel, BayesianModel, Categorical, Gaussian, Mixture, Noise, one_step
 from advbayes.certification import certify
 from advbayes.channels import GaussianDensity
+from advbayes.metrics.intervals import clopper_pearson
 from advbayes.networks import mlp
 from advbayes.purification import Purifier
 from advbayes.smoothing import Smoothed
 from advbayes.types import Predictor
-from tests.oracles import FLOAT, LinearGaussian, generator, randn
+from tests.oracles import FLOAT, LinearGaussian, assert_exact, generator, randn
 
 
 @dataclass(frozen=True)
@@ -279,15 +281,45 @@ def _smooth(predict: Predictor, point: Tensor, sigma: float) -> Tensor:
     return (weights * predict(point + sigma * z).probs[:, 0]).sum()
 
 
-def test_certificate_is_the_margin_and_rarely_more() -> None:
-    w, b, sigma, alpha, trials = torch.tensor([3.0, 4.0], dtype=FLOAT), 0.5, 0.5, 0.02, 10_000
+def test_certificate_approaches_the_margin_from_below() -> None:
+    """With n votes for the class, Binomial(n, Phi(margin / sigma)): the bound at five standard deviations either way."""
+    w, b, sigma, alpha, num = torch.tensor([3.0, 4.0], dtype=FLOAT), 0.5, 0.5, 1e-6, 200_000
     x = torch.tensor([0.1, 0.05], dtype=FLOAT)
     margin = float(x @ w + b) / 5.0
+    p = NormalDist().cdf(margin / sigma)
+    spread = 5 * math.sqrt(num * p * (1 - p))  # false alarm 6e-7
+    low, high = (clopper_pearson(round(num * p + d), num, level=1 - alpha, side="lower")[0] for d in (-spread, spread))
     smoothed = Smoothed(Probit(w, b, hard=True), sigma)
-    one = certify(smoothed, x.unsqueeze(0), n=200_000, alpha=1e-6, generator=generator(0))
-    assert 0.97 * margin < float(one.radii) < margin
-    many = certify(smoothed, x.expand(trials, 2), n0=20, n=200, alpha=alpha, generator=generator(1), batch=2000)
-    exceeded = int(((many.radii > margin) & (many.classes == 0)).sum() + (many.classes == 1).sum())
-    limit = alpha * trials + 4.3 * math.sqrt(alpha * (1 - alpha) * trials)
-    assert exceeded <= limit  # false alarm 1e-5
-    assert exceeded > 0.1 * alpha * trials  # the bound is used, not padded
+    one = certify(smoothed, x.unsqueeze(0), n=num, alpha=alpha, generator=generator(0))
+    assert low < float(one.lower) < high
+    assert_exact(one.radii, torch.tensor([sigma * NormalDist().inv_cdf(float(one.lower))], dtype=FLOAT))
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.2])
+def test_certificates_exceed_the_margin_as_often_as_the_binomial_says(alpha: float) -> None:
+    """The largest rate <= alpha that n votes allow: neither more often nor, by a padded bound, more rarely."""
+    w, b, sigma, trials, num = torch.tensor([3.0, 4.0], dtype=FLOAT), 0.5, 0.5, 4000, 100
+    x = torch.tensor([0.1, 0.05], dtype=FLOAT)
+    margin = float(x @ w + b) / 5.0
+    p = NormalDist().cdf(margin / sigma)
+    masses = [math.comb(num, k) * p**k * (1 - p) ** (num - k) for k in range(num + 1)]
+    tails = [math.fsum(masses[k:]) for k in range(num + 1)]
+    rate = max(tail for tail in tails if tail <= alpha)
+    smoothed = Smoothed(Probit(w, b, hard=True), sigma)
+    many = certify(smoothed, x.expand(trials, 2), n0=100, n=num, alpha=alpha, generator=generator(1), batch=2000)
+    exceeded = int((many.lower > p).sum())
+    assert abs(exceeded - rate * trials) < 5 * math.sqrt(rate * (1 - rate) * trials)  # false alarm 6e-7
+    assert torch.equal(many.lower > p, many.radii > margin)
+
+
+def test_a_certificate_s_draws_are_all_its_own() -> None:
+    """n0 draws choose the class, n others bound its share: no noise is used twice, none is shared by two inputs."""
+    asked: list[Tensor] = []
+
+    def predict(x: Tensor) -> torch.distributions.Categorical:
+        asked.append(x)
+        return torch.distributions.Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1), validate_args=False)
+
+    certify(Smoothed(predict, 0.5), torch.zeros(3, 2, dtype=FLOAT), n0=500, n=2000, generator=generator(0), batch=2)
+    rows = torch.cat(asked)
+    assert len(rows) == len(rows.unique(dim=0)) == 3 * 2500

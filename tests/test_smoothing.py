@@ -8,7 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from advbayes import L2, BayesianModel, Categorical, FreshPredictive, Gaussian, MeanField, PosteriorPredictive, nll, pgd
+from advbayes import (
+    L2,
+    BayesianModel,
+    Categorical,
+    FreshPredictive,
+    Gaussian,
+    GaussianMixture,
+    MeanField,
+    PosteriorPredictive,
+    nll,
+    pgd,
+)
 from advbayes.smoothing import Smoothed
 from tests.oracles import FLOAT, generator, randn
 
@@ -45,6 +56,19 @@ def test_a_seed_makes_it_a_function_of_each_input_alone() -> None:
     assert not torch.equal(fixed(x).probs, Smoothed(predict, 0.5, num=50, seed=1)(x).probs)
     fresh = Smoothed(predict, 0.5, num=50, seed=None, generator=generator(0))
     assert not torch.equal(fresh(x).probs, fresh(x).probs)
+
+
+def test_draws_are_keyed_one_by_one() -> None:
+    """More draws keep the first ones; each draw counts alike however the last pass comes out."""
+    x, predict = randn(7, 5, seed=1), predictor(Gaussian(0.3), 1, num=2)
+    few, many = Smoothed(predict, 0.5, num=150)(x), Smoothed(predict, 0.5, num=600)(x)
+    assert isinstance(few, GaussianMixture)
+    assert isinstance(many, GaussianMixture)
+    torch.testing.assert_close(few.log_weights.exp(), torch.full((300, 7), 1 / 300, dtype=FLOAT))
+    torch.testing.assert_close(few.mean, few.means.mean(0))
+    first = [set(part.means[:, 0].mul(1e9).round().long().tolist()) for part in (few, many)]
+    assert first[0] < first[1]
+    assert len(first[1]) == 1200
 
 
 def test_fresh_thetas_come_with_every_draw() -> None:

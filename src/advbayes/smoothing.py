@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,17 +18,21 @@ from advbayes.predictive import FreshPredictive
 from advbayes.seeds import generator_for
 from advbayes.types import Predictor
 
+Randomness = tuple[Tensor, torch.Generator | None]  # noises (k, B or 1, *event), and what thetas come from
 _ROWS = 1024  # noisy inputs in one forward pass
+_BLOCK = 256  # draws that one key of the seed stands for
 
 
 @dataclass(frozen=True, eq=False)
 class Smoothed:
     """E p(y | x' + sigma noise) over `num` Gaussian draws: the smoothing limit as a Predictor.
 
-    Given a `FreshPredictive`, every draw has a theta of its own (its `num` is not used), so that the expectation is over
-    noise and posterior together. Randomness: with a `seed` (the default) the instance is a function: the same noise (one set,
-    shared by all inputs, so that a prediction does not depend on its neighbours in the batch) and the same thetas at every
-    call. With `seed=None` they are drawn anew at every call, from `generator` if given: what an attack must average over.
+    Given a `FreshPredictive`, every draw has a theta of its own (its `num` is not used), so that the
+    expectation is over noise and posterior together. Randomness: with a `seed` (the default) the
+    instance is a function: draw k has the same noise and the same theta at every call, for every
+    input and for every `num` above k, so that a prediction depends neither on its neighbours in the
+    batch nor on how the draws are cut into passes. With `seed=None` they are drawn anew at every
+    call, from `generator` if given: what an attack must average over.
 
     >>> predict = lambda x: CategoricalDistribution(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> smoothed = Smoothed(predict, sigma=0.5, num=10)
@@ -51,9 +55,7 @@ class Smoothed:
             raise ValueError("generator must be absent unless seed=None, got both a seed and a generator")
 
     def __call__(self, x: Tensor) -> Distribution:
-        generator = self.generator if self.seed is None else generator_for(self.seed, "smoothing", device=x.device)
-        same = self.seed is not None
-        parts = [part for part, _ in self._draws(x, self.num, same, generator)]
+        parts = list(self._draws(x, self._randomness(x)))
         if len(parts[0]) == 1:
             log_probs = torch.cat([part[0] for part in parts])  # (num, B, C)
             logits = torch.logsumexp(log_probs, 0) - math.log(len(log_probs))
@@ -71,7 +73,7 @@ class Smoothed:
         """How many of `num` independent draws (of noise, and of theta where it is fresh) vote for each class."""
         counts: Tensor | None = None
         with torch.no_grad():
-            for part, _ in self._draws(x, checks.count("num", num), False, generator):
+            for part in self._draws(x, _anew(x, checks.count("num", num), generator)):
                 if len(part) != 1:
                     raise TypeError("votes need a classifier, got a regression predictor")
                 classes = part[0].shape[-1]
@@ -80,27 +82,45 @@ class Smoothed:
         assert counts is not None
         return counts
 
-    def _draws(
-        self, x: Tensor, num: int, same: bool, generator: torch.Generator | None
-    ) -> Iterator[tuple[tuple[Tensor, ...], int]]:
-        """Predictions under noise, some draws at a time: components (k, B, ...) and k.
+    def _randomness(self, x: Tensor) -> Iterator[Randomness]:
+        if self.seed is None:
+            yield from _anew(x, self.num, self.generator)
+            return
+        for block, start in enumerate(range(0, self.num, _BLOCK)):
+            generator = generator_for(self.seed, "smoothing", block, x.device)
+            thetas = generator_for(self.seed, "smoothing thetas", block, x.device)
+            # A whole block, whatever is used of it: normal numbers drawn in other pieces are others.
+            noise = _normal(x, (_BLOCK, 1, *x.shape[1:]), generator)
+            yield noise[: self.num - start], thetas
+
+    def _draws(self, x: Tensor, randomness: Iterable[Randomness]) -> Iterator[tuple[Tensor, ...]]:
+        """The parts of the predictions under each noise, (k, B, ...) each, some draws at a time.
 
         A graph is rebuilt rather than kept, so that attacks through many draws fit in memory.
         """
         fresh = self.predict if isinstance(self.predict, FreshPredictive) else None
         size = 1 if fresh is not None else max(1, _ROWS // max(1, len(x)))
-        for start in range(0, num, size):
-            count = min(size, num - start)
-            shape = (count, 1, *x.shape[1:]) if same else (count, *x.shape)
-            noise = self.sigma * torch.randn(shape, generator=generator, dtype=x.dtype, device=x.device)
-            predict: Predictor = self.predict
-            if fresh is not None:
-                predict = fresh.model.at(fresh.posterior.sample(1, generator=generator)[0])
-            forward = _forward(predict, noise)
-            if torch.is_grad_enabled() and x.requires_grad and num > size:
-                yield checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False), count
-            else:
-                yield forward(x), count
+        for noise, generator in randomness:
+            for some in torch.split(self.sigma * noise, size):
+                predict: Predictor = self.predict
+                if fresh is not None:
+                    predict = fresh.model.at(fresh.posterior.sample(1, generator=generator)[0])
+                forward = _forward(predict, some)
+                if torch.is_grad_enabled() and x.requires_grad and self.num > size:
+                    yield checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
+                else:
+                    yield forward(x)
+
+
+def _anew(x: Tensor, num: int, generator: torch.Generator | None) -> Iterator[Randomness]:
+    """`num` independent noises for every input, as many at a time as make one pass."""
+    size = max(1, _ROWS // max(1, len(x)))
+    for start in range(0, num, size):
+        yield _normal(x, (min(size, num - start), *x.shape), generator), generator
+
+
+def _normal(x: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=x.dtype, device=x.device)
 
 
 def _forward(predict: Predictor, noise: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
@@ -114,7 +134,7 @@ def _forward(predict: Predictor, noise: Tensor) -> Callable[[Tensor], tuple[Tens
         if isinstance(prediction, GaussianMixture):
             inner = len(prediction.means)
             means, scales = (part.view(inner * count, batch, *part.shape[2:]) for part in (prediction.means, prediction.scales))
-            return means, scales, prediction.log_weights.view(inner * count, batch) - math.log(count)
+            return means, scales, prediction.log_weights.view(inner * count, batch)
         normal = prediction.base_dist if isinstance(prediction, Independent) else prediction
         if isinstance(normal, Normal):
             means, scales = (part.view(count, batch, *part.shape[1:]) for part in (normal.loc, normal.scale))
