@@ -41,6 +41,57 @@ class Bug:
 
 BUGS = (
     Bug(
+        "theta hangs in the shared module tree",
+        "model.py",
+        "copied = copy.deepcopy(self.net, memo)",
+        "copied = self.net",
+        "test_threads",
+    ),
+    Bug(
+        "the lock around a net that cannot be copied is lost",
+        "model.py",
+        "with self._lock:",
+        "if self._lock:",
+        "test_threads",
+    ),
+    Bug(
+        "a tree is idle while its graph is to be run again",
+        "model.py",
+        'output.grad_fn.metadata["advbayes"] = lease',
+        "pass",
+        "test_threads",
+    ),
+    Bug(
+        "a copy of the tree outlives a change of the net",
+        "model.py",
+        "if tree.is_current():",
+        "if True:",
+        "test_threads",
+    ),
+    Bug(
+        "threads share the flag of gradients through attacks",
+        "attacks/gradients.py",
+        '_through: ContextVar[bool] = ContextVar("through", default=False)  # of this thread alone',
+        """class _Shared:
+    def __init__(self) -> None:
+        self.value = False
+    def get(self) -> bool:
+        return self.value
+    def set(self, value: bool) -> bool:
+        before, self.value = self.value, value
+        return before
+    reset = set
+_through = _Shared()""",
+        "test_threads",
+    ),
+    Bug(
+        "ensembles draw from the global generator side by side",
+        "posteriors.py",
+        "with _GLOBAL_GENERATOR, torch.random",
+        "with torch.random",
+        "test_threads",
+    ),
+    Bug(
         "ascent goes down (L2)",
         "balls.py",
         "return _each(step, direction) * direction * unit",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from advbayes import checks
 from advbayes.dense import Dense
-from advbayes.layers import in_sequence, is_thin, thin_forward
+from advbayes.layers import in_sequence
 from advbayes.likelihoods import Likelihood
 
 Parts = tuple[Tensor, ...]  # theta cut into the network's tensors, then the likelihood's coordinates
@@ -60,19 +62,14 @@ class BayesianModel:
         self._sizes = [p.numel() for p in trainable.values()] + [likelihood.num_extra()]
         self.num_params = sum(self._sizes)
         self.dtype, self.device = first.dtype, first.device
-        # Where each parameter hangs in the module tree, tied ones in several places.
-        self._slots = [
-            [(m._parameters, key) for m in self.net.modules() for key, held in m._parameters.items() if held is p]
-            for p in trainable.values()
-        ]
         self._originals = list(trainable.values())
         for p in self._originals:
             p.requires_grad_(False)
+        self._trees = _Trees(self.net, self._originals)
         self._layers = in_sequence(self.net, self._originals)
         self._dense = Dense.of(self.net, self._originals)
         self._hooks = [hooks for m in self.net.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._channels_last = any(isinstance(m, nn.Conv2d) for m in self.net.modules())
-        self._thin = [(m.__dict__, thin_forward(m)) for m in self.net.modules() if isinstance(m, nn.Conv2d) and is_thin(m)]
 
     def __repr__(self) -> str:
         return (
@@ -119,21 +116,7 @@ class BayesianModel:
             return _as_matrix(x), parts[-1]
         if torch.compiler.is_compiling():
             return _as_matrix(functional_call(self.net, dict(zip(self.names, parts, strict=False)), (x,))), parts[-1]
-        thin = self._thin if x.requires_grad else ()
-        # What functional_call does, at a third of its cost: hang the views in the tree, run, hang the originals back.
-        try:
-            for slots, tensor in zip(self._slots, parts, strict=False):
-                for holder, key in slots:
-                    holder[key] = tensor  # type: ignore[assignment]
-            for attributes, forward in thin:
-                attributes["forward"] = forward
-            return _as_matrix(self.net(x)), parts[-1]
-        finally:
-            for slots, original in zip(self._slots, self._originals, strict=True):
-                for holder, key in slots:
-                    holder[key] = original
-            for attributes, _ in thin:
-                attributes.pop("forward", None)
+        return _as_matrix(self._trees.run(parts, x)), parts[-1]
 
     def dense(self, x: Tensor) -> Dense | None:
         """The net for inputs like x without autograd, where it is linear layers and activations alone and nobody hooks in."""
@@ -173,6 +156,102 @@ class BayesianModel:
             raise TypeError(f"x must be a tensor of shape (B, *event), got {checks.describe(x)}")
         if x.dtype != self.dtype or x.device != self.device:
             raise TypeError(f"x must be {self.dtype} on {self.device} as the net, got {checks.describe(x)}")
+
+
+class _Trees:
+    """Runs a net at given parameters, each pass under way in a module tree of its own.
+
+    `net` itself is never touched. Its copies share its tensors, buffers and hooks, so what is registered on it later is seen;
+    a copy is made anew where the tree or an attribute has changed since. Parameters hang in a copy until the pass is over,
+    and in modules with a forward of their own until its graph is gone: `torch.utils.checkpoint` runs them again.
+    """
+
+    def __init__(self, net: nn.Module, parameters: Sequence[Tensor]) -> None:
+        self.net, self.parameters = net, list(parameters)
+        self._idle: list[_Tree] = []
+        self._lock = threading.RLock()  # for nets that cannot be copied: one pass at a time, in the net itself
+        self._may_recompute = any(not type(m).__module__.startswith("torch.nn.") for m in net.modules())
+
+    def __getstate__(self) -> tuple[nn.Module, list[Tensor]]:
+        return self.net, self.parameters
+
+    def __setstate__(self, state: tuple[nn.Module, list[Tensor]]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+    def run(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+        tree = self._tree()
+        if tree is None:
+            with self._lock:
+                return self._in_the_net_itself(parameters, x)
+        lease = _Lease(self._idle, tree)
+        tree.hang(parameters)
+        output: Tensor = tree.net(x)
+        if self._may_recompute and output.grad_fn is not None:
+            output.grad_fn.metadata["advbayes"] = lease  # type: ignore[index]  (a property, unlike its annotation)
+        return output
+
+    def _in_the_net_itself(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+        tree = _Tree(self.net, self.net, self.parameters)
+        try:
+            tree.hang(parameters)
+            output: Tensor = self.net(x)
+            return output
+        finally:
+            tree.hang(self.parameters)
+
+    def _tree(self) -> _Tree | None:
+        """An idle copy, or a new one; None where the net cannot be copied."""
+        while self._idle:
+            try:
+                tree = self._idle.pop()
+            except IndexError:  # another thread was faster
+                break
+            if tree.is_current():
+                return tree
+        memo: dict[int, Any] = {}
+        for module in self.net.modules():
+            shared = (v for k, v in vars(module).items() if k == "_buffers" or "_hooks" in k or isinstance(v, Tensor))
+            memo.update((id(value), value) for value in (*shared, *module._parameters.values()))
+        try:
+            copied = copy.deepcopy(self.net, memo)
+        except Exception:  # whatever a module's own state may raise
+            return None
+        apart = set(map(id, self.net.modules())).isdisjoint(map(id, copied.modules()))
+        return _Tree(copied, self.net, self.parameters) if apart else None
+
+
+class _Tree:
+    """A module tree, where parameters hang in it (tied ones in several places), and what it was copied from."""
+
+    def __init__(self, net: nn.Module, source: nn.Module, parameters: Sequence[Tensor]) -> None:
+        self.net, self.parameters = net, parameters
+        self._slots = [
+            [(m._parameters, key) for m in net.modules() for key, here in m._parameters.items() if here is p] for p in parameters
+        ]
+        self._source = [(m, dict(vars(m)), dict(m._modules)) for m in source.modules()]
+
+    def is_current(self) -> bool:
+        """Whether the source still has the modules and attributes that were copied."""
+        try:
+            return all(vars(m) == attributes and m._modules == children for m, attributes, children in self._source)
+        except (RuntimeError, ValueError):  # of tensors and arrays, which have no truth value
+            return False
+
+    def hang(self, parameters: Sequence[Tensor]) -> None:
+        for slots, tensor in zip(self._slots, parameters, strict=False):
+            for holder, key in slots:
+                holder[key] = tensor  # type: ignore[assignment]
+
+
+class _Lease:
+    """The use of a tree, which is idle again once nobody holds the lease."""
+
+    def __init__(self, idle: list[_Tree], tree: _Tree) -> None:
+        self.idle, self.tree = idle, tree
+
+    def __del__(self) -> None:
+        self.tree.hang(self.tree.parameters)
+        self.idle.append(self.tree)
 
 
 class _AtTheta:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import threading
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.nn import functional
 from advbayes import checks
 from advbayes.model import BayesianModel
 from advbayes.seeds import seed_for
+
+_GLOBAL_GENERATOR = threading.Lock()  # layers draw their weights from torch's global generator
 
 
 class Posterior(nn.Module, ABC):
@@ -286,7 +289,8 @@ class Ensemble(Posterior):
 def _reinitialised(model: BayesianModel, seed: int) -> Tensor:
     """The net's weights drawn anew by its layers' own rule, without touching the global generator."""
     net = copy.deepcopy(model.net)
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
+    devices = [model.device] if model.device.type == "cuda" else []
+    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         for layer in net.modules():
             reset = getattr(layer, "reset_parameters", None)

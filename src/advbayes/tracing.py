@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ Compiled = Callable[..., tuple[Tensor, ...]]
 
 MAX_LOOP = 1 << 16  # multiplications up to which a product is written as a loop; at twice as many the library is faster
 
-_tracing = False
+_tracing: ContextVar[bool] = ContextVar("tracing", default=False)  # of this thread alone
 
 
 class CompileError(RuntimeError):
@@ -33,17 +34,16 @@ def is_tracing() -> bool:
     >>> is_tracing()
     False
     """
-    return _tracing or torch.compiler.is_compiling()
+    return _tracing.get() or torch.compiler.is_compiling()
 
 
 @contextmanager
 def _trace() -> Iterator[None]:
-    global _tracing
-    before, _tracing = _tracing, True
+    token = _tracing.set(True)
     try:
         yield
     finally:
-        _tracing = before
+        _tracing.reset(token)
 
 
 def compiled(

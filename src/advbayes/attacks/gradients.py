@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, runtime_checkable
 
@@ -36,18 +37,17 @@ _BLIND = (
     "predict gives no gradient, so attacks that need one move at random: what they leave standing says nothing. "
     "Use attacks that ask for predictions (Square, HardLabel, RandomSearch) or Transfer from a model with gradients"
 )
-_through = False
+_through: ContextVar[bool] = ContextVar("through", default=False)  # of this thread alone
 
 
 @contextmanager
 def through_attacks() -> Iterator[None]:
     """Within, attacks keep the graph from theta to x': the paper's pathwise gradient (ChannelELBO(through=True))."""
-    global _through
-    before, _through = _through, True
+    token = _through.set(True)
     try:
         yield
     finally:
-        _through = before
+        _through.reset(token)
 
 
 def loss_and_gradient(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,15 +59,16 @@ def loss_and_gradient(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> t
     tensor([[4.]])
     """
     refuse_inference_mode()
-    if isinstance(predict, HasInputGradient) and not _through:
+    through = _through.get()
+    if isinstance(predict, HasInputGradient) and not through:
         return predict.loss_and_gradient(loss, x, y)
     with torch.enable_grad():
-        if not (_through and x.requires_grad):
+        if not (through and x.requires_grad):
             x = x.detach().requires_grad_()
         prediction = predict(x)
         value = value_of(loss, prediction, y)
         if value.requires_grad:
-            (gradient,) = torch.autograd.grad(value.sum(), x, create_graph=_through, allow_unused=True)
+            (gradient,) = torch.autograd.grad(value.sum(), x, create_graph=through, allow_unused=True)
         else:
             gradient = None
             if not _has_gradient(prediction):  # else it is the loss that is flat, as the entropy of a fixed scale
@@ -146,7 +147,7 @@ def entry(predict: Predictor, ball: Ball, x: Tensor, y: Tensor | None, *losses: 
             raise ValueError(f"loss must hold one entry for each of the {len(x)} examples of x, got one for {num}")
     if not is_tracing():
         ball.check(x)
-    return x if _through else x.detach(), y
+    return x if _through.get() else x.detach(), y
 
 
 def refuse_inference_mode() -> None:

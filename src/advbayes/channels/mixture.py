@@ -129,12 +129,13 @@ class Mixture:
         if len(members) == 1 or not isinstance(first, AttackChannel) or not isinstance(first.attack, PGD):
             return first
         key = (members[0], *counts, device)
-        if key not in self._merged_before:
+        merged = self._merged_before.get(key)
+        if merged is None:
             if len(self._merged_before) >= 64:  # stratified counts take a few values; those drawn iid take many
                 self._merged_before.clear()
             index = torch.arange(len(members), device=device).repeat_interleave(torch.tensor(counts, device=device))
-            self._merged_before[key] = self._with_losses(members, index)
-        return self._merged_before[key]
+            merged = self._merged_before[key] = self._with_losses(members, index)
+        return merged
 
     def _with_losses(self, members: list[int], index: Tensor) -> AttackChannel:
         """One attack channel for a group, example b with the losses of its member `index[b]`."""
