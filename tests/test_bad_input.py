@@ -177,7 +177,10 @@ def test_fit_refuses(model: BayesianModel, channel: object, data: object, error:
         ({"steps": 1, "decay": 1.5}, "decay must be a finite number > 0 and <= 1, got 1.5"),
         ({"steps": 1, "batch_size": 0}, "batch_size"),
         ({"steps": 1, "seed": -1}, "seed"),
-        ({"steps": 1, "objective": ChannelELBO(9)}, "objective.num_data must be the size of the data, 8, got 9"),
+        (
+            {"steps": 1, "objective": ChannelELBO(9)},
+            "in one pass over the data, 8, got 9",
+        ),
     ],
 )
 def test_fit_settings(settings: dict[str, object], named: str) -> None:

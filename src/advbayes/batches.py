@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from advbayes import checks
 from advbayes.balls import Ball
 from advbayes.channels import AttackChannel, Learned, Mixture
 from advbayes.model import BayesianModel
-from advbayes.seeds import generator_for
+from advbayes.seeds import GlobalStream, generator_for, seed_for
 from advbayes.types import Channel
 
 Data = tuple[Tensor | np.ndarray[Any, Any], Tensor | np.ndarray[Any, Any]] | DataLoader[Any]
@@ -68,10 +68,13 @@ class TensorBatches:
 
 
 class LoaderBatches:
-    """A DataLoader's own batches, pass after pass, in its own order.
+    """A DataLoader's own batches, pass after pass.
 
-    >>> loader = DataLoader(torch.utils.data.TensorDataset(torch.zeros(4, 2), torch.zeros(4)), batch_size=2)
-    >>> LoaderBatches(loader, 4, 2.0, lambda x, y: (x, y))(0).x.shape
+    The global generator, from which a DataLoader without one of its own shuffles and a data set
+    augments, is a stream keyed by the seed and the step at which the pass begins.
+
+    >>> data = torch.utils.data.TensorDataset(torch.zeros(4, 2), torch.zeros(4))
+    >>> LoaderBatches(DataLoader(data, batch_size=2), 4, 2.0, lambda x, y: (x, y), seed=0)(0).x.shape
     torch.Size([2, 2])
     """
 
@@ -81,20 +84,45 @@ class LoaderBatches:
         num_data: int,
         steps_per_epoch: float,
         check: Callable[[Any, Any], tuple[Tensor, Tensor]],
+        seed: int,
     ) -> None:
-        self.loader, self.num_data, self.steps_per_epoch, self.check = loader, num_data, steps_per_epoch, check
-        self._iterator: Iterator[Any] = iter(())
+        self.loader, self.num_data, self.steps_per_epoch = loader, num_data, steps_per_epoch
+        self.check, self.seed = check, seed
+        self._stream = GlobalStream(seed)
+        self._iterator: Iterator[Any] | None = None
+        self._num_seen = 0  # in this pass
 
     def __call__(self, step: int) -> Batch:
-        found = next(self._iterator, None)
-        if found is None:
-            self._iterator = iter(self.loader)
-            found = next(self._iterator, None)
-        if found is None:
+        batch = self._next()
+        if batch is None:
+            self._count(0, is_whole=True)
+            self._stream, self._num_seen = GlobalStream(seed_for(self.seed, "loader", step)), 0
+            with self._stream:
+                self._iterator = iter(self.loader)
+            batch = self._next()
+        if batch is None:
             raise ValueError("data must hold at least one example, got an empty DataLoader")
-        if not isinstance(found, (tuple, list)) or len(found) != 2:
-            raise TypeError(f"data must be a DataLoader of pairs (x, y), got batches like {checks.describe(found)}")
-        return Batch(*self.check(*found))
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            came = checks.describe(batch)
+            raise TypeError(f"data must be a DataLoader of pairs (x, y), got batches like {came}")
+        x, y = self.check(*batch)
+        self._count(len(x), is_whole=False)
+        return Batch(x, y)
+
+    def _next(self) -> Any:
+        if self._iterator is None:
+            return None
+        with self._stream:
+            return next(self._iterator, None)
+
+    def _count(self, num: int, is_whole: bool) -> None:
+        """A pass with another number of examples than N would weigh the prior wrongly."""
+        self._num_seen += num
+        if self._num_seen > self.num_data or (is_whole and self._num_seen not in (0, self.num_data)):
+            raise ValueError(
+                f"data must yield num_data = {self.num_data} examples in one pass, got {self._num_seen}"
+                f"{'' if is_whole else ' and more'}; give the right number by objective=ChannelELBO(num_data)"
+            )
 
 
 Batches = TensorBatches | LoaderBatches
@@ -106,7 +134,7 @@ def batches_of(
     data: Data,
     batch_size: int,
     seed: int,
-    num_data: int | None = None,  # for a DataLoader over an IterableDataset, which does not know it
+    num_data: int | None = None,  # for a DataLoader that does not know it
 ) -> Batches:
     """The data's batches; what is wrong with the data is said here.
 
@@ -117,7 +145,7 @@ def batches_of(
     """
     check = _Check(model, channel)
     if isinstance(data, DataLoader):
-        return LoaderBatches(data, *_length(data, num_data), check.of_loader)
+        return LoaderBatches(data, *_length(data, num_data), check.of_loader, seed)
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         raise TypeError(f"data must be a pair (x, y) or a DataLoader, got {checks.describe(data)}")
     return TensorBatches(*check(*data), checks.count("batch_size", batch_size), seed)
@@ -125,18 +153,47 @@ def batches_of(
 
 def _length(loader: DataLoader[Any], num_data: int | None) -> tuple[int, float]:
     """Examples and steps of one pass."""
-    try:
-        found, steps = len(loader.dataset), float(len(loader))  # type: ignore[arg-type]
-    except TypeError:  # an IterableDataset
-        if num_data is None or loader.batch_size is None:
+    num = _num_in_pass(loader)
+    if num is None:
+        if num_data is None:
             raise ValueError(
-                "data must have a length, got a DataLoader over an iterable data set; give the number of its examples by "
-                "objective=ChannelELBO(num_data) and let the DataLoader make the batches (batch_size=...)"
+                "data must say how many examples a pass has, got a DataLoader over an iterable data set, "
+                "or with a sampler of batches that does not; give the number by "
+                "objective=ChannelELBO(num_data)"
+            )
+        num = num_data
+    try:
+        steps = float(len(loader))
+    except TypeError:  # an IterableDataset or a sampler without a length
+        if loader.batch_size is None:
+            raise ValueError(
+                f"data must have a length or let the DataLoader make the batches (batch_size=...), got {checks.describe(loader)}"
             ) from None
-        return num_data, num_data / loader.batch_size
-    if found == 0 or steps == 0:
+        steps = num / loader.batch_size
+    if num == 0 or steps == 0:
         raise ValueError("data must hold at least one example, got an empty DataLoader")
-    return found, steps
+    return num, steps
+
+
+def _num_in_pass(loader: DataLoader[Any]) -> int | None:
+    """How many examples one pass yields, where its sampler or its data set says so.
+
+    >>> from torch.utils.data import SubsetRandomSampler, TensorDataset
+    >>> data = TensorDataset(torch.zeros(10, 2), torch.zeros(10))
+    >>> _num_in_pass(DataLoader(data, batch_size=2, sampler=SubsetRandomSampler(range(5)), drop_last=True))
+    4
+    """
+    batches = loader.batch_sampler
+    if isinstance(batches, (list, tuple)):  # of lists of indices
+        return sum(map(len, batches))
+    if not isinstance(batches, BatchSampler):  # None: the data set makes the batches
+        return None
+    source = loader.dataset if isinstance(loader.dataset, IterableDataset) else batches.sampler
+    try:
+        num = len(source)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+    return num // batches.batch_size * batches.batch_size if batches.drop_last else num
 
 
 class _Check:

@@ -93,7 +93,8 @@ def fit(
     a row raise `NonFiniteError`. Ctrl-C (or `stop()` returning true) finishes the step and returns what is trained, with
     `interrupted=True`. `progress=None` shows a bar on a terminal alone. `checkpoint(state)` is called every
     `checkpoint_every` steps and at the end; passing a saved state as `state` goes on from there, bit for bit (tensors and
-    arrays; a DataLoader, whose order is its own, starts a new pass).
+    arrays; a DataLoader starts a new pass). A DataLoader without a generator of its own draws its order from `seed`; N is the
+    number of examples that one pass of it yields, and the global generator is left as it was.
     `compile=True` compiles the step at its first batch (ten to sixty seconds, less when cached): two to five times faster on
     small nets, the same draws, results equal up to rounding.
 
@@ -178,7 +179,9 @@ def _objective(objective: ChannelELBO | None, num_data: int) -> ChannelELBO:
     if objective is None:
         return ChannelELBO(num_data)
     if objective.num_data != num_data:
-        raise ValueError(f"objective.num_data must be the size of the data, {num_data}, got {objective.num_data}")
+        raise ValueError(
+            f"objective.num_data must be the number of examples in one pass over the data, {num_data}, got {objective.num_data}"
+        )
     return objective
 
 
