@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -70,6 +71,28 @@ def signalled(argv: Sequence[str], number: int, when: float) -> tuple[int, float
     timer.join()
     code = wait(pid)
     return code, time.monotonic() - sent[0]
+
+
+def early(argv: Sequence[str], number: int, when: float) -> tuple[int, str, float]:
+    """Send a signal so long after the first instruction of `python -m advbayes ARGV`; exit code, standard error, seconds.
+
+    The first instruction is seen from outside: from it on the process catches SIGTERM.
+    """
+    command = [sys.executable, "-m", "advbayes", *argv]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not _catches(process.pid, signal.SIGTERM):
+            time.sleep(0.0005)
+        time.sleep(when)
+        began = time.monotonic()
+        process.send_signal(number)  # does nothing where the process is gone
+        _, said = process.communicate(timeout=60)
+        return process.returncode, said, time.monotonic() - began
+
+
+def _catches(pid: int, number: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), "0")
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def state_of(run: Path) -> dict[str, bytes]:

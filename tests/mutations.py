@@ -527,6 +527,27 @@ _through = _Shared()""",
         "test_attack_parts",
     ),
     Bug("the learned adversary helps", "training.py", "torch.autograd.grad(-gain", "torch.autograd.grad(gain", "test_training"),
+    Bug(
+        "signals raise inside imports",
+        "cli/signals.py",
+        "if importing(frame) and not late:",
+        "if False:",
+        "test_signals",
+    ),
+    Bug(
+        "the console program does not take over signals",
+        "cli/__init__.py",
+        "        take_over()\n",
+        "        pass\n",
+        "test_signals",
+    ),
+    Bug(
+        "the demo catches Ctrl-C as training does",
+        "cli/signals.py",
+        "numbers = NUMBERS if _console else (signal.SIGTERM,)",
+        "numbers = (signal.SIGTERM,)",
+        "test_signals",
+    ),
 )
 
 

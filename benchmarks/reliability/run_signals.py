@@ -1,9 +1,14 @@
-"""SIGTERM and Ctrl-C at random moments of a run: exit codes 143 and 130 within five seconds, the run goes on to the same end."""
+"""SIGTERM and Ctrl-C: exit codes 143 and 130 within five seconds.
+
+python benchmarks/reliability/run_signals.py         at random moments of a run, which then goes on to the same end
+python benchmarks/reliability/run_signals.py early   in the first two seconds of the program, while it imports
+"""
 
 from __future__ import annotations
 
 import random
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -12,7 +17,7 @@ import outcome
 from tests import killing
 
 SEED = 0
-SIGNALS = 30
+SIGNALS, EARLY = 30, 300
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
 
 
@@ -53,5 +58,33 @@ def main() -> None:
     )
 
 
+def early() -> None:
+    """Nothing but the exit code: no traceback, no abort, no signal lost."""
+    start = time.time()
+    draw = random.Random(SEED)
+    failures: list[str] = []
+    slowest, sent = 0.0, dict.fromkeys(("train", "demo"), 0)
+    with tempfile.TemporaryDirectory() as name:
+        for number in range(EARLY):
+            which, command = draw.choice(list(CODES)), draw.choice(list(sent))
+            argv = [command, "--out", f"{name}/{number}"]
+            code, said, took = killing.early(argv, which, draw.uniform(0, 2))
+            sent[command] += 1
+            slowest = max(slowest, took)
+            quiet = not any(word in said for word in ("Traceback", "Error", "abort", "terminate", "Exception"))
+            if code != CODES[which] or not quiet:
+                failures.append(f"{number}: {command}, {which.name}: exit code {code}, {said[-200:]!r}")
+    outcome.write(
+        "run_signals_early",
+        wanted="exit codes 143 and 130 within 5 s and not a word, from the first instruction on",
+        passed=not failures and slowest < 5,
+        seed=SEED,
+        seconds=time.time() - start,
+        sent=sent,
+        slowest_seconds=round(slowest, 2),
+        failures=failures[:20],
+    )
+
+
 if __name__ == "__main__":
-    main()
+    early() if "early" in sys.argv[1:] else main()

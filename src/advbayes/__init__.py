@@ -1,12 +1,15 @@
 """Bayesian predictive models that withstand inference-time attacks, and proof of how far they do.
 
-Names are imported when first used, so that the command line starts without waiting for torch.
+Names are imported when first used, so that the command line starts without waiting for torch, or even for `typing`.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 __version__ = "0.1.0"
 

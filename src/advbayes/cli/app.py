@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -47,17 +48,15 @@ for command in (demo, train, predict, attack, evaluate, audit, certify, report, 
     command.add_to(app)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit code.
-
-    >>> main(["train", "--lr", "-1"])
-    2
-    """
+def run(argv: Sequence[str] | None = None) -> int:
+    """Parse and run; the exit code."""
     try:
-        with watched():
+        with watched() if argv is not None else nullcontext():  # the console program leaves at once until there is work
             code = app(args=None if argv is None else list(argv), prog_name="advbayes", standalone_mode=False)
             return code if isinstance(code, int) else 0
     except Stopped as stopped:
+        if argv is None:  # threads of C libraries may abort while the interpreter is taken down
+            os._exit(stopped.code)
         return stopped.code
     except KeyboardInterrupt:
         return 130

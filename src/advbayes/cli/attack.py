@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from advbayes.cli.screen import Json, Run, Thetas, Trust, emit, say
+from advbayes.cli.signals import watched
 from advbayes.cli.threat import Eps, Norm, Num, One, Queries, Restarts, Steps, attacks_for, ball_for, check_names, check_norm
 
 HELP = """Attack test examples of a run and keep the arrays (x, x_adv, y; in the model's units).
@@ -73,7 +74,8 @@ def attack(
     task = "classification" if trained.task == "classification" else "regression"
     name = "correct" if task == "classification" else "squared_error"
     before, after = (float(score(predict, each, y, task)[name].mean()) for each in (x, x_adv))  # type: ignore[arg-type]
-    _write(Path(out), {"x": x, "x_adv": x_adv, "y": y})
+    with watched():
+        _write(Path(out), {"x": x, "x_adv": x_adv, "y": y})
     units = units_of(ball.eps, trained.scaling, trained.feature_names)
     label = "accuracy" if name == "correct" else "mean squared error (standardised)"
     if json:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from advbayes.cli.screen import Json, Run, Thetas, Trust, emit, say
+from advbayes.cli.signals import watched
 from advbayes.cli.threat import Eps, Norm, ball_for, check_norm
 
 HELP = """Check whether a run's robustness may be believed: each check with its figure, and a level from A to D.
@@ -64,7 +65,7 @@ def audit(
     data = prepare(config)
     control = None if undefended is None else load_trained(undefended, trusted=trust_network).predict(thetas)
     ball = ball_for(trained, norm, eps)
-    with folder.lock():
+    with watched(), folder.lock():
         verdict = audit_run(
             folder,
             trained,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from advbayes.cli.screen import Json, Run, Trust, emit, say, table
+from advbayes.cli.signals import watched
 
 HELP = """Certify L2 radii by randomised smoothing: no perturbation below the radius changes the vote, with confidence.
 
@@ -77,7 +78,7 @@ def certify(
         "curve": [{"radius": at, "certified_accuracy": share} for at, share in zip(grid, curve, strict=True)],
         "threat_model": units_of(sigma, trained.scaling, trained.feature_names),
     }
-    with folder.lock():
+    with watched(), folder.lock():
         write_document(folder.path / "certificate.json", result)
     if json:
         emit(result)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from advbayes.cli.screen import Json, emit, say, table
+from advbayes.cli.signals import watched
 
 HELP = """List the built-in data sets and where they are; fetch one.
 
@@ -35,7 +36,7 @@ def datasets(
     from advbayes.datasets import SOURCES, find_dataset, load_dataset, names
 
     if fetch is not None:
-        with Downloads(show=False if json else None) as downloads:
+        with watched(), Downloads(show=False if json else None) as downloads:
             found = load_dataset(fetch, root, progress=downloads)
         where = found.provenance
         one = {

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from advbayes.cli.screen import Json, emit
+from advbayes.cli.signals import watched
 
 HELP = """Train an undefended, an adversarially trained and a MIX model on digits, purify, attack, audit, report: two minutes.
 
@@ -30,7 +31,8 @@ def demo(
 ) -> None:
     from advbayes.experiments.demo import run_demo
 
-    result = run_demo(out, seed=seed, quick=quick, quiet=json)
+    with watched():
+        result = run_demo(out, seed=seed, quick=quick, quiet=json)
     if json:
         emit(result)
     else:

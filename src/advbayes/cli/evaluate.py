@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from advbayes.cli.screen import Json, Run, Thetas, Trust, emit, say, table
+from advbayes.cli.signals import watched
 from advbayes.cli.threat import (
     DEFAULTS,
     Many,
@@ -103,8 +104,8 @@ def evaluate(
         purified: dict[str, Predictor] = {f"{trained.defense} purified {purify}": purifier_for(trained, data, thetas, purify)}
         own = purifier_attacks(ball, trained.task, steps=steps)
         jobs.append((place.with_name(f"{place.name}-purified-{purify}"), purified, attacks | own))
-    found = merged(
-        [
+    with watched():
+        measured = [
             measure(
                 predictors,
                 (data.x_test[:num], data.y_test[:num]),
@@ -117,7 +118,7 @@ def evaluate(
             )
             for where, predictors, method in jobs
         ]
-    )
+    found = merged(measured)
     units = [units_of(radius, trained.scaling, trained.feature_names) for radius in radii]
     result = found.table()
     if json:

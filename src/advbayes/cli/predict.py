@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from advbayes.cli.screen import Json, Thetas, Trust, emit, say
+from advbayes.cli.signals import watched
 
 HELP = """Predict for the rows of a .csv file (by column names) or of an .npz file (array x), in raw units.
 
@@ -44,7 +45,8 @@ def predict(
     columns = tabulate(trained, read_inputs(trained, Path(input)), num_thetas=thetas, level=level)
     num = len(next(iter(columns.values())))
     if out is not None:
-        write_columns(Path(out), columns)
+        with watched():
+            write_columns(Path(out), columns)
     if json:
         emit({"model": model, "num": num, "out": out} if out else {"model": model, "num": num, "predictions": columns})
     elif out is not None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from advbayes.cli.screen import Json, Thetas, Trust, emit, say
+from advbayes.cli.signals import watched
 
 HELP = """Write a report of one or several runs: one HTML file that needs nothing else, with Markdown and JSON beside it.
 
@@ -35,7 +36,8 @@ def report(
     from advbayes.report import report_runs
 
     place = Path(out) if out is not None else Path(run[0]) / "report"
-    paths = report_runs(run, place, title=title, trusted=trust_network, num_thetas=thetas)
+    with watched():
+        paths = report_runs(run, place, title=title, trusted=trust_network, num_thetas=thetas)
     if json:
         files = {"html": paths.html, "markdown": paths.markdown, "json": paths.json, "csv": paths.csv}
         emit({"runs": run, "sha256": paths.digest, **{name: str(path) for name, path in files.items()}})

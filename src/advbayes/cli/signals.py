@@ -1,14 +1,25 @@
-"""Signals as exit codes: SIGTERM ends with 143 and Ctrl-C with 130, at a place where nothing is lost."""
+"""Signals as exit codes: SIGTERM ends with 143 and Ctrl-C with 130, at a place where nothing is lost.
+
+Until a command has something to save, the console program leaves at once and without a word: an exception raised while C
+extensions are imported may be swallowed, printed or turned into an abort. From then on `Stopped` is raised, so that locks
+and half-written files are cleaned up on the way out, and never while a module is being imported.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-LIMIT = 4.0  # seconds that a step may still take; what is on disk is whole at any moment
+LIMIT = 4.0  # seconds that a step or an import may still take; what is on disk is whole at any moment
+AGAIN = 0.05  # seconds until an import is looked at again
+NUMBERS = (signal.SIGTERM, signal.SIGINT)
+
+_console = False  # whether the process is the console program, which may be ended from here
 
 
 class Stopped(BaseException):
@@ -23,21 +34,78 @@ class Stopped(BaseException):
         self.code = 128 + number
 
 
+def take_over() -> None:
+    """For the first lines of the console program: a signal ends the process at once."""
+    global _console
+    if threading.current_thread() is threading.main_thread():
+        _console = True
+        for number in NUMBERS:
+            signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
+
+
+def importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported below this frame.
+
+    >>> importing(None)
+    False
+    """
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _Leaving:
+    """Raises `Stopped` once, outside imports; where that was swallowed, the console program ends after `LIMIT` seconds."""
+
+    def __init__(self) -> None:
+        self.number, self.deadline, self.raised = 0, 0.0, False
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        if not self.number:
+            self.number, self.deadline = number, time.monotonic() + LIMIT
+        self.look(number, frame)
+
+    def look(self, _: int, frame: FrameType | None) -> None:
+        """The handler of the alarm, too."""
+        late = time.monotonic() >= self.deadline
+        if late and _console:
+            os._exit(128 + self.number)
+        if importing(frame) and not late:
+            signal.setitimer(signal.ITIMER_REAL, AGAIN)
+        elif late or not self.raised:
+            self.raised = True
+            signal.setitimer(signal.ITIMER_REAL, max(self.deadline - time.monotonic(), AGAIN))
+            raise Stopped(self.number)
+
+
 @contextmanager
-def watched() -> Iterator[None]:
-    """SIGTERM raises `Stopped`, so that locks are given back on the way out; Ctrl-C raises KeyboardInterrupt as ever."""
+def _handlers(by_number: dict[int, object]) -> Iterator[None]:
+    """These handlers for the length of the block; nothing fires afterwards. Only the main thread may set any."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise Stopped(number)
-
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {number: signal.signal(number, handler) for number, handler in by_number.items()}  # type: ignore[arg-type]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Around work with something to save: SIGTERM, and Ctrl-C in the console program, raise `Stopped`."""
+    leaving = _Leaving()
+    numbers = NUMBERS if _console else (signal.SIGTERM,)
+    with _handlers(dict.fromkeys(numbers, leaving.receive) | {signal.SIGALRM: leaving.look}):
+        yield
 
 
 class Finishing:
@@ -55,30 +123,29 @@ class Finishing:
         self.limit = limit
         self.code = 0  # 143 or 130 once a signal came
         self._stepping = False
-        self._before: dict[int, object] = {}
+        self._leaving = _Leaving()
+        self._set = _handlers(dict.fromkeys(NUMBERS, self._note) | {signal.SIGALRM: self._late})
 
     def __call__(self) -> bool:
         self._stepping = True
         return self.code != 0
 
     def __enter__(self) -> Finishing:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._note)
+        self._set.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0) if self._before else None
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._set.__exit__(None, None, None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._stepping or self.code:
-            raise Stopped(number)
-        self.code = 128 + number
+            self._leaving.receive(number, frame)
+        else:
+            self.code = 128 + number
+            signal.setitimer(signal.ITIMER_REAL, self.limit)
 
-        def late(_: int, __: FrameType | None) -> None:
-            raise Stopped(number)
-
-        self._before.setdefault(signal.SIGALRM, signal.signal(signal.SIGALRM, late))
-        signal.setitimer(signal.ITIMER_REAL, self.limit)
+    def _late(self, number: int, frame: FrameType | None) -> None:
+        if self._leaving.number:
+            self._leaving.look(number, frame)
+        else:
+            self._leaving.receive(self.code - 128, frame)

@@ -71,12 +71,12 @@ def _with_files(config: RunConfig) -> RunConfig:
 
 
 def _run(config: RunConfig | None, out: str | None, resume: str | None, trusted: bool, as_json: bool, quiet: bool) -> int:
+    from contextlib import ExitStack
+
+    from advbayes.cli.downloads import Downloads
+    from advbayes.runs import Run, create_run, train
+
     with Finishing() as stop:
-        from contextlib import ExitStack
-
-        from advbayes.cli.downloads import Downloads
-        from advbayes.runs import Run, create_run, train
-
         with ExitStack() as stack:
             if resume is None:
                 assert config is not None
