@@ -64,6 +64,13 @@ def test_ctrl_c_in_the_middle_of_the_demo_is_no_mistake_of_the_user(tmp_path: Pa
     assert not list((tmp_path / "out").glob("*/.lock"))
 
 
+def _import_slowly() -> None:
+    with watched():
+        import swallowing_module  # type: ignore[import-not-found]  # noqa: F401
+
+        time.sleep(1)
+
+
 def test_nothing_is_raised_inside_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The module swallows whatever is raised in it, as C extensions do: the signal comes after it."""
     (tmp_path / "swallowing_module.py").write_text(
@@ -76,28 +83,31 @@ def test_nothing_is_raised_inside_an_import(tmp_path: Path, monkeypatch: pytest.
         "    raised = True\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(Stopped) as caught, watched():
-        import swallowing_module  # type: ignore[import-not-found]
-
-        time.sleep(1)
+    with pytest.raises(Stopped) as caught:
+        _import_slowly()
     assert caught.value.code == 143
-    assert not swallowing_module.raised
+    assert not sys.modules["swallowing_module"].raised
     assert not importing(sys._getframe())
+
+
+def _swallow_and_clean_up(cleaned: list[bool]) -> None:
+    with watched():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+        except Stopped:
+            os.kill(os.getpid(), signal.SIGTERM)  # while files are cleaned up
+            cleaned.append(True)
+        time.sleep(5)
 
 
 def test_a_signal_that_was_swallowed_comes_again_and_a_second_does_not_disturb_the_way_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("advbayes.cli.signals.LIMIT", 0.3)
-    began, cleaned = time.monotonic(), False
-    with pytest.raises(Stopped), watched():
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(1)
-        except Stopped:
-            os.kill(os.getpid(), signal.SIGTERM)  # while files are cleaned up
-            cleaned = True
-        time.sleep(5)
-    assert cleaned
+    began, cleaned = time.monotonic(), list[bool]()
+    with pytest.raises(Stopped):
+        _swallow_and_clean_up(cleaned)
+    assert cleaned == [True]
     assert 0.2 < time.monotonic() - began < 2
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -11,13 +11,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
 LIMIT = 4.0  # seconds that a step or an import may still take; what is on disk is whole at any moment
 AGAIN = 0.05  # seconds until an import is looked at again
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
+_Handler = Callable[[int, FrameType | None], None]
 
 _console = False  # whether the process is the console program, which may be ended from here
 
@@ -85,12 +86,12 @@ class _Leaving:
 
 
 @contextmanager
-def _handlers(by_number: dict[int, object]) -> Iterator[None]:
+def _handlers(by_number: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
     """These handlers for the length of the block; nothing fires afterwards. Only the main thread may set any."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number, handler in by_number.items()}  # type: ignore[arg-type]
+    before = {number: signal.signal(number, handler) for number, handler in by_number.items()}
     try:
         yield
     finally:
