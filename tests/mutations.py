@@ -548,6 +548,20 @@ _through = _Shared()""",
         "numbers = (signal.SIGTERM,)",
         "test_signals",
     ),
+    Bug(
+        "escapes reach the terminal",
+        "cli/screen.py",
+        "else ascii(c)[1:-1] for c in text",
+        "else c for c in text",
+        "test_screen",
+    ),
+    Bug(
+        "out of memory is called a bug",
+        "cli/app.py",
+        "if (wanted := memory_wanted(error)) is not None:",
+        "if (wanted := None) is not None:",
+        "test_screen",
+    ),
 )
 
 

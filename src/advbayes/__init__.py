@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 __version__ = "0.1.0"
 
@@ -41,10 +39,10 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.s
 __all__ = sorted(_HOME_OF)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'advbayes' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"advbayes.{_HOME_OF[name]}"), name)
+    value: object = getattr(importlib.import_module(f"advbayes.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dis
 import os
+import re
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,7 +17,7 @@ import typer
 
 from advbayes import __version__
 from advbayes.cli import attack, audit, certify, datasets, demo, evaluate, predict, report, show, train
-from advbayes.cli.screen import fault
+from advbayes.cli.screen import fault, inert
 from advbayes.cli.signals import Stopped, watched
 
 _PACKAGE = Path(__file__).parents[1]
@@ -50,6 +52,8 @@ for command in (demo, train, predict, attack, evaluate, audit, certify, report, 
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse and run; the exit code."""
+    if argv is None:
+        warnings.showwarning = _warn
     try:
         with watched() if argv is not None else nullcontext():  # the console program leaves at once until there is work
             code = app(args=None if argv is None else list(argv), prog_name="advbayes", standalone_mode=False)
@@ -70,9 +74,17 @@ def run(argv: Sequence[str] | None = None) -> int:
         if is_mistake(error) and not os.environ.get("ADVBAYES_TRACEBACK"):
             fault(str(error) or type(error).__name__)
             return 2
-        traceback.print_exc()
+        if (wanted := memory_wanted(error)) is not None:
+            fault(f"out of memory: {wanted}; a smaller --batch-size, --num, --thetas or --num-train needs less")
+            return 2
+        print(inert(traceback.format_exc()), end="", file=sys.stderr)
         fault("this is a bug, not a mistake of yours; please report it with the lines above")
         return 1
+
+
+def _warn(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+    """A library's warning as one line, without the source line that gave it."""
+    fault(f"warning: {message}")
 
 
 def _show_usage(error: Exception) -> None:
@@ -81,6 +93,24 @@ def _show_usage(error: Exception) -> None:
     place = "advbayes" if context is None else context.command_path
     if message:
         fault(f"{message} (`{place} --help` shows how)")
+
+
+def memory_wanted(error: BaseException) -> str | None:
+    """What an allocation that failed had asked for; None for another error.
+
+    >>> memory_wanted(RuntimeError("can't allocate memory: you tried to allocate 8000000000 bytes. Error code 12"))
+    'wanted 8.00 GB at once'
+    >>> memory_wanted(MemoryError()), memory_wanted(RuntimeError("shapes differ"))
+    ('wanted more than there is', None)
+    """
+    text = str(error)
+    if found := re.search(r"tried to allocate (\d+) bytes", text):
+        return f"wanted {int(found[1]) / 1e9:.2f} GB at once"
+    if isinstance(error, MemoryError):  # numpy says how much, and for which shape
+        return text[:1].lower() + text[1:] if text else "wanted more than there is"
+    if "Storage size calculation overflowed" in text:
+        return f"wanted more than can be counted ({text.partition('with ')[2]})"
+    return None
 
 
 def is_mistake(error: BaseException) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -54,4 +55,5 @@ def predict(
     else:
         from advbayes.cli.predicting import as_csv
 
-        say(as_csv(columns).rstrip("\n"))
+        text = as_csv(columns).rstrip("\r\n")
+        say(text.replace("\r\n", "\n")) if sys.stdout.isatty() else print(text)

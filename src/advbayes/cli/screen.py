@@ -26,9 +26,20 @@ def console(*, stderr: bool = False) -> Console:
     return Console(file=stream, highlight=False, width=None if stream.isatty() else 140)
 
 
+def inert(text: str) -> str:
+    """Text that cannot drive a terminal: what is neither visible nor a line break is spelled out.
+
+    >>> print(inert("\\x1b[31mred\\u202e"))
+    \\x1b[31mred\\u202e
+    """
+    if text.isascii() and text.replace("\n", "").isprintable():
+        return text
+    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def say(text: str) -> None:
-    """A plain line for people; nothing in it is taken for markup."""
-    print(text, flush=True)
+    """A plain line for people; nothing in it is taken for markup or for a command to the terminal."""
+    print(inert(text), flush=True)
 
 
 def emit(result: dict[str, Any]) -> None:
@@ -41,14 +52,14 @@ def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]], *, 
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(title=Text(title) if title else None, title_justify="left")
+    shown = Table(title=Text(inert(title)) if title else None, title_justify="left")
     for number, name in enumerate(head):
-        shown.add_column(Text(name), justify="right" if number in right else "left")
+        shown.add_column(Text(inert(name)), justify="right" if number in right else "left")
     for row in rows:
-        shown.add_row(*(Text(str(cell)) for cell in row))
+        shown.add_row(*(Text(inert(str(cell))) for cell in row))
     console().print(shown)
 
 
 def fault(message: str) -> None:
     """One clean message on standard error."""
-    print(f"advbayes: {message}", file=sys.stderr, flush=True)
+    print(inert(f"advbayes: {message}"), file=sys.stderr, flush=True)
