@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from advbayes import __version__
-from advbayes.cli import attack, audit, certify, datasets, demo, evaluate, predict, report, show, train
+from advbayes.cli import attack, audit, certify, datasets, demo, evaluate, predict, report, reproduce, show, train
 from advbayes.cli.screen import fault, inert
 from advbayes.cli.signals import Stopped, watched
 
@@ -46,7 +46,7 @@ def _root(
     pass
 
 
-for command in (demo, train, predict, attack, evaluate, audit, certify, report, datasets, show):
+for command in (demo, train, predict, attack, evaluate, audit, certify, report, reproduce, datasets, show):
     command.add_to(app)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from advbayes.metrics.comparison import holm, mcnemar, paired_difference
+from advbayes.metrics.comparison import holm, mcnemar, paired_difference, paired_t
 from advbayes.metrics.intervals import Estimate, bootstrap, clopper_pearson, incomplete_beta, wilson
 from advbayes.metrics.marginals import Interval, crps, interval, quantile
 from advbayes.metrics.ranking import RiskCoverage, aurc, auroc, risk_coverage, selective_accuracy
@@ -39,6 +39,7 @@ __all__ = [
     "mean",
     "nll",
     "paired_difference",
+    "paired_t",
     "quantile",
     "reliability",
     "risk_coverage",

@@ -1,0 +1,127 @@
+"""`advbayes reproduce` and `advbayes compare`: every table of the paper from its own records, and the same for any data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from advbayes.cli.screen import Json, emit, say
+
+Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Units side by side, one thread each")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress")]
+Changes = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of a run for all rows; repeat")]
+NumTest = Annotated[int | None, typer.Option("--num-test", min=1, help="Test examples")]
+
+
+def add_to(app: typer.Typer) -> None:
+    app.command("reproduce")(reproduce)
+    app.command("compare")(compare)
+
+
+def reproduce(
+    name: Annotated[str, typer.Argument(help="An experiment, `tables` (all tables anew from records) or `list`")],
+    preset: Annotated[str, typer.Option("--preset", metavar="quick|paper", help="quick is a sketch, in seconds")] = "paper",
+    seeds: Annotated[str | None, typer.Option("--seeds", metavar="N or A,B,...", help="How many, or which")] = None,
+    row: Annotated[list[str] | None, typer.Option("--row", help="Only this row; repeat for more")] = None,
+    jobs: Jobs = 1,
+    out: Annotated[Path, typer.Option("--out", help="Folder of the results")] = Path("results"),
+    changes: Changes = None,
+    num_test: NumTest = None,
+    quiet: Quiet = False,
+) -> int:
+    """Make a table or figure of the paper: train, attack, record, compare with the reported numbers.
+
+    What is done already is not done again; a run that was stopped goes on. Records and manifest are in OUT/NAME.
+
+    Examples:
+
+    advbayes reproduce wine --preset quick
+
+    advbayes reproduce mnist --row MIX --row AT --seeds 3 --jobs 2
+    """
+    from advbayes.experiments.catalogue import EXPERIMENTS, Spec
+    from advbayes.experiments.running import run
+    from advbayes.experiments.views import write_views
+
+    if name == "list":
+        for key, experiment in EXPERIMENTS.items():
+            say(f"{key:22} {len(experiment.rows):3} rows  {experiment.title}")
+        return 0
+    if name == "tables":
+        for manifest in sorted(out.glob("*/manifest.json")):
+            say(str(write_views(manifest.parent)))
+        return 0
+    spec = Spec(name, preset, _settings(changes), num_test)
+    say(str(write_views(run(spec, out, seeds=_seeds(seeds), rows=row, jobs=jobs, quiet=quiet))))
+    return 0
+
+
+def compare(
+    data: Annotated[str, typer.Option("--data", help="A built-in data set, or a .csv or .npz file")],
+    defense: Annotated[list[str], typer.Option("--defense", help="A defense (bl, at, os50, mix, nn50, ...); repeat")],
+    seeds: Annotated[str, typer.Option("--seeds", metavar="N or A,B,...", help="How many, or which")] = "5",
+    target: Annotated[str | None, typer.Option("--target", help="Target column of a .csv file")] = None,
+    eps: Annotated[float, typer.Option("--eps", min=0.0, help="Budget of training and attack, L2")] = 1.0,
+    jobs: Jobs = 1,
+    out: Annotated[Path, typer.Option("--out", help="Folder of the results")] = Path("results"),
+    changes: Changes = None,
+    num_test: NumTest = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> int:
+    """Compare defenses on any data over several seeds: mean, spread, paired tests (Holm), trivial predictors.
+
+    Bold is what is significantly better than every other row, with at least five seeds.
+
+    Example:
+
+    advbayes compare --seeds 5 --defense mix --defense at --data patients.csv --target outcome
+    """
+    from advbayes.config import make_config
+    from advbayes.experiments.catalogue import Spec
+    from advbayes.experiments.running import run
+    from advbayes.experiments.views import write_views
+    from advbayes.runs import prepare
+
+    place = str(Path(data).resolve()) if Path(data).suffix in (".csv", ".npz") else data
+    settings = {"eps": eps, **_settings(changes), "data": place, **({} if target is None else {"target": target})}
+    task = prepare(make_config(settings)).dataset.task
+    spec = Spec(f"compare-{Path(data).stem}", "paper", settings, num_test, tuple(defense), task, eps)
+    table = write_views(run(spec, out, seeds=_seeds(seeds), jobs=jobs, quiet=quiet or as_json))
+    if as_json:
+        emit({"table": str(table), "records": str(table.with_name("records.jsonl.gz"))})
+    else:
+        say(table.read_text())
+        say(str(table))
+    return 0
+
+
+def _seeds(text: str | None) -> list[int] | None:
+    """`5` is the first five, `3,4` are those two.
+
+    >>> _seeds("2"), _seeds("3,4")
+    ([0, 1], [3, 4])
+    """
+    if text is None:
+        return None
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"seeds must be a number, or numbers with commas between them, got {text!r}") from None
+    return numbers if "," in text else list(range(numbers[0]))
+
+
+def _settings(changes: list[str] | None) -> dict[str, Any]:
+    from advbayes.cli.train import parse
+    from advbayes.config import RunConfig, make_config
+
+    values = {}
+    for change in changes or []:
+        key, sign, text = change.partition("=")
+        if not sign:
+            raise ValueError(f"--set must be KEY=VALUE, got {change!r}")
+        values[key] = parse(key, text) if key in RunConfig.model_fields else text
+    make_config(values)
+    return values

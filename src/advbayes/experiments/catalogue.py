@@ -1,0 +1,323 @@
+"""The experiments by name: what is trained, how it is attacked, which views are made of the records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from advbayes.checks import choice
+from advbayes.experiments.defenses import DEFENSES, Defense, deterministic, weighted
+
+PAPER_ATTACKS = ("PGD1", "PGD", "PGD+", "ENT")
+PAPER_RADII = (0.01, 0.51, 1.01, 1.5, 2.0, 2.5, 3.0)
+TRIVIAL = ("uniform", "majority", "constant")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A defense with keys of its own, and the units of x that eps is meant in."""
+
+    defense: Defense
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    units: str = "standardised"  # min-max, raw: of tables alone
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Rows x seeds, each trained, attacked and scored example by example.
+
+    >>> EXPERIMENTS["wine"].metrics
+    ('rmse', 'nll')
+    """
+
+    title: str
+    settings: Mapping[str, Any]  # keys of a run, shared by all rows
+    rows: Mapping[str, Row]
+    metrics: tuple[str, ...] = ("accuracy", "nll")
+    attacks: tuple[str, ...] = PAPER_ATTACKS
+    radii: tuple[float, ...] = (2.0,)
+    steps: int = 50
+    num_test: int = 1000
+    seeds: int = 5
+    thetas: int = 5
+    splits: tuple[str, ...] = ("test",)  # with "validation" a fifth of the training rows is kept for it
+    measure: str = "attacked"  # the function of `units` that makes the records
+    views: tuple[str, ...] = ("attack_table",)
+    reported: str = ""  # the key of the paper's cells
+    note: str = ""
+
+
+def _rows(*names: str, **settings: Any) -> dict[str, Row]:
+    return {name: Row(DEFENSES[name], settings) for name in names}
+
+
+MNIST = {"data": "mnist", "epochs": 10, "lr": 2e-3, "decay": 0.8, "sigma": 0.1, "eps": 1.0}
+_TABLE = {"epochs": 100, "batch_size": 128, "lr": 1e-2, "decay": 0.97, "sigma": 0.1, "eps": 1.0}
+TABLES: dict[str, dict[str, Any]] = {
+    "wine": {"data": "wine", **_TABLE},
+    "energy": {"data": "energy", **_TABLE, "epochs": 200, "decay": 0.985},
+    "california": {"data": "california", **_TABLE, "epochs": 20, "decay": 0.85},
+}
+_REGRESSION_ROWS = ("BL", "MIX", "NN50", "AT", "OS50", "eps prior", "Gibbs", "constant", "least squares")
+
+
+def _regression(name: str) -> Experiment:
+    return Experiment(
+        f"{name.capitalize()}: RMSE and NLL, L2, eps 2, features and target standardised",
+        TABLES[name],
+        _rows(*_REGRESSION_ROWS),
+        metrics=("rmse", "nll"),
+        reported=name,
+    )
+
+
+def _readings(name: str) -> Experiment:
+    return Experiment(
+        f"{name.capitalize()}: what units eps and y may have had in the paper",
+        TABLES[name],
+        {
+            f"{row}, x {units}": Row(DEFENSES[row], units=units)
+            for units in ("standardised", "min-max", "raw")
+            for row in ("BL", "MIX", "AT")
+        },
+        metrics=("rmse", "nll"),
+        num_test=300,
+        seeds=2,
+        views=("readings",),
+        reported=name,
+    )
+
+
+def _front(name: str) -> Experiment:
+    rows = _rows("BL", "constant", "least squares", "random forest")
+    for posterior, short in (("mean_field", "posterior"), ("point", "point")):
+        for clean in (0.0, 0.4) if posterior == "mean_field" else (0.0,):
+            for eps in (0.25, 0.5, 1.0, 2.0):
+                defense = Defense("", {"posterior": posterior, "eps": eps}, weighted(clean))
+                rows[f"{short}, eps {eps:g}, clean {clean:g}"] = Row(defense)
+    return Experiment(
+        f"{name.capitalize()}: clean against attacked RMSE (standardised), L2, strong suite",
+        TABLES[name],
+        rows,
+        metrics=("rmse",),
+        attacks=("strong",),
+        radii=(0.25, 0.5, 1.0, 2.0),
+        steps=20,
+        num_test=200,
+        thetas=5,
+        splits=("validation", "test"),
+        views=("front",),
+    )
+
+
+def _factorial() -> dict[str, Row]:
+    rows = {}
+    for posterior in ("point", "mean_field"):
+        for noisy in (False, True):
+            for clean in (0.0, 0.5):
+                name = f"{'posterior' if posterior == 'mean_field' else 'point'}, {'noisy' if noisy else 'deterministic'}"
+                channel = weighted(clean) if noisy else deterministic(1, clean)
+                rows[f"{name}, {'half clean' if clean else 'all attacked'}"] = Row(Defense("", {"posterior": posterior}, channel))
+    return rows
+
+
+def _iwae() -> dict[str, Row]:
+    return {
+        f"{name} K={num}": Row(replace(DEFENSES["MIX"], settings={"defense": "mix", "bound": bound, "num_channel": num}))
+        for name, bound in (("surrogate", "surrogate"), ("IWAE", "importance_weighted"))
+        for num in (1, 5, 10, 50)
+    }
+
+
+_MNIST_ROWS = (
+    *("BL", "AT", "OS50", "MIX", "PGD channel", "OS", "NN", "NN50", "multi-step AT", "onPure", "offPure"),
+    *("eps prior", "Gibbs", "TRADES", "ALP", "uniform", "majority"),
+)
+
+EXPERIMENTS: dict[str, Experiment] = {
+    "wine": _regression("wine"),
+    "energy": _regression("energy"),
+    "california": _regression("california"),
+    **{f"{name}-readings": _readings(name) for name in TABLES},
+    **{f"{name}-front": _front(name) for name in TABLES},
+    "mnist": Experiment(
+        "MNIST, L2, eps 2 (Tables 1 and 2)",
+        MNIST,
+        _rows(*_MNIST_ROWS),
+        attacks=(*PAPER_ATTACKS, "strong"),
+        reported="mnist",
+    ),
+    "mnist-curves": Experiment(
+        "MNIST: accuracy and NLL over eps (Figures 3, 4 and SM)",
+        MNIST,
+        _rows("BL", "AT", "OS50", "MIX", "NN50", "PGD channel", "onPure", "offPure"),
+        radii=PAPER_RADII,
+        num_test=300,
+        views=("curves",),
+    ),
+    "selective": Experiment(
+        "Selective accuracy, MNIST and Fashion-MNIST, both attacked (Figure 5)",
+        MNIST,
+        _rows("BL", "AT", "OS50", "MIX", "NN50", "PGD channel", "onPure", "offPure"),
+        metrics=("selective_accuracy",),
+        radii=(0.5, 1.0, 1.5, 2.0, 3.0),
+        num_test=300,
+        measure="selective",
+        views=("curves",),
+    ),
+    "iwae": Experiment(
+        "Surrogate against importance-weighted bound, MIX on MNIST, L2, eps 2 (SM-3)",
+        MNIST,
+        _iwae(),
+        metrics=("accuracy",),
+        attacks=("PGD",),
+        num_test=500,
+        reported="iwae",
+    ),
+    "multi-step-at": Experiment(
+        "Adversarial training by multi-step PGD on MNIST over eps (SM-6)",
+        MNIST,
+        _rows("multi-step AT"),
+        radii=PAPER_RADII,
+        num_test=300,
+        views=("curves", "multi_step"),
+    ),
+    "factorial": Experiment(
+        "Point or posterior x deterministic or noisy channel x clean half or not; MNIST, one step, L2, eps 2",
+        MNIST,
+        _factorial(),
+        attacks=(*PAPER_ATTACKS, "strong"),
+        num_test=500,
+        views=("attack_table", "effects"),
+    ),
+    "cost": Experiment(
+        "Training and inference times in ms (SM-6)",
+        {},
+        {name: Row(DEFENSES["BL"], settings) for name, settings in {"mnist": MNIST, **TABLES}.items()},
+        measure="timed",
+        views=("times",),
+    ),
+    "examples": Experiment(
+        "Attacked images and their predictive distributions (SM-6)",
+        MNIST,
+        _rows("BL", "MIX"),
+        num_test=8,
+        measure="pictured",
+        views=("pictures",),
+    ),
+    "cifar10": Experiment(
+        "CIFAR-10, shallow net, L2, eps 2 (SM-7): smaller, two epochs on 10,000 images",
+        {"data": "cifar10", "epochs": 2, "num_train": 10_000, "lr": 2e-3, "decay": 0.9, "sigma": 0.1, "eps": 1.0},
+        _rows("BL", "MIX", "AT", "uniform", "majority"),
+        num_test=200,
+        reported="cifar10",
+        note="At full size, on a GPU: advbayes reproduce cifar10 --set epochs=50 --set num_train=50000 --num-test 1000",
+    ),
+    "resnet18": Experiment(
+        "CIFAR-10, ResNet-18 with GroupNorm at width 16, L2, eps 2 (SM-7): smaller, one epoch on 2,000 images",
+        {
+            "data": "cifar10",
+            "network": "advbayes.networks:resnet18_narrow",
+            "epochs": 1,
+            "num_train": 2000,
+            "lr": 1e-3,
+            "sigma": 0.1,
+            "eps": 1.0,
+        },
+        _rows("BL", "MIX", "NN", "AT", "uniform", "majority"),
+        attacks=("PGD1", "PGD"),
+        steps=10,
+        num_test=100,
+        thetas=3,
+        reported="resnet18",
+        note=(
+            "At full size, on a GPU: advbayes reproduce resnet18 --set network=advbayes.networks:resnet18 "
+            "--set epochs=50 --set num_train=50000 --num-test 1000"
+        ),
+    ),
+    "validation-mnist": Experiment(
+        "What the paper leaves out, tried on held-out training images of MNIST (20,000 images, 4 epochs)",
+        {**MNIST, "num_train": 20_000, "epochs": 4},
+        {
+            **{f"BL, lr {lr:g}": Row(DEFENSES["BL"], {"lr": lr}) for lr in (1e-3, 2e-3, 5e-3)},
+            **{f"MIX, sigma {s:g}": Row(DEFENSES["MIX"], {"sigma": s}) for s in (0.05, 0.1, 0.2, 0.3)},
+            **{f"NN50, adversary lr {lr:g}": Row(DEFENSES["NN50"], {"adversary_lr": lr}) for lr in (1e-3, 1e-2)},
+            **{f"Gibbs, KL weight {w:g}": Row(DEFENSES["Gibbs"], {"kl_weight": w}) for w in (0.01, 0.1)},
+        },
+        attacks=("PGD",),
+        num_test=300,
+        seeds=1,
+        splits=("validation",),
+    ),
+}
+
+
+def _validation(name: str) -> Experiment:
+    base = TABLES[name]
+    few, many = int(base["epochs"]), 2 * int(base["epochs"])
+    rows = {
+        f"BL, lr {lr:g}, {epochs} epochs": Row(DEFENSES["BL"], {"lr": lr, "epochs": epochs})
+        for lr in (3e-3, 1e-2, 3e-2)
+        for epochs in (few, many)
+    }
+    rows |= {f"MIX, sigma {sigma:g}": Row(DEFENSES["MIX"], {"sigma": sigma}) for sigma in (0.03, 0.1, 0.3)}
+    rows |= {f"NN50, adversary lr {lr:g}": Row(DEFENSES["NN50"], {"adversary_lr": lr}) for lr in (1e-3, 1e-2)}
+    rows |= {f"Gibbs, KL weight {w:g}": Row(DEFENSES["Gibbs"], {"kl_weight": w}) for w in (0.01, 0.1)}
+    return Experiment(
+        f"What the paper leaves out, tried on held-out training rows of {name}",
+        base,
+        rows,
+        metrics=("rmse", "nll"),
+        attacks=("PGD",),
+        num_test=500,
+        seeds=2,
+        splits=("validation",),
+    )
+
+
+EXPERIMENTS |= {f"validation-{name}": _validation(name) for name in TABLES}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What to run, in plain values: the name of an experiment and what differs from it, or defenses to compare on any data.
+
+    `quick` is a sketch of an experiment, for tests and for a first look.
+
+    >>> Spec("wine", "quick").experiment().num_test
+    20
+    """
+
+    name: str
+    preset: str = "paper"
+    settings: Mapping[str, Any] = field(default_factory=dict)  # keys of a run that override the experiment's
+    num_test: int | None = None
+    defenses: tuple[str, ...] = ()  # compare these instead
+    task: str = "classification"
+    eps: float = 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {**asdict(self), "defenses": list(self.defenses), "settings": dict(self.settings)}
+
+    def experiment(self) -> Experiment:
+        """The experiment meant."""
+        choice("preset", self.preset, ("quick", "paper"))
+        base = self._comparison() if self.defenses else EXPERIMENTS[choice("experiment", self.name, tuple(EXPERIMENTS))]
+        changes: dict[str, Any] = {**self.settings}
+        if self.preset == "quick":
+            changes = {"epochs": 1, "num_train": 200, **changes}
+            base = replace(base, title=f"{base.title}: a sketch (200 examples, one epoch)", radii=base.radii[-2:])
+            base = replace(base, steps=2, num_test=20, thetas=2, seeds=2)
+        rows = {name: replace(row, settings={**row.settings, **changes}) for name, row in base.rows.items()}
+        return replace(base, rows=rows, num_test=self.num_test or base.num_test)
+
+    def _comparison(self) -> Experiment:
+        trivial = ("constant",) if self.task == "regression" else ("uniform", "majority")
+        metrics = ("rmse", "nll") if self.task == "regression" else ("accuracy", "nll")
+        names = dict.fromkeys((*self.defenses, *trivial))
+        by_name = {name.lower(): name for name in DEFENSES}
+        chosen = [by_name[choice("defense", name.lower(), tuple(by_name))] for name in names]
+        title = f"{', '.join(chosen[: -len(trivial)])}: L2, eps {self.eps:g}"
+        return Experiment(title, {}, _rows(*chosen), metrics, (*PAPER_ATTACKS, "strong"), (self.eps,), thetas=10)

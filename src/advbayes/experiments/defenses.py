@@ -1,0 +1,160 @@
+"""The paper's defenses (SM-5, SM-6) and those beside them, as data: keys of a run, a channel, what stands before the model.
+
+Where section 4 and SM-5 disagree, SM-5 is followed: its mixed channels hold the *noisy* identity N(x, sigma^2), where
+section 4 calls the other half "clean data". The defenses of the command line (`os50`, `nn50`) follow section 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from advbayes.attacks import nll, one_step, pgd, squared_error
+from advbayes.channels import AttackChannel, Learned, Mixture, Noise
+from advbayes.config import RunConfig
+from advbayes.metrics import constant, majority, uniform
+from advbayes.networks import ConvGenerator, FullyConnectedGenerator
+from advbayes.runs import Prepared, make_ball
+from advbayes.seeds import seed_for
+from advbayes.types import Channel, Predictor
+
+MakeChannel = Callable[[RunConfig, Prepared], Channel]
+MakePredictor = Callable[[Prepared, int], Predictor]
+
+
+@dataclass(frozen=True)
+class Purify:
+    """The reactive defense: N reference points, S thetas, noise sigma, thetas weighed by x' (online) or not (offline)."""
+
+    update: str
+    sigma: float
+    num_reference: int = 100
+    num_thetas: int = 5
+
+
+@dataclass(frozen=True)
+class Defense:
+    """One row: keys of a run; a channel where those cannot name it; a purifier; or a predictor that needs no training.
+
+    >>> DEFENSES["MIX"].settings
+    {'defense': 'mix'}
+    """
+
+    about: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    channel: MakeChannel | None = None
+    purify: Purify | None = None
+    reference: MakePredictor | None = None
+    has_gradient: bool = True
+
+
+def _attack(config: RunConfig, data: Prepared, *, steps: int = 1, eps: float | None = None, sigma: float) -> AttackChannel:
+    """The error's ascent of so many steps within eps (absent: the run's), and noise."""
+    loss = squared_error if data.dataset.task == "regression" else nll
+    ball = make_ball(config.norm, config.eps if eps is None else eps)
+    return AttackChannel(one_step(ball, loss) if steps == 1 else pgd(ball, steps, loss), sigma)
+
+
+def _learned(config: RunConfig, data: Prepared) -> Learned:
+    """SM-5's generators, drawn from the run's seed."""
+    event, ball = tuple(data.x_train.shape[1:]), make_ball(config.norm, config.eps)
+    classes = len(data.dataset.class_names) or None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed_for(config.seed, "adversary"))
+        if len(event) == 3 and classes is not None:
+            return Learned(ConvGenerator(classes, event[0], event[1]), ball)
+        return Learned(FullyConnectedGenerator(math.prod(event), max(1, data.y_train[0].numel()), classes), ball)
+
+
+def mixed(weight: float, attacked: MakeChannel) -> MakeChannel:
+    """weight N(x, sigma^2) + (1 - weight) attacked: SM-5's mixture with the noisy identity."""
+    return lambda config, data: Mixture([weight, 1 - weight], [Noise(config.sigma), attacked(config, data)])
+
+
+def noisy_attack(config: RunConfig, data: Prepared) -> Channel:
+    """OS: one step, and noise."""
+    return _attack(config, data, sigma=config.sigma)
+
+
+def deterministic(steps: int, clean: float = 0.5) -> MakeChannel:
+    """Adversarial training on batches of which a share is clean; no noise anywhere."""
+
+    def make(config: RunConfig, data: Prepared) -> Channel:
+        attacked = _attack(config, data, steps=steps, sigma=0.0)
+        return attacked if clean == 0 else Mixture([clean, 1 - clean], [Noise(0.0), attacked])
+
+    return make
+
+
+def weighted(clean: float, *, steps: int = 1) -> MakeChannel:
+    """clean N(x, sigma^2) + (1 - clean) attack: the regression MIX is `weighted(0.4)`."""
+
+    def make(config: RunConfig, data: Prepared) -> Channel:
+        attacked = _attack(config, data, steps=steps, sigma=config.sigma)
+        return attacked if clean == 0 else Mixture([clean, 1 - clean], [Noise(config.sigma), attacked])
+
+    return make
+
+
+def prior_over_eps(config: RunConfig, data: Prepared) -> Channel:
+    """eps uniform on four values up to twice the run's: the attacker's budget is unknown too."""
+    values = [0.5 * config.eps, config.eps, 1.5 * config.eps, 2 * config.eps]
+    return Mixture([0.25] * 4, [_attack(config, data, eps=eps, sigma=config.sigma) for eps in values])
+
+
+def _least_squares(data: Prepared, seed: int) -> Predictor:
+    """Ordinary least squares, differentiable, with the training residuals' scale."""
+    ones = torch.ones(len(data.x_train), 1, dtype=torch.float64)
+    design = torch.cat([data.x_train.double(), ones], 1)
+    weights = torch.linalg.lstsq(design, data.y_train.double()[:, None]).solution[:, 0]
+    scale = float((design @ weights - data.y_train.double()).square().mean().sqrt())
+    slope, intercept = weights[:-1].float(), float(weights[-1])
+    return lambda x: torch.distributions.Normal(x @ slope.to(x) + intercept, torch.full((len(x),), scale, dtype=x.dtype))
+
+
+def _forest(data: Prepared, seed: int) -> Predictor:
+    """A random forest of 100 trees, with the out-of-bag residuals' scale."""
+    from sklearn.ensemble import RandomForestRegressor
+
+    from advbayes.adapters import from_sklearn
+
+    forest = RandomForestRegressor(100, oob_score=True, random_state=seed, n_jobs=1)
+    forest.fit(data.x_train.numpy(), data.y_train.numpy())
+    scale = float((forest.oob_prediction_ - data.y_train.numpy()).std())
+    return from_sklearn(forest, scale=scale)
+
+
+_MULTI_STEP = 7
+
+DEFENSES: dict[str, Defense] = {
+    "BL": Defense("undefended mean-field posterior, clean data", {"defense": "none"}),
+    "OS": Defense("one-step attack plus noise", {"defense": "os"}),
+    "OS50": Defense("half noisy identity, half one-step attack plus noise (SM-5)", channel=mixed(0.5, noisy_attack)),
+    "MIX": Defense("0.4 noisy identity, 0.6 one-step attacks on several losses plus noise", {"defense": "mix"}),
+    "NN": Defense("learned adversary", {"defense": "nn"}),
+    "NN50": Defense("half noisy identity, half learned adversary (SM-5)", channel=mixed(0.5, _learned)),
+    "onPure": Defense("online purifier on BL, N = 100, S = 5", {"defense": "none"}, purify=Purify("online", 0.5)),
+    "offPure": Defense("offline purifier on BL, N = 100, S = 5", {"defense": "none"}, purify=Purify("offline", 0.5)),
+    "AT": Defense("point estimate, half clean, half one-step attack", {"posterior": "point"}, deterministic(1)),
+    "multi-step AT": Defense(
+        f"point estimate, half clean, half {_MULTI_STEP}-step PGD", {"posterior": "point"}, deterministic(_MULTI_STEP)
+    ),
+    "PGD channel": Defense(
+        f"{_MULTI_STEP}-step PGD at eps 2 plus noise", {"defense": "pgd", "eps": 2.0, "attack_steps": _MULTI_STEP}
+    ),
+    "TRADES": Defense("point estimate, TRADES", {"defense": "trades", "posterior": "point"}),
+    "ALP": Defense("point estimate, adversarial logit pairing", {"defense": "alp", "posterior": "point", "beta": 1.0}),
+    "Gibbs": Defense("MIX with the KL term weighed by 0.1: a robust Gibbs posterior", {"defense": "mix", "kl_weight": 0.1}),
+    "eps prior": Defense("one-step attack plus noise, eps uniform on four values", channel=prior_over_eps),
+    "constant": Defense("training mean and spread", reference=lambda data, seed: constant(data.y_train)),
+    "uniform": Defense("every class equally probable", reference=lambda data, seed: uniform(len(data.dataset.class_names))),
+    "majority": Defense(
+        "the training frequencies", reference=lambda data, seed: majority(data.y_train, len(data.dataset.class_names))
+    ),
+    "least squares": Defense("ordinary least squares", reference=_least_squares),
+    "random forest": Defense("100 trees, attacked without gradients", reference=_forest, has_gradient=False),
+}

@@ -1,0 +1,163 @@
+"""Records read back, and their reductions: a value for each seed, mean and spread over seeds, paired tests."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from advbayes import metrics, store
+from advbayes.experiments.running import MANIFEST, RECORDS
+
+Array = npt.NDArray[np.float64]
+MIN_SEEDS = 5  # of a row that may be called best (E25)
+LOWER_IS_BETTER = {"accuracy": False, "selective_accuracy": False, "nll": True, "rmse": True}
+
+
+class Cell(NamedTuple):
+    """One column of records: which rows of the data, by what, how far."""
+
+    split: str
+    attack: str
+    eps: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Mean and standard deviation over seeds, and a 95 % interval.
+
+    Of an accuracy it is Wilson's over examples (their answers averaged over seeds), of the others the spread over seeds.
+    """
+
+    values: tuple[float, ...]
+    low: float
+    high: float
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+    @property
+    def sd(self) -> float:
+        return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else math.nan
+
+    def __str__(self) -> str:
+        sd = "" if math.isnan(self.sd) else f" ({self.sd:.3f})"
+        inside = "" if math.isnan(self.low) else f" [{self.low:.3f}, {self.high:.3f}]"
+        return f"{self.mean:.3f}{sd}{inside}"
+
+
+class Scores:
+    """All records of an experiment's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        manifest: Any = store.read_document(folder / MANIFEST)
+        self.manifest: dict[str, Any] = manifest
+        self.records: list[dict[str, Any]] = [
+            json.loads(line) for line in gzip.decompress((folder / RECORDS).read_bytes()).splitlines()
+        ]
+        columns: dict[Any, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for each in self.records:
+            if "eps" in each:
+                cell = columns[each["row"], each["seed"], Cell(each["split"], each["attack"], each["eps"])]
+                for name in ("correct", "log_prob", "entropy", "squared_error"):
+                    if name in each:
+                        cell[name].append(each[name])
+        self.cells: dict[tuple[str, int, Cell], dict[str, Array]] = {
+            key: {name: np.asarray(values) for name, values in cell.items()} for key, cell in columns.items()
+        }
+        self.rows = list(dict.fromkeys(each["row"] for each in self.records))
+
+    def seeds(self, row: str) -> list[int]:
+        """The seeds that a row was run with."""
+        return sorted({seed for name, seed, _ in self.cells if name == row})
+
+    def about(self, row: str) -> dict[str, Any]:
+        """The manifest's line of the row's first unit."""
+        return next(unit for unit in self.manifest["units"].values() if unit["row"] == row)
+
+    def losses(self, metric: str, row: str, seed: int, cell: Cell) -> Array:
+        """One number for each example, before the mean; of `worst` that of the attack that hurts most."""
+        if cell.attack == "worst":
+            held = [
+                self.losses(metric, row, seed, other)
+                for name, number, other in self.cells
+                if (name, number, other.split) == (row, seed, cell.split) and (other.attack == "clean" or other.eps == cell.eps)
+            ]
+            worst: Array = np.min(held, axis=0) if metric == "accuracy" else np.max(held, axis=0)
+            return worst
+        columns = self.cells[row, seed, cell]
+        if metric == "accuracy":
+            return columns["correct"]
+        return -columns["log_prob"] if metric == "nll" else columns["squared_error"]
+
+    def value(self, metric: str, row: str, seed: int, cell: Cell) -> float:
+        """The metric of one seed."""
+        if metric == "selective_accuracy":
+            known = self.cells[row, seed, cell._replace(split="known")]
+            foreign = self.cells[row, seed, cell._replace(split="foreign")]
+            right = np.concatenate([known["correct"], np.zeros_like(foreign["entropy"])])
+            doubt = np.concatenate([known["entropy"], foreign["entropy"]])
+            return metrics.selective_accuracy(right, -doubt, coverage=0.5).value
+        mean = float(self.losses(metric, row, seed, cell).mean())
+        return math.sqrt(mean) if metric == "rmse" else mean
+
+    def summary(self, metric: str, row: str, cell: Cell) -> Summary:
+        """Over all seeds of the row."""
+        seeds = self.seeds(row)
+        values = tuple(self.value(metric, row, seed, cell) for seed in seeds)
+        if metric == "accuracy":
+            share = np.mean([self.losses(metric, row, seed, cell) for seed in seeds], axis=0)
+            return Summary(values, *metrics.wilson(float(share.sum()), len(share)))
+        if len(values) < 2:
+            return Summary(values, math.nan, math.nan)
+        half = _t_quantile(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+        return Summary(values, float(np.mean(values)) - half, float(np.mean(values)) + half)
+
+    def p_better(self, metric: str, row: str, other: str, cell: Cell) -> float:
+        """Paired, one-sided: the p-value against "`row` is no better than `other`".
+
+        Over the seeds that both have; on a fixed test set also over its examples, and the larger of the two counts.
+        """
+        seeds = sorted(set(self.seeds(row)) & set(self.seeds(other)))
+        if len(seeds) < 2:
+            return 1.0
+        sign = 1 if LOWER_IS_BETTER[metric] else -1
+        overlap = float(self.about(row).get("overlap", 0.0))
+        both = [[sign * self.value(metric, name, seed, cell) for seed in seeds] for name in (row, other)]
+        p_seeds = metrics.paired_t(*both, overlap=overlap)
+        if overlap or metric == "selective_accuracy":
+            return p_seeds
+        means = [sign * np.mean([self.losses(metric, name, seed, cell) for seed in seeds], axis=0) for name in (row, other)]
+        return max(p_seeds, metrics.paired_t(*means))
+
+    def best(self, metric: str, rows: Sequence[str], cell: Cell) -> str | None:
+        """The row that is significantly better than every other (Holm, 5 %); None if there is none, or too few seeds."""
+        if len(rows) < 2 or any(len(self.seeds(row)) < MIN_SEEDS for row in rows):
+            return None
+        sign = 1 if LOWER_IS_BETTER[metric] else -1
+        first = min(rows, key=lambda row: sign * self.summary(metric, row, cell).mean)
+        p_values = metrics.holm([self.p_better(metric, first, other, cell) for other in rows if other != first])
+        return first if max(p_values) < 0.05 else None
+
+
+def _t_quantile(degrees: int, level: float = 0.95) -> float:
+    """t with P(|T| <= t) = level, by bisection.
+
+    >>> round(_t_quantile(4), 3)
+    2.776
+    """
+    low, high = 0.0, 1e4
+    while high - low > 1e-9 * max(1.0, low):
+        middle = 0.5 * (low + high)
+        inside = 1 - metrics.incomplete_beta(degrees / (degrees + middle * middle), degrees / 2, 0.5)
+        low, high = (middle, high) if inside < level else (low, middle)
+    return low

@@ -1,0 +1,301 @@
+"""One unit of work, row x seed: train or take the trained model, attack, score; the records and what they were made from."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from advbayes import store
+from advbayes.attacks import PGD, ByLoss, RandomSearch, Square, Suite, Transfer, certainty, nll, pgd, squared_error
+from advbayes.balls import L2
+from advbayes.channels import Noise
+from advbayes.config import RunConfig, make_config
+from advbayes.datasets import load_dataset, split_rows
+from advbayes.evaluation import evaluate
+from advbayes.experiments.catalogue import Experiment, Row
+from advbayes.experiments.defenses import DEFENSES
+from advbayes.predictive import PosteriorPredictive
+from advbayes.purification import Purifier
+from advbayes.runs import Prepared, build_defense, build_model, make_attack, prepare, record, thetas_of
+from advbayes.seeds import generator_for
+from advbayes.training import fit
+from advbayes.types import Attack, Predictor
+
+Record = dict[str, Any]
+_NAMES = {"PGD1": "pgd1", "PGD": "pgd", "PGD+": "pgd_plus", "ENT": "ent", "strong": "strong"}
+OFFICIAL_SPLIT = ("mnist", "fashion-mnist", "cifar10")
+_COLUMNS = {
+    "classification": ("correct", "log_prob", "entropy"),
+    "regression": ("squared_error", "log_prob"),
+}
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is to be done: one row with one seed; `models` is where trained ones are kept."""
+
+    experiment: Experiment
+    row: str
+    seed: int
+    models: Path | None = None
+
+    @property
+    def what(self) -> Row:
+        return self.experiment.rows[self.row]
+
+    @property
+    def config(self) -> RunConfig:
+        row = self.what
+        return make_config({**self.experiment.settings, **row.defense.settings, **row.settings, "seed": self.seed})
+
+
+def run_unit(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
+    """The unit's records, and its line of the manifest."""
+    began = time.perf_counter()
+    torch.set_num_threads(1)
+    records, info = MEASURES[unit.experiment.measure](unit)
+    config = {key: value for key, value in unit.config.model_dump(mode="json").items() if value is not None}
+    about = {"config": config, "seconds": round(time.perf_counter() - began, 1), "commit": record()["commit"], **info}
+    return [{"row": unit.row, "seed": unit.seed, **_rounded(each)} for each in records], about
+
+
+def _rounded(values: Mapping[str, Any]) -> Record:
+    """Six digits: what a table can show, at half the size."""
+    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in values.items()}
+
+
+# --- Data -------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4)
+def _loaded(data: str, target: str | None, task: str | None, root: str | None, seed: int) -> Prepared:
+    values = {"data": data, "target": target, "task": task, "root": root, "seed": seed}
+    return prepare(make_config({key: value for key, value in values.items() if value is not None}))
+
+
+@lru_cache(maxsize=4)
+def _images() -> Tensor:
+    return load_dataset("fashion-mnist").x_test
+
+
+def prepared(config: RunConfig, units: str = "standardised", *, validation: bool = False) -> tuple[Prepared, Prepared | None]:
+    """The data in the units that eps is meant in, targets standardised; and the held-out fifth of the training rows."""
+    data = _loaded(config.data, config.target, config.task, config.root, config.seed)
+    if units != "standardised":
+        raw = data.dataset
+        low, high = raw.x_train.amin(0), raw.x_train.amax(0)
+        shift, scale = (
+            (low, (high - low).clamp_min(1e-12)) if units == "min-max" else (torch.zeros_like(low), torch.ones_like(low))
+        )
+        data = replace(data, x_train=(raw.x_train - shift) / scale, x_test=(raw.x_test - shift) / scale)
+    held_out = None
+    if validation:
+        train, other = split_rows(len(data.x_train), seed=config.seed)
+        held_out = replace(data, x_test=data.x_train[other], y_test=data.y_train[other])
+        data = replace(data, x_train=data.x_train[train], y_train=data.y_train[train])
+    return replace(data, x_train=data.x_train[: config.num_train], y_train=data.y_train[: config.num_train]), held_out
+
+
+def test_rows(data: Prepared, num: int) -> tuple[Tensor, Tensor]:
+    """The same `num` test rows for every row and seed of an official split."""
+    index = torch.randperm(len(data.x_test), generator=generator_for(0, "experiments/test"))[:num]
+    return data.x_test[index], data.y_test[index]
+
+
+# --- Predictors -------------------------------------------------------------------------------------------------------
+
+
+def predictor(unit: Unit, data: Prepared) -> tuple[Predictor, dict[str, Any]]:
+    """The row's predictor, trained now or taken from `models`."""
+    defense, config = unit.what.defense, unit.config
+    if defense.reference is not None:
+        return defense.reference(data, unit.seed), {}
+    model, posterior = build_model(config, data, trusted=config.network.startswith("advbayes."))
+    channel, objective = build_defense(config, data)
+    if defense.channel is not None:
+        channel = defense.channel(config, data)
+    text = f"{config!r} {channel!r} {objective!r} {unit.what.units} {len(data.x_train)}"
+    key = hashlib.sha256(text.encode()).hexdigest()[:20]
+    place = None if unit.models is None else unit.models / key
+    info: dict[str, Any] = {"model": key}
+    if place is not None and place.exists():
+        tensors, documents = store.read_bundle(place)
+        posterior.load_state_dict(tensors["posterior"])
+        trained: Any = documents["trained"]
+        info |= trained
+    else:
+        began = time.perf_counter()
+        result = fit(
+            model,
+            posterior,
+            channel,
+            (data.x_train, data.y_train),
+            objective=objective,
+            epochs=config.epochs,
+            batch_size=config.batch_size,
+            lr=config.lr,
+            decay=config.decay,
+            adversary_lr=config.adversary_lr,
+            seed=config.seed,
+            progress=False,
+        )
+        seconds = round(time.perf_counter() - began, 1)
+        info |= {"trained_at": record()["commit"], "training_seconds": seconds, "steps": result.steps, "skipped": result.skipped}
+        if place is not None:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            state = {name: value.detach().clone() for name, value in posterior.state_dict().items()}
+            store.write_bundle(place, {"posterior": state}, {"trained": {k: v for k, v in info.items() if k != "model"}})
+    if defense.purify is None:
+        return PosteriorPredictive(model, thetas_of(posterior, unit.experiment.thetas, unit.seed)), info
+    how = defense.purify
+    index = torch.randperm(len(data.x_train), generator=generator_for(unit.seed, "experiments/reference"))[: how.num_reference]
+    reference = data.x_train[index], data.y_train[index]
+    thetas = thetas_of(posterior, how.num_thetas, unit.seed)
+    return Purifier(model, Noise(how.sigma), thetas, reference, how.update, posterior=posterior), info
+
+
+def attacks_on(unit: Unit, data: Prepared, ball: L2) -> dict[str, Attack]:
+    """The experiment's attacks by the paper's names; queries and transfer alone where there is no gradient."""
+    names, steps, task = unit.experiment.attacks, unit.experiment.steps, data.dataset.task
+    if unit.what.defense.has_gradient:
+        return {name: make_attack(_NAMES[name], ball, task=task, steps=steps, queries=2 * steps) for name in names}
+    linear = DEFENSES["least squares"].reference
+    assert linear is not None
+    source = linear(data, unit.seed)
+    parts = (
+        Square(ball, 2 * steps, nll),
+        RandomSearch(ball, steps, squared_error),
+        Transfer(pgd(ball, steps, squared_error), (source,), rank=squared_error),
+    )
+    return {name: Suite(parts, parts) for name in names}
+
+
+# --- Measures ---------------------------------------------------------------------------------------------------------
+
+
+def _attacked(unit: Unit) -> tuple[Iterator[Record] | list[Record], dict[str, Any]]:
+    """Clean and under every attack at every radius, on every split."""
+    experiment, config = unit.experiment, unit.config
+    data, held_out = prepared(config, unit.what.units, validation="validation" in experiment.splits)
+    predict, info = predictor(unit, data)
+    attacks = attacks_on(unit, data, L2(experiment.radii[-1], box=data.box))
+    records: list[Record] = []
+    for split in experiment.splits:
+        part = held_out if split == "validation" else data
+        assert part is not None
+        records += _scored(unit, predict, test_rows(part, experiment.num_test), attacks, data, {"split": split})
+    if data.dataset.task == "regression":
+        raw = data.dataset.y_train
+        info |= {"y_sd": float(raw.std(correction=0)), "y_range": float(raw.max() - raw.min())}
+    num = min(experiment.num_test, len(data.x_test))
+    resplit = config.data not in OFFICIAL_SPLIT  # then every seed divides the same rows anew
+    info |= {"num_train": len(data.x_train), "num_test": num, "overlap": num / len(data.x_train) if resplit else 0.0}
+    return records, info
+
+
+def _scored(
+    unit: Unit,
+    predict: Predictor,
+    rows: tuple[Tensor, Tensor],
+    attacks: Mapping[str, Attack],
+    data: Prepared,
+    more: Mapping[str, Any],
+) -> Iterator[Record]:
+    with warnings.catch_warnings():
+        # A constant and a forest have no gradient, and eps 2 of min-max units is beyond the data: both are meant.
+        warnings.simplefilter("ignore")
+        result = evaluate(
+            predict, rows, attacks=attacks, radii=unit.experiment.radii, train_y=data.y_train, seed=unit.seed, progress=False
+        )
+    columns = _COLUMNS[data.dataset.task]
+    for each in result.records():
+        if each["predictor"] == "predict":
+            kept = {key: each[key] for key in ("attack", "eps", "index")}
+            yield {**more, **kept, **{column: each[column] for column in columns if column in each}}
+
+
+def _selective(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
+    """Known images under PGD+, foreign ones under a PGD that lowers the entropy."""
+    experiment, config = unit.experiment, unit.config
+    data, _ = prepared(config)
+    predict, info = predictor(unit, data)
+    ball = L2(experiment.radii[-1], box=data.box)
+    known = test_rows(data, experiment.num_test)
+    foreign = _images()[: len(known[0])]
+    inside: dict[str, Attack] = {"both": make_attack("pgd_plus", ball, steps=experiment.steps)}
+    outside: dict[str, Attack] = {"both": PGD(ball, stages=((ByLoss(certainty), experiment.steps),))}
+    records = list(_scored(unit, predict, known, inside, data, {"split": "known"}))
+    nobody = torch.zeros(len(foreign), dtype=torch.long)
+    records += _scored(unit, predict, (foreign, nobody), outside, data, {"split": "foreign"})
+    return records, info
+
+
+def _timed(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
+    """100 training steps (first ten dropped) with and without MIX; 100 answers of the predictive and of onPure."""
+    config = unit.config
+    data, _ = prepared(config)
+    records: list[Record] = []
+    repeats = max(10, 2 * unit.experiment.steps)
+    for kind in ("BL", "MIX"):
+        chosen = config.model_copy(update={**DEFENSES[kind].settings})
+        model, posterior = build_model(chosen, data)
+        channel, objective = build_defense(chosen, data)
+        result = fit(
+            model, posterior, channel, (data.x_train, data.y_train), objective=objective, steps=repeats + 10, progress=False
+        )
+        seconds = result.history["seconds"]
+        steps = [1e3 * (after - before) for before, after in pairwise(seconds[9:])]
+        name = "standard training" if kind == "BL" else "robust training"
+        records += [{"what": name, "index": index, "ms": value} for index, value in enumerate(steps)]
+        if kind == "BL":
+            thetas = thetas_of(posterior, 5, unit.seed)
+            plain = PosteriorPredictive(model, thetas)
+            purified = Purifier(model, Noise(0.5), thetas, (data.x_train[:100], data.y_train[:100]), "online")
+            for label, predict in (("standard inference", plain), ("robust inference", purified)):
+                for index in range(repeats):
+                    x = data.x_test[index % len(data.x_test)][None]
+                    began = time.perf_counter()
+                    with torch.no_grad():
+                        predict(x)
+                    records.append({"what": label, "index": index, "ms": 1e3 * (time.perf_counter() - began)})
+    return records, {}
+
+
+def _pictured(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
+    """Images and class probabilities, clean and under each attack; pixels as bytes in hexadecimal."""
+    experiment, config = unit.experiment, unit.config
+    data, _ = prepared(config)
+    predict, info = predictor(unit, data)
+    x, y = test_rows(data, experiment.num_test)
+    attacks = attacks_on(unit, data, L2(experiment.radii[-1], box=data.box))
+    records: list[Record] = []
+    for name, attack in {"clean": None, **attacks}.items():
+        generator = generator_for(unit.seed, f"experiments/examples/{name}")
+        moved = x if attack is None else attack(predict, x, y, generator=generator)
+        with torch.no_grad():
+            prediction: Any = predict(moved)
+        probs: Tensor = prediction.probs
+        for index in range(len(x)):
+            pixels = bytes((255 * moved[index].clamp(0, 1)).round().to(torch.uint8).flatten().tolist()).hex()
+            shown = [float(f"{p:.4f}") for p in probs[index].tolist()]
+            records.append({"attack": name, "index": index, "y": int(y[index]), "probs": shown, "pixels": pixels})
+    return records, info
+
+
+Measure = Callable[[Unit], tuple[Any, dict[str, Any]]]
+MEASURES: dict[str, Measure] = {
+    "attacked": _attacked,
+    "selective": _selective,
+    "timed": _timed,
+    "pictured": _pictured,
+}

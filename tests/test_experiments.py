@@ -1,0 +1,163 @@
+"""The experiments: defenses as SM-5 says, units that resume, tables from records alone, tests that may call a row best."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from advbayes.channels import AttackChannel, Mixture, Noise
+from advbayes.config import make_config
+from advbayes.experiments import running
+from advbayes.experiments.catalogue import EXPERIMENTS, Spec
+from advbayes.experiments.defenses import DEFENSES
+from advbayes.experiments.reported import REPORTED
+from advbayes.experiments.running import run
+from advbayes.experiments.scores import Cell, Scores
+from advbayes.experiments.units import prepared
+from advbayes.experiments.views import write_views
+from advbayes.metrics import paired_t
+from advbayes.runs import build_defense
+
+SKETCH = {"data": "diabetes", "epochs": 1, "num_train": 60, "hidden": [3]}
+
+
+def sketch(*defenses: str) -> Spec:
+    return Spec("compare-diabetes", "quick", SKETCH, 10, defenses, "regression", 0.5)
+
+
+def test_mixed_channels_hold_the_noisy_identity() -> None:
+    """SM-5: rho N(x, sigma^2) + (1 - rho) one step plus noise; AT alone is without noise."""
+    config = make_config({"data": "digits", "sigma": 0.2})
+    data, _ = prepared(config)
+    for name in ("OS50", "NN50"):
+        make = DEFENSES[name].channel
+        assert make is not None
+        channel = make(config, data)
+        assert isinstance(channel, Mixture)
+        assert tuple(channel.weights) == (0.5, 0.5)
+        assert channel.channels[0] == Noise(0.2)
+    at = DEFENSES["AT"].channel
+    assert at is not None
+    channel = at(config, data)
+    assert isinstance(channel, Mixture)
+    assert channel.channels[0] == Noise(0.0)
+    assert isinstance(channel.channels[1], AttackChannel)
+    assert channel.channels[1].sigma == 0
+
+
+def test_the_mix_channel_has_the_papers_weights() -> None:
+    config = make_config({"data": "digits", **DEFENSES["MIX"].settings})
+    channel, _ = build_defense(config, prepared(config)[0])
+    assert isinstance(channel, Mixture)
+    assert [round(weight, 9) for weight in channel.weights] == [0.4, 0.2, 0.2, 0.2]
+    losses = [part.attack.stages[0][0].__name__ for part in channel.channels[1:]]  # type: ignore[attr-defined]
+    assert losses == ["nll", "margin", "entropy"]
+
+
+def test_every_reported_row_is_a_row_of_its_experiment() -> None:
+    for name, tables in REPORTED.items():
+        missing = {row for rows in tables.values() for row in rows} - EXPERIMENTS[name].rows.keys()
+        assert missing <= {"onPure", "offPure"}, (name, missing)
+
+
+def test_validation_rows_come_out_of_the_training_rows() -> None:
+    config = make_config({"data": "diabetes", "seed": 3})
+    whole, none = prepared(config)
+    data, held_out = prepared(config, validation=True)
+    assert none is None
+    assert held_out is not None
+    assert torch.equal(data.x_test, whole.x_test)
+    together = torch.cat([data.x_train, held_out.x_test])
+    assert len(together) == len(whole.x_train)
+    assert {tuple(row) for row in together.tolist()} == {tuple(row) for row in whole.x_train.tolist()}
+
+
+def test_min_max_units_are_those_of_the_training_rows() -> None:
+    data, _ = prepared(make_config({"data": "diabetes"}), "min-max")
+    assert torch.allclose(data.x_train.amin(0), torch.zeros(10))
+    assert torch.allclose(data.x_train.amax(0), torch.ones(10))
+
+
+def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = sketch("BL", "MIX")
+    whole = run(spec, tmp_path / "whole", quiet=True)
+    worked: list[tuple[str, int]] = []
+    original = running.work
+
+    def stopping(spec: Spec, folder: Path, models: Path, row: str, seed: int) -> float:
+        if len(worked) == 3:
+            raise KeyboardInterrupt
+        worked.append((row, seed))
+        return original(spec, folder, models, row, seed)
+
+    monkeypatch.setattr(running, "work", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run(spec, tmp_path / "stopped", quiet=True)
+    assert not (tmp_path / "stopped" / spec.name / "records.jsonl.gz").exists()
+    monkeypatch.setattr(running, "work", lambda *given: worked.append(given[3:]) or original(*given))  # type: ignore[func-returns-value]
+    stopped = run(spec, tmp_path / "stopped", quiet=True)
+    assert len(worked) == len(set(worked)) == 6
+    assert (stopped / "records.jsonl.gz").read_bytes() == (whole / "records.jsonl.gz").read_bytes()
+    run(spec, tmp_path / "stopped", quiet=True)
+    assert len(worked) == 6, "what is in the records is not done again"
+
+
+def test_side_by_side_gives_the_same_records(tmp_path: Path) -> None:
+    spec = sketch("BL")
+    one = run(spec, tmp_path / "one", quiet=True)
+    two = run(spec, tmp_path / "two", jobs=2, quiet=True)
+    assert (one / "records.jsonl.gz").read_bytes() == (two / "records.jsonl.gz").read_bytes()
+
+
+def test_tables_are_made_from_records_alone(tmp_path: Path) -> None:
+    folder = run(sketch("BL", "AT"), tmp_path, quiet=True)
+    table = write_views(folder).read_text()
+    assert "| *constant* |" in table
+    records = [json.loads(line) for line in gzip.decompress((folder / "records.jsonl.gz").read_bytes()).splitlines()]
+    errors = [each["squared_error"] for each in records if (each["row"], each["seed"], each["attack"]) == ("BL", 0, "PGD")]
+    assert Scores(folder).value("rmse", "BL", 0, Cell("test", "PGD", 0.5)) == pytest.approx(math.sqrt(np.mean(errors)))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert {"command", "commit", "machine", "seconds", "seeds", "units"} <= manifest.keys()
+
+
+@pytest.mark.parametrize("num", [2, 3, 5, 10])
+def test_the_paired_t_test_is_scipys(num: int) -> None:
+    draw = np.random.default_rng(num)
+    first, second = draw.normal(size=num), draw.normal(size=num)
+    assert paired_t(first, second) == pytest.approx(stats.ttest_rel(first, second, alternative="less").pvalue)
+    plain, corrected = paired_t(first, first + 1 + second / 9), paired_t(first, first + 1 + second / 9, overlap=0.25)
+    assert plain < corrected < 0.5
+
+
+def written(folder: Path, values: dict[str, list[float]]) -> Scores:
+    """Rows whose examples are all correct with the given probability of each seed."""
+    cells = {"split": "test", "attack": "clean", "eps": 0.0}
+    records = [
+        {"row": row, "seed": seed, **cells, "index": index, "correct": float(index < 100 * share), "log_prob": -1.0}
+        for row, shares in values.items()
+        for seed, share in enumerate(shares)
+        for index in range(100)
+    ]
+    (folder / "records.jsonl.gz").write_bytes(running.packed(records))
+    (folder / "manifest.json").write_text(json.dumps({"units": {row: {"row": row} for row in values}}))
+    return Scores(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "best"),
+    [
+        ({"a": [0.9, 0.91, 0.9, 0.92, 0.9], "b": [0.5, 0.52, 0.5, 0.51, 0.5]}, "a"),
+        ({"a": [0.9, 0.91, 0.9, 0.92], "b": [0.5, 0.52, 0.5, 0.51]}, None),  # four seeds are too few
+        ({"a": [0.9, 0.2, 0.9, 0.2, 0.9], "b": [0.5, 0.52, 0.5, 0.51, 0.5]}, None),  # ahead on average, not significantly
+        ({"a": [0.9] * 5, "b": [0.5, 0.52, 0.5, 0.51, 0.5], "c": [0.9] * 5}, None),  # a tie has no best
+    ],
+)
+def test_best_is_what_beats_every_other_row(tmp_path: Path, values: dict[str, list[float]], best: str | None) -> None:
+    assert written(tmp_path, values).best("accuracy", list(values), Cell("test", "clean", 0.0)) == best
