@@ -82,7 +82,9 @@ def run(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _warn(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+def _warn(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: object = None, line: object = None
+) -> None:
     """A library's warning as one line, without the source line that gave it."""
     fault(f"warning: {message}")
 
