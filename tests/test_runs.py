@@ -315,6 +315,7 @@ def test_nan_in_the_data_is_refused_naming_it(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "run" / "checkpoint").exists()
 
 
+@pytest.mark.filterwarnings("ignore::advbayes.training.SkippedStepWarning")
 def test_a_step_that_is_skipped_is_null_in_the_history_and_goes_on_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ from advbayes import (
     pgd,
 )
 from advbayes.networks import FullyConnectedGenerator
-from advbayes.training import State
+from advbayes.training import SkippedStepWarning, State
 from advbayes.types import Predictor
 from tests.contracts import seeded, small_model
 
@@ -173,7 +173,9 @@ class Poison:
 def test_a_bad_step_is_skipped_and_counted() -> None:
     model = small_model("classification", torch.float32)
     posterior = MeanField(model)
-    result = fit(model, posterior, Poison(range(3, 6)), (X, Y), steps=10)
+    with pytest.warns(SkippedStepWarning, match="step 4 was skipped: its bound is nan") as warned:
+        result = fit(model, posterior, Poison(range(3, 6)), (X, Y), steps=10)
+    assert len(warned) == 1
     assert result.skipped == 3
     assert all(bool(torch.isfinite(tensor).all()) for tensor in weights(posterior))
 
@@ -182,7 +184,7 @@ def test_ten_bad_steps_in_a_row_stop_name_the_channel_and_keep_the_last_finite_s
     model = small_model("classification", torch.float32)
     posterior, reference = MeanField(model), MeanField(model)
     fit(model, reference, Poison(range(0)), (X, Y), steps=4)
-    with pytest.raises(NonFiniteError, match="the cause is the channel"):
+    with pytest.warns(SkippedStepWarning), pytest.raises(NonFiniteError, match="the cause is the channel"):
         fit(model, posterior, Poison(range(4, 99)), (X, Y), steps=50)
     for kept, wanted in zip(weights(posterior), weights(reference), strict=True):
         assert torch.equal(kept, wanted)
@@ -198,7 +200,7 @@ def test_the_likelihood_is_named_when_it_overflows() -> None:
             return (x @ self.weight).square()
 
     model = BayesianModel(Square(), Gaussian(1.0))
-    with pytest.raises(NonFiniteError, match="the cause is the likelihood"):
+    with pytest.warns(SkippedStepWarning), pytest.raises(NonFiniteError, match="the cause is the likelihood"):
         fit(model, PointMass(model), Noise(0.0), (X, X[:, 0]), steps=20)
 
 

@@ -189,8 +189,8 @@ class L2(Ball):
         Without a box t is eps / norm(d). Clipping makes the move shorter, so t grows from there: given which features are
         clipped, the others' share of the budget says how far; each round clips a few more and none ever overshoots.
         """
-        norm = self.norm(d) if self.eps else _tiny_floor(self.norm(d))  # eps / 0 is cut to 1, but 0 / 0 is not a number
-        t = (self.eps / norm).clamp_max(1.0).view(-1, *[1] * (d.ndim - 1))
+        norm = self.norm(d).clamp_min(max(self.eps, torch.finfo(d.dtype).tiny))
+        t = (self.eps / norm).view(-1, *[1] * (d.ndim - 1))
         if self.box is None:
             return d * t
         low, high = (_on(side, x) - x for side in self.box)
@@ -200,7 +200,10 @@ class L2(Ball):
             clipped = (z - cut).sign().abs()  # 1 or 0
             spent = self.norm(cut * clipped).square()
             free = self.norm(d - d * clipped).square()
-            further = ((self.eps**2 - spent).clamp_min(0.0) / _tiny_floor(free)).sqrt().clamp_max(1.0)
+            left = self.eps**2 - spent
+            inside = (left > 0) & (left < free)  # elsewhere the root is 0 or 1, and has no gradient
+            ratio = torch.where(inside, left, 1.0) / torch.where(inside, free, 1.0)
+            further = torch.where(inside, ratio.sqrt(), (left > 0).to(ratio.dtype))
             before, t = t, torch.maximum(further.view(t.shape), t)
             if not is_tracing() and not bool((t > before * (1 + 1e-6)).any()):
                 break
@@ -249,11 +252,6 @@ class Linf(Ball):
         return self.shifted(x, self.eps * (2 * noise - 1) * self._unit(x))
 
 
-def _tiny_floor(norm: Tensor) -> Tensor:
-    """Floor at the smallest normal number: flooring the squared norm instead hides small gradients."""
-    return norm.clamp_min(torch.finfo(norm.dtype).tiny)
-
-
 def _normalised(d: Tensor) -> Tensor:
     """Unit vectors, zero where d is; scaled by the largest entry first where squares could underflow or overflow."""
     flat = d.flatten(1)
@@ -262,8 +260,13 @@ def _normalised(d: Tensor) -> Tensor:
         low, high = norm.detach().aminmax()
         if 1e3 * math.sqrt(torch.finfo(d.dtype).tiny) < low.item() and high.item() < math.inf:
             return (flat / norm).view_as(d)
-    flat = flat / _tiny_floor(flat.abs().amax(1, keepdim=True))
-    return (flat / _tiny_floor(torch.linalg.vector_norm(flat, dim=1, keepdim=True))).view_as(d)
+    flat = flat / _or_infinite(flat.abs().amax(1, keepdim=True))
+    return (flat / _or_infinite(torch.linalg.vector_norm(flat, dim=1, keepdim=True))).view_as(d)
+
+
+def _or_infinite(size: Tensor) -> Tensor:
+    """What to divide by: zeros stay zero, and so does their gradient."""
+    return torch.where(size > 0, size, math.inf)
 
 
 def _each(value: float | Tensor, like: Tensor) -> float | Tensor:

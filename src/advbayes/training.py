@@ -11,6 +11,7 @@ import math
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -33,6 +34,10 @@ from advbayes.types import Channel
 
 COLUMNS = ("bound", "log_likelihood", "kl", "penalty", "gradient_norm", "seconds")
 MAX_SKIPPED_IN_A_ROW = 10
+
+
+class SkippedStepWarning(RuntimeWarning):
+    """A step of training met NaN or infinity and was not taken; `FitResult.skipped` counts all of them."""
 
 
 class NonFiniteError(FloatingPointError):
@@ -89,12 +94,14 @@ def fit(
     """Train the posterior through the channel: maximise the objective by Adam, in place.
 
     The learning rate falls by the factor `decay` over each pass through the data. Learned channels take a step of their own
-    (against the model) before each step of the posterior. A step whose gradient is not finite is skipped and counted; ten in
-    a row raise `NonFiniteError`. Ctrl-C (or `stop()` returning true) finishes the step and returns what is trained, with
-    `interrupted=True`. `progress=None` shows a bar on a terminal alone. `checkpoint(state)` is called every
-    `checkpoint_every` steps and at the end; passing a saved state as `state` goes on from there, bit for bit (tensors and
-    arrays; a DataLoader starts a new pass). A DataLoader without a generator of its own draws its order from `seed`; N is the
-    number of examples that one pass of it yields, and the global generator is left as it was.
+    (against the model) before each step of the posterior. A step whose gradient is not finite is
+    skipped and counted, the first with a warning; ten in a row raise `NonFiniteError`. Ctrl-C (or
+    `stop()` returning true) finishes the step and returns what is trained, with `interrupted=True`.
+    `progress=None` shows a bar on a terminal alone. `checkpoint(state)` is called every
+    `checkpoint_every` steps and at the end; passing a saved state as `state` goes on from there, bit
+    for bit (a DataLoader starts a new pass). A DataLoader without a generator of its own takes its
+    order from `seed`; N is the number of examples that one pass of it yields, and the global
+    generator is left as it was.
     `compile=True` compiles the step at its first batch (ten to sixty seconds, less when cached): two to five times faster on
     small nets, the same draws, results equal up to rounding.
 
@@ -123,7 +130,7 @@ def fit(
     take_step: Step = (CompiledStep if compile else eager_step)(model, posterior, channel, objective, adam)
     generator = torch.Generator(model.device)
     skipped_in_a_row = 0
-    interrupted = False
+    has_warned = interrupted = False
     origin = time.perf_counter() - (state.history["seconds"][-1] if state.history["seconds"] else 0.0)
     columns = [state.history[name] for name in COLUMNS]
 
@@ -141,6 +148,14 @@ def fit(
             else:
                 state.skipped += 1
                 skipped_in_a_row += 1
+                if not has_warned:
+                    has_warned = True
+                    warnings.warn(
+                        f"step {step + 1} was skipped: its bound is {taken.bound:g} and the norm of its "
+                        f"gradient {taken.norm:g}. FitResult.skipped counts such steps",
+                        SkippedStepWarning,
+                        stacklevel=3,
+                    )
             for column, value in zip(columns, (*taken, time.perf_counter() - origin), strict=True):
                 column.append(value)
             state.step = step + 1

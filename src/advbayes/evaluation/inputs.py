@@ -18,6 +18,7 @@ from advbayes.balls import Ball
 from advbayes.metrics.intervals import wilson
 from advbayes.metrics.scores import labels, targets
 from advbayes.metrics.trivial import ConstantClasses, ConstantGaussian
+from advbayes.seeds import GlobalStream
 from advbayes.types import Predictor
 
 Task = Literal["classification", "regression"]
@@ -49,7 +50,8 @@ def as_tensors(data: Data, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
     (torch.float32, torch.int64)
     """
     if isinstance(data, DataLoader):
-        batches = list(data)
+        with GlobalStream(0):
+            batches = list(data)
         if not all(isinstance(batch, (tuple, list)) and len(batch) == 2 for batch in batches):
             first = next(batch for batch in batches if not isinstance(batch, (tuple, list)) or len(batch) != 2)
             got = f"{len(first)} parts" if isinstance(first, (tuple, list)) else checks.describe(first)
