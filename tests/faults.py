@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import os
 import pickle
 import random
@@ -127,7 +128,7 @@ def sealed(contents: dict[str, bytes], **changes: object) -> tuple[bytes, dict[s
 
 
 def hostile(folder: Path, canary: Path) -> dict[str, Path]:
-    """Thirty bundles, by what they try; `canary` is where they would leave a trace."""
+    """Sixty bundles, by what they try; `canary` is where they would leave a trace."""
     made: dict[str, Path] = {}
 
     def target(name: str, suffix: str = ".advbayes") -> Path:
@@ -160,7 +161,7 @@ def hostile(folder: Path, canary: Path) -> dict[str, Path]:
         return info
 
     theta = header({"mean": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, bytes(4))
-    manifest, files = sealed({"theta.safetensors": theta})
+    manifest, files = sealed({"posterior.safetensors": theta})
     (part,) = files
     program = pickle.dumps(Payload(canary))
     torch_file = io.BytesIO()
@@ -169,10 +170,10 @@ def hostile(folder: Path, canary: Path) -> dict[str, Path]:
     # Pickles in disguise
     target("a pickle named bundle").write_bytes(program)
     target("a torch.save file named bundle").write_bytes(torch_file.getvalue())
-    as_file("a pickle as tensors", {"theta.safetensors": program})
-    as_file("a torch.save file as tensors", {"theta.safetensors": torch_file.getvalue()})
-    as_file("a pickle as document", {"config.json": program})
-    as_folder("a pickle as part of a folder", {"theta.safetensors": program})
+    as_file("a pickle as tensors", {"posterior.safetensors": program})
+    as_file("a torch.save file as tensors", {"posterior.safetensors": torch_file.getvalue()})
+    as_file("a pickle as document", {"extra.json": program})
+    as_folder("a pickle as part of a folder", {"posterior.safetensors": program})
     path = as_folder("a pickle as manifest", {})
     (path / "manifest.json").write_bytes(program)
     # Names
@@ -183,10 +184,10 @@ def hostile(folder: Path, canary: Path) -> dict[str, Path]:
     as_zip("a member twice", [(member("manifest.json"), manifest), (member(part), theta), (member(part), theta)])
     as_file("a manifest that names a path", {}, parts={f"../{canary.name}.json": {"bytes": 2, "sha256": 64 * "0"}})
     as_folder("a manifest that names a device", {}, parts={"/dev/zero": {"bytes": 2**40, "sha256": 64 * "0"}})
-    path = as_folder("a part that is a link", {"theta.safetensors": theta})
+    path = as_folder("a part that is a link", {"posterior.safetensors": theta})
     (path / part).unlink()
     (path / part).symlink_to("/dev/zero")
-    path = as_folder("a part that is a pipe", {"theta.safetensors": theta})
+    path = as_folder("a part that is a pipe", {"posterior.safetensors": theta})
     (path / part).unlink()
     os.mkfifo(path / part)
     path = as_folder("a manifest that is a link", {})
@@ -200,20 +201,117 @@ def hostile(folder: Path, canary: Path) -> dict[str, Path]:
     as_zip("a bomb within a bomb", [(member("manifest.json", zipfile.ZIP_DEFLATED), nested.getvalue())])
     as_zip("five thousand members", [(member(f"{index}"), b"") for index in range(5_000)])
     as_zip("bytes after the end", [(member("manifest.json"), manifest), (member(part), theta)], tail=program)
-    path = as_folder("a sparse terabyte", {"theta.safetensors": theta})
+    path = as_folder("a sparse terabyte", {"posterior.safetensors": theta})
     os.truncate(path / part, 1 << 40)
-    path = as_folder("half a sparse gigabyte with a false hash", {}, parts={"t.json": {"bytes": 1 << 29, "sha256": 64 * "0"}})
-    (path / f"t.{16 * '0'}.json").touch()
-    os.truncate(path / f"t.{16 * '0'}.json", 1 << 29)
-    as_file("a header of 2^63 bytes", {"theta.safetensors": header({}, length=2**63)})
-    as_file("a header of two megabytes", {"theta.safetensors": header(b"{" + (2 << 20) * b" " + b"}")})
+    path = as_folder("half a sparse gigabyte with a false hash", {}, parts={"extra.json": {"bytes": 1 << 29, "sha256": 64 * "0"}})
+    (path / f"extra.{16 * '0'}.json").touch()
+    os.truncate(path / f"extra.{16 * '0'}.json", 1 << 29)
+    as_file("a header of 2^63 bytes", {"posterior.safetensors": header({}, length=2**63)})
+    as_file("a header of two megabytes", {"posterior.safetensors": header(b"{" + (2 << 20) * b" " + b"}")})
     huge = {"mean": {"dtype": "F32", "shape": [2**31, 2**31], "data_offsets": [0, 2**64]}}
-    as_file("a tensor of 2^62 numbers", {"theta.safetensors": header(huge)})
+    as_file("a tensor of 2^62 numbers", {"posterior.safetensors": header(huge)})
     shared = {f"t{i}": {"dtype": "F32", "shape": [1 << 18], "data_offsets": [0, 1 << 20]} for i in range(9000)}
-    as_file("nine thousand tensors in one place", {"theta.safetensors": header(shared, bytes(1 << 20))})
-    as_file("JSON a million deep", {"config.json": 1_000_000 * b"[" + 1_000_000 * b"]"})
-    as_file("JSON of two megabytes, all dictionaries", {"config.json": b"[" + 290_000 * b'{"":0},' + b"NaN]"})
-    as_file("a number of a million digits", {"config.json": 1_000_000 * b"9"})
+    as_file("nine thousand tensors in one place", {"posterior.safetensors": header(shared, bytes(1 << 20))})
+    as_file("JSON a million deep", {"extra.json": 1_000_000 * b"[" + 1_000_000 * b"]"})
+    as_file("JSON of two megabytes, all dictionaries", {"extra.json": b"[" + 290_000 * b'{"":0},' + b"NaN]"})
+    as_file("a number of a million digits", {"extra.json": 1_000_000 * b"9"})
+    for name, contents in hostile_models().items():
+        as_file(name, contents)
+    path = as_folder("half a gigabyte of a part that no model has", {}, parts={"x.json": {"bytes": 1 << 29, "sha256": 64 * "0"}})
+    (path / f"x.{16 * '0'}.json").touch()
+    os.truncate(path / f"x.{16 * '0'}.json", 1 << 29)
+    return made
+
+
+def hostile_models() -> dict[str, dict[str, bytes]]:
+    """The parts of models whose settings and shapes ask for more than the file holds, or for what no layer can be."""
+    linear = {"kind": "Linear", "in_features": 2, "out_features": 2, "bias": True}
+    weights = {"weight": (2, 2), "bias": (2,)}
+    made: dict[str, dict[str, bytes]] = {}
+
+    def tensors(shapes: dict[str, tuple[int, ...]]) -> bytes:
+        """Zeros of these shapes; an axis of length 0 makes any other free."""
+        fields, offset = {}, 0
+        for key, shape in shapes.items():
+            size = 4 * math.prod(shape)
+            fields[key] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + size]}
+            offset += size
+        return header(fields, bytes(offset))
+
+    def model(
+        name: str,
+        *,
+        net: object = linear,
+        state: dict[str, tuple[int, ...]] | None = None,
+        likelihood: object = None,
+        kind: str = "PointMass",
+        posterior: dict[str, tuple[int, ...]] | None = None,
+        scale: tuple[int, ...] | None = None,
+        **documents: object,
+    ) -> None:
+        shapes = weights if state is None else state
+        described = {
+            "net": net,
+            "likelihood": likelihood or {"kind": "Categorical"},
+            "prior_scale": documents.pop("prior_scale", 1.0),
+            "parameters": [[key, list(shape)] for key, shape in shapes.items()],
+        }
+        contents = {"model.json": described, "posterior.json": {"kind": kind}}
+        contents |= {f"{key}.json": document for key, document in documents.items()}
+        made[name] = {key: json.dumps(document).encode() for key, document in contents.items()}
+        made[name]["net.safetensors"] = tensors(shapes)
+        made[name]["posterior.safetensors"] = tensors({"theta": (6,)} if posterior is None else posterior)
+        if scale is not None:
+            made[name]["channel.safetensors"] = tensors({"s": scale})
+
+    # Posteriors whose shapes allocate
+    low = {"mu": (6,), "rho": (6,)}
+    model("an empty factor of rank 2^31", kind="LowRank", posterior={**low, "factor": (0, 1 << 31)})
+    model("a factor of rank 0", kind="LowRank", posterior={**low, "factor": (6, 0)})
+    model("a factor on its side", kind="LowRank", posterior={**low, "factor": (2, 6)})
+    model("a factor of three axes", kind="LowRank", posterior={**low, "factor": (6, 1, 1)})
+    model("2^40 members of nothing", kind="Ensemble", posterior={"thetas": (1 << 40, 0)})
+    model("2^40 samples of nothing", kind="Samples", posterior={"thetas": (1 << 40, 0)})
+    model("an empty mean", kind="MeanField", posterior={"mu": (0,), "rho": (0,)})
+    model("a theta of two axes", posterior={"theta": (6, 1)})
+    # Layers
+    flat = {"kind": "Sequential", "layers": [[f"{i}", {"kind": "Tanh"}] for i in range(30_000)]}
+    model("thirty thousand layers", net=flat)
+    nests = [[f"{i}", {"kind": "Sequential", "layers": [["0", {"kind": "Tanh"}]] * 9}] for i in range(3_000)]
+    model("three thousand nests of nine layers", net={"kind": "Sequential", "layers": nests})
+    deep: object = linear
+    for _ in range(12):
+        deep = {"kind": "Sequential", "layers": [["0", deep]]}
+    model("layers deeper than documents go", net=deep)
+    model("a layer of width 2^40 over nothing", net={**linear, "in_features": 0, "out_features": 1 << 40, "bias": False},
+          state={"weight": (1 << 40, 0)})  # fmt: skip
+    model("a width that is text", net={**linear, "in_features": "2"})
+    model("a width that is true", net={**linear, "in_features": True})
+    model("a width that is a fraction", net={**linear, "in_features": 2.0})
+    model("a bias that is text", net={**linear, "bias": "yes"})
+    model("an eps that is text", net={"kind": "GroupNorm", "num_groups": 1, "num_channels": 2, "eps": "1e-5", "affine": True})
+    model("a dropout of lists", net={"kind": "Dropout", "p": [0.5], "inplace": False})
+    model("a threshold that is nothing", net={"kind": "Softplus", "beta": 1.0, "threshold": None})
+    model("a hundred thousand axes", net={"kind": "LayerNorm", "normalized_shape": [1] * 100_000, "eps": 1e-5,
+                                          "elementwise_affine": True})  # fmt: skip
+    conv = {"kind": "Conv2d", "in_channels": 1, "out_channels": 1, "kernel_size": [1, 1], "stride": [1, 1], "padding": [0, 0],
+            "dilation": [1, 1], "groups": 1, "bias": True, "padding_mode": "zeros"}  # fmt: skip
+    model("a kernel of text", net={**conv, "kernel_size": ["1", "1"]})
+    model("a padding by name of a function", net={**conv, "padding_mode": "os.system"})
+    model("a generator of 2^40 pixels", net={"kind": "ConvGenerator", "num_classes": 2, "channels": 1, "size": 1 << 20})
+    # Likelihoods, channels, documents
+    model("2^40 learned scales", likelihood={"kind": "Gaussian", "scale": 1.0, "learned": True, "num_outputs": 1 << 40})
+    model("a prior of settings", prior_scale={"kind": "Noise", "sigma": 1.0})
+    noise = {"kind": "Noise", "sigma": 0.1}
+    model("fifty thousand channels", channel={"kind": "Mixture", "weights": [0.0] * 50_000, "channels": [noise] * 50_000})
+    ball = {"kind": "L2", "eps": 1.0, "scale": {"kind": "tensor", "name": "s"}}
+    stage = [{"kind": "loss", "name": "nll"}, 1]
+    attack = {"kind": "PGD", "ball": ball, "stages": [stage]}
+    model("2^40 scales of nothing", channel={"kind": "AttackChannel", "attack": attack}, scale=(1 << 40, 0))
+    long = {**attack, "ball": {"kind": "L2", "eps": 1.0}, "stages": [stage] * 40_000}
+    model("forty thousand stages", channel={"kind": "AttackChannel", "attack": long})
+    many = [{"": 0}] * 60_000
+    model("six large documents", audit=many, extra=many, class_names=many, threat_model=many, channel=many)
     return made
 
 

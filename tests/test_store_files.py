@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
 import subprocess
 import sys
-from dataclasses import asdict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,22 +26,9 @@ from advbayes.store import (
     write_document,
 )
 from advbayes.store import documents as strict
+from advbayes.store import files
 from advbayes.store.files import read_bytes
-from advbayes.store.owner import Owner, current, dead_tag
-
-
-def dead_owner() -> Owner:
-    """A process of this machine that has ended."""
-    program = (
-        "import dataclasses, json; from advbayes.store.owner import current; print(json.dumps(dataclasses.asdict(current())))"
-    )
-    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    return Owner(**json.loads(child.stdout))
-
-
-@pytest.fixture(scope="module")
-def dead() -> Owner:
-    return dead_owner()
+from tests import faults
 
 
 # Atomic files
@@ -99,21 +87,48 @@ def test_a_link_is_written_through(tmp_path: Path) -> None:
     assert (tmp_path / "folder" / "a").read_bytes() == b"x"
 
 
-def test_leftovers_of_the_dead_only(tmp_path: Path, dead: Owner) -> None:
-    elsewhere = Owner(1, "elsewhere", "00000000", "0").tag
+def test_leftovers_of_the_dead_only(tmp_path: Path) -> None:
     names = {
-        f".a.{dead.tag}-00000000.tmp": False,
-        f".a.{current().tag}-00000000.tmp": True,  # another thread of ours
-        f".a.{elsewhere}-00000000.tmp": True,  # cannot be known from here
-        f".b.{dead.tag}-00000000.tmp": True,  # of another file
-        f".a.{dead.tag}-00000000.tmpx": True,
+        ".a.0123456789abcdef.tmp": False,
+        ".a.12-00000000-0x0-00000000.tmp": False,  # as an earlier version named them
+        ".b.0123456789abcdef.tmp": True,  # of another file
+        ".a.0123456789abcdef.tmpx": True,
         ".a.tmp": True,
     }
     for name in names:
         (tmp_path / name).write_bytes(b"")
-    (tmp_path / f".a.{dead.tag}-11111111.tmp").mkdir()
+    (tmp_path / ".a.1111111111111111.tmp").mkdir()
+    with files.staged(tmp_path / "a") as living, files.staged(tmp_path / "a", folder=True) as folder:
+        write_bytes(tmp_path / "a", b"x")
+        stay = {name for name, stays in names.items() if stays}
+        assert set(os.listdir(tmp_path)) == {"a", living.name, folder.name, *stay}
+    assert set(os.listdir(tmp_path)) == {"a", *stay}
+
+
+def test_a_writer_whose_name_was_swept_takes_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    close, swept = os.close, []
+
+    def sweeping(descriptor: int) -> None:
+        close(descriptor)
+        if not swept:  # the moment between making the name and locking it
+            swept.append(True)
+            files.sweep(tmp_path / "a")
+
+    monkeypatch.setattr(os, "close", sweeping)
     write_bytes(tmp_path / "a", b"x")
-    assert set(os.listdir(tmp_path)) == {"a", *(name for name, stays in names.items() if stays)}
+    assert os.listdir(tmp_path) == ["a"]
+    assert (tmp_path / "a").read_bytes() == b"x"
+
+
+def test_without_locks_files_are_written_and_nothing_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".a.0123456789abcdef.tmp").touch()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    write_bytes(tmp_path / "a", b"x")
+    assert sorted(os.listdir(tmp_path)) == [".a.0123456789abcdef.tmp", "a"]
 
 
 def test_missing_folder(tmp_path: Path) -> None:
@@ -186,11 +201,17 @@ def test_document_round_trip(tmp_path: Path) -> None:
 
 
 def test_lock_says_who(tmp_path: Path) -> None:
+    host = platform.node()
     with Lock(tmp_path) as lock:
-        assert json.loads(lock.path.read_text())["pid"] == os.getpid()
-        with pytest.raises(LockedError, match=f"pid {os.getpid()} on host {current().host}") as caught, Lock(tmp_path):
+        assert json.loads(lock.path.read_text()) == {"pid": os.getpid(), "host": host}
+        with pytest.raises(LockedError, match=f"pid {os.getpid()} on host {host}") as caught, Lock(tmp_path):
             pass
-        assert (caught.value.pid, caught.value.host) == (os.getpid(), current().host)
+        assert (caught.value.pid, caught.value.host) == (os.getpid(), host)
+        for content, shown in ((b'{"pid": 7, "host": "\\u001b[2J"}', r"pid 7 on host \\x1b\[2J"), (b"\xff[", "pid 0")):
+            lock.path.write_bytes(content)
+            with pytest.raises(LockedError, match=shown) as caught, Lock(tmp_path):
+                pass
+            assert str(caught.value).isprintable()
     assert not os.listdir(tmp_path)
     with Lock(tmp_path):
         pass
@@ -207,39 +228,27 @@ def test_lock_needs_a_folder(tmp_path: Path) -> None:
         pass
 
 
-def plant(folder: Path, owner: Owner) -> None:
-    (folder / ".lock").write_text(json.dumps(asdict(owner)))
-
-
-def test_stale_lock_is_taken(tmp_path: Path, dead: Owner) -> None:
-    plant(tmp_path, dead)
+@pytest.mark.parametrize("content", [b"", b'{"pid": 1', b"[" * 4000, b"null", b'{"pid": 1, "host": "alpha"}'])
+def test_the_lock_of_a_dead_process_is_taken(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / ".lock").write_bytes(content)
     with Lock(tmp_path) as lock:
         assert json.loads(lock.path.read_text())["pid"] == os.getpid()
-
-
-def test_a_reused_pid_is_not_the_writer(tmp_path: Path) -> None:
-    me = current()
-    plant(tmp_path, Owner(me.pid, me.host, me.place, me.started + "1"))
-    with Lock(tmp_path):
-        pass
-    plant(tmp_path, Owner(me.pid, me.host, me.place, "0"))  # no starting time known: rather refuse than steal
-    with pytest.raises(LockedError), Lock(tmp_path):
-        pass
-
-
-def test_another_host_cannot_be_judged(tmp_path: Path) -> None:
-    plant(tmp_path, Owner(1, "alpha", "12345678", "0"))
-    with pytest.raises(LockedError, match=r"pid 1 on host alpha .*; delete .*\.lock if that process is gone"):
-        Lock(tmp_path).__enter__()
-    assert os.listdir(tmp_path) == [".lock"]
-
-
-@pytest.mark.parametrize("content", [b"", b'{"pid": 1', b"[" * 4000, b"null"])
-def test_a_lock_torn_while_written_is_free(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / ".lock").write_bytes(content)
-    with Lock(tmp_path):
-        pass
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/null", path)], ids=["pipe", "folder", "link"])
+def test_what_is_no_lock_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / ".lock")
+    with pytest.raises(StoreError, match=r"\.lock: wanted a lock file, got [pdl]r"), Lock(tmp_path, wait=60):
+        pass
+
+
+def test_a_forked_child_leaves_its_parents_lock_alone(tmp_path: Path) -> None:
+    with Lock(tmp_path) as lock:
+        assert faults.forked(lambda: lock.__exit__(None, None, None)) == 0
+        assert lock.path.exists()
+        with pytest.raises(LockedError), Lock(tmp_path):
+            pass
 
 
 def test_lock_waits(tmp_path: Path) -> None:
@@ -253,19 +262,6 @@ def test_lock_waits(tmp_path: Path) -> None:
             pass
     with pytest.raises(ValueError, match="wait must be"):
         Lock(tmp_path, wait=-1)
-
-
-def test_a_lock_that_was_taken_over_is_left_alone(tmp_path: Path, dead: Owner) -> None:
-    with Lock(tmp_path):
-        plant(tmp_path, Owner(1, "alpha", "12345678", "0"))  # the user deleted ours, another host took it
-    assert json.loads((tmp_path / ".lock").read_text())["host"] == "alpha"
-
-
-def test_dead_tags(dead: Owner) -> None:
-    assert dead_tag(dead.tag)
-    assert dead.alive() is False
-    assert not dead_tag(Owner(1, "x", "00000000", "0").tag)
-    assert not dead_tag("../../etc")
 
 
 def test_claim_never_gives_a_folder_twice(tmp_path: Path) -> None:

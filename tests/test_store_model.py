@@ -338,7 +338,7 @@ def change(document: Any, place: str, value: object) -> Any:
         ("model/net/layers/0/1/kind", "__class__", "a layer of kind"),
         ("model/net/layers/0/1/in_features", 2**40, "0.weight of shape"),
         ("model/net/layers/0/1/in_features", -1, "settings that Linear accepts"),
-        ("model/net/layers/0/1/in_features", "3", "settings that Linear accepts"),
+        ("model/net/layers/0/1/in_features", "3", "a whole number"),
         ("model/net/layers/0/1/in_features", ..., "Linear with in_features"),
         ("model/net/layers/0/1/device", "cpu", "Linear with in_features"),
         ("model/net/layers/0/1/bias", False, "0.bias of shape no such tensor"),

@@ -10,6 +10,16 @@ import torch
 from torch import Tensor
 
 
+def printable(text: str, limit: int = 500) -> str:
+    r"""Text from a file as a message may show it: no control characters, which could steer a terminal, and not endless.
+
+    >>> printable("a\x1b[2Jb\u202ec"), printable("x" * 20, limit=10)
+    ('a\\x1b[2Jb\\u202ec', 'xxxxxxx...')
+    """
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[: limit + 1])
+    return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
+
+
 def describe(value: object) -> str:
     """What came, short enough for an error message.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from advbayes.checks import printable
+
 
 class DataError(ValueError):
     """A data file that cannot be used: truncated, altered, too large, or not what it claims to be.
@@ -30,9 +32,11 @@ class DownloadError(DataError):
 
 
 def problem(file: object, wanted: str, got: str, remedy: str) -> str:
-    """One sentence for the fault and one for the remedy.
+    r"""One sentence for the fault and one for the remedy.
 
     >>> problem("a.csv", "a header", "numbers", "Name the columns.")
     'a.csv: wanted a header, got numbers. Name the columns.'
+    >>> problem("a.csv", "a number", "\x1b[2J", "Drop it.")
+    'a.csv: wanted a number, got \\x1b[2J. Drop it.'
     """
-    return f"{file}: wanted {wanted}, got {got}. {remedy}"
+    return f"{printable(str(file), 1000)}: wanted {printable(wanted)}, got {printable(got)}. {printable(remedy)}"

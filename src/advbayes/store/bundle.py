@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,9 @@ from .manifest import Manifest
 from .nets import build_net, describe_net, fill_net
 from .parts import read_all, write_bundle
 
-_DOCUMENTS = {"model", "posterior", "channel", "class_names", "threat_model", "audit", "extra"}
-_TENSORS = {"net", "posterior", "channel", "scaling", "threat_model"}
+_DOCUMENTS = ("model", "posterior", "channel", "class_names", "threat_model", "audit", "extra")
+_TENSORS = ("net", "posterior", "channel", "scaling", "threat_model")
+_PARTS = {f"{name}.json" for name in _DOCUMENTS} | {f"{name}.safetensors" for name in _TENSORS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,15 +103,17 @@ def load(path: str | os.PathLike[str], *, net: nn.Module | None = None, device: 
     advbayes.store.errors.MissingError: absent: wanted a bundle, got nothing (no such file)
     """
     place = os.fspath(path)
-    manifest, tensors, documents = read_all(path)
-    if unknown := (tensors.keys() - _TENSORS) | (documents.keys() - _DOCUMENTS):
-        raise StoreError(place, wanted="the parts of a model", got=f"a part {min(unknown)}")
+    manifest, tensors, documents = read_all(path, known=_PARTS)
+    for name in ("model", "channel", "threat_model"):
+        kinds.check_number(documents.get(name), f"{place}:{name}")
     tensors = {part: {key: value.to(device) for key, value in held.items()} for part, held in tensors.items()}
     model = _decode_model(documents.get("model"), tensors.get("net", {}), net, place)
     names = documents.get("class_names")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise StoreError(f"{place}:class_names", wanted="a list of names", got=f"{names!r:.80}")
-    channel = kinds.decode(documents.get("channel"), "channel", tensors.get("channel", {}))
+    channel, threat_model = (
+        _decode_part(name, documents.get(name), tensors.get(name, {}), place) for name in ("channel", "threat_model")
+    )
     if channel is not None and not isinstance(channel, Channel):
         raise StoreError(f"{place}:channel", wanted="a channel", got=type(channel).__name__)
     return Bundle(
@@ -119,12 +122,19 @@ def load(path: str | os.PathLike[str], *, net: nn.Module | None = None, device: 
         channel=channel,
         scaling=tensors.get("scaling"),
         class_names=None if names is None else tuple(str(name) for name in names),
-        threat_model=kinds.decode_document(documents.get("threat_model"), "threat_model", tensors.get("threat_model", {})),
+        threat_model=threat_model,
         audit=documents.get("audit"),
         extra=documents.get("extra"),
         versions=manifest.versions,
         manifest=manifest,
     )
+
+
+def _decode_part(name: str, document: JSON, tensors: dict[str, Tensor], place: str) -> Any:
+    try:  # a part's name is also the beginning of its tensors' names, so the file's is added here
+        return (kinds.decode_document if name == "threat_model" else kinds.decode)(document, name, tensors)
+    except StoreError as error:
+        raise StoreError(f"{place}:{error.file}", wanted=error.wanted, got=error.got) from None
 
 
 def _decode_model(document: JSON, state: dict[str, Tensor], given: nn.Module | None, place: str) -> BayesianModel:
@@ -178,17 +188,29 @@ def _pairs(parameters: list[JSON], part: str) -> list[tuple[str, list[int]]]:
     return pairs
 
 
-# Each posterior with its tensors and how it is made of them.
-_POSTERIORS: dict[str, tuple[Any, tuple[str, ...], Any]] = {
-    "MeanField": (posteriors.MeanField, ("mu", "rho"), lambda model, held: posteriors.MeanField(model, init=held["mu"])),
-    "PointMass": (posteriors.PointMass, ("theta",), lambda model, held: posteriors.PointMass(model, init=held["theta"])),
-    "Ensemble": (posteriors.Ensemble, ("thetas",), lambda model, held: posteriors.Ensemble(model, init=held["thetas"])),
+# Each posterior: its class, its tensors with their axes (P: the model's parameters, others: at least one), how it is made.
+_POSTERIORS: dict[str, tuple[Any, dict[str, str], Callable[[BayesianModel, dict[str, Tensor]], nn.Module]]] = {
+    "MeanField": (
+        posteriors.MeanField,
+        {"mu": "P", "rho": "P"},
+        lambda model, state: posteriors.MeanField(model, init=state["mu"]),
+    ),
+    "PointMass": (
+        posteriors.PointMass,
+        {"theta": "P"},
+        lambda model, state: posteriors.PointMass(model, init=state["theta"]),
+    ),
+    "Ensemble": (
+        posteriors.Ensemble,
+        {"thetas": "SP"},
+        lambda model, state: posteriors.Ensemble(model, init=state["thetas"]),
+    ),
     "LowRank": (
         posteriors.LowRank,
-        ("mu", "rho", "factor"),
-        lambda model, held: posteriors.LowRank(model, rank=held["factor"].shape[-1], init=held["mu"]),
+        {"mu": "P", "rho": "P", "factor": "PR"},
+        lambda model, state: posteriors.LowRank(model, rank=state["factor"].shape[1], init=state["mu"]),
     ),
-    "Samples": (posteriors.Samples, ("thetas",), lambda model, held: posteriors.Samples(held["thetas"])),
+    "Samples": (posteriors.Samples, {"thetas": "SP"}, lambda model, state: posteriors.Samples(state["thetas"])),
 }
 
 
@@ -208,13 +230,17 @@ def _decode_posterior(document: JSON, state: dict[str, Tensor], model: BayesianM
     kind = document.get("kind") if isinstance(document, dict) and len(document) == 1 else None
     if not isinstance(kind, str) or kind not in _POSTERIORS:
         raise StoreError(part, wanted=f"one of {', '.join(_POSTERIORS)}", got=f"{document!r:.80}")
-    _, wanted, build = _POSTERIORS[kind]
-    if state.keys() != set(wanted):
-        raise StoreError(part, wanted=f"the tensors {', '.join(wanted)}", got=f"{sorted(state)!r:.200}")
+    _, axes, build = _POSTERIORS[kind]
+    if state.keys() != axes.keys():
+        raise StoreError(part, wanted=f"the tensors {', '.join(axes)}", got=f"{sorted(state)!r:.200}")
+    for name, letters in axes.items():  # before anything is built: a constructor allocates what the shapes say
+        shape, size = tuple(state[name].shape), model.num_params
+        fits = len(shape) == len(letters) and 0 not in shape
+        if not fits or any(axis != size for axis, letter in zip(shape, letters, strict=True) if letter == "P"):
+            wanted = f"{name} of shape ({', '.join(letters).replace('P', str(size))}), no axis of length 0"
+            raise StoreError(part, wanted=wanted, got=f"{shape}")
     try:
-        posterior: nn.Module = build(model, state)
-        if posterior.num_params != model.num_params:
-            raise ValueError(f"{posterior.num_params} parameters for a model of {model.num_params}")
+        posterior = build(model, state)
         posterior.load_state_dict(state)
         return posterior
     except (ValueError, TypeError, RuntimeError, LookupError) as error:

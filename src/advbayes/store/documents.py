@@ -16,6 +16,7 @@ JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | Non
 
 MAX_BYTES = 2 << 20  # a document is for settings and verdicts, arrays go into tensors
 MAX_DEPTH = 32
+MAX_VALUES = 1 << 17  # a value takes up to some 300 bytes of memory, two of the file's
 _MAX_INT = 2**63
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -34,6 +35,7 @@ def encode(document: object, name: str = "document") -> bytes:
     data = json.dumps(document, allow_nan=False, sort_keys=True, indent=1).encode("ascii") + b"\n"
     if len(data) > MAX_BYTES:
         raise StoreError(name, wanted=f"a document of at most {MAX_BYTES} bytes", got=f"{len(data)}")
+    check_values(name, data)
     return data
 
 
@@ -47,6 +49,7 @@ def decode(data: bytes, name: str = "document", *, limit: int = MAX_BYTES) -> JS
     """
     if len(data) > limit:
         raise StoreError(name, wanted=f"a document of at most {limit} bytes", got=f"{len(data)}")
+    check_values(name, data)
 
     def unique(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
         result = dict(pairs)
@@ -69,6 +72,19 @@ def decode(data: bytes, name: str = "document", *, limit: int = MAX_BYTES) -> JS
         raise StoreError(name, wanted="JSON", got=f"{type(error).__name__}: {str(error)[:120]}") from None
     check(document, name)
     return document  # type: ignore[no-any-return]
+
+
+def check_values(name: str, *documents: bytes) -> None:
+    """Refuse documents of more than `MAX_VALUES` values in all, counted by their commas and brackets, before parsing them.
+
+    >>> check_values("config", b"[" + MAX_VALUES * b"0," + b"0]")
+    Traceback (most recent call last):
+    ...
+    advbayes.store.errors.StoreError: config: wanted at most 131072 values, got 131073
+    """
+    num = sum(data.count(sign) for data in documents for sign in (b",", b"[", b"{"))
+    if num > MAX_VALUES:
+        raise StoreError(name, wanted=f"at most {MAX_VALUES} values", got=f"{num}")
 
 
 def check(value: object, name: str, *, depth: int = 0) -> None:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import errno
 import os
 
+from advbayes.checks import printable
+
 
 class StoreError(ValueError):
-    """A file that cannot be trusted or written.
+    r"""A file that cannot be trusted or written.
 
     >>> str(StoreError("a/manifest.json", wanted="schema 1", got="schema 9"))
     'a/manifest.json: wanted schema 1, got schema 9'
+    >>> str(StoreError("run", wanted="a name", got="\x1b[31mred"))
+    'run: wanted a name, got \\x1b[31mred'
     """
 
     def __init__(self, file: str | os.PathLike[str], *, wanted: str, got: str) -> None:
-        self.file, self.wanted, self.got = os.fspath(file), wanted, got
-        super().__init__(f"{self.file}: wanted {wanted}, got {got}")
+        self.file = os.fspath(file)
+        self.wanted, self.got = printable(wanted), printable(got)
+        super().__init__(str(self))
 
     def __str__(self) -> str:  # OSError, a base of some subclasses, would print its own fields
-        return f"{self.file}: wanted {self.wanted}, got {self.got}"
+        return f"{printable(self.file, 1000)}: wanted {self.wanted}, got {self.got}"
 
 
 class MissingError(StoreError, FileNotFoundError):
@@ -53,7 +58,7 @@ class LockedError(StoreError):
     7
     """
 
-    def __init__(self, file: str | os.PathLike[str], *, pid: int, host: str, advice: str = "") -> None:
+    def __init__(self, file: str | os.PathLike[str], *, pid: int, host: str) -> None:
         self.pid, self.host = pid, host
         got = f"one that pid {pid} on host {host} is writing to"
-        super().__init__(file, wanted="a folder without another writer", got=got + (f"; {advice}" if advice else ""))
+        super().__init__(file, wanted="a folder without another writer", got=got)

@@ -16,7 +16,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import DiskFullError, MissingError, StoreError
-from .owner import current, dead_tag
+
+try:
+    import fcntl
+except ImportError:  # Windows: what killed writers leave behind stays
+    fcntl = None  # type: ignore[assignment]
 
 _PIECE = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -95,8 +99,8 @@ def pieces_at(path: Path, descriptor: int, offset: int, size: int) -> Iterator[b
 
 
 def create(path: Path, data: bytes) -> None:
-    """Write a file that does not exist yet and flush it to the disk."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+    """Write a file that has nothing in it yet and flush it to the disk."""
+    flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
     descriptor = os.open(path, flags, 0o666)
     try:
         write_all(descriptor, data)
@@ -124,13 +128,44 @@ def sync_folder(path: Path) -> None:
 
 
 @contextmanager
-def staged(target: Path) -> Iterator[Path]:
-    """A fresh name beside `target` that says who writes it; whatever is left under it at the end is removed."""
-    temporary = target.with_name(f".{target.name}.{current().tag}-{secrets.token_hex(4)}.tmp")
+def staged(target: Path, *, folder: bool = False) -> Iterator[Path]:
+    """An empty file or folder beside `target`, locked while its writer lives; what is left of it at the end is removed."""
+    while True:
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+        if folder:
+            os.mkdir(temporary)
+        else:
+            os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        descriptor = _locked(temporary)
+        if descriptor is not None:  # else somebody took it for a dead writer's
+            break
     try:
         yield temporary
     finally:
         discard(temporary)
+        os.close(descriptor)
+
+
+def _locked(path: Path, *, surely: bool = False) -> int | None:
+    """A descriptor that holds the advisory lock on a name; None if another process holds it or has removed the name.
+
+    A file system may have no such locks: that counts as held, unless one must be sure.
+    """
+    descriptor = -1
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (OSError, AttributeError) as error:
+            if surely or isinstance(error, BlockingIOError):
+                raise OSError from None
+        if os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False)):
+            return descriptor
+    except OSError:
+        pass
+    if descriptor >= 0:
+        os.close(descriptor)
+    return None
 
 
 def discard(path: Path) -> None:
@@ -143,13 +178,13 @@ def discard(path: Path) -> None:
 
 
 def sweep(target: Path) -> None:
-    """Remove what dead writers of `target` left beside it."""
-    leftover = re.compile(rf"\.{re.escape(target.name)}\.([0-9a-z-]+)-[0-9a-f]{{8}}\.tmp")
+    """Remove what dead writers of `target` left beside it: names whose lock nobody holds."""
+    leftover = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-z-]+\.tmp")
     with suppress(FileNotFoundError):
         for name in os.listdir(target.parent):
-            match = leftover.fullmatch(name)
-            if match and dead_tag(match[1]):
+            if leftover.fullmatch(name) and (descriptor := _locked(target.with_name(name), surely=True)) is not None:
                 discard(target.with_name(name))
+                os.close(descriptor)
 
 
 @contextmanager

@@ -56,6 +56,7 @@ _LOSSES: dict[str, Any] = {
     )
 }
 _NUMBERS = {"inf": math.inf, "-inf": -math.inf}
+MAX_KINDS = 2048  # layers and settings in one document; a layer takes some ten kilobytes of memory
 
 
 def is_kind(value: object) -> bool:
@@ -65,6 +66,26 @@ def is_kind(value: object) -> bool:
     (True, False)
     """
     return type(value) in _KINDS.values() or any(value is loss for loss in _LOSSES.values())
+
+
+def check_number(document: JSON, place: str) -> None:
+    """Refuse a document of more than `MAX_KINDS` kinds before the first of them is built.
+
+    >>> check_number([{"kind": "Tanh"}] * 3000, "net")
+    Traceback (most recent call last):
+    ...
+    advbayes.store.errors.StoreError: net: wanted at most 2048 layers and settings, got 3000
+    """
+    left, num = [document], 0
+    while left:
+        match left.pop():
+            case dict() as node:
+                num += "kind" in node
+                left += node.values()
+            case list() as node:
+                left += node
+    if num > MAX_KINDS:
+        raise StoreError(place, wanted=f"at most {MAX_KINDS} layers and settings", got=f"{num}")
 
 
 def encode(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:
@@ -117,6 +138,8 @@ def decode(value: object, place: str, tensors: Mapping[str, Tensor]) -> Any:
         case {"kind": "number", "value": str(text), **rest} if not rest and text in _NUMBERS:
             return _NUMBERS[text]
         case {"kind": "tensor", "name": str(name), **rest} if not rest and name in tensors:
+            if not tensors[name].numel():  # nothing in the file, and axes of any length
+                raise StoreError(place, wanted="a tensor with numbers in it", got=f"shape {tuple(tensors[name].shape)}")
             return tensors[name]
         case {"kind": "loss", "name": str(name), **rest} if not rest and name in _LOSSES:
             return _LOSSES[name]

@@ -38,6 +38,15 @@ _LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Sigmoid: (),
 }
 _FAULTS = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError)
+_FLAGS = {"bias", "ceil_mode", "count_include_pad", "return_indices", "inplace", "affine", "elementwise_affine"}
+_NUMBERS = {"p", "eps", "negative_slope", "alpha", "beta", "threshold"}
+_SIZES = {"kernel_size", "stride", "padding", "dilation", "output_size", "normalized_shape"}
+_OPTIONAL = {"stride", "output_size", "divisor_override", "num_classes"}
+_WORDS = {
+    "padding": ("same", "valid"),
+    "padding_mode": ("zeros", "reflect", "replicate", "circular"),
+    "approximate": ("none", "tanh"),
+}
 
 
 def describe_net(net: nn.Module) -> dict[str, JSON] | None:
@@ -72,6 +81,8 @@ def build_net(description: object, name: str) -> nn.Module:
             layer_type, wanted = _known()[kind]
             if arguments.keys() != set(wanted):
                 raise StoreError(name, wanted=f"{kind} with {', '.join(wanted)}", got=f"{list(arguments)!r:.200}")
+            for key, value in arguments.items():
+                _check_setting(f"{name}.{key}", str(key), value)
             try:
                 with torch.device("meta"), warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch comments on layers of size zero
@@ -91,6 +102,8 @@ def fill_net(net: nn.Module, state: Mapping[str, Tensor], name: str) -> nn.Modul
         if wanted.get(key) != came.get(key):
             shape, other = wanted.get(key, "no such tensor"), came.get(key, "none")
             raise StoreError(name, wanted=f"{key} of shape {shape}", got=f"{other}")
+        if 0 in came[key]:  # a file of no size could name layers of any width
+            raise StoreError(name, wanted=f"{key} with numbers in it", got=f"shape {came[key]}")
     try:
         net.load_state_dict(dict(state), strict=True, assign=True)
     except _FAULTS as error:  # a weight of whole numbers, for instance
@@ -135,6 +148,22 @@ def _plain(value: Any) -> JSON:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return value  # type: ignore[no-any-return]
+
+
+def _check_setting(place: str, key: str, value: object) -> None:
+    """A layer's constructor takes almost anything and fails when it is called: types are checked here."""
+    if key in _WORDS and isinstance(value, str):
+        wanted, fits = f"one of {', '.join(_WORDS[key])}", value in _WORDS[key]
+    elif key in _FLAGS:
+        wanted, fits = "true or false", type(value) is bool or (value is None and key == "bias")
+    elif key in _NUMBERS:
+        wanted, fits = "a number", type(value) in (int, float)
+    else:
+        listed = value if key in _SIZES and isinstance(value, list) else [value]
+        wanted = "whole numbers" if key in _SIZES else "a whole number"
+        fits = all(type(item) is int or (item is None and key in _OPTIONAL) for item in listed)
+    if not fits:
+        raise StoreError(place, wanted=wanted, got=f"{value!r:.80}")
 
 
 def _setting(value: object) -> object:

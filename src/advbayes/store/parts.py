@@ -11,7 +11,7 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +83,7 @@ def write_bundle(
     if len({name.lower() for name in contents}) < len(contents) or len(contents) > MAX_PARTS:
         wanted = f"at most {MAX_PARTS} parts that differ by more than case"
         raise StoreError(target, wanted=wanted, got=f"{sorted(contents)!r:.200}")
+    documents.check_values(os.fspath(target), *(data for name, data in contents.items() if name.endswith(".json")))
     described = {name: Part(name, hashlib.sha256(data).hexdigest(), len(data)) for name, data in contents.items()}
     files = {described[name].file: data for name, data in contents.items()}
     manifest = manifests.encode(Manifest(SCHEMA, versions(), tuple(described.values())), target / _MANIFEST)
@@ -108,13 +109,17 @@ def read_bundle(
 
 
 def read_all(
-    path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES
+    path: str | os.PathLike[str],
+    *,
+    max_bytes: int = MAX_BYTES,
+    known: Set[str] | None = None,  # the parts that may be there; absent: any
 ) -> tuple[Manifest, dict[str, dict[str, Tensor]], dict[str, JSON]]:
     """Manifest, tensors and documents of one version of a bundle; see `read_bundle`."""
-    manifest, found = _read(Path(path), max_bytes)
+    manifest, contents = _read(Path(path), max_bytes, known)
+    documents.check_values(os.fspath(path), *(data for name, data in contents.items() if name.endswith(".json")))
     loaded: dict[str, dict[str, Tensor]] = {}
     texts: dict[str, JSON] = {}
-    for name, data in found.items():
+    for name, data in contents.items():
         stem, _, suffix = name.rpartition(".")
         if suffix == "json":
             texts[stem] = documents.decode(data, f"{os.fspath(path)}:{name}")
@@ -153,8 +158,7 @@ def _write_file(target: Path, manifest: bytes, files: Mapping[str, bytes]) -> No
 
 def _write_folder(target: Path, manifest: bytes, files: Mapping[str, bytes]) -> None:
     if not target.exists():
-        with staged(target) as temporary:
-            os.mkdir(temporary)
+        with staged(target, folder=True) as temporary:
             for name, data in {**files, _MANIFEST: manifest}.items():
                 create(temporary / name, data)
             sync_folder(temporary)
@@ -195,10 +199,12 @@ def _own_files(target: Path) -> set[str]:
     return {name for name in names if PART.fullmatch(name) or left.fullmatch(name)}
 
 
-def _read(path: Path, max_bytes: int) -> tuple[Manifest, dict[str, bytes]]:
+def _read(path: Path, max_bytes: int, known: Set[str] | None) -> tuple[Manifest, dict[str, bytes]]:
     """The manifest and the verified bytes of every part, all of one version of the bundle."""
     while True:
         with _opened_bundle(path, max_bytes) as (manifest, container):
+            if known is not None and (unknown := {part.name for part in manifest.parts} - known):
+                raise StoreError(path, wanted="the parts of a model", got=f"a part {min(unknown)}")
             try:
                 return manifest, _verified(path, manifest, container, max_bytes)
             except MissingError:  # replaced while we read it? then the manifest is another one by now: read that
