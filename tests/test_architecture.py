@@ -18,7 +18,7 @@ gradients adam batches steps stacked predictive purification purifier_attacks sm
 certification store evaluation auditing datasets networks config runs report experiments estimators cli
 """
 ORDER = LAYOUT.split()
-CORE_PACKAGES = {"advbayes", "torch", "numpy", "safetensors"} | set(sys.stdlib_module_names)
+CORE_PACKAGES = {"advbayes", "torch", "numpy", "safetensors", "filelock"} | set(sys.stdlib_module_names)
 CORE = ORDER[: ORDER.index("auditing") + 1]
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -64,7 +64,7 @@ def test_imports_go_strictly_downward(path: Path) -> None:
             below = parts[1] == own or ORDER.index(parts[1]) < ORDER.index(own)
             assert below, f"{path.name}:{line}: {own} imports {parts[1]}, which stands below it in the layout"
         elif own in CORE:
-            assert parts[0] in CORE_PACKAGES, f"{path.name}:{line} imports {name}: the core needs torch, numpy, safetensors alone"
+            assert parts[0] in CORE_PACKAGES, f"{path.name}:{line} imports {name}: the core needs torch, numpy, safetensors, filelock alone"
 
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}

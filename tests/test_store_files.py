@@ -21,15 +21,14 @@ from advbayes.store import (
     RecordLog,
     StoreError,
     claim,
+    files,
     read_document,
     write_bytes,
     write_document,
 )
 from advbayes.store import documents as strict
-from advbayes.store import files
 from advbayes.store.files import read_bytes
 from tests import faults
-
 
 # Atomic files
 
@@ -236,7 +235,9 @@ def test_the_lock_of_a_dead_process_is_taken(tmp_path: Path, content: bytes) -> 
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/null", path)], ids=["pipe", "folder", "link"])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/null", path)], ids=["pipe", "folder", "link"]
+)
 def test_what_is_no_lock_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / ".lock")
     with pytest.raises(StoreError, match=r"\.lock: wanted a lock file, got [pdl]r"), Lock(tmp_path, wait=60):

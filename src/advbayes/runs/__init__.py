@@ -17,8 +17,9 @@ from __future__ import annotations
 from advbayes.runs.attacking import make_attack
 from advbayes.runs.building import Prepared, build_defense, build_model, build_net, make_ball, prepare
 from advbayes.runs.folder import Run, create_run, record
-from advbayes.runs.trained import Trained, load_trained, thetas_of
+from advbayes.runs.trained import Trained, load_trained
 from advbayes.runs.training import train
+from advbayes.store import thetas_of
 
 __all__ = [
     "Prepared",

@@ -17,6 +17,10 @@ from typing import Any
 from advbayes import store
 from advbayes.config import ConfigError, RunConfig, make_config, read_toml, to_toml
 
+# What a manifest says, where it says it.
+_FIELDS: dict[str, type] = {"status": str, "started": dict, "versions": dict, "data": dict, "steps": int, "skipped": int}
+_NAMES = {str: "text", dict: "a JSON object", int: "a whole number"}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -48,9 +52,13 @@ class Run:
     @property
     def manifest(self) -> dict[str, Any]:
         """Status, versions, where it comes from."""
-        document = store.read_document(self.path / "manifest.json")
+        path = self.path / "manifest.json"
+        document = store.read_document(path)
         if not isinstance(document, dict):
-            raise store.StoreError(self.path / "manifest.json", wanted="a JSON object", got=type(document).__name__)
+            raise store.StoreError(path, wanted="a JSON object", got=type(document).__name__)
+        for field, kind in _FIELDS.items():
+            if not isinstance(document.get(field, kind()), kind):
+                raise store.StoreError(f"{path}:{field}", wanted=_NAMES[kind], got=f"{document[field]!r:.80}")
         return document
 
     @property
@@ -80,6 +88,19 @@ class Run:
         """The right to write here, to be entered."""
         return store.Lock(self.path)
 
+    def check_sealed(self, sealed: object, place: str) -> None:
+        """Refuse a config.toml that is no longer what the run's files were made with; where the data lie may change.
+
+        `sealed` is the configuration as a checkpoint or model holds it; None: from a version that did not seal it.
+        """
+        if sealed is None:
+            return
+        now, before = self.config.model_dump(mode="json"), sealed if isinstance(sealed, dict) else {}
+        for key in sorted((now.keys() | before.keys()) - {"root"}):
+            if key in now and now[key] != before.get(key, RunConfig.model_fields[key].default):
+                wanted = f"{key} = {before.get(key)!r}, which the run's {place} was made with (or a new run)"
+                raise store.StoreError(self.path / "config.toml", wanted=wanted, got=f"{now[key]!r}")
+
     def log(self, message: str) -> None:
         """A dated line in log.txt; a log that cannot be written stops nothing."""
         with suppress(OSError), (self.path / "log.txt").open("a", encoding="utf-8") as file:
@@ -99,6 +120,7 @@ def create_run(config: RunConfig, out: str | os.PathLike[str] | None = None) -> 
     """A new run folder, locked for the length of the block: `out`, or `runs/DATA-DEFENSE` with a number where that is taken.
 
     A folder that exists is refused unless it is empty; of any number of processes that ask for one name, one gets it.
+    When the block fails before anything but the configuration is in the folder, nothing stays.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, create_run(make_config({"epochs": 1}), f"{folder}/a") as run:
@@ -108,6 +130,8 @@ def create_run(config: RunConfig, out: str | os.PathLike[str] | None = None) -> 
     with ExitStack() as stack:
         if out is not None:
             folder = Path(out)
+            if not folder.exists():
+                stack.callback(_remove_empty, folder)
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError):
@@ -118,8 +142,18 @@ def create_run(config: RunConfig, out: str | os.PathLike[str] | None = None) -> 
         else:
             folder = _claimed(config, stack)
         run = Run(folder)
-        store.write_bytes(folder / "config.toml", to_toml(config).encode())
-        yield run
+        try:
+            store.write_bytes(folder / "config.toml", to_toml(config).encode())
+            yield run
+        except BaseException:
+            if set(os.listdir(folder)) <= {"config.toml", ".lock"}:  # refused before anything was done: as if never asked
+                (folder / "config.toml").unlink(missing_ok=True)
+            raise
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def _claimed(config: RunConfig, stack: ExitStack) -> Path:
@@ -129,6 +163,7 @@ def _claimed(config: RunConfig, stack: ExitStack) -> Path:
     base.parent.mkdir(exist_ok=True)
     while True:
         lock = store.claim(base)
+        stack.callback(_remove_empty, Path(lock.folder))
         with suppress(store.LockedError):
             stack.enter_context(lock)
             if not _used(Path(lock.folder)):

@@ -13,11 +13,10 @@ from advbayes import store
 from advbayes.config import NETWORKS
 from advbayes.datasets import Standardize
 from advbayes.model import BayesianModel
-from advbayes.posteriors import Ensemble, PointMass, Samples
 from advbayes.predictive import PosteriorPredictive
 from advbayes.runs.building import own_net
 from advbayes.runs.folder import Run
-from advbayes.seeds import generator_for
+from advbayes.store import thetas_of
 from advbayes.types import Channel
 
 
@@ -50,22 +49,6 @@ class Trained:
         return PosteriorPredictive(self.model, self.thetas(num))
 
 
-def thetas_of(posterior: Any, num: int, seed: int) -> Tensor:
-    """`num` thetas keyed by the seed; all members of a posterior that has finitely many.
-
-    >>> from torch import nn
-    >>> from advbayes import Categorical
-    >>> thetas_of(PointMass(BayesianModel(nn.Linear(2, 2), Categorical())), 20, seed=0).shape
-    torch.Size([1, 6])
-    """
-    if isinstance(posterior, PointMass):
-        num = 1
-    elif isinstance(posterior, (Ensemble, Samples)):
-        return posterior.thetas.detach().clone()
-    thetas: Tensor = posterior.sample(num, generator=generator_for(seed, "predict"))
-    return thetas
-
-
 def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trained:
     """The model of a finished run, or of a bundle; a network with code of its own is built only when `trusted`.
 
@@ -77,16 +60,12 @@ def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trai
     place = Path(path)
     if not place.exists():
         raise store.MissingError(place, wanted="a run folder or a bundle")
-    if (place / "config.toml").is_file():
-        run = Run.open(place)
-        if not run.model_path.exists():
-            wanted = f"a finished run (`advbayes train --resume {place}` goes on with it)"
-            raise store.StoreError(place, wanted=wanted, got=f"status {run.status!r}")
-        place = run.model_path
-    network = _mapping(store.read_bundle(place)[1].get("extra")).get("network")
+    network = _mapping(store.read_bundle(store.model_file(place))[1].get("extra")).get("network")
     own = isinstance(network, str) and network not in NETWORKS
     bundle = store.load(place, net=own_net(str(network), trusted=trusted) if own else None)
     extra, threat = _mapping(bundle.extra), _mapping(bundle.threat_model)
+    if (place / "config.toml").is_file():
+        Run.open(place).check_sealed(extra.get("config"), "model")
     box = threat.get("box")
     return Trained(
         path=Path(path),

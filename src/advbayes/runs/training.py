@@ -16,7 +16,7 @@ from advbayes.evaluation.scoring import score
 from advbayes.predictive import PosteriorPredictive
 from advbayes.runs.building import Downloading, Prepared, build_defense, build_model, prepare
 from advbayes.runs.folder import Run, record
-from advbayes.runs.trained import thetas_of
+from advbayes.store import thetas_of
 from advbayes.training import COLUMNS, FitResult, State, fit
 
 # Wall time is no part of what is trained: without it, two runs of one seed have the same history, byte for byte.
@@ -51,9 +51,9 @@ def train(
     torch.set_num_threads(config.threads)
     data = prepare(config, downloading=downloading)
     state = read_checkpoint(run)
-    _begin(run, data, state)
     model, posterior = build_model(config, data, trusted=trusted)
     channel, objective = build_defense(config, data)
+    _begin(run, data, state)
     history = run.history
     history.keep(0 if state is None else state.step)
     written = 0 if state is None else state.step
@@ -65,7 +65,8 @@ def train(
         history.append(*rows)
         written = now.step
         place = {"step": now.step, "skipped": now.skipped, "seconds": now.history["seconds"][-1]}
-        store.write_bundle(run.path / "checkpoint", {"state": now.tensors}, {"state": place})
+        documents = {"state": place, "config": config.model_dump(mode="json")}
+        store.write_bundle(run.path / "checkpoint", {"state": now.tensors}, documents)
 
     result = fit(
         model,
@@ -149,6 +150,7 @@ def _extra(config: RunConfig, data: Prepared) -> dict[str, Any]:
         "defense": config.defense,
         "network": config.network,
         "seed": config.seed,
+        "config": config.model_dump(mode="json"),
         "event": list(data.x_train.shape[1:]),
         "feature_names": list(data.dataset.feature_names),
         "target_names": list(data.dataset.target_names),
@@ -166,6 +168,7 @@ def read_checkpoint(run: Run) -> State | None:
     if not path.exists():
         return None
     tensors, documents = store.read_bundle(path)
+    run.check_sealed(documents.get("config"), "checkpoint")
     match documents.get("state"):
         case {"step": int(step), "skipped": int(skipped), "seconds": float() | int() as seconds} if "state" in tensors:
             pass

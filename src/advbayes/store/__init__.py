@@ -1,6 +1,6 @@
 """Files that can be trusted: bundles, checkpoints, locks and record logs, without pickle."""
 
-from .bundle import Bundle, load, save
+from .bundle import Bundle, load, model_file, save
 from .documents import JSON, read_document, write_document
 from .errors import DiskFullError, LockedError, MissingError, StoreError
 from .export import export_program
@@ -8,6 +8,7 @@ from .files import write_bytes
 from .lock import Lock, claim
 from .manifest import SCHEMA, Manifest, Part, versions
 from .parts import SUFFIX, read_bundle, read_manifest, write_bundle
+from .raw import RawPredictor, thetas_of
 from .records import RecordLog
 
 __all__ = [
@@ -21,15 +22,18 @@ __all__ = [
     "Manifest",
     "MissingError",
     "Part",
+    "RawPredictor",
     "RecordLog",
     "StoreError",
     "claim",
     "export_program",
     "load",
+    "model_file",
     "read_bundle",
     "read_document",
     "read_manifest",
     "save",
+    "thetas_of",
     "versions",
     "write_bundle",
     "write_bytes",

@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from advbayes import posteriors
 from advbayes.likelihoods import Likelihood
 from advbayes.model import BayesianModel
+from advbayes.predictive import PosteriorPredictive
 from advbayes.types import Channel, Posterior
 
 from . import kinds
@@ -22,6 +24,9 @@ from .errors import StoreError
 from .manifest import Manifest
 from .nets import build_net, describe_net, fill_net
 from .parts import read_all, write_bundle
+from .raw import RawPredictor, thetas_of
+
+_MODEL = "model.advbayes"  # in a run folder
 
 _DOCUMENTS = ("model", "posterior", "channel", "class_names", "threat_model", "audit", "extra")
 _TENSORS = ("net", "posterior", "channel", "scaling", "threat_model")
@@ -30,7 +35,10 @@ _PARTS = {f"{name}.json" for name in _DOCUMENTS} | {f"{name}.safetensors" for na
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
-    """What `load` returns. `scaling` holds the tensors of `datasets.Standardize` (`Standardize.from_dict`)."""
+    """What `load` returns. `predictor()` answers in raw units; `model` and `posterior` are in the model's own.
+
+    `scaling` holds the tensors of `datasets.Standardize` (`Standardize.from_dict`).
+    """
 
     model: BayesianModel
     posterior: Any  # the class that was saved: MeanField, LowRank, ...
@@ -42,6 +50,41 @@ class Bundle:
     extra: JSON
     versions: dict[str, str]
     manifest: Manifest
+
+    def predictor(self, num: int = 20, *, seed: int | None = None) -> RawPredictor:
+        """The posterior predictive for raw rows, through `num` thetas: scaling applied, answers in the target's own unit.
+
+        `seed` keys the thetas; absent: the run's own, so that the command line and this give the same numbers.
+        """
+        from advbayes.datasets import Standardize  # stands below this module in the layout
+
+        extra = self.extra if isinstance(self.extra, dict) else {}
+        key = extra.get("seed", 0) if seed is None else seed
+        names = {
+            name: tuple(map(str, value)) if isinstance(value := extra.get(name), list) else ()
+            for name in ("feature_names", "target_names")
+        }
+        return RawPredictor(
+            PosteriorPredictive(self.model, thetas_of(self.posterior, num, key if isinstance(key, int) else 0)),
+            None if self.scaling is None else Standardize.from_dict(self.scaling),
+            self.class_names or (),
+            **names,
+        )
+
+
+def model_file(path: str | os.PathLike[str]) -> Path:
+    """The bundle at a path: itself, or the finished model of a run folder.
+
+    >>> model_file("digits.advbayes").name
+    'digits.advbayes'
+    """
+    place = Path(path)
+    if not (place / "config.toml").is_file():
+        return place
+    if not (place / _MODEL).exists():
+        wanted = f"a finished run (`advbayes train --resume {place}` goes on with it)"
+        raise StoreError(place, wanted=wanted, got=f"no {_MODEL} in it")
+    return place / _MODEL
 
 
 def save(
@@ -93,7 +136,8 @@ def save(
 
 
 def load(path: str | os.PathLike[str], *, net: nn.Module | None = None, device: torch.device | str = "cpu") -> Bundle:
-    """Load what `save` saved; safe for a stranger's file: hashes first, an explicit list of classes, nothing executed.
+    """Load what `save` saved, or the model of a run folder; safe for a stranger's file: hashes first, an explicit list
+    of classes, nothing executed.
 
     A network with code of its own has to be given as `net` (its weights come from the file).
 
@@ -102,8 +146,8 @@ def load(path: str | os.PathLike[str], *, net: nn.Module | None = None, device: 
     ...
     advbayes.store.errors.MissingError: absent: wanted a bundle, got nothing (no such file)
     """
-    place = os.fspath(path)
-    manifest, tensors, documents = read_all(path, known=_PARTS)
+    place = os.fspath(model_file(path))
+    manifest, tensors, documents = read_all(place, known=_PARTS)
     for name in ("model", "channel", "threat_model"):
         kinds.check_number(documents.get(name), f"{place}:{name}")
     tensors = {part: {key: value.to(device) for key, value in held.items()} for part, held in tensors.items()}

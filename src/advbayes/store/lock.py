@@ -62,9 +62,7 @@ class Lock:
             self.path.write_text(json.dumps({"pid": os.getpid(), "host": platform.node() or "unknown"}))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         lock, pid = self._held.pop()
         if pid == os.getpid():  # else a forked child left the block: the lock stays its parent's
             self.path.unlink(missing_ok=True)  # before the release: whoever waits notices and makes another

@@ -81,8 +81,8 @@ def build_net(description: object, name: str) -> nn.Module:
             layer_type, wanted = _known()[kind]
             if arguments.keys() != set(wanted):
                 raise StoreError(name, wanted=f"{kind} with {', '.join(wanted)}", got=f"{list(arguments)!r:.200}")
-            for key, value in arguments.items():
-                _check_setting(f"{name}.{key}", str(key), value)
+            for setting, value in arguments.items():
+                _check_setting(f"{name}.{setting}", str(setting), value)
             try:
                 with torch.device("meta"), warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch comments on layers of size zero
