@@ -126,6 +126,48 @@ class FullyConnectedGenerator(nn.Module):
         return self.mean(hidden).view_as(x), self.log_std(hidden).view_as(x)
 
 
+class _Block(nn.Module):
+    """Two 3x3 convolutions with GroupNorm, and a shortcut."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.main = nn.Sequential(
+            nn.Conv2d(before, after, 3, stride, 1, bias=False),
+            nn.GroupNorm(8, after),
+            nn.ReLU(),
+            nn.Conv2d(after, after, 3, 1, 1, bias=False),
+            nn.GroupNorm(8, after),
+        )
+        same = stride == 1 and before == after
+        projected = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.GroupNorm(8, after))
+        self.shortcut = nn.Identity() if same else projected
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.main(x) + self.shortcut(x))
+
+
+def resnet18(num_classes: int = 10, channels: int = 3, width: int = 64) -> nn.Sequential:
+    """SM-7's ResNet-18 for 32x32 images (a 3x3 stem, no pooling), with GroupNorm instead of BatchNorm.
+
+    >>> resnet18(width=8)(torch.zeros(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+    """
+    sizes = [checks.count("width", width, low=8), width, 2 * width, 4 * width, 8 * width]
+    layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, 1, 1, bias=False), nn.GroupNorm(8, width), nn.ReLU()]
+    for stage, (before, after) in enumerate(itertools.pairwise(sizes)):
+        layers += [_Block(before, after, 1 if stage == 0 else 2), _Block(after, after, 1)]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(sizes[-1], num_classes))
+
+
+def resnet18_narrow() -> nn.Sequential:
+    """The same at a quarter of the width, for two cores.
+
+    >>> sum(p.numel() for p in resnet18_narrow().parameters()) < 750_000
+    True
+    """
+    return resnet18(width=16)
+
+
 def with_group_norm(net: nn.Module, num_groups: int = 8) -> nn.Module:
     """A copy of the net in which every BatchNorm is a GroupNorm (the largest number of groups <= `num_groups` that divides).
 

@@ -161,8 +161,8 @@ def collect(folder: Path, spec: Spec, experiment: Experiment) -> None:
     }
     store.write_document(folder / MANIFEST, manifest)
     for path in parts:
+        path.unlink()  # first: without its line of the manifest a part is no part
         path.with_suffix(".jsonl.gz").unlink()
-        path.unlink()
 
 
 @dataclass
