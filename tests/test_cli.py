@@ -242,7 +242,7 @@ def test_predict_reads_columns_by_name_and_answers_in_raw_units(
     found = told(capsys, ["predict", regression, str(table)])["predictions"]
     price = np.array([float(line.split(",")[2]) for line in table.read_text().splitlines()[1:]])
     assert np.corrcoef(found["price"], price)[0, 1] > 0.9
-    inside = (np.array(found["price low"]) <= price) & (price <= np.array(found["price high"]))
+    inside = (np.array(found["price 90% low"]) <= price) & (price <= np.array(found["price 90% high"]))
     assert 0.7 < inside.mean() <= 1
     shuffled = tmp_path / "other.csv"  # another order of the columns, one that the model does not know
     lines = [line.split(",") for line in table.read_text().splitlines()]
@@ -250,7 +250,7 @@ def test_predict_reads_columns_by_name_and_answers_in_raw_units(
     assert told(capsys, ["predict", regression, str(shuffled)])["predictions"] == found
     out = tmp_path / "predictions.csv"
     assert told(capsys, ["predict", regression, str(table), "--out", str(out)])["num"] == 120
-    assert out.read_text().splitlines()[0] == "price,price std,price low,price high"
+    assert out.read_text().splitlines()[0] == "price,price std,price 90% low,price 90% high"
     refused(capsys, ["predict", regression, str(table), "--out", str(out)], "must be a new file")
     (tmp_path / "short.csv").write_text("size\n1\n")
     refused(capsys, ["predict", regression, str(tmp_path / "short.csv")], "weight")
@@ -330,7 +330,8 @@ def test_evaluate_purified_and_in_regression(run: str, regression: str, capsys: 
     assert main(["evaluate", regression, *few]) == 0
     text = capsys.readouterr().out
     assert "raw units: size" in text
-    assert "rmse" in text
+    assert "RMSE" in text
+    assert "coverage" in text
 
 
 def test_audit_certify_and_report_keep_their_findings_in_the_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:

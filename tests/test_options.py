@@ -324,7 +324,8 @@ def test_flags_of_a_certificate(run: str, capsys: Printed) -> None:
 def test_flags_of_a_prediction(regression: str, place: Path, tmp_path: Path, capsys: Printed) -> None:
     argv = ["predict", regression, str(place / "numbers.csv")]
     found = {level: told(capsys, [*argv, "--level", level])["predictions"] for level in ("0.5", "0.9")}
-    widths = {level: np.subtract(each["y high"], each["y low"]).mean() for level, each in found.items()}
+    edges = {"0.5": ("y 50% low", "y 50% high"), "0.9": ("y 90% low", "y 90% high")}
+    widths = {level: np.subtract(found[level][high], found[level][low]).mean() for level, (low, high) in edges.items()}
     assert 1.8 < widths["0.9"] / widths["0.5"] < 3.2  # 2.44 for a Gaussian
     assert told(capsys, argv)["predictions"] == found["0.9"]
     assert told(capsys, [*argv, "--thetas", "2"])["predictions"]["y"] != found["0.9"]["y"]

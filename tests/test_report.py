@@ -291,7 +291,7 @@ def test_units_are_raw_and_standardised(features: ReportPaths) -> None:
     page = Page(features.html.read_text()).words
     assert "in standard deviations of each feature" in page
     assert "alcohol1021" in page.replace(" ", "")  # mean 10, standard deviation 2, eps 0.5 of them
-    assert "standard deviations of the target" in page
+    assert "RMSE, in the target's unit" in page
     assert "L∞" in page
 
 

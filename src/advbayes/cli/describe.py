@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from advbayes import store
+from advbayes.cli.scores import said_scores
+from advbayes.config import RunConfig
 from advbayes.datasets import Standardize
 from advbayes.runs import Run
 
@@ -61,14 +63,17 @@ def lines_of_run(run: Run) -> str:
     config = run.config
     lines = [
         f"  data {config.data}, defense {config.defense}, posterior {config.posterior}, seed {config.seed}",
+        *([f"  {why_task(config, found['metrics']['task'])}"] if found["metrics"] else []),
         f"  status {found['status']}, {found['steps']} steps, {found['skipped']} skipped",
     ]
     if "threat_model" in found:
         lines.append(f"  trained within {config.norm} {said_units(found['threat_model'])}")
     if found["metrics"]:
-        clean = found["metrics"]["clean"].items()
-        values = ", ".join(f"{name} {_said(each['value'])} [{_said(each['low'])}, {_said(each['high'])}]" for name, each in clean)
-        lines.append(f"  clean test set ({found['metrics']['num']} examples): {values}")
+        scaling, targets = _units(run)
+        values = said_scores(found["metrics"]["clean"], scaling, targets)
+        lines.append(f"  clean test set ({found['metrics']['num']} examples, 95 % intervals): {values}")
+        if remark := no_better(found["metrics"]):
+            lines.append(f"  {remark}")
     if found["weights"]:
         lines.append(f"  SHA-256 of the weights {found['weights']}")
     if found["evaluations"]:
@@ -101,9 +106,46 @@ def _bundle(path: Path) -> tuple[store.Manifest, dict[str, Any], Standardize | N
     return manifest, dict(documents), None if scaling is None else Standardize.from_dict(scaling)
 
 
+def why_task(config: RunConfig, task: str) -> str:
+    """The task, and for a file of one's own where that comes from.
+
+    >>> from advbayes.config import make_config
+    >>> why_task(make_config({"data": "digits"}), "classification")
+    'classification'
+    """
+    if config.file is None:
+        return task
+    if config.task is not None:
+        return f"{task}, as asked for by --task"
+    classes = task == "classification"
+    if config.file.suffix.lower() == ".csv":
+        why = f"column {config.target!r} holds {'text' if classes else 'numbers; --task classification makes classes of them'}"
+    else:
+        why = f"y holds {'' if classes else 'not only '}whole numbers; --task {'regression' if classes else 'classification'}"
+        why += " treats it otherwise"
+    return f"{task}, since {why}"
+
+
+def no_better(metrics: dict[str, Any]) -> str:
+    """A remark where the clean test set does not show the model to be better than one that never looks at its input.
+
+    >>> no_better({"clean": {"accuracy": {"value": 0.8, "low": 0.7, "high": 0.9}}, "trivial": {"accuracy": 0.75}})
+    'No better, as far as this test set shows, than always giving the most frequent class (accuracy 0.750).'
+    """
+    trivial, clean = metrics.get("trivial") or {}, metrics["clean"]
+    if "accuracy" in trivial and clean["accuracy"]["low"] <= trivial["accuracy"]:
+        always = f"the most frequent class (accuracy {trivial['accuracy']:.3f})"
+    elif "rmse" in trivial and (clean["rmse"]["high"] is None or clean["rmse"]["high"] >= trivial["rmse"]):
+        always = "the mean of the training targets"
+    else:
+        return ""
+    return f"No better, as far as this test set shows, than always giving {always}."
+
+
+def _units(run: Run) -> tuple[Standardize | None, list[str]]:
+    _, documents, scaling = _bundle(run.model_path)
+    return scaling, list(documents.get("extra", {}).get("target_names", ()))
+
+
 def _document(path: Path) -> Any:
     return store.read_document(path) if path.exists() else None
-
-
-def _said(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.4g}"

@@ -42,9 +42,6 @@ The same command goes on where a killed one stopped.
 """
 
 
-SHOWN = {"classification": ("accuracy", "nll", "ece"), "regression": ("rmse", "nll", "coverage")}  # all are in --json
-
-
 def add_to(app: typer.Typer) -> None:
     app.command("evaluate", help=HELP)(evaluate)
 
@@ -81,6 +78,7 @@ def evaluate(
     import torch
 
     from advbayes.cli.describe import said_units, units_of
+    from advbayes.cli.scores import SHOWN, score_table
     from advbayes.evaluation import evaluate as measure
     from advbayes.report.folders import merged
     from advbayes.runs import Run as Folder
@@ -126,7 +124,8 @@ def evaluate(
         return
     for each in units:
         say(f"{norm or trained.norm} {said_units(each)}")
-    shown = found.table(SHOWN[trained.task])
-    head, *rows = shown._lines()
-    table(f"{trained.defense} on {config.data}, {min(num, len(data.x_test))} test examples, intervals of 95 %", head, rows)
+    level = float(found.config["interval_level"])
+    rows = found.table(SHOWN[trained.task]).rows
+    head, body = score_table(rows, SHOWN[trained.task], trained.scaling, trained.target_names, level)
+    table(f"{trained.defense} on {config.data}, {min(num, len(data.x_test))} test examples, with 95 % intervals", head, body)
     say(f"Records and arrays: {place}")

@@ -82,23 +82,20 @@ def _classes(prediction: Categorical, names: tuple[str, ...]) -> Columns:
 
 
 def _numbers(prediction: Any, trained: Trained, level: float) -> Columns:
-    """Means and spreads in the target's own unit; the interval is the central one of a normal with these moments."""
-    from statistics import NormalDist
-
-    mean, std = prediction.mean, prediction.variance.sqrt()
-    mean, std = (value.reshape(len(value), -1) for value in (mean, std))  # (B, D)
+    """Mean, standard deviation and the central interval from the predictive's own quantiles, in the target's unit."""
+    edges = [metrics.quantile(prediction, 0.5 + sign * level / 2) for sign in (-1, 1)]
+    found = [value.reshape(len(value), -1) for value in (prediction.mean, prediction.variance.sqrt(), *edges)]  # each (B, D)
     if trained.scaling is not None and trained.scaling.target_std is not None:
-        shape = (len(mean), *trained.scaling.target_std.shape)
-        mean = trained.scaling.inverse_target(mean.reshape(shape)).reshape(mean.shape)
-        std = std * trained.scaling.target_std.reshape(-1)
-    reach = NormalDist().inv_cdf(0.5 + level / 2)
-    names = trained.target_names if len(trained.target_names) == mean.shape[1] else [f"y{i}" for i in range(mean.shape[1])]
-    columns: Columns = {}
-    for index, name in enumerate(names):
-        m, s = mean[:, index], std[:, index]
-        found = {"": m, " std": s, " low": m - reach * s, " high": m + reach * s}
-        columns |= {f"{name}{suffix}": values.tolist() for suffix, values in found.items()}
-    return columns
+        shift, spread = (value.reshape(-1) for value in (trained.scaling.target_mean, trained.scaling.target_std))
+        found = [value * spread + (0 if index == 1 else shift) for index, value in enumerate(found)]
+    num = found[0].shape[1]
+    names = trained.target_names if len(trained.target_names) == num else [f"y{index}" for index in range(num)]
+    suffixes = ("", " std", f" {100 * level:g}% low", f" {100 * level:g}% high")
+    return {
+        f"{name}{suffix}": values[:, index].tolist()
+        for index, name in enumerate(names)
+        for suffix, values in zip(suffixes, found, strict=True)
+    }
 
 
 def as_csv(columns: Columns) -> str:

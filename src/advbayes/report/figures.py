@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
+from advbayes.report import telling
 from advbayes.report.text import number, percent, short
 from advbayes.report.words import METRICS, NORMS
 
@@ -130,14 +131,10 @@ def _percent_axis(axis: Any) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
 
 
-def _shown(metric: str, value: Any) -> str:
-    return f"{percent(value)} %" if METRICS[metric].share else number(value)
-
-
 def security_curves(document: Mapping[str, Any]) -> list[Figure]:
     """The main metric and the NLL against eps, with their confidence bands.
 
-    >>> security_curves({"curves": [], "predictors": [], "threat_model": {}})
+    >>> security_curves({"curves": [], "predictors": [], "threat_model": {}, "scaling": None})
     []
     """
     figures = []
@@ -146,11 +143,13 @@ def security_curves(document: Mapping[str, Any]) -> list[Figure]:
     norm = NORMS.get(str(document["threat_model"].get("norm", "")).lower(), ("", ""))[0]
     for metric in dict.fromkeys(curve["metric"] for curve in document["curves"]):
         curves = [curve for curve in document["curves"] if curve["metric"] == metric]
-        label = METRICS[metric].label
-        floor = _trivial(document, metric)
+        label, size = METRICS[metric].label, telling.factor(document, metric)
+        named = label if METRICS[metric].share else telling.label(document, metric)
+        floor = [size * value for value in _trivial(document, metric)]
+        curves = [{**curve, "points": [_sized(point, size) for point in curve["points"]]} for curve in curves]
 
         def paint(
-            axes: Axes, curves: list[Any] = curves, metric: str = metric, label: str = label, floor: list[float] = floor
+            axes: Axes, curves: list[Any] = curves, metric: str = metric, label: str = named, floor: list[float] = floor
         ) -> None:
             for index, curve in enumerate(curves):
                 i = index if single else order[curve["predictor"]]
@@ -176,6 +175,9 @@ def security_curves(document: Mapping[str, Any]) -> list[Figure]:
             if METRICS[metric].share:
                 axes.set_ylim(-0.02, 1.02)
                 _percent_axis(axes.yaxis)
+            elif _spans(values := [p["value"] for c in curves for p in _finite(c["points"], "value")]):
+                axes.set_yscale("log")
+                axes.set_ylim(0.8 * min(values), 1.25 * max(values))
             else:
                 axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
             radii = sorted({point["eps"] for curve in curves for point in curve["points"]})
@@ -188,7 +190,7 @@ def security_curves(document: Mapping[str, Any]) -> list[Figure]:
         said = []
         for curve in curves:
             who = curve["attack"] if single else curve["predictor"]
-            steps = ", ".join(f"{_shown(metric, p['value'])} at ε = {short(p['eps'])}" for p in curve["points"])
+            steps = ", ".join(f"{_said(metric, p['value'])} at ε = {short(p['eps'])}" for p in curve["points"])
             said.append(f"{who}: {steps}")
         title = f"{label} as the attacker's budget grows"
         description = ". ".join(said) + "."
@@ -203,6 +205,19 @@ def security_curves(document: Mapping[str, Any]) -> list[Figure]:
             )
         )
     return figures
+
+
+def _sized(point: Mapping[str, Any], size: float) -> dict[str, Any]:
+    return {key: value * size if key != "eps" and isinstance(value, float) else value for key, value in point.items()}
+
+
+def _spans(values: Sequence[float]) -> bool:
+    """Whether the values are so far apart that a linear axis would show the largest alone."""
+    return min(values) > 0 and max(values) > 20 * min(values)
+
+
+def _said(metric: str, value: Any) -> str:
+    return f"{percent(value)} %" if METRICS[metric].share else number(value)
 
 
 def _trivial(document: Mapping[str, Any], metric: str) -> list[float]:

@@ -52,7 +52,7 @@ def render(
             curve_legend=legend(
                 list(dict.fromkeys(curve["attack"] for curve in document["curves"])) if single else document["predictors"]
             ),
-            tables=tables(document),
+            tables=telling.results(document),
         )
     )
 
@@ -70,7 +70,6 @@ def _environment() -> Environment:
     environment.globals |= {
         "telling": telling,
         "metrics": METRICS,
-        "cell": cell,
         "bars": bars,
         "style": Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),  # our own file
     }
@@ -85,33 +84,6 @@ def legend(names: Sequence[str]) -> list[dict[str, Any]]:
     """
     num = figures.NUM_COLOURS
     return [{"name": name, "colour": i % num, "marker": figures.MARKERS[i % num]} for i, name in enumerate(names)]
-
-
-def cell(metric: str, found: Mapping[str, Any]) -> dict[str, str]:
-    """Value and interval of a table's cell.
-
-    >>> cell("accuracy", {"value": 0.5, "low": 0.4, "high": 0.6})
-    {'value': '50.0', 'interval': '40.0 to 60.0'}
-    """
-    show = percent if METRICS[metric].share else number
-    return {"value": show(found["value"]), "interval": telling.interval(metric, found)}
-
-
-def tables(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The table at the headline radius, and all of it where there is more."""
-    rows = document["table"]
-    main = [row for row in rows if row["kind"] in ("clean", "trivial") or row["eps"] == document["eps"]]
-    found = [{"title": "", "groups": _grouped(main)}]
-    if len(main) < len(rows):
-        found.append({"title": "All budgets", "groups": _grouped(rows)})
-    return found
-
-
-def _grouped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault("" if row["kind"] == "trivial" else row["predictor"], []).append(row)
-    return [{"predictor": name, "rows": held} for name, held in groups.items()]
 
 
 def bars(view: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:

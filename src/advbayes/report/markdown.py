@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from advbayes.report import telling
-from advbayes.report.text import csv, markdown, number, percent, short
+from advbayes.report.text import csv, markdown, percent, short
 from advbayes.report.words import METRICS
 
 
@@ -68,19 +68,15 @@ def _verdict(verdict: Mapping[str, Any]) -> list[str]:
 
 
 def _results(document: Mapping[str, Any]) -> list[str]:
-    names = document["metrics"]
-    head = ["predictor", "attack", "ε", *(f"{METRICS[metric].label}{', %' if METRICS[metric].share else ''}" for metric in names)]
-    rows = []
-    for row in document["table"]:
-        cells = []
-        for metric in names:
-            found = row["values"][metric]
-            show = percent if METRICS[metric].share else number
-            cells.append(f"{show(found['value'])}{'†' if row['dagger'] else ''} ({telling.interval(metric, found)})")
-        label = {"clean": "untouched", "trivial": "any"}.get(row["kind"], row["attack"])
-        eps = "" if row["kind"] == "trivial" else short(row["eps"])
-        rows.append([markdown(row["predictor"]), markdown(label), eps, *cells])
-    return _table(head, rows)
+    table = telling.results(document)[-1]
+    rows = [
+        [
+            *(markdown(row[key]) for key in ("predictor", "attack", "eps")),
+            *(f"{cell['value']}{'†' if row['dagger'] else ''} ({cell['interval']})" for cell in row["cells"]),
+        ]
+        for row in table["rows"]
+    ]
+    return _table(["predictor", "attack", "ε", *table["head"]], rows)
 
 
 def _calibration(document: Mapping[str, Any]) -> list[str]:

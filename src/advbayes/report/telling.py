@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from advbayes.report.text import number, percent, short
@@ -15,23 +15,86 @@ UNITS = {"raw": "in the units of the raw data", "standardised": "in standard dev
 WHITE_BOX = "the whole predictor (white box): gradients pass through all of the defense"
 
 
-def shown(metric: str, value: Any) -> str:
-    """A value of a metric in a sentence.
+def factor(document: Document, metric: str) -> float:
+    """What a value is multiplied by to be read: errors of a regression are in the target's own unit.
 
-    >>> shown("accuracy", 0.5), shown("nll", 0.5)
-    ('50.0 %', '0.500')
+    >>> factor({"scaling": {"target_std": [20.0]}}, "rmse"), factor({"scaling": None}, "rmse")
+    (20.0, 1.0)
     """
-    return f"{percent(value)} %" if METRICS[metric].share else number(value)
+    spread = (document["scaling"] or {}).get("target_std")
+    return float(spread[0]) if spread and len(spread) == 1 and metric in ("rmse", "crps") else 1.0
 
 
-def interval(metric: str, found: Mapping[str, Any]) -> str:
+def shown(document: Document, metric: str, value: Any) -> str:
+    """A value of a metric, without its unit.
+
+    >>> shown({"scaling": None}, "accuracy", 0.5), shown({"scaling": None}, "nll", 0.5)
+    ('50.0', '0.500')
+    """
+    if METRICS[metric].share:
+        return percent(value)
+    return number(value * factor(document, metric) if isinstance(value, float) else value)
+
+
+def interval(document: Document, metric: str, found: Mapping[str, Any]) -> str:
     """A confidence interval.
 
-    >>> interval("accuracy", {"low": 0.4, "high": 0.6})
+    >>> interval({"scaling": None}, "accuracy", {"low": 0.4, "high": 0.6})
     '40.0 to 60.0'
     """
-    show = percent if METRICS[metric].share else number
-    return f"{show(found['low'])} to {show(found['high'])}"
+    return f"{shown(document, metric, found['low'])} to {shown(document, metric, found['high'])}"
+
+
+def label(document: Document, metric: str) -> str:
+    """The name of a metric with its unit.
+
+    >>> label({"scaling": {"target_std": [20.0]}}, "rmse"), label({"interval_level": 0.9}, "coverage")
+    ("RMSE, in the target's unit", 'Coverage of 90 % intervals, %')
+    """
+    name = METRICS[metric].label
+    if metric == "coverage":
+        name = f"{name} of {percent(document['interval_level'], 0)} % intervals"
+    if METRICS[metric].share:
+        return f"{name}, %"
+    if metric == "nll":
+        return f"{name}, nats"
+    if metric not in ("rmse", "crps") or not (document["scaling"] or {}).get("target_std"):
+        return name
+    single = len(document["scaling"]["target_std"]) == 1
+    return name + (", in the target's unit" if single else ", in standard deviations")
+
+
+def results(document: Document) -> list[dict[str, Any]]:
+    """The tables of results as text, for every format: that at the headline radius, and all of it where there is more."""
+    rows = [
+        {
+            "predictor": row["predictor"],
+            "kind": row["kind"],
+            "attack": {"clean": "untouched", "trivial": "any"}.get(row["kind"], row["attack"]),
+            "eps": "any" if row["kind"] == "trivial" else short(row["eps"]),
+            "at": row["eps"],
+            "dagger": row["dagger"],
+            "cells": [
+                {
+                    "value": shown(document, metric, row["values"][metric]["value"]),
+                    "interval": interval(document, metric, row["values"][metric]),
+                }
+                for metric in document["metrics"]
+            ],
+        }
+        for row in document["table"]
+    ]
+    main = [row for row in rows if row["kind"] in ("clean", "trivial") or row["at"] == document["eps"]]
+    tables = {"": main} | ({"All budgets": rows} if len(main) < len(rows) else {})
+    head = [label(document, metric) for metric in document["metrics"]]
+    return [{"title": title, "head": head, "rows": chosen, "groups": _grouped(chosen)} for title, chosen in tables.items()]
+
+
+def _grouped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault("" if row["kind"] == "trivial" else row["predictor"], []).append(row)
+    return [{"predictor": name, "rows": members} for name, members in groups.items()]
 
 
 def budget(document: Document) -> str:
@@ -75,27 +138,20 @@ def headline(document: Document) -> list[str]:
         if row["trivial"]:
             continue
         before, after = row["clean"], row["worst"]
+        unit = " %" if metric == "accuracy" else ""
+        before_text = f"{shown(document, metric, before['value'])}{unit}"
         if metric == "accuracy":
-            said = f"{row['predictor']} answers {shown(metric, before['value'])} of untouched inputs correctly"
-            then = f"{{}} under the worst attack at {budget(document)}"
+            said = f"{row['predictor']} answers {before_text} of untouched inputs correctly"
         else:
-            said = f"{row['predictor']} has an RMSE of {_rmse(document, before['value'])} on untouched inputs"
-            then = f"{{}} under the worst attack at {budget(document)}"
+            where = label(document, metric).partition(", ")[2]
+            said = f"{row['predictor']} has an RMSE of {before_text}{f' ({where})' if where else ''} on untouched inputs"
         if after is None:
             lines.append(f"{said}; it was not attacked at {budget(document)}.")
             continue
         mark = "" if row["believed"] else "†"
-        value = f"{shown(metric, after['value'])}{mark}" if metric == "accuracy" else _rmse(document, after["value"], mark)
-        lines.append(f"{said}, and {then.format(f'{value} (95 % interval {interval(metric, after)})')}.")
+        value = f"{shown(document, metric, after['value'])}{unit}{mark} (95 % interval {interval(document, metric, after)})"
+        lines.append(f"{said}, and {value} under the worst attack at {budget(document)}.")
     return lines
-
-
-def _rmse(document: Document, value: Any, mark: str = "") -> str:
-    """In the model's units, and in the target's own where it was standardised."""
-    spread = (document["scaling"] or {}).get("target_std")
-    if spread and len(spread) == 1 and isinstance(value, float):
-        return f"{number(value)}{mark} standard deviations of the target ({short(value * spread[0], 3)} in its own unit)"
-    return f"{number(value)}{mark}"
 
 
 def verdicts(document: Document) -> list[dict[str, Any]]:

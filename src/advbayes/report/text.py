@@ -11,7 +11,7 @@ LONGEST = 160
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 _DEAD = {c: f"\\{c}" for c in "\\`*_{}[]#|~!$"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;", "@": "&#64;"}
 _SCHEME = re.compile(r"\b([a-z][a-z0-9+.-]*):(?=\S)", re.I)
-_LIST = re.compile(r"^(\d*)([-+=.)])")
+_LIST = re.compile(r"^(\d*)([-+=.)])(?=[\s=-]|$)")
 
 
 def clean(value: object, limit: int = LONGEST) -> str:
@@ -29,8 +29,8 @@ def clean(value: object, limit: int = LONGEST) -> str:
 def markdown(value: object) -> str:
     """Text for Markdown, in which nothing is markup: no emphasis, links, code, math, tables, lists, headings, HTML.
 
-    >>> markdown("MIX"), markdown("[a](javascript:b)"), markdown("<b>|"), markdown("- 1"), markdown("1. x")
-    ('MIX', '\\\\[a\\\\](javascript&#58;b)', '&lt;b&gt;\\\\|', '&#45; 1', '1&#46; x')
+    >>> markdown("MIX"), markdown("[a](javascript:b)"), markdown("<b>|"), markdown("- 1"), markdown("1. x"), markdown("0.2")
+    ('MIX', '\\\\[a\\\\](javascript&#58;b)', '&lt;b&gt;\\\\|', '&#45; 1', '1&#46; x', '0.2')
     """
     text = "".join(_DEAD.get(character, character) for character in clean(value, 10_000))
     text = _SCHEME.sub(r"\1&#58;", text)  # what a renderer would turn into a link by itself

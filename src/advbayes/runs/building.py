@@ -17,6 +17,7 @@ from advbayes.balls import L2, Ball, Linf
 from advbayes.channels import AttackChannel, Learned, Mixture, Noise
 from advbayes.config import ConfigError, RunConfig
 from advbayes.datasets import Dataset, Standardize, from_csv, from_npz, load_dataset
+from advbayes.evaluation.inputs import warn_units
 from advbayes.likelihoods import Categorical, Gaussian
 from advbayes.model import BayesianModel
 from advbayes.networks import ConvGenerator, FullyConnectedGenerator, conv_net, mlp
@@ -167,6 +168,8 @@ def build_defense(config: RunConfig, data: Prepared) -> tuple[Channel, ChannelEL
     """
     regression = data.dataset.task == "regression"
     ball = make_ball(config.norm, config.eps)
+    if config.defense not in ("none", "noise"):
+        warn_units(ball, data.x_train, "the training adversary")
     main = squared_error if regression else nll
     noisy = AttackChannel(one_step(ball, main), config.sigma)
     losses = (squared_error,) if regression else (nll, margin, entropy)

@@ -119,7 +119,20 @@ def clean_metrics(predict: PosteriorPredictive, data: Prepared, *, batch_size: i
     columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     found = {name: REDUCTIONS[task][name](columns) for name in _CLEAN[task]}
     values = {name: {"value": _plain(e.value), "low": _plain(e.low), "high": _plain(e.high)} for name, e in found.items()}
-    return {"task": task, "num": len(data.x_test), "thetas": len(predict.thetas), "clean": values}
+    return {
+        "task": task,
+        "num": len(data.x_test),
+        "thetas": len(predict.thetas),
+        "clean": values,
+        "trivial": _trivial(task, data),
+    }
+
+
+def _trivial(task: Task, data: Prepared) -> dict[str, float]:
+    """The main score of a predictor that never looks at its input."""
+    if task == "classification":
+        return {"accuracy": float((data.y_test == data.y_train.mode().values).double().mean())}
+    return {"rmse": float((data.y_test - data.y_train.mean(0)).double().square().mean().sqrt())}
 
 
 def _begin(run: Run, data: Prepared, state: State | None) -> None:
