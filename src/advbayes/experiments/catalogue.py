@@ -56,7 +56,7 @@ MNIST = {"data": "mnist", "epochs": 5, "lr": 2e-3, "decay": 0.7, "sigma": 0.1, "
 _TABLE = {"epochs": 100, "batch_size": 128, "lr": 1e-2, "decay": 0.97, "sigma": 0.1, "eps": 1.0}
 TABLES: dict[str, dict[str, Any]] = {
     "wine": {"data": "wine", **_TABLE},
-    "energy": {"data": "energy", **_TABLE, "epochs": 200, "decay": 0.985},
+    "energy": {"data": "energy", **_TABLE, "epochs": 200, "lr": 3e-2, "decay": 0.985},
     "california": {"data": "california", **_TABLE, "epochs": 20, "decay": 0.85},
 }
 _REGRESSION_ROWS = ("BL", "MIX", "NN50", "AT", "OS50", "eps prior", "Gibbs", "constant", "least squares")
@@ -281,6 +281,16 @@ def _validation(name: str) -> Experiment:
     )
 
 
+def _audit(name: str) -> Experiment:
+    base = EXPERIMENTS[name]
+    rows = {row: each for row, each in base.rows.items() if each.defense.reference is None and each.defense.purify is None}
+    title = f"{base.title}: the audit at tier standard"
+    return replace(
+        base, title=title, rows=rows, attacks=("strong",), num_test=100, seeds=1, measure="audited", views=("verdicts",)
+    )
+
+
+EXPERIMENTS |= {f"{name}-audit": _audit(name) for name in ("mnist", *TABLES)}
 EXPERIMENTS |= {f"validation-{name}": _validation(name) for name in TABLES}
 
 

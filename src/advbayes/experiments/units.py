@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,19 +18,23 @@ from torch import Tensor
 
 from advbayes import store
 from advbayes.attacks import PGD, ByLoss, RandomSearch, Square, Suite, Transfer, certainty, nll, pgd, squared_error
+from advbayes.auditing import ThreatModel, audit
 from advbayes.balls import L2
 from advbayes.channels import Noise
 from advbayes.config import RunConfig, make_config
 from advbayes.datasets import load_dataset, split_rows
 from advbayes.evaluation import evaluate
 from advbayes.experiments.catalogue import Experiment, Row
-from advbayes.experiments.defenses import DEFENSES
-from advbayes.predictive import PosteriorPredictive
+from advbayes.experiments.defenses import DEFENSES, Defense
+from advbayes.model import BayesianModel
+from advbayes.objectives import ChannelELBO
+from advbayes.posteriors import Posterior
+from advbayes.predictive import FreshPredictive, PosteriorPredictive
 from advbayes.purification import Purifier
-from advbayes.runs import Prepared, build_defense, build_model, make_attack, prepare, record, thetas_of
+from advbayes.runs import Prepared, build_defense, build_model, load_trained, make_attack, prepare, record, thetas_of
 from advbayes.seeds import generator_for
 from advbayes.training import fit
-from advbayes.types import Attack, Predictor
+from advbayes.types import Attack, Channel, Predictor
 
 Record = dict[str, Any]
 _NAMES = {"PGD1": "pgd1", "PGD": "pgd", "PGD+": "pgd_plus", "ENT": "ent", "strong": "strong"}
@@ -116,14 +121,38 @@ def test_rows(data: Prepared, num: int) -> tuple[Tensor, Tensor]:
 
 
 def predictor(unit: Unit, data: Prepared) -> tuple[Predictor, dict[str, Any]]:
-    """The row's predictor, trained now or taken from `models`."""
-    defense, config = unit.what.defense, unit.config
+    """The row's predictor."""
+    defense = unit.what.defense
     if defense.reference is not None:
         return defense.reference(data, unit.seed), {}
+    model, posterior, info = trained(unit, data)
+    if defense.purify is None:
+        return PosteriorPredictive(model, thetas_of(posterior, unit.experiment.thetas, unit.seed)), info
+    how = defense.purify
+    index = torch.randperm(len(data.x_train), generator=generator_for(unit.seed, "experiments/reference"))[: how.num_reference]
+    reference = data.x_train[index], data.y_train[index]
+    thetas = thetas_of(posterior, how.num_thetas, unit.seed)
+    return Purifier(model, Noise(how.sigma), thetas, reference, how.update, posterior=posterior), info
+
+
+def _channel(unit: Unit, data: Prepared) -> tuple[Channel, ChannelELBO]:
+    """The row's channel and objective; the defense's own channel where it has one."""
+    channel, objective = build_defense(unit.config, data)
+    make = unit.what.defense.channel
+    return channel if make is None else make(unit.config, data), objective
+
+
+def _fresh(unit: Unit, data: Prepared) -> FreshPredictive:
+    """Thetas drawn anew at every call."""
+    model, posterior, _ = trained(unit, data)
+    return FreshPredictive(model, posterior, unit.experiment.thetas, generator=generator_for(unit.seed, "experiments/fresh"))
+
+
+def trained(unit: Unit, data: Prepared) -> tuple[BayesianModel, Posterior, dict[str, Any]]:
+    """The row's model and posterior: from `models`, or trained now and put there."""
+    config = unit.config
     model, posterior = build_model(config, data, trusted=config.network.startswith("advbayes."))
-    channel, objective = build_defense(config, data)
-    if defense.channel is not None:
-        channel = defense.channel(config, data)
+    channel, objective = _channel(unit, data)
     text = f"{config!r} {channel!r} {objective!r} {unit.what.units} {len(data.x_train)}"
     key = hashlib.sha256(text.encode()).hexdigest()[:20]
     place = None if unit.models is None else unit.models / key
@@ -131,8 +160,8 @@ def predictor(unit: Unit, data: Prepared) -> tuple[Predictor, dict[str, Any]]:
     if place is not None and place.exists():
         tensors, documents = store.read_bundle(place)
         posterior.load_state_dict(tensors["posterior"])
-        trained: Any = documents["trained"]
-        info |= trained
+        before: Any = documents["trained"]
+        info |= before
     else:
         began = time.perf_counter()
         result = fit(
@@ -155,13 +184,7 @@ def predictor(unit: Unit, data: Prepared) -> tuple[Predictor, dict[str, Any]]:
             place.parent.mkdir(parents=True, exist_ok=True)
             state = {name: value.detach().clone() for name, value in posterior.state_dict().items()}
             store.write_bundle(place, {"posterior": state}, {"trained": {k: v for k, v in info.items() if k != "model"}})
-    if defense.purify is None:
-        return PosteriorPredictive(model, thetas_of(posterior, unit.experiment.thetas, unit.seed)), info
-    how = defense.purify
-    index = torch.randperm(len(data.x_train), generator=generator_for(unit.seed, "experiments/reference"))[: how.num_reference]
-    reference = data.x_train[index], data.y_train[index]
-    thetas = thetas_of(posterior, how.num_thetas, unit.seed)
-    return Purifier(model, Noise(how.sigma), thetas, reference, how.update, posterior=posterior), info
+    return model, posterior, info
 
 
 def attacks_on(unit: Unit, data: Prepared, ball: L2) -> dict[str, Attack]:
@@ -292,10 +315,51 @@ def _pictured(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
     return records, info
 
 
+def _audited(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
+    """The audit at tier standard, one record a check; the control is a point estimate of the same net on clean data.
+
+    MNIST's baseline (E21) is the run or bundle `baseline` beside the trained models, where there is one.
+    """
+    experiment, config = unit.experiment, unit.config
+    data, _ = prepared(config)
+    predict, info = predictor(unit, data)
+    control_row = {"control": Row(Defense("", {"defense": "none", "posterior": "point"}), unit.what.settings)}
+    control, _ = predictor(replace(unit, experiment=replace(experiment, rows=control_row), row="control"), data)
+    place = None if unit.models is None else unit.models / "baseline"
+    baseline = load_trained(place).predict(experiment.thetas) if place is not None and place.exists() else None
+    ball = L2(experiment.radii[-1], box=data.box)
+    rows = test_rows(data, experiment.num_test)
+    scaling = data.scaling
+    threat = ThreatModel(units="raw") if scaling is None else ThreatModel(units="standardised", scale=scaling.std)
+    with TemporaryDirectory() as folder:
+        evaluate(predict, rows, attacks=attacks_on(unit, data, ball), train_y=data.y_train, out=folder, progress=False)
+        verdict = audit(
+            predict,
+            rows,
+            ball=ball,
+            threat_model=threat,
+            undefended=control,
+            baseline=baseline,
+            dataset=config.data,
+            evaluation=folder,
+            fresh=_fresh(unit, data),
+            channel=_channel(unit, data)[0],
+            train_y=data.y_train,
+            seed=unit.seed,
+            progress=False,
+        )
+    records = [
+        {"check": each.id, "title": each.title, "status": each.status, "mandatory": each.mandatory, "advice": each.advice}
+        for each in verdict.findings
+    ]
+    return records, {**info, "level": verdict.level, "verdict": verdict.line(), "summary": dict(verdict.summary)}
+
+
 Measure = Callable[[Unit], tuple[Any, dict[str, Any]]]
 MEASURES: dict[str, Measure] = {
     "attacked": _attacked,
     "selective": _selective,
     "timed": _timed,
     "pictured": _pictured,
+    "audited": _audited,
 }

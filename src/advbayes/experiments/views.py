@@ -335,6 +335,19 @@ def pictures(experiment: Experiment, scores: Scores, folder: Path) -> str:
     return "\n\n".join(out) + "\n\nGreen: the true class."
 
 
+def verdicts(experiment: Experiment, scores: Scores, folder: Path) -> str:
+    """Each row's level, and the mandatory checks that failed or did not run."""
+    body = []
+    for unit in scores.manifest["units"].values():
+        held = [each for each in scores.records if (each["row"], each["seed"]) == (unit["row"], unit["seed"])]
+        named = {
+            status: ", ".join(each["check"] for each in held if each["status"] == status and each["mandatory"])
+            for status in ("failed", "not run")
+        }
+        body.append([unit["row"], str(unit["seed"]), unit["level"], named["failed"], named["not run"], unit["verdict"]])
+    return _markdown(["row", "seed", "level", "failed", "not run", "in words"], body)
+
+
 def save_figure(path: Path, paint: Callable[[Any], None], size: tuple[float, float]) -> None:
     """The figure as SVG and as PNG, the same bytes for the same records."""
     import io
@@ -354,5 +367,5 @@ def save_figure(path: Path, paint: Callable[[Any], None], size: tuple[float, flo
 
 
 VIEWS: dict[str, Callable[[Experiment, Scores, Path], str]] = {
-    view.__name__: view for view in (attack_table, readings, front, curves, multi_step, effects, times, pictures)
+    view.__name__: view for view in (attack_table, readings, front, curves, multi_step, effects, times, pictures, verdicts)
 }
