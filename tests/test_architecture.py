@@ -64,7 +64,9 @@ def test_imports_go_strictly_downward(path: Path) -> None:
             below = parts[1] == own or ORDER.index(parts[1]) < ORDER.index(own)
             assert below, f"{path.name}:{line}: {own} imports {parts[1]}, which stands below it in the layout"
         elif own in CORE:
-            assert parts[0] in CORE_PACKAGES, f"{path.name}:{line} imports {name}: the core needs torch, numpy, safetensors, filelock alone"
+            assert parts[0] in CORE_PACKAGES, (
+                f"{path.name}:{line} imports {name}: the core needs torch, numpy, safetensors, filelock alone"
+            )
 
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from advbayes import checks
+from advbayes.seeds import SharedStarts
 from advbayes.tracing import is_tracing
 
 Bound = float | Tensor  # a Tensor broadcasts against the event
@@ -146,8 +147,14 @@ class Ball(ABC):
         """argmax <gradient, d> over norm(d / scale) <= step: the steepest move; zero where the gradient is."""
 
     @abstractmethod
+    def _offsets(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Moves drawn uniformly from the norm ball, of x's shape."""
+
     def random(self, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Points drawn uniformly from the norm ball around x, then clipped to the box."""
+        if isinstance(generator, SharedStarts) and generator.num_rows == len(x):
+            return self.shifted(x, self._offsets(x[:1], generator.start()).expand_as(x))
+        return self.shifted(x, self._offsets(x, generator))
 
     def sphere(self, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Points drawn from the edge of the ball (L2: every direction alike in units of the norm; Linf: its corners), then
@@ -216,14 +223,14 @@ class L2(Ball):
         direction = _normalised(gradient * unit)
         return _each(step, direction) * direction * unit
 
-    def random(self, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+    def _offsets(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
         radius = torch.rand(x.shape[0], generator=generator, dtype=x.dtype, device=x.device)
         free = x[0].numel() if self.mask is None else int(self.mask.expand(x.shape[1:]).sum())
         if self.mask is not None:
             noise = noise * self.mask.to(x.device)
         length = self.eps * radius ** (1.0 / max(free, 1))
-        return self.shifted(x, _each(length, x) * _normalised(noise) * self._unit(x))
+        return _each(length, x) * _normalised(noise) * self._unit(x)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -247,9 +254,9 @@ class Linf(Ball):
     def ascend(self, gradient: Tensor, step: float | Tensor) -> Tensor:
         return _each(step, gradient) * gradient.sign() * self._unit(gradient)
 
-    def random(self, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+    def _offsets(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         noise = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-        return self.shifted(x, self.eps * (2 * noise - 1) * self._unit(x))
+        return self.eps * (2 * noise - 1) * self._unit(x)
 
 
 def _normalised(d: Tensor) -> Tensor:

@@ -28,6 +28,30 @@ def generator_for(seed: int, purpose: str, step: int = 0, device: torch.device |
     return torch.Generator(device).manual_seed(seed_for(seed, purpose, step))
 
 
+class SharedStarts(torch.Generator):
+    """A generator with which `Ball.random` moves all `num_rows` examples of a batch alike, the same way each time.
+
+    An attack whose only randomness is its start is then a function of each example alone. All else
+    that is drawn from it is random as from any other generator, and moves its state.
+
+    >>> from advbayes import L2
+    >>> L2(1.0).random(torch.zeros(2, 3), generator=SharedStarts(2)).unique(dim=0).shape
+    torch.Size([1, 3])
+    """
+
+    num_rows: int
+
+    def __new__(cls, num_rows: int, device: torch.device | str = "cpu", seed: int = 0) -> SharedStarts:
+        made = super().__new__(cls, device)  # type: ignore[call-arg]
+        made.num_rows = num_rows
+        made.manual_seed(seed)
+        return made
+
+    def start(self) -> torch.Generator:
+        """What one start is drawn from."""
+        return generator_for(0, "start", device=self.device)
+
+
 class GlobalStream:
     """A stream of its own in the place of torch's global generator, which is left as it was.
 

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Categorical, Distribution
 
 from advbayes import checks
-from advbayes.attacks import PGD
+from advbayes.attacks import PGD, mode
 from advbayes.attacks.gradients import move
 from advbayes.channels.density import GaussianDensity
 from advbayes.channels.noise import Noise, add_noise, refuse_dirac
+from advbayes.seeds import SharedStarts
 from advbayes.types import Attack, Channel, Loss, Predictor
 
 
 @dataclass(frozen=True)
 class AttackChannel:
-    """x' = attack(x) + sigma * noise: an optimiser made probabilistic. At fixed theta its density is Gaussian around the attack.
+    """x' = attack(x) + sigma * noise: an optimiser made probabilistic, Gaussian around the attack at fixed theta.
+
+    Where an attack starts at random (its gradient vanishes at x), all examples take the same start,
+    so that the density is that of the samples; an attack that is random throughout has samples but no
+    density. Without labels a classifier is attacked at its likeliest class. A regression is attacked
+    at y = mean + sd or mean - sd, each with probability 1/2, the two-point rule for y ~ p(y | x, theta):
+    at its own mean it would have no gradient. The density is then a mixture of two Gaussians.
 
     >>> from advbayes import L2, one_step
     >>> AttackChannel(one_step(L2(1.0)), sigma=0.1).sigma
@@ -37,12 +45,19 @@ class AttackChannel:
     def sample(
         self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> Tensor:
+        y = drawn_labels(predict, x, generator) if y is None else y
         return add_noise(self.centre(predict, x, y, generator=generator), self.sigma, generator)
 
     def centre(
         self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
     ) -> Tensor:
         """The attack's output, before the noise. Attacks need gradients, whatever the mode they are called in."""
+        if not draws_noise_alone(self):
+            seed = int(torch.randint(1 << 62, (), generator=generator, device=x.device))
+            generator = SharedStarts(len(x), x.device, seed)
+        return self._attacked(predict, x, y, generator)
+
+    def _attacked(self, predict: Predictor, x: Tensor, y: Tensor | None, generator: torch.Generator | None) -> Tensor:
         if torch.is_grad_enabled():
             return self.attack(predict, x, y, generator=generator)
         with torch.enable_grad():
@@ -51,9 +66,37 @@ class AttackChannel:
     def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> GaussianDensity:
         if self.sigma == 0:
             refuse_dirac(self)
-        # A fixed generator: the centres of an attack with random starts are one draw, the same at every call.
-        generator = torch.Generator(x.device).manual_seed(0)
-        return GaussianDensity((0.0,), (self.centre(predict, x, y, generator=generator).detach(),), (self.sigma,))
+        labels = likely_labels(predict, x) if y is None else (y,)
+        starts = SharedStarts(len(x), x.device)
+        before = starts.get_state()
+        centres = tuple(self._attacked(predict, x, each, starts).detach() for each in labels)
+        if not torch.equal(starts.get_state(), before):
+            raise ValueError(
+                f"{self} has no density: its attack is random throughout, and not by one start alone. "
+                "Purify by simulation (SimulatedPurifier), which only needs samples"
+            )
+        num = len(centres)
+        return GaussianDensity((-math.log(num),) * num, centres, (self.sigma,) * num)
+
+
+def likely_labels(predict: Predictor, x: Tensor) -> tuple[Tensor, ...]:
+    """What stands for an absent y: the likeliest class, or mean + sd and mean - sd, equally likely."""
+    with torch.no_grad():
+        prediction = predict(x)
+    if isinstance(prediction, Categorical):
+        return (mode(prediction),)
+    mean, sd = prediction.mean, prediction.stddev
+    return mean + sd, mean - sd
+
+
+def drawn_labels(predict: Predictor, x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One of `likely_labels` for each example."""
+    labels = likely_labels(predict, x)
+    if len(labels) == 1:
+        return labels[0]
+    first = torch.rand(len(x), generator=generator, device=x.device) < 0.5
+    above, below = labels
+    return torch.where(first.view(-1, *[1] * (above.ndim - 1)), above, below)
 
 
 def draws_noise_alone(channel: Channel) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from advbayes.channels.attack import AttackChannel, draws_noise_alone, shifted_by
-from advbayes.channels.mixture import Mixture, systematic
+from advbayes.channels.mixture import Mixture, edge, systematic, with_losses
 from advbayes.channels.noise import noise_like
 from advbayes.types import Channel, Predictor
 
@@ -30,7 +30,7 @@ def draws(channel: Channel, x: Tensor, *, generator: torch.Generator | None = No
     torch.Size([4])
     """
     if isinstance(channel, Mixture):
-        if not channel._splits or not channel.stratified:
+        if not channel._splits or not channel.stratified or channel._holds_rows:
             return None
         offset, order = systematic(len(x), generator, x.device)
         return Draws(noise_like(x, generator), order, offset)
@@ -62,8 +62,7 @@ def sample_at(
     num, first = len(x), 0
     rows = torch.arange(num, device=x.device)
     bounds = [0.0, *channel._cumulated, 1.0]
-    inner = [(round(num * edge, 9) - drawn.offset).ceil().clamp(0, num) for edge in channel._cumulated]
-    edges: list[Tensor | int] = [0, *inner, num]
+    edges: list[Tensor | int] = [0, *(edge(num, share, drawn.offset) for share in channel._cumulated), num]
     out = x
     for members in channel._groups:
         last = first + len(members)
@@ -72,7 +71,8 @@ def sample_at(
         own, part = rows[low:high], slice(low, high)
         merged = channel.channels[members[0]]
         if len(members) > 1 and isinstance(merged, AttackChannel):
-            merged = channel._with_losses(members, torch.stack([own >= edge for edge in edges[first + 1 : last]]).sum(0))
+            index = torch.stack([own >= end for end in edges[first + 1 : last]]).sum(0)
+            merged = with_losses([channel.channels[k] for k in members], index)
         if high > low:
             moved = shifted_by(merged, predict, x[part], y[part], drawn.noise[part])
             mine = (own >= edges[first]) & (own < edges[last])

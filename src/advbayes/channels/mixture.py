@@ -7,13 +7,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import overload
 
 import torch
 from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks import PGD, PerExample
-from advbayes.channels.attack import AttackChannel, draws_noise_alone, shifted_by
+from advbayes.attacks.parts import on_rows as attack_on_rows
+from advbayes.channels.attack import AttackChannel, drawn_labels, draws_noise_alone, shifted_by
 from advbayes.channels.density import GaussianDensity, MixtureDensity
 from advbayes.channels.noise import Noise, noise_like
 from advbayes.types import Channel, Predictor
@@ -54,8 +56,7 @@ class Mixture:
         if self.stratified:
             offset, order = systematic(num, generator, device)
             u = float(offset)
-            inner = [min(num, max(0, math.ceil(round(num * edge, 9) - u))) for edge in self._cumulated]
-            return order, [0, *inner, num]
+            return order, [0, *(int(edge(num, share, u)) for share in self._cumulated), num]
         weights = torch.tensor([self.weights[k] for members in self._groups for k in members], dtype=torch.float64, device=device)
         component = torch.multinomial(weights, num, replacement=True, generator=generator)
         counts = torch.bincount(component, minlength=len(weights))
@@ -66,6 +67,8 @@ class Mixture:
     ) -> Tensor:
         if not len(x):
             return x.clone()
+        if y is None and self._has_attacks:
+            y = drawn_labels(predict, x, generator)
         order, edges = self._strata(len(x), generator, x.device)
         noise = noise_like(x, generator) if self._splits else None
         x_in, y_in = x.index_select(0, order), None if y is None else y.index_select(0, order)
@@ -75,7 +78,9 @@ class Mixture:
             first += len(members)
             start, stop = cuts[0], cuts[-1]
             if stop > start:
-                channel = self._merged(members, [b - a for a, b in itertools.pairwise(cuts)], x.device)
+                counts = [b - a for a, b in itertools.pairwise(cuts)]
+                own_losses = order[start:stop] if self._holds_rows else None
+                channel = self._merged(members, counts, x.device, own_losses)
                 inputs, rows = x_in[start:stop], None if y_in is None else y_in[start:stop]
                 if noise is None:
                     moved.append(channel.sample(predict, inputs, rows, generator=generator))
@@ -123,31 +128,30 @@ class Mixture:
     def _merged_before(self) -> dict[tuple[object, ...], Channel]:
         return {}
 
-    def _merged(self, members: list[int], counts: list[int], device: torch.device) -> Channel:
-        """The channel of one group, its examples in the members' order, each with its own component's losses."""
-        first = self.channels[members[0]]
-        if len(members) == 1 or not isinstance(first, AttackChannel) or not isinstance(first.attack, PGD):
-            return first
-        key = (members[0], *counts, device)
-        merged = self._merged_before.get(key)
-        if merged is None:
-            if len(self._merged_before) >= 64:  # stratified counts take a few values; those drawn iid take many
-                self._merged_before.clear()
-            index = torch.arange(len(members), device=device).repeat_interleave(torch.tensor(counts, device=device))
-            merged = self._merged_before[key] = self._with_losses(members, index)
-        return merged
+    @cached_property
+    def _has_attacks(self) -> bool:
+        return any(isinstance(channel, AttackChannel) for channel in self.channels)
 
-    def _with_losses(self, members: list[int], index: Tensor) -> AttackChannel:
-        """One attack channel for a group, example b with the losses of its member `index[b]`."""
-        first = self.channels[members[0]]
-        assert isinstance(first, AttackChannel)
-        assert isinstance(first.attack, PGD)
-        stages = [self.channels[k].attack.stages for k in members]  # type: ignore[attr-defined]
-        merged = tuple(
-            (PerExample(tuple(stage[i][0] for stage in stages), index), first.attack.stages[i][1])
-            for i in range(len(first.attack.stages))
-        )
-        return AttackChannel(replace(first.attack, stages=merged), first.sigma)
+    @cached_property
+    def _holds_rows(self) -> bool:
+        """Whether an attack's loss has an entry for each example of the batch, to go where the example goes."""
+        return on_rows(self, slice(0, 0)) is not self
+
+    def _merged(self, members: list[int], counts: list[int], device: torch.device, rows: Tensor | None = None) -> Channel:
+        """The channel of one group, its examples in the members' order, each with its own component's losses."""
+        channels = [self.channels[k] if rows is None else on_rows(self.channels[k], rows) for k in members]
+        if len(members) == 1 or not isinstance(channels[0], AttackChannel):
+            return channels[0]
+        key = (members[0], *counts, device)
+        merged = None if rows is not None else self._merged_before.get(key)
+        if merged is None:
+            index = torch.arange(len(members), device=device).repeat_interleave(torch.tensor(counts, device=device))
+            merged = with_losses(channels, index)
+            if rows is None:
+                if len(self._merged_before) >= 64:  # stratified counts take a few values; those drawn iid take many
+                    self._merged_before.clear()
+                self._merged_before[key] = merged
+        return merged
 
     def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> GaussianDensity | MixtureDensity:
         parts = [(w, c.density(predict, x, y)) for w, c in zip(self.weights, self.channels, strict=True) if w > 0]
@@ -159,6 +163,47 @@ class Mixture:
             tuple(centres for _, part in gaussian for centres in part.centres),
             tuple(scale for _, part in gaussian for scale in part.scales),
         )
+
+
+def on_rows(channel: Channel, rows: Tensor | slice) -> Channel:
+    """The channel of some of the examples: losses with an entry for each keep those of `rows`."""
+    if isinstance(channel, AttackChannel):
+        attack = attack_on_rows(channel.attack, rows)
+        return channel if attack is channel.attack else replace(channel, attack=attack)
+    if isinstance(channel, Mixture):
+        parts = tuple(on_rows(part, rows) for part in channel.channels)
+        same = all(new is old for new, old in zip(parts, channel.channels, strict=True))
+        return channel if same else replace(channel, channels=parts)
+    return channel
+
+
+def with_losses(channels: Sequence[Channel], index: Tensor) -> AttackChannel:
+    """One channel for attacks alike but for their losses: example b with the losses of channel `index[b]`."""
+    attacks = [channel.attack for channel in channels if isinstance(channel, AttackChannel)]
+    first = channels[0]
+    assert isinstance(first, AttackChannel)
+    assert isinstance(first.attack, PGD)
+    stages = [attack.stages for attack in attacks if isinstance(attack, PGD)]
+    merged = tuple(
+        (PerExample(tuple(stage[i][0] for stage in stages), index), steps) for i, (_, steps) in enumerate(first.attack.stages)
+    )
+    return AttackChannel(replace(first.attack, stages=merged), first.sigma)
+
+
+@overload
+def edge(num: int, share: float, offset: float) -> float: ...
+@overload
+def edge(num: int, share: float, offset: Tensor) -> Tensor: ...
+def edge(num: int, share: float, offset: float | Tensor) -> float | Tensor:
+    """Where a component ends in a batch of `num` whose strata begin at `offset`: ceil(num share - offset).
+
+    `share` is the weight of the components up to this one.
+
+    >>> edge(10, 0.25, 0.6), edge(10, 0.25, 0.4)
+    (2, 3)
+    """
+    at = round(num * share, 9) - offset
+    return at.ceil().clamp(0, num) if isinstance(at, Tensor) else min(num, max(0, math.ceil(at)))
 
 
 def systematic(num: int, generator: torch.Generator | None, device: torch.device) -> tuple[Tensor, Tensor]:
