@@ -66,11 +66,15 @@ class Unit:
 
 def run_unit(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
     """The unit's records, and its line of the manifest."""
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     torch.set_num_threads(1)
     records, info = MEASURES[unit.experiment.measure](unit)
     config = {key: value for key, value in unit.config.model_dump(mode="json").items() if value is not None}
-    about = {"config": config, "seconds": round(time.perf_counter() - began, 1), "commit": record()["commit"], **info}
+    spent = {
+        "seconds": round(time.perf_counter() - began, 1),
+        "processor_seconds": round(time.process_time() - worked, 1),
+    }
+    about = {"config": config, **spent, "commit": record()["commit"], **info}
     return [{"row": unit.row, "seed": unit.seed, **_rounded(each)} for each in records], about
 
 

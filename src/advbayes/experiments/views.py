@@ -35,7 +35,7 @@ def _preamble(experiment: Experiment, scores: Scores) -> str:
     made = scores.manifest
     missing = [row for row in experiment.rows if row not in scores.rows]
     lines = [
-        f"Seeds {', '.join(map(str, made['seeds']))}; {made['seconds']:.0f} s of one thread; commit "
+        f"Seeds {', '.join(map(str, made['seeds']))}; {made['seconds']:.0f} s in all; commit "
         f"{', '.join(made['commits'])}; {made['machine']}.",
     ]
     if missing:
