@@ -115,6 +115,10 @@ KEYS: dict[str, tuple[str, dict[str, str], Callable[[Any], Any], Any]] = {
     "bound": ("importance_weighted", {"num_channel": "3"}, None, None),
     "kl_weight": ("0", {}, None, None),
     "seed": ("5", {}, lambda t: t.seed, 5),
+    "feature_eps": ("a=0.3", {"norm": "linf"}, lambda t: [round(float(v), 3) for v in (t.scale * t.scaling.std)[:1]], [0.3]),
+    "fixed": ("a,b", {}, lambda t: t.mask.tolist(), [False, False, True]),
+    "features": ("c,a", {}, lambda t: t.feature_names, ("c", "a")),
+    "drop": ("b", {}, lambda t: t.feature_names, ("a", "c")),
     "num_train": ("20", {}, lambda t: Run(t.path).manifest["steps"], 2),
 }
 
@@ -144,6 +148,7 @@ def test_keys_of_the_data_and_of_regression(place: Path) -> None:
     for name, settings in {
         "fixed": {"target": "y", "noise_scale": "0.25"},
         "learned": {"target": "y"},
+        "each": {"target": "y", "noise_scale": "heteroscedastic"},
         "z": {"target": "z"},
         "both": {"target": "y,z"},
     }.items():
@@ -151,6 +156,10 @@ def test_keys_of_the_data_and_of_regression(place: Path) -> None:
     fixed, learned, z, both = (load_trained(place / f"data-{name}") for name in ("fixed", "learned", "z", "both"))
     assert fixed.model.likelihood.scale == 0.25  # type: ignore[attr-defined]
     assert learned.model.num_params == fixed.model.num_params + 1
+    each = load_trained(place / "data-each")
+    assert each.model.num_params == learned.model.num_params + 4  # an output more, instead of one scale
+    spread = each.predict()(torch.randn(5, 4, generator=torch.Generator().manual_seed(0))).variance
+    assert len(set(spread.tolist())) == 5
     assert (fixed.target_names, z.target_names, both.target_names) == (("y",), ("z",), ("y", "z"))
     (place / "digits.csv").write_text("a,b\n" + "\n".join(f"{i % 7},{i % 3}" for i in range(60)))
     for task in ("classification", "regression"):
@@ -203,6 +212,8 @@ def test_files_of_a_training(place: Path, tmp_path: Path, capsys: Printed) -> No
 
 # A flag, its value, and the attack under which it must change the adversarial examples.
 ATTACKING = {
+    "feature-eps": ("b=0.05", "pgd"),
+    "fixed": ("b", "pgd"),
     "attack": ("ent", "pgd"),
     "eps": ("0.9", "pgd"),
     "norm": ("linf", "pgd"),
@@ -223,7 +234,7 @@ def arrays(run: str, out: Path, **flags: str) -> dict[str, np.ndarray]:
         return dict(found)
 
 
-@shows("attack", "run", "out", *ATTACKING)
+@shows("attack", "run", "out", *(flag.replace("-", "_") for flag in ATTACKING))
 @pytest.mark.parametrize("flag", ATTACKING)
 def test_a_flag_changes_the_attack(run: str, tmp_path: Path, flag: str) -> None:
     value, attack = ATTACKING[flag]
@@ -234,12 +245,21 @@ def test_a_flag_changes_the_attack(run: str, tmp_path: Path, flag: str) -> None:
     assert not np.array_equal(plain["x_adv"], other["x_adv"])
     moved = np.linalg.norm(other["x_adv"] - other["x"], axis=1)
     wanted = {"eps": 0.9, "norm": 0.5 * 3**0.5}.get(flag, 0.5)
-    assert moved.max() == pytest.approx(wanted, rel=1e-3) if attack == "pgd" and flag != "attack" else moved.max() < 0.501
+    exact = attack == "pgd" and flag not in ("attack", "feature-eps")
+    assert moved.max() == pytest.approx(wanted, rel=1e-3) if exact else moved.max() < 0.501
     assert len(other["x"]) == (5 if flag == "num" else 12)
+    b = np.abs(other["x_adv"] - other["x"])[:, 1].max() * load_trained(run).scaling.std[1].item()  # type: ignore[union-attr]
+    assert b < 0.0501 if flag == "feature-eps" else (b == 0) == (flag == "fixed")
 
 
+@shows("evaluate", "fixed", "feature_eps")
 @shows("evaluate", "run", "attack", "eps", "norm", "steps", "restarts", "queries", "num", "thetas", "seed", "name", "json")
 def test_flags_of_an_evaluation_are_in_what_it_keeps(run: str, capsys: Printed) -> None:
+    fixed = told(capsys, ["evaluate", run, "--num", "4", "--attack", "pgd1", "--fixed", "b", "--feature-eps", "c=0.5"])
+    assert fixed["threat_model"][0]["raw"] | {"b": 0.0, "c": pytest.approx(0.5)} == fixed["threat_model"][0]["raw"]
+    said = load_evaluation(fixed["evaluation"]).config["attacks"]["pgd1"]
+    assert "mask=" in said
+    assert "scale=" in said
     argv = ["evaluate", run, "--attack", "pgd", "--attack", "random", "--eps", "0.2", "--eps", "0.6", "--norm", "linf"]
     argv += ["--steps", "3", "--restarts", "2", "--queries", "7", "--num", "9", "--thetas", "2", "--seed", "4", "--name", "kept"]
     found = told(capsys, argv)
@@ -278,7 +298,22 @@ def test_purification_is_evaluated_with_the_attacks_made_for_it(run: str, capsys
 # --- audit ----------------------------------------------------------------------------------------
 
 
-@shows("audit", "run", "tier", "eps", "norm", "undefended", "control_eps", "num", "thetas", "require", "seed", "json")
+@shows(
+    "audit",
+    "run",
+    "tier",
+    "fixed",
+    "feature_eps",
+    "eps",
+    "norm",
+    "undefended",
+    "control_eps",
+    "num",
+    "thetas",
+    "require",
+    "seed",
+    "json",
+)
 def test_flags_of_an_audit_reach_it(run: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
     seen: dict[str, Any] = {}
 
@@ -292,11 +327,13 @@ def test_flags_of_an_audit_reach_it(run: str, place: Path, monkeypatch: pytest.M
     assert (plain["tier"], plain["norm"], plain["threat_model"]["eps"]) == ("standard", "l2", 0.4)
     assert len(seen["predict"].thetas) == 20
     argv = ["audit", run, "--tier", "quick", "--eps", "0.3", "--norm", "linf", "--undefended", str(place / "control")]
-    argv += ["--control-eps", "3", "--num", "7", "--thetas", "2", "--seed", "5"]
+    argv += ["--fixed", "a", "--feature-eps", "b=2", "--control-eps", "3", "--num", "7", "--thetas", "2", "--seed", "5"]
     told(capsys, argv)
-    assert (seen["tier"], str(seen["ball"])[:9], seen["num"], seen["seed"]) == ("quick", "Linf(0.3)", 7, 5)
+    assert (seen["tier"], str(seen["ball"])[:8], seen["num"], seen["seed"]) == ("quick", "Linf(0.3", 7, 5)
     assert len(seen["predict"].thetas) == 2
     assert seen["control_ball"].eps == 3
+    assert seen["ball"].mask.tolist() == [False, True, True]
+    assert float(0.3 * seen["ball"].scale[1] * load_trained(run).scaling.std[1]) == pytest.approx(2)  # type: ignore[union-attr]
     assert seen["undefended"] is not None
     monkeypatch.setattr(Verdict, "level", property(lambda self: "C"))
     for wanted, code in (("A", 3), ("B", 3), ("C", 0)):
@@ -335,6 +372,17 @@ def test_flags_of_a_prediction(regression: str, place: Path, tmp_path: Path, cap
     assert json.loads((tmp_path / "p.json").read_text()) == found["0.9"]
     with np.load(tmp_path / "p.npz") as kept:
         assert kept["y"].tolist() == found["0.9"]["y"]
+
+
+@shows("predict", "threshold", "positive")
+def test_a_threshold_decides_between_two_classes(run: str, place: Path, capsys: Printed) -> None:
+    argv = ["predict", run, str(place / "kinds.csv")]
+    plain = told(capsys, argv)["predictions"]
+    level = sorted(plain["p(yes)"])[60]
+    found = told(capsys, [*argv, "--threshold", str(level), "--positive", "yes"])["predictions"]
+    assert found["class"].count("yes") == 20  # from the threshold on, the threshold included
+    assert found["p(yes)"] == plain["p(yes)"]
+    assert main([*argv, "--threshold", "0.5"]) == main([*argv, "--threshold", "0.5", "--positive", "maybe"]) == 2
 
 
 @shows("report", "run", "out", "title", "thetas", "json")
@@ -380,6 +428,36 @@ def test_flags_of_the_demo_reach_it(monkeypatch: pytest.MonkeyPatch, capsys: Pri
         ("x", {"seed": 3, "quick": True, "quiet": True}),
         ("demo-report", {"seed": 0, "quick": False, "quiet": False}),
     ]
+
+
+@shows("reproduce", "name", "preset", "seeds", "row", "jobs", "out", "changes", "num_test", "quiet")
+@shows("compare", "data", "defense", "seeds", "target", "eps", "jobs", "out", "changes", "num_test", "as_json", "quiet")
+def test_flags_of_experiments_reach_them(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
+    import advbayes.experiments.running
+    import advbayes.experiments.views
+
+    seen: list[Any] = []
+    written = tmp_path / "table.md"
+    written.write_text("the table")
+    monkeypatch.setattr(advbayes.experiments.running, "run", lambda *given, **more: seen.append((*given, more)) or tmp_path)
+    monkeypatch.setattr(advbayes.experiments.views, "write_views", lambda folder: written)
+    argv = ["reproduce", "wine", "--preset", "quick", "--seeds", "3,4", "--row", "MIX", "--jobs", "2", "--out", str(tmp_path)]
+    assert main([*argv, "--set", "epochs=3", "--num-test", "7", "--quiet"]) == 0
+    spec, out, more = seen[0]
+    assert (spec.name, spec.preset, spec.num_test, out) == ("wine", "quick", 7, tmp_path)
+    assert dict(spec.settings) == {"epochs": 3}
+    assert more == {"seeds": [3, 4], "rows": ["MIX"], "jobs": 2, "quiet": True}
+    argv = ["compare", "--data", str(place / "kinds.csv"), "--target", "kind", "--defense", "mix", "--defense", "at"]
+    argv += ["--seeds", "2", "--eps", "0.3", "--jobs", "2", "--out", str(tmp_path), "--set", "epochs=3", "--num-test", "7"]
+    capsys.readouterr()
+    assert told(capsys, argv)["table"] == str(written)
+    assert main([*argv, "--quiet"]) == 0
+    assert "the table" in capsys.readouterr().out
+    spec, out, more = seen[1]
+    assert (spec.num_test, spec.defenses, spec.task, spec.eps, out) == (7, ("mix", "at"), "classification", 0.3, tmp_path)
+    wanted = {"eps": 0.3, "epochs": 3, "data": str(place / "kinds.csv"), "target": "kind"}
+    assert dict(spec.settings) == wanted
+    assert more == {"seeds": [0, 1], "jobs": 2, "quiet": True}
 
 
 TRUSTING = {

@@ -34,6 +34,7 @@ MAX_TOML_BYTES = 1 << 20
 Positive = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
+Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=10_000)]
 
 
 class ConfigError(ValueError):
@@ -49,6 +50,8 @@ class RunConfig(BaseModel):
     root: Annotated[str | None, Field(description="Folder of the data sets (else ADVBAYES_DATA, then the cache)")] = None
     target: Annotated[str | None, Field(description="Target column of a .csv file, or Y1, Y2, both for energy")] = None
     task: Annotated[Literal["classification", "regression"] | None, Field(description="Of your own file, if not clear")] = None
+    features: Annotated[Names | None, Field(description="Feature columns of a .csv file (else all but the target)")] = None
+    drop: Annotated[Names, Field(description="Columns of a .csv file to leave out")] = ()
     num_train: Annotated[Count | None, Field(description="Use only the first so many training examples")] = None
 
     network: Annotated[str, Field(min_length=1, description="auto, conv, mlp, or module:factory of your own")] = "auto"
@@ -63,7 +66,10 @@ class RunConfig(BaseModel):
     prior_scale: Annotated[Positive, Field(description="Standard deviation of the prior on theta")] = 1.0
     init_scale: Annotated[Positive, Field(le=10, description="Initial standard deviation of the posterior")] = 0.02
     noise_scale: Annotated[
-        Positive | Literal["learned"], Field(description="Regression noise: a number (of the standardised target) or learned")
+        Positive | Literal["learned", "heteroscedastic"],
+        Field(
+            description="Regression noise: a number (of the standardised target), learned, or heteroscedastic: one for each input"
+        ),
     ] = "learned"
 
     defense: Annotated[
@@ -72,6 +78,10 @@ class RunConfig(BaseModel):
     ] = "mix"
     norm: Annotated[Literal["l2", "linf"], Field(description="Norm of the training adversary")] = "l2"
     eps: Annotated[NonNegative, Field(description="Budget of the training adversary, in the model's units")] = 1.0
+    feature_eps: Annotated[
+        Names, Field(description="Budgets of single features in their own units, name=number; the others have eps")
+    ] = ()
+    fixed: Annotated[Names, Field(description="Features that the attacker cannot change")] = ()
     sigma: Annotated[NonNegative, Field(description="Noise of the channel")] = 0.1
     attack_steps: Annotated[Count, Field(le=10_000, description="Steps of the pgd defense")] = 7
     beta: Annotated[NonNegative, Field(description="Weight of the TRADES or logit-pairing penalty")] = 6.0
@@ -108,6 +118,13 @@ class RunConfig(BaseModel):
         if suffix != ".csv" and self.target is not None and (self.data != "energy" or self.target not in ("Y1", "Y2", "both")):
             wanted = "must be Y1, Y2 or both for energy, a column's name for a .csv file, and left out otherwise"
             raise ValueError(f"target: {wanted}, got {self.target!r:.60} for {self.data!r}")
+        if suffix != ".csv" and (self.features is not None or self.drop):
+            raise ValueError(f"features, drop: must be left out unless the data are a .csv file, got {self.data!r}")
+        if self.features is not None and self.drop:
+            raise ValueError("features, drop: must not be given together, got both")
+        parse_feature_eps(self.feature_eps)
+        if self.feature_eps and self.eps == 0:
+            raise ValueError("eps: must be > 0 where feature_eps is given, got 0")
         if self.file is None and self.task is not None:
             raise ValueError(f"task: must be left out for the built-in {self.data!r}, got {self.task!r}")
         if self.network not in NETWORKS and not all(part.strip() for part in _halves(self.network)):
@@ -117,6 +134,25 @@ class RunConfig(BaseModel):
         if self.defense in ("os", "os50", "mix", "noise") and self.sigma == 0:
             raise ValueError(f"sigma: must be > 0 for defense {self.defense!r} (its channel is noisy), got 0")
         return self
+
+
+def parse_feature_eps(entries: tuple[str, ...]) -> dict[str, float]:
+    """Budgets by feature.
+
+    >>> parse_feature_eps(("age=5", "income=1e3"))
+    {'age': 5.0, 'income': 1000.0}
+    """
+    found = {}
+    for entry in entries:
+        name, _, text = entry.rpartition("=")
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not name or not 0 < value < float("inf"):
+            raise ValueError(f"feature_eps: must be name=number with a number > 0, got {entry!r:.60}")
+        found[name] = value
+    return found
 
 
 def _halves(network: str) -> tuple[str, str]:
@@ -134,7 +170,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     >>> make_config({"epochs": 5}).epochs
     5.0
     """
-    values = {key: tuple(value) if key == "hidden" and isinstance(value, list) else value for key, value in values.items()}
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:

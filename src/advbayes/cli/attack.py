@@ -9,7 +9,21 @@ import typer
 
 from advbayes.cli.screen import Json, Run, Thetas, Trust, emit, say
 from advbayes.cli.signals import watched
-from advbayes.cli.threat import Eps, Norm, Num, One, Queries, Restarts, Steps, attacks_for, ball_for, check_names, check_norm
+from advbayes.cli.threat import (
+    Eps,
+    FeatureEps,
+    Fixed,
+    Norm,
+    Num,
+    One,
+    Queries,
+    Restarts,
+    Steps,
+    attacks_for,
+    ball_for,
+    check_names,
+    check_norm,
+)
 
 HELP = """Attack test examples of a run and keep the arrays (x, x_adv, y; in the model's units).
 
@@ -32,6 +46,8 @@ def attack(
     attack: One = "pgd",
     eps: Eps = None,
     norm: Norm = None,
+    feature_eps: FeatureEps = None,
+    fixed: Fixed = None,
     steps: Steps = 50,
     restarts: Restarts = 1,
     queries: Queries = 500,
@@ -61,7 +77,7 @@ def attack(
     trained = load_trained(run, trusted=trust_network)
     data = prepare(config)
     x, y = data.x_test[:num], data.y_test[:num]
-    ball = ball_for(trained, norm, eps)
+    ball = ball_for(trained, norm, eps, fixed, feature_eps)
     method = attacks_for([attack], ball, trained.task, steps=steps, restarts=restarts, queries=queries)[attack]
     predict = trained.predict(thetas)
     parts = []
@@ -76,7 +92,7 @@ def attack(
     before, after = (float(score(predict, each, y, task)[name].mean()) for each in (x, x_adv))  # type: ignore[arg-type]
     with watched():
         _write(Path(out), {"x": x, "x_adv": x_adv, "y": y})
-    units = units_of(ball.eps, trained.scaling, trained.feature_names)
+    units = units_of(ball.eps, trained.scaling, trained.feature_names, ball.mask, ball.scale)
     label = "accuracy" if name == "correct" else "mean squared error (standardised)"
     if json:
         result = {"run": run, "out": out, "attack": attack, "norm": norm or trained.norm, "num": len(x), "threat_model": units}

@@ -8,7 +8,7 @@ import typer
 
 from advbayes.cli.screen import Json, Run, Thetas, Trust, emit, say
 from advbayes.cli.signals import watched
-from advbayes.cli.threat import Eps, Norm, ball_for, check_norm
+from advbayes.cli.threat import Eps, FeatureEps, Fixed, Norm, ball_for, check_norm
 
 HELP = """Check whether a run's robustness may be believed: each check with its figure, and a level from A to D.
 
@@ -34,6 +34,8 @@ def audit(
     tier: Annotated[str, typer.Option(metavar="quick|standard|full", help="How much to spend")] = "standard",
     eps: Eps = None,
     norm: Norm = None,
+    feature_eps: FeatureEps = None,
+    fixed: Fixed = None,
     undefended: Annotated[str | None, typer.Option(metavar="RUN", help="An undefended run on these data, as control")] = None,
     control_eps: Annotated[float | None, typer.Option(min=0, help="Budget that must break the undefended run")] = None,
     num: Annotated[int | None, typer.Option(min=2, help="Test examples to draw from (the tier says how many)")] = None,
@@ -64,7 +66,7 @@ def audit(
     trained = load_trained(run, trusted=trust_network)
     data = prepare(config)
     control = None if undefended is None else load_trained(undefended, trusted=trust_network).predict(thetas)
-    ball = ball_for(trained, norm, eps)
+    ball = ball_for(trained, norm, eps, fixed, feature_eps)
     with watched(), folder.lock():
         verdict = audit_run(
             folder,
@@ -75,10 +77,10 @@ def audit(
             num=num,
             num_thetas=thetas,
             undefended=control,
-            control_ball=None if control_eps is None else ball_for(trained, norm, control_eps),
+            control_ball=None if control_eps is None else ball_for(trained, norm, control_eps, fixed, feature_eps),
             seed=seed,
         )
-    units = units_of(ball.eps, trained.scaling, trained.feature_names)
+    units = units_of(ball.eps, trained.scaling, trained.feature_names, ball.mask, ball.scale)
     if json:
         emit({"run": run, "threat_model": units, "norm": norm or trained.norm, **verdict.json()})
     else:

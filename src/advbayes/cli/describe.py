@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from advbayes import store
 from advbayes.cli.scores import said_scores
 from advbayes.config import RunConfig
@@ -13,15 +16,26 @@ from advbayes.datasets import Standardize
 from advbayes.runs import Run
 
 
-def units_of(eps: float, scaling: Standardize | None, names: Sequence[str]) -> dict[str, Any]:
-    """eps in the model's units and, where the data were standardised, in each feature's own.
+def units_of(
+    eps: float,
+    scaling: Standardize | None,
+    names: Sequence[str],
+    mask: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> dict[str, Any]:
+    """eps in the model's units and, where the data were standardised, what each feature may change by in its own.
 
     >>> units_of(1.0, None, ())
     {'eps': 1.0, 'units': 'raw'}
     """
     if scaling is None:
         return {"eps": eps, "units": "raw"}
-    reach = scaling.raw_eps(eps).reshape(-1).tolist()
+    raw = scaling.raw_eps(eps).reshape(-1)
+    if scale is not None:
+        raw = raw * scale
+    if mask is not None:
+        raw = raw * mask
+    reach = raw.tolist()
     labels = names if len(names) == len(reach) else [f"feature {number}" for number in range(len(reach))]
     return {"eps": eps, "units": "standardised", "raw": {str(label): each for label, each in zip(labels, reach, strict=True)}}
 
@@ -30,7 +44,7 @@ def said_units(units: dict[str, Any]) -> str:
     """The same in one line."""
     if "raw" not in units:
         return f"eps = {units['eps']:g} in the data's own units"
-    parts = [f"{name} {value:.3g}" for name, value in units["raw"].items()]
+    parts = [f"{name} {value:.3g}" if value else f"{name} fixed" for name, value in units["raw"].items()]
     shown = ", ".join(parts[:8]) + (f", and {len(parts) - 8} more" if len(parts) > 8 else "")
     return f"eps = {units['eps']:g} standardised (standard deviations), that is in raw units: {shown}"
 
@@ -53,7 +67,9 @@ def described_run(run: Run) -> dict[str, Any]:
     if run.model_path.exists():
         _, documents, scaling = _bundle(run.model_path)
         names = documents.get("extra", {}).get("feature_names", ())
-        result["threat_model"] = units_of(config.eps, scaling, names) | {"norm": config.norm}
+        threat = documents.get("threat_model") or {}
+        mask, scale = (None if threat.get(key) is None else torch.tensor(threat[key]) for key in ("mask", "scale"))
+        result["threat_model"] = units_of(config.eps, scaling, names, mask, scale) | {"norm": config.norm}
     return result
 
 

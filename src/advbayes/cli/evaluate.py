@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,8 @@ from advbayes.cli.screen import Json, Run, Thetas, Trust, emit, say, table
 from advbayes.cli.signals import watched
 from advbayes.cli.threat import (
     DEFAULTS,
+    FeatureEps,
+    Fixed,
     Many,
     Norm,
     Num,
@@ -53,6 +56,8 @@ def evaluate(
         list[float] | None, typer.Option("--eps", min=0, help="Budget in the model's units; repeat it for a curve")
     ] = None,
     norm: Norm = None,
+    feature_eps: FeatureEps = None,
+    fixed: Fixed = None,
     steps: Steps = 50,
     restarts: Restarts = 1,
     queries: Queries = 500,
@@ -90,8 +95,10 @@ def evaluate(
     trained = load_trained(run, trusted=trust_network)
     data = prepare(config)
     radii = sorted(set(eps)) if eps else [trained.eps]
-    ball = ball_for(trained, norm, max(radii))
+    ball = ball_for(trained, norm, max(radii), fixed, feature_eps)
     settings = f"{'-'.join(names)}-{norm or trained.norm}-{'-'.join(f'{r:g}' for r in radii)}"
+    if feature_eps or fixed:
+        settings += f"-{hashlib.sha256(repr((feature_eps, fixed)).encode()).hexdigest()[:8]}"
     settings += f"-s{steps}-r{restarts}-q{queries}-n{num}-t{thetas}-seed{seed}"
     place = folder.path / "evaluation" / (name or settings)
     attacks = attacks_for(names, ball, trained.task, steps=steps, restarts=restarts, queries=queries)
@@ -117,7 +124,7 @@ def evaluate(
             for where, predictors, method in jobs
         ]
     found = merged(measured)
-    units = [units_of(radius, trained.scaling, trained.feature_names) for radius in radii]
+    units = [units_of(radius, trained.scaling, trained.feature_names, ball.mask, ball.scale) for radius in radii]
     result = found.table()
     if json:
         emit({"run": run, "evaluation": str(place), "threat_model": units, "norm": norm or trained.norm, **result.json()})

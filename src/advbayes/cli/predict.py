@@ -31,19 +31,27 @@ def predict(
     out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="A new .csv, .npz or .json file; else a table")] = None,
     thetas: Thetas = 20,
     level: Annotated[float, typer.Option(min=0.01, max=0.999, help="Of the intervals (regression)")] = 0.9,
+    threshold: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Answer --positive from this probability on (two classes)")
+    ] = None,
+    positive: Annotated[str | None, typer.Option(metavar="CLASS", help="The class that --threshold is about")] = None,
     trust_network: Trust = False,
     json: Json = False,
 ) -> None:
     from advbayes.cli.files import check_new
-    from advbayes.cli.predicting import read_inputs, tabulate, write_columns
+    from advbayes.cli.predicting import decide, read_inputs, tabulate, write_columns
     from advbayes.config import ConfigError
     from advbayes.runs import load_trained
 
     if Path(input).suffix.lower() not in (".csv", ".npz"):
         raise ConfigError(f"INPUT: must be a .csv or .npz file, got {input!r}")
+    if (threshold is None) != (positive is None):
+        raise ConfigError("threshold, positive: must be given together, got one of them")
     check_new("out", out, (".csv", ".npz", ".json"))
     trained = load_trained(model, trusted=trust_network)
     columns = tabulate(trained, read_inputs(trained, Path(input)), num_thetas=thetas, level=level)
+    if threshold is not None and positive is not None:
+        decide(columns, trained.class_names, positive, threshold)
     num = len(next(iter(columns.values())))
     if out is not None:
         with watched():

@@ -81,12 +81,27 @@ def _classes(prediction: Categorical, names: tuple[str, ...]) -> Columns:
     return columns | {f"p({name})": probs[:, index].tolist() for index, name in enumerate(names)}
 
 
+def decide(columns: Columns, names: tuple[str, ...], positive: str, threshold: float) -> None:
+    """Answer the positive class wherever its probability reaches the threshold, the other one elsewhere.
+
+    >>> columns = {"class": ["no", "no"], "p(no)": [0.9, 0.6], "p(yes)": [0.1, 0.4]}
+    >>> decide(columns, ("no", "yes"), "yes", 0.4)
+    >>> columns["class"]
+    ['no', 'yes']
+    """
+    if len(names) != 2 or positive not in names:
+        raise ConfigError(f"positive: must be one of two classes, got {positive!r}; the model's are {', '.join(names) or 'none'}")
+    other = names[1 - names.index(positive)]
+    columns["class"] = [positive if value >= threshold else other for value in columns[f"p({positive})"]]
+
+
 def _numbers(prediction: Any, trained: Trained, level: float) -> Columns:
     """Mean, standard deviation and the central interval from the predictive's own quantiles, in the target's unit."""
     edges = [metrics.quantile(prediction, 0.5 + sign * level / 2) for sign in (-1, 1)]
     found = [value.reshape(len(value), -1) for value in (prediction.mean, prediction.variance.sqrt(), *edges)]  # each (B, D)
-    if trained.scaling is not None and trained.scaling.target_std is not None:
-        shift, spread = (value.reshape(-1) for value in (trained.scaling.target_mean, trained.scaling.target_std))
+    shift, spread = (None, None) if trained.scaling is None else (trained.scaling.target_mean, trained.scaling.target_std)
+    if shift is not None and spread is not None:
+        shift, spread = shift.reshape(-1), spread.reshape(-1)
         found = [value * spread + (0 if index == 1 else shift) for index, value in enumerate(found)]
     num = found[0].shape[1]
     names = trained.target_names if len(trained.target_names) == num else [f"y{index}" for index in range(num)]

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from advbayes.cli.screen import Json, emit, say
+from advbayes.cli.signals import watched
 
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Units side by side, one thread each")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress")]
@@ -54,7 +55,9 @@ def reproduce(
             say(str(write_views(manifest.parent)))
         return 0
     spec = Spec(name, preset, _settings(changes), num_test)
-    say(str(write_views(run(spec, out, seeds=_seeds(seeds), rows=row, jobs=jobs, quiet=quiet))))
+    with watched():
+        table = write_views(run(spec, out, seeds=_seeds(seeds), rows=row, jobs=jobs, quiet=quiet))
+    say(str(table))
     return 0
 
 
@@ -89,7 +92,8 @@ def compare(
     settings = {"eps": eps, **_settings(changes), "data": place, **({} if target is None else {"target": target})}
     task = prepare(make_config(settings)).dataset.task
     spec = Spec(f"compare-{Path(data).stem}", "paper", settings, num_test, tuple(defense), task, eps)
-    table = write_views(run(spec, out, seeds=_seeds(seeds), jobs=jobs, quiet=quiet or as_json))
+    with watched():
+        table = write_views(run(spec, out, seeds=_seeds(seeds), jobs=jobs, quiet=quiet or as_json))
     if as_json:
         emit({"table": str(table), "records": str(table.with_name("records.jsonl.gz"))})
     else:

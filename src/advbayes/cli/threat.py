@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from advbayes.config import ATTACKS, ConfigError
+from advbayes.config import ATTACKS, ConfigError, parse_feature_eps
 
 if TYPE_CHECKING:
     from advbayes.balls import Ball
@@ -23,6 +23,13 @@ def _complete(incomplete: str) -> list[tuple[str, str]]:
 
 Eps = Annotated[float | None, typer.Option("--eps", min=0, help="Budget in the model's units (else the run's training budget)")]
 Norm = Annotated[str | None, typer.Option("--norm", metavar="l2|linf", help="Norm (else the run's)")]
+Fixed = Annotated[
+    list[str] | None, typer.Option("--fixed", metavar="NAME", help="A feature that the attacker cannot change; repeat it")
+]
+FeatureEps = Annotated[
+    list[str] | None,
+    typer.Option("--feature-eps", metavar="NAME=NUMBER", help="Budget of a feature in its own unit; repeat it"),
+]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Steps of iterative attacks")]
 Restarts = Annotated[int, typer.Option("--restarts", min=1, help="Restarts of iterative attacks")]
 Queries = Annotated[int, typer.Option("--queries", min=1, help="Queries of attacks without gradients")]
@@ -59,11 +66,31 @@ def check_norm(norm: str | None) -> None:
         raise ConfigError(f"norm: must be one of l2, linf, got {norm!r}")
 
 
-def ball_for(trained: Trained, norm: str | None, eps: float | None) -> Ball:
+def ball_for(
+    trained: Trained,
+    norm: str | None,
+    eps: float | None,
+    fixed: Sequence[str] | None = None,
+    feature_eps: Sequence[str] | None = None,
+) -> Ball:
     """The ball that is asked for, or the one trained against, within the data's box."""
     from advbayes.runs import make_ball
+    from advbayes.runs.building import reach_of
 
-    return make_ball(norm or trained.norm, trained.eps if eps is None else eps, trained.box)
+    eps = trained.eps if eps is None else eps
+    budgets = _budgets(feature_eps)
+    if budgets and eps == 0:
+        raise ConfigError("eps: must be > 0 where feature_eps is given, got 0")
+    mask, scale = reach_of(trained.feature_names, trained.scaling, eps, fixed or (), budgets)
+    mask, scale = (mask if fixed else trained.mask), (scale if budgets else trained.scale)
+    return make_ball(norm or trained.norm, eps, trained.box, mask, scale)
+
+
+def _budgets(entries: Sequence[str] | None) -> dict[str, float]:
+    try:
+        return parse_feature_eps(tuple(entries or ()))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def attacks_for(

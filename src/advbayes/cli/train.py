@@ -14,9 +14,9 @@ from advbayes.cli.signals import Finishing
 from advbayes.config import ConfigError, RunConfig, make_config, read_toml
 
 PANELS = {
-    "Data": ("data", "root", "target", "task", "num_train"),
+    "Data": ("data", "root", "target", "task", "features", "drop", "num_train"),
     "Model": ("network", "hidden", "posterior", "members", "rank", "prior_scale", "init_scale", "noise_scale"),
-    "Defense": ("defense", "norm", "eps", "sigma", "attack_steps", "beta", "adversary_lr"),
+    "Defense": ("defense", "norm", "eps", "feature_eps", "fixed", "sigma", "attack_steps", "beta", "adversary_lr"),
     "Training": (
         *("epochs", "batch_size", "lr", "decay", "num_theta", "num_channel", "bound", "kl_weight"),
         *("seed", "compile", "threads", "checkpoint_every"),
@@ -116,7 +116,7 @@ def parse(key: str, text: Any) -> Any:
         return text
     kinds = _kinds(RunConfig.model_fields[key].annotation)
     if tuple in kinds:
-        return [_number(part.strip(), [int]) for part in text.split(",") if part.strip()]
+        return [_number(part.strip(), [int] if key == "hidden" else []) for part in text.split(",") if part.strip()]
     return _number(text, kinds)
 
 
@@ -206,4 +206,4 @@ def _command() -> Any:
 
 
 def _metavar(kinds: list[Any]) -> str:
-    return "N,N,..." if tuple in kinds else "NUMBER" if float in kinds else "N" if int in kinds else "TEXT"
+    return "LIST" if tuple in kinds else "NUMBER" if float in kinds else "N" if int in kinds else "TEXT"

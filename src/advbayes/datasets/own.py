@@ -32,6 +32,7 @@ def from_csv(
     *,
     task: str | None = None,  # absent: text targets are classes, numeric ones are regressed on
     features: Sequence[str] | None = None,  # absent: every other column
+    drop: Sequence[str] = (),  # columns that are neither
     header: Sequence[str] | None = None,  # the columns of a file that does not name them
     delimiter: str | None = None,  # absent: , or ; or tab, whichever divides the header most
     seed: int = 0,
@@ -53,9 +54,13 @@ def from_csv(
     if task is not None:
         choice("task", task, _TASKS)
     data = read_plain(path, count("max_bytes", max_bytes))
+    if set(drop) & {*targets, *(features or ())}:
+        raise ValueError(
+            f"drop must name neither the target nor a feature, got {sorted(set(drop) & {*targets, *(features or ())})}"
+        )
     if features is not None and set(features) & set(targets):
         raise ValueError(f"features must not contain the target, got {sorted(set(features) & set(targets))}")
-    table = parse_table(data, str(path), header=header, text=targets, numbers=features, delimiter=delimiter)
+    table = parse_table(data, str(path), header=header, text=(*targets, *drop), numbers=features, delimiter=delimiter)
     if not table.columns:
         raise DataError(problem(path, "a column besides the target", "none", "Check the delimiter."))
     numeric = [[finite_number(cell) for cell in table.text[name]] for name in targets]

@@ -6,7 +6,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from advbayes.attacks import entropy, margin, nll, one_step, pgd, squared_error
 from advbayes.balls import L2, Ball, Linf
 from advbayes.channels import AttackChannel, Learned, Mixture, Noise
-from advbayes.config import ConfigError, RunConfig
+from advbayes.config import ConfigError, RunConfig, parse_feature_eps
 from advbayes.datasets import Dataset, Standardize, from_csv, from_npz, load_dataset
 from advbayes.evaluation.inputs import warn_units
-from advbayes.likelihoods import Categorical, Gaussian
+from advbayes.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian
 from advbayes.model import BayesianModel
 from advbayes.networks import ConvGenerator, FullyConnectedGenerator, conv_net, mlp
 from advbayes.objectives import ChannelELBO, LogitPairing, Penalty, Trades
@@ -44,6 +44,8 @@ class Prepared:
     x_test: Tensor
     y_test: Tensor
     scaling: Standardize | None
+    mask: Tensor | None = None  # features that the attacker may change; None: all
+    scale: Tensor | None = None  # how much more or less than eps each may change; None: all alike
 
     @property
     def box(self) -> tuple[float, float] | None:
@@ -63,7 +65,7 @@ def prepare(config: RunConfig, *, downloading: Downloading | None = None) -> Pre
     elif path.suffix.lower() == ".csv":
         assert config.target is not None
         target = config.target if "," not in config.target else config.target.split(",")
-        dataset = from_csv(path, target=target, task=config.task, seed=config.seed)
+        dataset = from_csv(path, target=target, task=config.task, features=config.features, drop=config.drop, seed=config.seed)
     else:
         dataset = from_npz(path, task=config.task, seed=config.seed)
     scaling = dataset.scaling
@@ -73,7 +75,37 @@ def prepare(config: RunConfig, *, downloading: Downloading | None = None) -> Pre
         x_train, x_test = scaling.transform(x_train), scaling.transform(x_test)
         if dataset.task == "regression":
             y_train, y_test = scaling.transform_target(y_train), scaling.transform_target(y_test)
-    return Prepared(dataset, x_train, y_train, x_test, y_test, scaling)
+    mask, scale = reach_of(dataset.feature_names, scaling, config.eps, config.fixed, parse_feature_eps(config.feature_eps))
+    return Prepared(dataset, x_train, y_train, x_test, y_test, scaling, mask, scale)
+
+
+def reach_of(
+    names: Sequence[str],
+    scaling: Standardize | None,
+    eps: float,
+    fixed: Sequence[str],
+    feature_eps: Mapping[str, float],  # in raw units
+) -> tuple[Tensor | None, Tensor | None]:
+    """Mask and scale of the ball: which features may change, and by how much of eps.
+
+    >>> scaling = Standardize(torch.zeros(2), torch.tensor([1.0, 10.0]))
+    >>> reach_of(("a", "b"), scaling, 0.5, ["a"], {"b": 10.0})
+    (tensor([False,  True]), tensor([1., 2.]))
+    """
+    for key, given in (("fixed", fixed), ("feature_eps", feature_eps)):
+        if unknown := [name for name in given if name not in names]:
+            there = ", ".join(names[:20]) if names else "none with a name"
+            raise ConfigError(f"{key}: must name features of the data, got {', '.join(unknown)}; there are {there}")
+    mask = torch.tensor([name not in fixed for name in names]) if fixed else None
+    if mask is not None and not bool(mask.any()):
+        raise ConfigError("fixed: must leave at least one feature that the attacker may change, got all of them")
+    if not feature_eps:
+        return mask, None
+    std = torch.ones(len(names)) if scaling is None else scaling.std.reshape(-1).float()
+    own = [
+        feature_eps[name] / (eps * float(spread)) if name in feature_eps else 1.0 for name, spread in zip(names, std, strict=True)
+    ]
+    return mask, torch.tensor(own)
 
 
 def build_net(config: RunConfig, data: Prepared, *, trusted: bool = False) -> nn.Module:
@@ -87,6 +119,8 @@ def build_net(config: RunConfig, data: Prepared, *, trusted: bool = False) -> nn
     dataset, event = data.dataset, tuple(data.x_train.shape[1:])
     images = len(event) == 3
     outputs = len(dataset.class_names) if dataset.task == "classification" else max(1, data.y_train[0].numel())
+    if dataset.task == "regression" and config.noise_scale == "heteroscedastic":
+        outputs *= 2  # means, then log-scales
     kind = ("conv" if images and event[1] == event[2] >= 4 else "mlp") if config.network == "auto" else config.network
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_for(config.seed, "network"))
@@ -136,6 +170,8 @@ def build_model(config: RunConfig, data: Prepared, *, trusted: bool = False) -> 
     outputs = 1 if data.y_train.ndim == 1 else data.y_train.shape[1]
     if data.dataset.task == "classification":
         model = BayesianModel(net, Categorical(), config.prior_scale)
+    elif config.noise_scale == "heteroscedastic":
+        model = BayesianModel(net, HeteroscedasticGaussian(), config.prior_scale)
     elif config.noise_scale == "learned":
         model = BayesianModel(net, Gaussian(1.0, learned=True, num_outputs=outputs), config.prior_scale)
     else:
@@ -149,13 +185,19 @@ def build_model(config: RunConfig, data: Prepared, *, trusted: bool = False) -> 
     return model, posteriors[config.posterior]()
 
 
-def make_ball(norm: str, eps: float, box: tuple[float, float] | None = None) -> Ball:
+def make_ball(
+    norm: str,
+    eps: float,
+    box: tuple[float, float] | None = None,
+    mask: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> Ball:
     """The ball of a named norm.
 
     >>> make_ball("linf", 0.1, (0, 1))
     Linf(0.1, box=(0, 1))
     """
-    return L2(eps, box=box) if norm == "l2" else Linf(eps, box=box)
+    return (L2 if norm == "l2" else Linf)(eps, box=box, scale=scale, mask=mask)
 
 
 def build_defense(config: RunConfig, data: Prepared) -> tuple[Channel, ChannelELBO]:
@@ -167,7 +209,7 @@ def build_defense(config: RunConfig, data: Prepared) -> tuple[Channel, ChannelEL
     Noise(sigma=0.5)
     """
     regression = data.dataset.task == "regression"
-    ball = make_ball(config.norm, config.eps)
+    ball = make_ball(config.norm, config.eps, mask=data.mask, scale=data.scale)
     if config.defense not in ("none", "noise"):
         warn_units(ball, data.x_train, "the training adversary")
     main = squared_error if regression else nll

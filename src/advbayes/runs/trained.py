@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from advbayes import store
@@ -39,6 +40,8 @@ class Trained:
     eps: float
     defense: str
     seed: int
+    mask: Tensor | None = None
+    scale: Tensor | None = None
 
     def thetas(self, num: int = 20) -> Tensor:
         """The thetas that predictions use, keyed by the run's seed."""
@@ -83,6 +86,8 @@ def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trai
         eps=float(threat.get("eps", 0.0)),
         defense=str(extra.get("defense", "model")),
         seed=int(extra.get("seed", 0)),
+        mask=None if threat.get("mask") is None else torch.tensor(threat["mask"], dtype=torch.bool),
+        scale=None if threat.get("scale") is None else torch.tensor(threat["scale"], dtype=torch.float32),
     )
 
 

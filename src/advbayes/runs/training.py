@@ -98,7 +98,13 @@ def train(
         channel=channel,
         scaling=None if data.scaling is None else data.scaling.to_dict(),
         class_names=data.dataset.class_names or None,
-        threat_model={"norm": config.norm, "eps": config.eps, "box": None if data.box is None else list(data.box)},
+        threat_model={
+            "norm": config.norm,
+            "eps": config.eps,
+            "box": None if data.box is None else list(data.box),
+            "mask": None if data.mask is None else data.mask.tolist(),
+            "scale": None if data.scale is None else data.scale.tolist(),
+        },
         extra=_extra(config, data),
     )
     predict = PosteriorPredictive(model, thetas_of(posterior, 20, config.seed))
