@@ -137,7 +137,7 @@ def hostile(folder: Path, canary: Path) -> dict[str, Path]:
 
     def as_file(name: str, contents: dict[str, bytes], **changes: object) -> None:
         manifest, files = sealed(contents, **changes)
-        target(name).write_bytes(b"".join(archive.pack({"manifest.json": manifest, **files}, name)))
+        target(name).write_bytes(archive.pack({"manifest.json": manifest, **files}, name))
 
     def as_folder(name: str, contents: dict[str, bytes], **changes: object) -> Path:
         manifest, files = sealed(contents, **changes)

@@ -43,7 +43,6 @@ from advbayes.networks import ConvGenerator, FullyConnectedGenerator, conv_net, 
 from advbayes.store import (
     StoreError,
     archive,
-    export_program,
     kinds,
     load,
     read_bundle,
@@ -434,7 +433,7 @@ def test_random_bundles_give_typed_errors_or_models(tmp_path: Path) -> None:
     for _ in range(500):  # the reliability script goes on for longer
         manifest, changed = faults.sealed(faults.mutated(files, draw))
         path = tmp_path / "x.advbayes"
-        path.write_bytes(b"".join(archive.pack({"manifest.json": manifest, **changed}, "x")))
+        path.write_bytes(archive.pack({"manifest.json": manifest, **changed}, "x"))
         try:
             load(path)
         except StoreError:
@@ -465,55 +464,3 @@ def test_a_future_schema_is_refused_clearly(tmp_path: Path) -> None:
     (tmp_path / "m" / "manifest.json").write_bytes(faults.sealed({}, schema=7, parts={"x.arrow": 1})[0])
     with pytest.raises(StoreError, match=r"manifest\.json: wanted schema 1, got 7 \(written by a newer advbayes: update"):
         load(tmp_path / "m")
-
-
-# Export
-
-
-@pytest.mark.parametrize(
-    ("net", "likelihood", "shape"),
-    [
-        (conv_net(3, size=8), Categorical(), (1, 8, 8)),
-        (mlp(3, 2, hidden=(4,)), Gaussian(0.5, learned=True, num_outputs=2), (3,)),
-    ],
-    ids=["classes", "numbers"],
-)
-def test_exported_program_is_the_predictive(tmp_path: Path, net: nn.Module, likelihood: Any, shape: tuple[int, ...]) -> None:
-    model = BayesianModel(net, likelihood)
-    predict = PosteriorPredictive(model, MeanField(model, init_scale=0.3).sample(4, generator=seeded()))
-    export_program(predict, tmp_path / "p.pt2", torch.randn(3, *shape))
-    x = torch.randn(7, *shape)
-    outputs = torch.export.load(tmp_path / "p.pt2").module()(x)
-    prediction: Any = predict(x)
-    wanted = (prediction.logits,) if isinstance(likelihood, Categorical) else (prediction.mean, prediction.variance)
-    torch.testing.assert_close(tuple(outputs), wanted, rtol=1e-4, atol=1e-5)
-    with pytest.raises(StoreError, match=r"wanted a name that ends in \.pt2"):
-        export_program(predict, tmp_path / "p.pkl", x)
-    with pytest.raises(ValueError, match="x must be an example batch of at least two"):
-        export_program(predict, tmp_path / "p.pt2", x[:1])
-
-
-def test_exported_onnx_is_the_predictive(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    runtime = pytest.importorskip("onnxruntime")
-    model = BayesianModel(mlp(3, 2, hidden=(4,)), Categorical())
-    predict = PosteriorPredictive(model, MeanField(model, init_scale=0.3).sample(3, generator=seeded()))
-    export_program(predict, tmp_path / "p.onnx", torch.randn(3, 3))
-    session = runtime.InferenceSession(str(tmp_path / "p.onnx"))
-    x = torch.randn(7, 3)
-    (outputs,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.as_tensor(outputs), predict(x).logits)  # type: ignore[attr-defined]
-
-
-def test_a_wrong_export_is_not_written(tmp_path: Path) -> None:
-    model = BayesianModel(mlp(3, 2, hidden=(4,)), Categorical())
-    counter = [0.0]
-
-    class Drifting(PosteriorPredictive):
-        def __call__(self, x: Tensor) -> Any:
-            counter[0] += 1  # baked in at its value while it is traced
-            return super().__call__(x * counter[0])
-
-    with pytest.raises(StoreError, match="wanted the predictive within"):
-        export_program(Drifting(model, model.initial_theta().unsqueeze(0)), tmp_path / "p.pt2", torch.randn(3, 3))
-    assert not list(tmp_path.iterdir())

@@ -40,7 +40,7 @@ def main() -> None:
         while time.time() - start < seconds:
             kind = draw.choice(("parts", "parts", "parts", "archive"))
             manifest, files = faults.sealed(faults.mutated(parts, draw) if kind == "parts" else parts)
-            data = b"".join(archive.pack({"manifest.json": manifest, **files}, "x"))
+            data = archive.pack({"manifest.json": manifest, **files}, "x")
             if kind == "archive":
                 whole = data
                 for _ in range(draw.randint(1, 4)):

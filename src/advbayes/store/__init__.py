@@ -3,7 +3,6 @@
 from .bundle import Bundle, load, model_file, save
 from .documents import JSON, read_document, write_document
 from .errors import DiskFullError, LockedError, MissingError, StoreError
-from .export import export_program
 from .files import write_bytes
 from .lock import Lock, claim
 from .manifest import SCHEMA, Manifest, Part, versions
@@ -26,7 +25,6 @@ __all__ = [
     "RecordLog",
     "StoreError",
     "claim",
-    "export_program",
     "load",
     "model_file",
     "read_bundle",

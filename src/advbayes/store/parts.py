@@ -11,11 +11,8 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
@@ -23,7 +20,7 @@ from . import archive, documents, tensors
 from . import manifest as manifests
 from .documents import JSON
 from .errors import MissingError, StoreError
-from .files import create, discard, opened, pieces_at, read_bytes, room, staged, sweep, sync_folder
+from .files import create, discard, opened, pieces_at, read_at, read_bytes, room, staged, sweep, sync_folder
 from .lock import Lock
 from .manifest import MAX_PARTS, NAME, PART, SCHEMA, Manifest, Part, check_digest, versions
 
@@ -32,31 +29,6 @@ MAX_BYTES = 1 << 33
 _MANIFEST = "manifest.json"
 _LARGE = 1 << 26  # parts above this are hashed once before they are held in memory
 _WAIT = 60.0  # seconds to wait for another writer of the same folder
-
-
-class _Container(Protocol):
-    """Where the parts are: a folder or an archive."""
-
-    def sizes(self) -> dict[str, int]: ...
-
-    def pieces(self, name: str) -> Iterator[bytes]: ...
-
-
-@dataclass(frozen=True)
-class _Folder:
-    path: Path
-    names: tuple[str, ...]
-
-    def sizes(self) -> dict[str, int]:
-        found = {}
-        for name in self.names:
-            with opened(self.path / name) as (_, size):
-                found[name] = size
-        return found
-
-    def pieces(self, name: str) -> Iterator[bytes]:
-        with opened(self.path / name) as (descriptor, size):
-            yield from pieces_at(self.path / name, descriptor, 0, size)
 
 
 def write_bundle(
@@ -137,8 +109,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     ...     [part.name for part in read_manifest(f"{folder}/a").parts]
     ['config.json']
     """
-    with _opened_bundle(Path(path), MAX_BYTES) as (manifest, _):
-        return manifest
+    return _opened(Path(path), MAX_BYTES)[0]
 
 
 def _plain(target: Path, name: str) -> str:
@@ -151,7 +122,7 @@ def _write_file(target: Path, manifest: bytes, files: Mapping[str, bytes]) -> No
     if target.is_dir():
         raise StoreError(target, wanted=f"a file to write (the name ends in {SUFFIX})", got="a folder")
     with staged(target) as temporary:
-        create(temporary, b"".join(archive.pack({_MANIFEST: manifest, **files}, os.fspath(target))))
+        create(temporary, archive.pack({_MANIFEST: manifest, **files}, os.fspath(target)))
         os.replace(temporary, target)
         sync_folder(target.parent)
 
@@ -202,52 +173,54 @@ def _own_files(target: Path) -> set[str]:
 def _read(path: Path, max_bytes: int, known: Set[str] | None) -> tuple[Manifest, dict[str, bytes]]:
     """The manifest and the verified bytes of every part, all of one version of the bundle."""
     while True:
-        with _opened_bundle(path, max_bytes) as (manifest, container):
-            if known is not None and (unknown := {part.name for part in manifest.parts} - known):
-                raise StoreError(path, wanted="the parts of a model", got=f"a part {min(unknown)}")
-            try:
-                return manifest, _verified(path, manifest, container, max_bytes)
-            except MissingError:  # replaced while we read it? then the manifest is another one by now: read that
-                if read_manifest(path) == manifest:
-                    raise
+        manifest, members = _opened(path, max_bytes)
+        if known is not None and (unknown := {part.name for part in manifest.parts} - known):
+            raise StoreError(path, wanted="the parts of a model", got=f"a part {min(unknown)}")
+        if (total := sum(part.size for part in manifest.parts)) > max_bytes:
+            raise StoreError(path, wanted=f"at most {max_bytes} bytes", got=f"{total}")
+        try:
+            return manifest, {part.name: _verified(path, part, members) for part in manifest.parts}
+        except MissingError:  # replaced while we read it? then the manifest is another one by now: read that
+            if members is not None or read_manifest(path) == manifest:
+                raise
 
 
-def _verified(path: Path, manifest: Manifest, container: _Container, max_bytes: int) -> dict[str, bytes]:
-    sizes = container.sizes()
-    if unlisted := sizes.keys() - {part.file for part in manifest.parts} - {_MANIFEST}:
-        raise StoreError(path, wanted="no member that the manifest does not name", got=min(unlisted)[:80])
-    for part in manifest.parts:
-        if part.file not in sizes:
-            raise MissingError(path / part.file, wanted="a part that the manifest names")
-        if sizes[part.file] != part.size:
-            raise StoreError(path / part.file, wanted=f"{part.size} bytes", got=f"{sizes[part.file]}")
-    if (total := sum(part.size for part in manifest.parts)) > max_bytes:
-        raise StoreError(path, wanted=f"at most {max_bytes} bytes", got=f"{total}")
-    found = {}
-    for part in manifest.parts:
-        if part.size > _LARGE:  # a false giant costs time, not memory
-            digest = hashlib.sha256()
-            for piece in container.pieces(part.file):
-                digest.update(piece)
-            check_digest(path / part.file, part.sha256, digest.hexdigest())
-        data = b"".join(container.pieces(part.file))
-        check_digest(path / part.file, part.sha256, hashlib.sha256(data).hexdigest())
-        found[part.name] = data
-    return found
-
-
-@contextmanager
-def _opened_bundle(path: Path, max_bytes: int) -> Iterator[tuple[Manifest, _Container]]:
+def _opened(path: Path, max_bytes: int) -> tuple[Manifest, dict[str, bytes] | None]:
+    """The manifest of a bundle, and the other members where it is one file."""
     if not path.exists():
         raise MissingError(path, wanted="a bundle")
     if path.is_dir():
         if not (path / _MANIFEST).exists():
             raise MissingError(path / _MANIFEST, wanted="the manifest of a bundle")
-        manifest = manifests.decode(read_bytes(path / _MANIFEST, limit=manifests.MAX_BYTES), path / _MANIFEST)
-        yield manifest, _Folder(path, tuple(part.file for part in manifest.parts))
-        return
-    with archive.unpacked(Path(os.path.realpath(path)), limit=max_bytes) as members:
-        size = members.sizes().get(_MANIFEST, -1)
-        if not 0 <= size <= manifests.MAX_BYTES:
-            raise StoreError(path, wanted=f"a {_MANIFEST} of at most {manifests.MAX_BYTES} bytes", got=f"{size}")
-        yield manifests.decode(b"".join(members.pieces(_MANIFEST)), path / _MANIFEST), members
+        return manifests.decode(read_bytes(path / _MANIFEST, limit=manifests.MAX_BYTES), path / _MANIFEST), None
+    members = archive.unpack(Path(os.path.realpath(path)), limit=max_bytes)
+    manifest = manifests.decode(members.pop(_MANIFEST, b""), path / _MANIFEST)
+    if unlisted := members.keys() - {part.file for part in manifest.parts}:
+        raise StoreError(path, wanted="no member that the manifest does not name", got=min(unlisted)[:80])
+    return manifest, members
+
+
+def _verified(path: Path, part: Part, members: dict[str, bytes] | None) -> bytes:
+    """A part's bytes, of the size and the SHA-256 that the manifest says."""
+    file = path / part.file
+    if members is not None:
+        if part.file not in members:
+            raise MissingError(file, wanted="a part that the manifest names")
+        data = members[part.file]
+        _check_size(file, part, len(data))
+    else:
+        with opened(file) as (descriptor, size):
+            _check_size(file, part, size)
+            if size > _LARGE:  # a false giant costs time, not memory
+                digest = hashlib.sha256()
+                for piece in pieces_at(file, descriptor, 0, size):
+                    digest.update(piece)
+                check_digest(file, part.sha256, digest.hexdigest())
+            data = read_at(file, descriptor, 0, size)
+    check_digest(file, part.sha256, hashlib.sha256(data).hexdigest())
+    return data
+
+
+def _check_size(file: Path, part: Part, size: int) -> None:
+    if size != part.size:
+        raise StoreError(file, wanted=f"{part.size} bytes", got=f"{size}")
