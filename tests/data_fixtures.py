@@ -89,6 +89,8 @@ class Server:
     cut_after: list[int] = field(default_factory=list)  # bytes of the body after which each connection is dropped
     ranges: bool = True
     status: int | None = None  # answer everything with this
+    redirect: str | None = None  # where the first request is sent on to
+    pause: float = 0.0  # seconds after every 64 bytes
     asked: list[tuple[str, str | None]] = field(default_factory=list)  # path, Range header
 
 
@@ -101,6 +103,13 @@ def serving() -> Iterator[Server]:
         def do_GET(self) -> None:
             wanted = self.headers.get("Range")
             state.asked.append((self.path, wanted))
+            if state.redirect is not None:
+                place, state.redirect = state.redirect, None
+                self.send_response(302)
+                self.send_header("Location", place)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
             data = state.files.get(self.path)
             if state.status is not None or data is None:
                 self.send_error(state.status or 404)
@@ -117,7 +126,10 @@ def serving() -> Iterator[Server]:
             self.end_headers()
             cut = state.cut_after.pop(0) if state.cut_after else len(body)
             with suppress(ConnectionError):  # the client may have hung up: some tests make it
-                self.wfile.write(body[:cut])
+                step = 64 if state.pause else max(1, cut)
+                for index in range(0, cut, step):
+                    self.wfile.write(body[index : min(cut, index + step)])
+                    threading.Event().wait(state.pause)  # time.sleep is what tests make instant
 
         def log_message(self, format: str, *args: object) -> None:
             pass

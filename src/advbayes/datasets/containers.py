@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gzip
 import stat
+import tarfile
 import zlib
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
 from advbayes.datasets.errors import DataError, DataMissingError, problem
 
 _CHUNK = 1 << 20
-_BLOCK = 512
 _REFETCH = "Delete it and fetch it again."
 # Deflate never grows data by more than 5 bytes in 16 KiB; the rest is room for headers and padding.
 _OVERHEAD = 1 << 20
@@ -79,11 +80,8 @@ def read_gzip(path: Path, size: int) -> bytes:
     ...
     advbayes.datasets.errors.DataError: ...: wanted exactly 100 bytes of content, got more. Delete it...
     """
-    packed = file_size(path)
-    if packed > size + _OVERHEAD:
-        raise DataError(problem(path, f"a gzip file of {size} bytes of content", f"{packed} packed bytes", _REFETCH))
-    with _opened(path) as raw:
-        data = _Inflated(path, raw).take(size + 1)
+    with _inflated(path, size) as stream:
+        data = stream.read(size + 1)
     if len(data) != size:
         got = "more" if len(data) > size else f"{len(data)}"
         raise DataError(problem(path, f"exactly {size} bytes of content", got, _REFETCH))
@@ -93,10 +91,9 @@ def read_gzip(path: Path, size: int) -> bytes:
 def read_tar_gzip(path: Path, sizes: Mapping[str, int]) -> dict[str, bytes]:
     """Members of a .tar.gz by base name, each of a known size; nothing is written to disk.
 
-    Other members are skipped, in a bounded amount: a short reader of our own, because the standard one lets a header
-    ask for any amount of memory.
+    Other members are skipped, in a bounded amount: whatever the headers say, no more than that is unpacked.
 
-    >>> import io, tarfile, tempfile
+    >>> import io, tempfile
     >>> path = Path(tempfile.mkdtemp(), "a.tar.gz")
     >>> with tarfile.open(path, "w:gz") as archive:
     ...     member = tarfile.TarInfo("folder/a.bin")
@@ -105,73 +102,59 @@ def read_tar_gzip(path: Path, sizes: Mapping[str, int]) -> dict[str, bytes]:
     >>> read_tar_gzip(path, {"a.bin": 3})
     {'a.bin': b'abc'}
     """
+    contents: dict[str, bytes] = {}
     allowed = 2 * sum(sizes.values()) + 4 * _OVERHEAD  # unpacked bytes, wanted and skipped together
-    if file_size(path) > allowed:
-        raise DataError(problem(path, f"an archive of at most {allowed} bytes", f"{file_size(path)} bytes", _REFETCH))
-    found: dict[str, bytes] = {}
-    with _opened(path) as raw:
-        stream = _Inflated(path, raw)
-        while len(found) < len(sizes):
-            header = stream.take(_BLOCK)
-            if len(header) < _BLOCK or not any(header):
-                break
-            name, size, regular = _tar_header(path, header)
-            padded = -(-size // _BLOCK) * _BLOCK
-            allowed -= _BLOCK + padded
-            if allowed < 0:
-                raise DataError(problem(path, "an archive of this data set", f"{name!r} of {size} bytes", _REFETCH))
-            base = PurePosixPath(name).name
-            if not regular or base not in sizes:
-                stream.skip(padded)
-                continue
-            if size != sizes[base] or base in found:
-                got = "a second one" if base in found else f"{size} bytes"
-                raise DataError(problem(f"{path}: {base!r}", f"one member of {sizes[base]} bytes", got, _REFETCH))
-            found[base] = stream.take(padded)[:size]
-            if len(found[base]) != size:
-                raise DataError(problem(f"{path}: {base}", f"{size} bytes", f"{len(found[base])} bytes", _REFETCH))
-        stream.skip(allowed)  # to the end, where gzip keeps its checksum
-    absent = sorted(set(sizes) - set(found))
+    with _inflated(path, allowed) as stream:
+        try:
+            with tarfile.open(fileobj=_Bounded(path, stream, allowed), mode="r|") as archive:  # type: ignore[call-overload]
+                for member in archive:
+                    base = PurePosixPath(member.name).name
+                    if not member.isreg() or base not in sizes:
+                        continue
+                    if member.size != sizes[base] or base in contents:
+                        got = "a second one" if base in contents else f"{member.size} bytes"
+                        raise DataError(problem(f"{path}: {base!r}", f"one member of {sizes[base]} bytes", got, _REFETCH))
+                    content = archive.extractfile(member)
+                    contents[base] = b"" if content is None else content.read()
+                    if len(contents[base]) != member.size:
+                        got = f"{len(contents[base])} bytes"
+                        raise DataError(problem(f"{path}: {base}", f"{member.size} bytes", got, _REFETCH))
+        except tarfile.TarError as error:
+            raise DataError(problem(path, "an intact tar archive", str(error), _REFETCH)) from None
+        while stream.read(_CHUNK):  # to the end, where gzip keeps its checksum
+            pass
+    absent = sorted(set(sizes) - set(contents))
     if absent:
         raise DataError(problem(path, f"the members {', '.join(sorted(sizes))}", f"none named {absent[0]}", _REFETCH))
-    return found
+    return contents
 
 
-class _Inflated:
-    """A gzip stream read in bounded pieces, with its faults as DataError."""
+@dataclass
+class _Bounded:
+    """As much of a stream as a reader may have, in pieces of bounded size."""
 
-    def __init__(self, path: Path, raw: IO[bytes]) -> None:
-        self.path = path
-        self.stream = gzip.GzipFile(fileobj=raw, mode="rb")
+    path: Path
+    stream: gzip.GzipFile
+    left: int
 
-    def take(self, num: int) -> bytes:
-        pieces = bytearray()
-        try:
-            while len(pieces) < num:
-                piece = self.stream.read(min(_CHUNK, num - len(pieces)))
-                if not piece:
-                    break
-                pieces += piece
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(problem(self.path, "an intact gzip file", str(error), _REFETCH)) from None
-        return bytes(pieces)
-
-    def skip(self, num: int) -> None:
-        while num > 0 and (piece := self.take(min(_CHUNK, num))):
-            num -= len(piece)
+    def read(self, num: int) -> bytes:
+        piece = self.stream.read(min(num, _CHUNK))
+        self.left -= len(piece)
+        if self.left < 0:
+            raise DataError(problem(self.path, "an archive of this data set", "more in it", _REFETCH))
+        return piece
 
 
-def _tar_header(path: Path, header: bytes) -> tuple[str, int, bool]:
-    """Name, size and whether it is a regular file; long-name and pax records count as other members."""
+@contextmanager
+def _inflated(path: Path, size: int) -> Iterator[gzip.GzipFile]:
+    """A gzip stream of at most about `size` bytes, its faults as DataError."""
+    if (packed := file_size(path)) > size + _OVERHEAD:
+        raise DataError(problem(path, f"a gzip file of {size} bytes of content", f"{packed} packed bytes", _REFETCH))
     try:
-        size = int(header[124:136].strip(b" \0") or b"0", 8)
-        stated = int(header[148:156].strip(b" \0") or b"0", 8)
-    except ValueError:
-        raise DataError(problem(path, "a tar header", "bytes that are none", _REFETCH)) from None
-    if stated != sum(header) - sum(header[148:156]) + 8 * 32 or size < 0:
-        raise DataError(problem(path, "an intact tar header", "one with a wrong checksum", _REFETCH))
-    name = header[:100].split(b"\0", 1)[0].decode("utf-8", "replace")
-    return name, size, header[156:157] in (b"0", b"\0")
+        with _opened(path) as raw, gzip.GzipFile(fileobj=raw, mode="rb") as stream:
+            yield stream
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(problem(path, "an intact gzip file", str(error), _REFETCH)) from None
 
 
 def _opened(path: Path) -> AbstractContextManager[IO[bytes]]:

@@ -67,10 +67,10 @@ def unpack(path: Path, *, limit: int) -> dict[str, bytes]:
             raise
         except FAULTS as error:
             raise StoreError(path, wanted="an intact archive", got=str(error) or type(error).__name__) from None
-        wanted = memoryview(pack(members, os.fspath(path)))
+        packed = memoryview(pack(members, os.fspath(path)))
         stream.seek(0)
-        for start in range(0, max(size, len(wanted)), _PIECE):
-            if stream.read(_PIECE) != wanted[start : start + _PIECE]:
+        for start in range(0, max(size, len(packed)), _PIECE):
+            if stream.read(_PIECE) != packed[start : start + _PIECE]:
                 raise StoreError(path, wanted="an archive as save writes it", got=f"another byte after {start}")
     return members
 
