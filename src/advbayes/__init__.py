@@ -18,7 +18,7 @@ _HOMES = {
         "certainty deflate_variance dlr entropy entropy_pgd inflate_variance lower_mean margin nll one_step pgd "
         "pgd_plus raise_mean squared_error strong_suite"
     ),
-    "auditing": "Claim ThreatModel Verdict audit audit_cost audit_records",
+    "auditing": "Claim Support ThreatModel Verdict audit audit_cost audit_records",
     "balls": "L2 Ball Linf",
     "certification": "certify",
     "channels": "AttackChannel Learned Mixture Noise",
@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from advbayes.attacks import squared_error as squared_error
     from advbayes.attacks import strong_suite as strong_suite
     from advbayes.auditing import Claim as Claim
+    from advbayes.auditing import Support as Support
     from advbayes.auditing import ThreatModel as ThreatModel
     from advbayes.auditing import Verdict as Verdict
     from advbayes.auditing import audit as audit

@@ -6,17 +6,20 @@ from advbayes.auditing.case import TIERS, Budget, Case
 from advbayes.auditing.claim import Claim
 from advbayes.auditing.findings import Finding, Verdict
 from advbayes.auditing.run import CHECKS, Check, Cost, audit, audit_cost, audit_records
+from advbayes.auditing.support import Baseline, Support
 from advbayes.auditing.threat import ThreatModel
 
 __all__ = [
     "CHECKS",
     "TIERS",
+    "Baseline",
     "Budget",
     "Case",
     "Check",
     "Claim",
     "Cost",
     "Finding",
+    "Support",
     "ThreatModel",
     "Verdict",
     "audit",

@@ -1,4 +1,4 @@
-"""Checks with known answers: the attack itself (E19), controls (E20, E21), trivial predictors (E22)."""
+"""Checks with known answers: the attack itself (E19), trivial predictors (E22)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from advbayes.attacks import succeeded, with_ball
 from advbayes.auditing.case import Case, judged, not_applicable, not_run
 from advbayes.auditing.findings import Finding
 from advbayes.balls import L2, Ball
-from advbayes.evaluation.scoring import worst
 from advbayes.seeds import generator_for
 
 DIMENSIONS = 20
-MNIST_AT = (0.992, 0.692)  # clean and worst case of a textbook adversarial training, L2, eps 2
 
 
 def _plain(ball: Ball) -> Ball:
@@ -106,43 +104,10 @@ def attack_itself(case: Case) -> Finding:
     return judged("E19", mismatches > 0 or rate < 0.95, advice, mismatches=mismatches, of=int(clear.sum()), planted_found=rate)
 
 
-def undefended_control(case: Case) -> Finding:
-    """E20: the same attack leaves the undefended model at most 5 % (MNIST, L2, eps 2; elsewhere at the control ball)."""
-    if case.task == "regression":
-        return not_applicable("E20", "regression has no accuracy")
-    if case.undefended is None or not case.attacks_on(case.undefended):
-        return not_run("E20", "give the undefended model (and, off MNIST, a ball large enough to break it)")
-    ball = case.ball if case.control_ball is None else case.control_ball
-    parts = [case.scored(case.x, "control clean", by=case.undefended)]
-    for name, attack in case.attacks_on(case.undefended).items():
-        x_adv = case.attacked(with_ball(attack, ball), f"control {name}", through=case.undefended)
-        parts.append(case.scored(x_adv, f"control {name}", by=case.undefended))
-    left = case.value(worst(parts, case.task))
-    advice = "an attack that leaves the undefended model standing says nothing about the defended one"
-    return judged("E20", left > 0.05, advice, accuracy=left, clean=case.value(parts[0]), eps=float(ball.eps))
-
-
-def credible_baseline(case: Case) -> Finding:
-    """E21: our adversarial training is at most 5 points below a published recipe."""
-    mnist = case.dataset.upper() == "MNIST" and isinstance(case.ball, L2) and case.ball.eps == 2
-    published = case.published if case.published is not None else MNIST_AT if mnist else None
-    if published is None:
-        return not_applicable("E21", "there is no published figure for this data set and ball")
-    if case.baseline is None or not case.attacks_on(case.baseline):
-        return not_run("E21", "give the adversarially trained baseline")
-    parts = [case.scored(case.x, "baseline clean", by=case.baseline)]
-    for name, attack in case.attacks_on(case.baseline).items():
-        x_adv = case.attacked(attack, f"baseline {name}", through=case.baseline)
-        parts.append(case.scored(x_adv, f"baseline {name}", by=case.baseline))
-    clean, left = case.value(parts[0]), case.value(worst(parts, case.task))
-    bad = clean < published[0] - 0.05 or left < published[1] - 0.05
-    return judged("E21", bad, "train the baseline as its authors do before beating it", clean=clean, worst=left)
-
-
 def trivial_predictors(case: Case) -> Finding:
     """E22: better than saying nothing; and no NLL below the Gaussian floor of a homoscedastic model."""
-    rows = {"clean": case.clean, **({"worst": case.worst()} if case.better else {})}
-    y = case.y if case.train_y is None else case.train_y
+    rows = {"clean": case.clean, **({"worst": case.worst()} if case.support.better else {})}
+    y = case.y if case.support.train_y is None else torch.as_tensor(case.support.train_y).to(case.y).reshape(-1)
     figures: dict[str, float] = {}
     bad = []
     if case.task == "classification":

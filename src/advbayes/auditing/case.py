@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -13,23 +13,26 @@ from torch.distributions import Distribution
 
 from advbayes.attacks import APGD, applies_to, lower_mean, margin, nll, raise_mean, squared_error
 from advbayes.auditing.claim import Claim
+from advbayes.auditing.copies import Copies
 from advbayes.auditing.findings import Finding, Status
+from advbayes.auditing.support import Support
 from advbayes.auditing.threat import ThreatModel
 from advbayes.balls import Ball
+from advbayes.certification import Certificates
 from advbayes.evaluation.attackers import with_generator
 from advbayes.evaluation.inputs import Task
-from advbayes.evaluation.result import Evaluation
 from advbayes.evaluation.scoring import Columns, score, worst
 from advbayes.purification import Purifier
 from advbayes.seeds import generator_for, seed_for
-from advbayes.types import Attack, Channel, Predictor
+from advbayes.types import Attack, Predictor
 
+T = TypeVar("T")
 POINT = 0.005  # half a point of accuracy, the resolution of most rules
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much a tier spends: examples, steps, restarts, random points; the ids it leaves out."""
+    """How much a tier spends: examples, steps, restarts, random points, queries; the ids it leaves out."""
 
     num: int
     steps: int
@@ -38,6 +41,8 @@ class Budget:
     queries: int = 5000
     max_steps: int = 1600
     max_thetas: int = 160
+    certified_again: int = 32  # examples
+    batch_size: int = 256
     left_out: tuple[str, ...] = ()
 
 
@@ -68,54 +73,50 @@ class Case:
     predict: Predictor
     x: Tensor  # (N, *event), the examples audited
     y: Tensor
+    whole: tuple[Tensor, Tensor]  # the data they were drawn from
     ball: Ball
     task: Task
     budget: Budget
     attacks: dict[str, Attack]
     threat_model: ThreatModel
     stochastic: bool
-    seed: int = 0
-    batch_size: int = 256
-    rescored: int = 10
+    black_box: bool  # no gradient to be had at all: attacks that ask for answers alone
+    copies: Copies
+    support: Support = field(default_factory=Support)
     claim: Claim | None = None
-    evaluation: Evaluation | None = None
-    undefended: Predictor | None = None
-    siblings: Mapping[str, Predictor] = field(default_factory=dict)
-    control_ball: Ball | None = None
-    baseline: Predictor | None = None
-    published: tuple[float, float] | None = None  # clean and worst-case accuracy of a published recipe
-    dataset: str = ""
-    fresh: Any = None  # FreshPredictive
-    unpurified: Predictor | None = None
-    purifier_attacks: Mapping[str, Attack] = field(default_factory=dict)
-    channel: Channel | None = None
-    black_box: Attack | None = None
-    detector: str | None = None
-    num_seeds: int | None = None
-    better: bool = False  # whether the row is claimed to be better than others
-    train_y: Tensor | None = None
-    radii: Tensor | None = None  # (N,) certified, in the ball's norm
+    certified: Certificates | Tensor | None = None
+    seed: int = 0
+    rescored: int = 10
     memory: dict[Any, Any] = field(default_factory=dict)
 
     # --- doing things once ---------------------------------------------------------------------------------------------
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def once(self, key: str, make: Callable[[], T]) -> T:
         """The value of `make()`, computed at the first asking."""
         if key not in self.memory:
             self.memory[key] = make()
-        return self.memory[key]
+        return cast(T, self.memory[key])
 
     def keyed(self, predict: Predictor, purpose: str, step: int = 0) -> Predictor:
         """The predictor with its randomness keyed."""
         return with_generator(predict, generator_for(self.seed, f"audit/{purpose}", step))
 
-    def attacked(self, attack: Attack, purpose: str, *, through: Predictor | None = None, rows: Tensor | None = None) -> Tensor:
-        """x after the attack (some rows, or all), in batches."""
-        x, y = (self.x, self.y) if rows is None else (self.x[rows], self.y[rows])
+    def attacked(
+        self,
+        attack: Attack,
+        purpose: str,
+        *,
+        through: Predictor | None = None,
+        rows: Tensor | None = None,
+        centre: Tensor | None = None,
+    ) -> Tensor:
+        """x (or another centre; some rows, or all) after the attack, in batches."""
+        x, y = self.x if centre is None else centre, self.y
+        x, y = (x, y) if rows is None else (x[rows], y[rows])
         predict = self.target if through is None else through
         parts = []
-        for start in range(0, len(x), self.batch_size):
-            part = slice(start, start + self.batch_size)
+        for start in range(0, len(x), self.budget.batch_size):
+            part = slice(start, start + self.budget.batch_size)
             with torch.random.fork_rng():
                 torch.manual_seed(seed_for(self.seed, f"audit/{purpose}/global", start))
                 keyed = self.keyed(predict, f"{purpose}/theta", start)
@@ -126,17 +127,18 @@ class Case:
     def scored(
         self, x_adv: Tensor, purpose: str = "score", *, by: Predictor | None = None, rows: Tensor | None = None
     ) -> Columns:
-        """The scores of points; a stochastic predictor is asked `rescored` times."""
+        """The scores of points; a stochastic predictor is asked `rescored` times, in two halves (see `worst`)."""
         y = self.y if rows is None else self.y[rows]
         predict = self.predict if by is None else by
+        repeats = self.rescored if self.stochastic and by is None else 1
         parts: list[Columns] = []
-        for start in range(0, len(x_adv), self.batch_size):
-            part = slice(start, start + self.batch_size)
+        for start in range(0, len(x_adv), self.budget.batch_size):
+            part = slice(start, start + self.budget.batch_size)
             with torch.random.fork_rng():
                 torch.manual_seed(seed_for(self.seed, f"audit/{purpose}/score", start))
                 keyed = self.keyed(predict, f"{purpose}/score", start)
-                repeats = self.rescored if self.stochastic and by is None else 1
-                parts.append(score(keyed, x_adv[part], y[part], self.task, repeats=repeats, what=f"the scores ({purpose})"))
+                what = f"the scores ({purpose})"
+                parts.append(score(keyed, x_adv[part], y[part], self.task, repeats=repeats, halves=repeats > 1, what=what))
         return {name: torch.cat([columns[name] for columns in parts]) for name in parts[0]} if parts else {}
 
     def attacks_on(self, predict: Predictor) -> dict[str, Attack]:
@@ -153,20 +155,20 @@ class Case:
         if not self.stochastic:
             return self
         fixed = Frozen(self.predict, self.seed)
-        return self.once("calm", lambda: dataclasses.replace(self, predict=fixed, stochastic=False, memory={}))  # type: ignore[no-any-return]
+        return self.once("calm", lambda: dataclasses.replace(self, predict=fixed, stochastic=False, memory={}))
 
     # --- shared figures ------------------------------------------------------------------------------------------------
 
     @property
     def clean(self) -> Columns:
         """The scores of x itself."""
-        return self.once("clean", lambda: self.scored(self.x, "clean"))  # type: ignore[no-any-return]
+        return self.once("clean", lambda: self.scored(self.x, "clean"))
 
     def arrays(self) -> dict[str, Tensor]:
         """The adversarial arrays of every attack: those claimed, or else made here."""
         if self.claim is not None:
             return dict(self.claim.x_adv)
-        return self.once(  # type: ignore[no-any-return]
+        return self.once(
             "arrays", lambda: {name: self.attacked(attack, f"attack {name}") for name, attack in self.attacks.items()}
         )
 
@@ -180,19 +182,38 @@ class Case:
                 found[name] = self.scored(torch.where(usable, x_adv, self.x), f"attack {name}")
             return found
 
-        return self.once("columns", make)  # type: ignore[no-any-return]
+        return self.once("columns", make)
 
     def gradient(self) -> Columns:
         """The union of clean and the attacks under audit."""
-        return self.once("gradient", lambda: worst([self.clean, *self.columns().values()], self.task))  # type: ignore[no-any-return]
+        return self.once("gradient", lambda: worst([self.clean, *self.columns().values()], self.task))
 
-    def join(self, name: str, columns: Columns) -> None:
-        """Let other attacks' results into `worst`."""
+    def join(self, name: str, columns: Columns, rows: Tensor | None = None) -> None:
+        """Let another attack's results (on some rows, or all) into `worst`."""
+        if rows is not None:
+            full = {key: value.clone() for key, value in self.clean.items()}
+            for key, value in columns.items():
+                full[key][rows] = value
+            columns = full
         self.memory.setdefault("joined", {})[name] = columns
 
+    def union(
+        self, attacks: dict[str, Attack], purpose: str, *, by: Predictor | None = None, join: bool = False, **where: Any
+    ) -> Columns:
+        """The scores of the worst of several attacks; `where` as in `attacked`. `join` lets them into `worst`."""
+        rows = where.get("rows")
+        parts = []
+        for name, attack in attacks.items():
+            made = self.attacked(attack, f"{purpose} {name}", **where)
+            parts.append(self.scored(made, f"{purpose} {name}", by=by, rows=rows))
+            if join:
+                self.join(f"{purpose} {name}", parts[-1], rows)
+        return worst(parts, self.task)
+
     def worst(self) -> Columns:
-        """The union of everything that was tried so far."""
-        return worst([self.gradient(), *self.memory.get("joined", {}).values()], self.task)
+        """The union of everything that was tried so far; where noise in it leaves more than one attack alone, that attack."""
+        tried = [self.clean, *self.columns().values(), *self.memory.get("joined", {}).values()]
+        return min((worst(tried, self.task), *tried), key=self.value)
 
     def standing(self) -> Tensor:
         """Indices of the examples that the attacks under audit did not break (in regression: all)."""
@@ -220,26 +241,38 @@ class Case:
     @property
     def num_thetas(self) -> int | None:
         """How many thetas the predictor averages over, where it has any."""
-        inner: Any = self.predict
-        while inner is not None:
-            thetas = getattr(inner, "thetas", None)
-            if isinstance(thetas, Tensor) and thetas.ndim == 2:
-                return len(thetas)
-            if hasattr(inner, "posterior") and isinstance(getattr(inner, "num", None), int):
-                return int(inner.num)
-            # A purifier has the thetas of its base, a smoothed or frozen predictor those of the one within.
-            inner = getattr(inner, "base", None) or getattr(inner, "predict", None)
-        return None
+        return num_thetas(self.predict)
 
     @property
     def is_bayesian(self) -> bool:
         """Whether there are thetas to know."""
-        return self.num_thetas is not None or self.fresh is not None
+        return self.num_thetas is not None or self.support.fresh is not None
 
     @property
     def is_purifier(self) -> bool:
         """Whether the predictor purifies its input."""
-        return isinstance(self.predict, Purifier) or self.unpurified is not None
+        return isinstance(self.predict, Purifier) or self.support.unpurified is not None
+
+
+def layers_of(predict: Predictor | None) -> list[Any]:
+    """The predictor and those within it: a purifier's base, the one that is smoothed or frozen."""
+    found: list[Any] = []
+    inner: Any = predict
+    while inner is not None:
+        found.append(inner)
+        inner = getattr(inner, "base", None) or getattr(inner, "predict", None)
+    return found
+
+
+def num_thetas(predict: Predictor | None) -> int | None:
+    """How many different thetas a predictor averages over, where it has any."""
+    for inner in layers_of(predict):
+        thetas = getattr(inner, "thetas", None)
+        if isinstance(thetas, Tensor) and thetas.ndim == 2:
+            return len(thetas)
+        if hasattr(inner, "posterior") and isinstance(getattr(inner, "num", None), int):
+            return int(inner.num)
+    return None
 
 
 def default_attacks(ball: Ball, task: Task, budget: Budget) -> dict[str, Attack]:

@@ -23,7 +23,8 @@ class Claim:
 
     `x_adv` are the arrays that were scored. `worst` is the claimed worst-case column. `rescored` is how often each final point
     was scored; `knowledge` the levels that the table has ("thetas known", "thetas fresh"); `through` the predictor that
-    the attack went through, where it is not the one that is scored. Seeds, config and code make it re-scorable.
+    the attack went through, where it is not the one that is scored. Seeds, config and code make it re-scorable; `test_size` and
+    `test_hash` (`data_hash(x, y)`) of the whole test set say whether the examples are all of it or a selection.
 
     >>> Claim({"PGD": torch.zeros(2, 3)}, correct={"PGD": torch.tensor([True, False])}).accuracy("PGD")
     0.5
@@ -40,6 +41,8 @@ class Claim:
     seed: int | None = None
     config: Mapping[str, Any] | None = None
     code: str | None = None
+    test_size: int | None = None
+    test_hash: str | None = None
 
     def __post_init__(self) -> None:
         for field_name in ("x_adv", "correct", "log_prob"):

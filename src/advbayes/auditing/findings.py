@@ -11,7 +11,6 @@ from advbayes import checks
 Status = Literal["passed", "failed", "not run", "not applicable"]
 Figure = float | int | str | bool | None
 STATUSES = ("passed", "failed", "not run", "not applicable")
-SHAKEN_BY = ("E1", "E2", "E17")  # a certificate says nothing for a table that fails one of these
 _SIGN = {"passed": "ok", "failed": "FAILED", "not run": "not run", "not applicable": "n/a"}
 
 
@@ -60,8 +59,8 @@ def _shown(value: Figure) -> str:
 class Verdict:
     """All findings, and a level: A certified, B every mandatory check passed, C all ran and some failed, D some not run.
 
-    `certified`: the certificate backs the worst-case number. Level A also wants E1 (without it the worst case may be that of
-    points outside the ball), and neither E2 nor E17 failed.
+    `certified`: a certificate that the audit confirmed (see `auditing.certificate`). `notes` name what a reader should know
+    of the data: duplicate rows, a clean accuracy of exactly 1.
 
     >>> Verdict((Finding("E1", "feasible", "passed"), Finding("E2", "null attack", "not run"))).level
     'D'
@@ -71,25 +70,26 @@ class Verdict:
     tier: str = "standard"
     certified: bool = False
     summary: dict[str, Figure] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def level(self) -> str:
         """A to D; a check that did not run never counts as passed."""
-        mandatory = [finding.status for finding in self.findings if finding.mandatory]
-        shaken = any(
-            finding.id in SHAKEN_BY and (finding.status == "failed" or (finding.id == "E1" and finding.status == "not run"))
-            for finding in self.findings
-        )
-        if self.certified and not shaken:
+        if self.certified:
             return "A"
-        if "not run" in mandatory:
+        if self.not_run:
             return "D"
-        return "C" if "failed" in mandatory else "B"
+        return "C" if self.failed_mandatory else "B"
 
     @property
     def failed(self) -> tuple[str, ...]:
         """The ids of the checks that failed."""
         return tuple(finding.id for finding in self.findings if finding.status == "failed")
+
+    @property
+    def failed_mandatory(self) -> tuple[str, ...]:
+        """The ids of the mandatory checks that failed: with one of them the attacked values carry a dagger."""
+        return tuple(finding.id for finding in self.findings if finding.status == "failed" and finding.mandatory)
 
     @property
     def not_run(self) -> tuple[str, ...]:
@@ -103,19 +103,35 @@ class Verdict:
                 return finding
         raise KeyError(f"no check {id!r}; there are {', '.join(finding.id for finding in self.findings)}")
 
+    def sentence(self) -> str:
+        """The level in plain words.
+
+        >>> Verdict((Finding("E5", "unbounded attack wins", "failed"),)).sentence()
+        'The attacked numbers must not be quoted as they are: one check failed.'
+        """
+        if self.level == "A":
+            share, eps = (_shown(self.summary.get(name)) for name in ("certified accuracy", "certified at eps"))
+            return f"A share of {share} of the examples is proven right within eps = {eps}, whatever the attack."
+        if self.level == "B":
+            return "Every check that must pass did: the attacked numbers may be quoted."
+        failed, absent = len(self.failed_mandatory), len(self.not_run)
+        broken = f"{_count(failed)} failed" if failed else ""
+        if self.level == "C":
+            return f"The attacked numbers must not be quoted as they are: {broken}."
+        and_failed = f", and {broken}" if failed else ""
+        return f"Nothing is settled yet: {_count(absent)} did not run{and_failed}."
+
     def line(self) -> str:
         """The line beneath a table."""
-        parts = [f"audit ({self.tier}): level {self.level}"]
-        if "certified accuracy" in self.summary:
+        parts = [f"audit ({self.tier}): level {self.level}. {self.sentence()[:-1]}"]
+        if "certified accuracy" in self.summary and self.level != "A":
             share, eps = (_shown(self.summary[name]) for name in ("certified accuracy", "certified at eps"))
-            broken = self.summary.get("certified but broken")
-            contradicted = f", contradicted by {broken} broken examples" if broken else ""
-            parts.append(f"certified accuracy {share} at eps {eps}{contradicted}")
+            parts.append(f"certified accuracy {share} at eps {eps}, not confirmed: {self.summary.get('certificate')}")
         if self.failed:
-            parts.append(f"failed {', '.join(self.failed)}{' †' if self.level not in 'AB' else ''}")
+            parts.append(f"failed {', '.join(self.failed)}{' †' if self.failed_mandatory else ''}")
         if self.not_run:
             parts.append(f"not run {', '.join(self.not_run)}")
-        return "; ".join(parts)
+        return "; ".join([*parts, *self.notes])
 
     def text(self) -> str:
         """All findings, one line each, and the level."""
@@ -128,10 +144,16 @@ class Verdict:
         """A dictionary that JSON can hold."""
         return {
             "level": self.level,
+            "sentence": self.sentence(),
             "tier": self.tier,
             "certified": self.certified,
             "failed": list(self.failed),
             "not_run": list(self.not_run),
+            "notes": list(self.notes),
             "summary": self.summary,
             "findings": [finding.json() for finding in self.findings],
         }
+
+
+def _count(num: int) -> str:
+    return "one check" if num == 1 else f"{num} checks"

@@ -6,71 +6,54 @@ from typing import Any
 
 import torch
 
+from advbayes.attacks import Square, margin, nll
+from advbayes.attacks.parts import steps_of
 from advbayes.auditing.case import POINT, Case, Frozen, finding, judged, not_applicable, not_run, with_thetas
 from advbayes.auditing.findings import Finding
 from advbayes.auditing.strength import breaks_more
-from advbayes.evaluation.scoring import Columns, worst
 from advbayes.types import Predictor
+
+QUERIES, BEYOND = 5000, 0.002  # of the black box
 
 
 def black_box(case: Case) -> Finding:
-    """E11: Square breaks at most 0.2 points beyond the union of all attacks."""
-    attack = case.black_box
-    if attack is None:
-        return not_run("E11", "give a black-box attack (Square with 5,000 queries)")
+    """E11: Square with 5,000 queries breaks at most 0.2 points beyond the union of all attacks."""
+    attack = case.support.black_box or Square(case.ball, case.budget.queries, margin if case.task == "classification" else nll)
+    queries = steps_of(attack)
+    if (queries or 0) < QUERIES:
+        return not_run("E11", f"a black-box attack with at least {QUERIES} queries is due, this one has {queries}")
     before = case.worst()
     rows = torch.arange(len(case.x)) if case.task == "regression" else (before["correct"] >= 0.5).nonzero().squeeze(1)
     if not len(rows):
-        return finding("E11", "passed", beyond=0.0, standing=0)
-    found = case.scored(case.attacked(attack, "black box", rows=rows), "black box", rows=rows)
-    after = {key: value.clone() for key, value in before.items() if key in found}
-    part = worst([{key: before[key][rows] for key in found}, found], case.task)
-    for key, value in part.items():
-        after[key][rows] = value
-    case.join("black box", after)
-    beyond = case.value(before) - case.value(after)
+        return finding("E11", "passed", beyond=0.0, standing=0, queries=queries)
+    case.union({"black box": attack}, "E11", rows=rows, join=True)
+    beyond = case.value(before) - case.value(case.worst())
     advice = "gradients mislead the attack: the predictor masks them"
-    return judged("E11", beyond > 0.002 + 1e-9, advice, beyond=beyond, standing=len(rows), queries=case.budget.queries)
+    return judged("E11", beyond > BEYOND + 1e-9, advice, beyond=beyond, standing=len(rows), queries=queries)
 
 
 def transfer(case: Case) -> Finding:
     """E13: examples made for an undefended or sibling model do not break more."""
-    sources = dict(case.siblings)
-    if case.undefended is not None:
-        sources["undefended"] = case.undefended
-    unpurified = case.unpurified if case.unpurified is not None else getattr(case.predict, "base", None)
-    if unpurified is not None:
-        sources["unpurified"] = unpurified
+    support = case.support
+    unpurified = support.unpurified if support.unpurified is not None else getattr(case.predict, "base", None)
+    given = {**support.siblings, "undefended": support.undefended, "unpurified": unpurified}
+    sources = {name: source for name, source in given.items() if source is not None}
     if not sources:
-        return not_run("E13", "give an undefended or a sibling model")
+        return not_run("E13", "give Support(undefended=...) (--undefended RUN) or Support(siblings={...})")
     if not case.attacks:
         return not_run("E13", "give the attacks, not only their arrays")
     own = case.gradient()
     figures: dict[str, Any] = {"own attack": case.value(own)}
     worse = []
     for name, source in sources.items():
-        parts = [
-            case.scored(case.attacked(attack, f"transfer {name} {kind}", through=source), f"transfer {name} {kind}")
-            for kind, attack in case.attacks_on(source).items()
-        ]
-        if not parts:
+        attacks = case.attacks_on(source)
+        if not attacks:
             return not_run("E13", f"give attacks that are made for any predictor: these cannot run on {name}")
-        found = worst(parts, case.task)
-        case.join(f"transfer {name}", found)
-        figures[f"from {name}"] = case.value(found)
-        if breaks_more(case, found, own)[0]:
-            worse.append(name)
+        columns = case.union(attacks, f"transfer {name}", through=source, join=True)
+        figures[f"from {name}"] = case.value(columns)
+        worse += [name] * breaks_more(case, columns, own)[0]
     advice = f"examples made for {', '.join(worse)} do more harm than the attack itself: its gradients are no use"
     return judged("E13", bool(worse), advice, **figures)
-
-
-def _through(case: Case, predict: Predictor, purpose: str, *, by: Predictor | None = None) -> Columns:
-    """The union of the attacks going through another predictor, scored by the one under audit (or `by` another)."""
-    parts = [
-        case.scored(case.attacked(attack, f"{purpose} {name}", through=predict), f"{purpose} {name}", by=by)
-        for name, attack in case.attacks.items()
-    ]
-    return worst(parts, case.task)
 
 
 def enough_thetas(case: Case) -> Finding:
@@ -84,22 +67,23 @@ def enough_thetas(case: Case) -> Finding:
         used = case.threat_model.attack_thetas or 1
         wider = _wider(case, max(20, 2 * used))
         if wider is None:
-            return not_run("E10", "give `fresh`, a FreshPredictive to draw more thetas from")
-        before, after = case.value(case.gradient()), case.value(_through(case, wider[0], f"thetas {wider[1]}"))
+            return not_run("E10", "give Support(fresh=...), a FreshPredictive to draw more thetas from")
+        before, after = case.value(case.gradient()), case.value(case.union(case.attacks, f"thetas {wider[1]}", through=wider[0]))
         advice = f"attack through at least {wider[1]} thetas, not {used}"
         return judged("E10", before - after > POINT + 1e-9, advice, thetas=used, cost=before - after, **{case.label: after})
     num = max(20, case.threat_model.attack_thetas or 20) if case.num_thetas is None else 20
-    wide = with_thetas(case.fresh, num)
+    wide = with_thetas(case.support.fresh, num)
     if wide is None:
-        return not_run("E10", "give `fresh`, a FreshPredictive (or a predictor with `with_thetas`) to draw more thetas from")
-    before = case.value(_through(case, wide, f"thetas {num}"))
+        return not_run(
+            "E10", "give Support(fresh=...), a FreshPredictive (or a predictor with `with_thetas`) to draw more thetas from"
+        )
+    by = Frozen(case.predict, case.seed) if case.stochastic else None  # noise in the scores is none of the attack's
+    before = case.value(case.union(case.attacks, f"thetas {num}", through=wide, by=by))
     while True:
         num *= 2
-        wide = with_thetas(case.fresh, num)
+        wide = with_thetas(case.support.fresh, num)
         assert wide is not None
-        columns = _through(case, wide, f"thetas {num}")
-        case.join(f"thetas {num}", columns)
-        after = case.value(columns)
+        after = case.value(case.union(case.attacks, f"thetas {num}", through=wide, by=by, join=by is None))
         if before - after <= POINT + 1e-9 or num >= case.budget.max_thetas:
             break
         before = after
@@ -108,7 +92,7 @@ def enough_thetas(case: Case) -> Finding:
 
 
 def _wider(case: Case, num: int) -> tuple[Predictor, int] | None:
-    wide = with_thetas(case.fresh, num)
+    wide = with_thetas(case.support.fresh, num)
     if wide is not None:
         return wide, num
     thetas = case.num_thetas
@@ -124,17 +108,17 @@ def fixed_randomness(case: Case) -> Finding:
         figures = {"claimed arrays leave": case.value(case.gradient())}
         if case.attacks:
             fixed = Frozen(case.predict, case.seed)
-            figures["thetas truly known leave"] = case.value(_through(case, fixed, "thetas fixed", by=fixed))
+            figures["thetas truly known leave"] = case.value(case.union(case.attacks, "thetas fixed", through=fixed, by=fixed))
         return finding("E14", "failed", advice, **figures)
     if not case.attacks:
         return not_run("E14", "give the attacks, not only their arrays")
-    blind = case.fresh if case.fresh is not None else case.predict if case.stochastic else None
+    blind = case.support.fresh if case.support.fresh is not None else case.predict if case.stochastic else None
     if blind is None:
-        return not_run("E14", "give `fresh`, a FreshPredictive that does not know the evaluated thetas")
+        return not_run("E14", "give Support(fresh=...), a FreshPredictive that does not know the evaluated thetas")
     scorer = Frozen(case.predict, case.seed) if case.stochastic else case.predict
 
-    known = case.value(_through(case, scorer, "thetas known", by=scorer))
-    unknown = case.value(_through(case, blind, "thetas fresh", by=scorer))
+    known = case.value(case.union(case.attacks, "thetas known", through=scorer, by=scorer))
+    unknown = case.value(case.union(case.attacks, "thetas fresh", through=blind, by=scorer))
     case.memory["knowledge"] = {"thetas known": known, "thetas fresh": unknown}
     advice = "the attack that knows the thetas must be at least as strong: they were redrawn between attack and score"
     return judged("E14", known - unknown > 2 * POINT + 1e-9, advice, thetas_known=known, thetas_fresh=unknown)
@@ -149,5 +133,5 @@ def two_knowledge_levels(case: Case) -> Finding:
         return judged("E15", bool(absent), f"add the column {' and '.join(absent)}", columns=len(case.claim.knowledge))
     levels = case.memory.get("knowledge")
     if levels is None:
-        return not_run("E15", "give `fresh`, so that both columns can be made")
+        return not_run("E15", "give Support(fresh=...), so that both columns can be made")
     return finding("E15", "passed", **levels)

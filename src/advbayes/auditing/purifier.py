@@ -8,7 +8,6 @@ import torch
 
 from advbayes.auditing.case import Case, finding, judged, not_applicable, not_run
 from advbayes.auditing.findings import Finding
-from advbayes.evaluation.scoring import worst
 from advbayes.purification import Purifier
 from advbayes.purifier_attacks import Annealed, NearestCentre, StraightThrough
 from advbayes.types import Predictor
@@ -21,38 +20,32 @@ def adaptive_attacks(case: Case) -> Finding:
     if not case.is_purifier:
         return not_applicable("E23", "the predictor does not purify")
     if case.task == "regression":
-        return not_run("E23", "the purifier's attacks are made for classes; give them as `purifier_attacks`")
+        return not_run("E23", "the purifier's attacks are made for classes; give Support(purifier_attacks=...)")
     figures: dict[str, Any] = {}
     results = {}
     for kind, through in _ways(case).items():
-        parts = [
-            case.scored(case.attacked(attack, f"{kind} {name}", through=through), f"{kind} {name}")
-            for name, attack in case.attacks_on(through).items()
-        ]
-        if parts:
-            results[kind] = worst(parts, case.task)
-    given = dict(case.purifier_attacks)
+        if attacks := case.attacks_on(through):
+            results[kind] = case.union(attacks, kind, through=through, join=True)
+    given = dict(case.support.purifier_attacks)
     if isinstance(case.predict, Purifier):
         given = {"nearest_centre": NearestCentre(case.ball), "annealed": Annealed(case.ball), **given}
     for kind, attack in given.items():
-        results[kind] = case.scored(case.attacked(attack, kind, through=case.predict), kind)
-    for kind, columns in results.items():
-        case.join(f"purifier {kind}", columns)
-        figures[kind] = case.value(columns)
+        results[kind] = case.union({kind: attack}, "purifier", through=case.predict, join=True)
+    figures |= {kind: case.value(columns) for kind, columns in results.items()}
     if case.claim is not None:  # the table is theirs: what they did not run is missing, whatever it gives here
         absent = [kind for kind in KINDS if kind not in case.claim.purifier_attacks]
         figures["claimed attacks leave"] = case.value(case.gradient())
         return judged("E23", bool(absent), f"add {', '.join(absent)}", **figures)
     absent = [kind for kind in KINDS if kind not in results]
     if absent:
-        return not_run("E23", f"give `unpurified`, or {', '.join(absent)} as `purifier_attacks`")
+        return not_run("E23", f"give Support(unpurified=...), or {', '.join(absent)} as Support(purifier_attacks=...)")
     return finding("E23", "passed", **figures)
 
 
 def _ways(case: Case) -> dict[str, Predictor]:
     """What the ordinary attacks may go through: the purifier itself, its straight-through gradient, the unpurified model."""
     ways: dict[str, Predictor] = {"exact": case.predict}
-    unpurified = case.unpurified
+    unpurified = case.support.unpurified
     if isinstance(case.predict, Purifier):
         unpurified = unpurified if unpurified is not None else case.predict.base
         if unpurified is not None:

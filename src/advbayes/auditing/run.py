@@ -6,29 +6,30 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from advbayes import checks
-from advbayes.attacks import Square, loss_and_gradient, margin, nll
+from advbayes.attacks import loss_and_gradient, nll
 from advbayes.attacks.gradients import NoGradientWarning
 from advbayes.attacks.parts import ball_of, steps_of
-from advbayes.auditing import answers, describing, others, purifier, strength
+from advbayes.auditing import answers, controls, describing, others, purifier, remembering, strength
+from advbayes.auditing.answers_alone import ANSWERS_ALONE, blind_attacks, gives_gradient
 from advbayes.auditing.case import TIERS, Budget, Case, default_attacks
-from advbayes.auditing.certificate import certificate, radii_of
+from advbayes.auditing.certificate import certificate, cut, radii_of
 from advbayes.auditing.claim import Claim, Values, fitted
+from advbayes.auditing.copies import copies_of
 from advbayes.auditing.findings import Finding, Verdict
+from advbayes.auditing.support import Support, named
 from advbayes.auditing.threat import ThreatModel, said_by
 from advbayes.balls import Ball
-from advbayes.evaluation.inputs import ASKED, Data, Task, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
-from advbayes.evaluation.result import Evaluation
-from advbayes.evaluation.run import load_evaluation
+from advbayes.certification import Certificates
+from advbayes.evaluation.inputs import ASKED, Data, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
 from advbayes.progress import Progress
-from advbayes.types import Attack, Channel, Predictor
+from advbayes.types import Attack, Predictor
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,20 @@ CHECKS: tuple[Check, ...] = (
     Check("E17", "worst-case column", describing.worst_column),
     Check("E18", "stochastic re-scoring", describing.rescoring),
     Check("E19", "the attack itself", answers.attack_itself, lambda size: 0.5 * size.passes),
-    Check("E20", "undefended control", answers.undefended_control, lambda size: size.passes * (size.sources > 0)),
-    Check("E21", "credible baseline", answers.credible_baseline),
+    Check("E20", "undefended control", controls.undefended_control, lambda size: 3 * size.passes * (size.sources > 0)),
+    Check("E21", "credible baseline", controls.credible_baseline, lambda size: size.passes * (size.sources > 0)),
     Check("E22", "trivial predictors", answers.trivial_predictors),
     Check("E25", "statistics", describing.statistics, mandatory=lambda case: False),
-    Check("E26", "attack on the score", describing.attack_on_score, mandatory=lambda case: case.detector is not None),
+    Check("E26", "attack on the score", describing.attack_on_score, mandatory=lambda case: case.support.detector is not None),
     Check("E27", "re-scorable", describing.rescorable, lambda size: size.attacks),
+    Check("E28", "displaced centre", remembering.displaced_centre, lambda size: size.passes),
     Check("E30", "unseen family", describing.unseen_family),
+    Check(
+        "E29",
+        "order independence",
+        remembering.order_independence,
+        lambda size: size.passes * min(1.0, remembering.ASKED / size.budget.num),
+    ),
 )
 
 
@@ -99,42 +107,24 @@ def audit(
     data: Data,
     *,
     ball: Ball,
-    tier: str = "standard",
+    tier: str | Budget = "standard",
     attacks: Mapping[str, Attack] | None = None,
     threat_model: ThreatModel | None = None,
+    support: Support | None = None,
     claim: Claim | None = None,
-    evaluation: Evaluation | str | Path | None = None,
-    undefended: Predictor | None = None,
-    siblings: Mapping[str, Predictor] | None = None,
-    control_ball: Ball | None = None,
-    baseline: Predictor | None = None,
-    published: tuple[float, float] | None = None,
-    dataset: str = "",
-    fresh: Any = None,
-    unpurified: Predictor | None = None,
-    purifier_attacks: Mapping[str, Attack] | None = None,
-    channel: Channel | None = None,
-    black_box: Attack | None = None,
-    detector: str | None = None,
-    num_seeds: int | None = None,
-    certified: Tensor | None = None,
-    better: bool = False,
-    train_y: Tensor | None = None,
+    certified: Certificates | Tensor | None = None,
     only: tuple[str, ...] | None = None,
-    budget: Budget | None = None,
-    batch_size: int = 256,
     seed: int = 0,
     progress: bool | None = None,
+    **deprecated: Any,
 ) -> Verdict:
     """May the robustness of `predict` within `ball` be believed? Checks E0 to E30, each with its figure, and a level A to D.
 
-    `attacks` (absent: APGD on two losses) are those whose numbers are to be believed. What a check needs and was not given
-    leaves it "not run": `fresh` (a FreshPredictive, or a predictor with `with_thetas(num)`) for E10, E14 and E15;
-    `undefended` and `siblings` for E13 and E20 (at `control_ball` where `ball` is too small to break it); the training
-    `channel` for E30; an `evaluation` on disk for E27; `baseline` for E21. `claim` holds somebody's arrays and scores: then
-    theirs are judged, not ours. `certified` holds certified radii in the ball's norm, one for each example of `data`; they
-    give level A where the certified accuracy at eps is no less than the worst case. `better` says that the row is claimed to
-    beat others. `only` picks checks by id; the others count as not run.
+    `attacks` (absent: the audit's own) are those whose numbers are to be believed. `support` holds what helps: controls, a
+    baseline, siblings, files; what a check needs and is not there leaves it "not run". `claim` holds somebody's arrays and
+    scores: then theirs are judged, not ours. `certified` holds the certificates of a Smoothed predictor, one for each example
+    of `data`: they give level A where the audit confirms them. `tier` says how much to spend. `only` picks checks by id; the
+    others count as not run.
 
     >>> from torch.distributions import Categorical
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
@@ -144,41 +134,14 @@ def audit(
     >>> verdict.level, verdict["E1"].status, verdict["E1"].figures["infeasible"]
     ('D', 'passed', 0)
     """
-    case = _case(
-        predict,
-        data,
-        ball,
-        tier,
-        attacks,
-        threat_model,
-        claim,
-        budget,
-        batch_size,
-        seed,
-        fresh,
-        {
-            "evaluation": load_evaluation(evaluation) if isinstance(evaluation, (str, Path)) else evaluation,
-            "undefended": undefended,
-            "siblings": _named("siblings", siblings),
-            "control_ball": control_ball,
-            "baseline": baseline,
-            "published": published,
-            "dataset": dataset,
-            "unpurified": unpurified,
-            "purifier_attacks": _named("purifier_attacks", purifier_attacks),
-            "channel": channel,
-            "black_box": black_box,
-            "detector": detector,
-            "num_seeds": num_seeds,
-            "better": better,
-            "train_y": train_y,
-        },
-        certified=certified,
-    )
+    tier, support = _renamed(tier, support, deprecated)
+    case = _case(predict, data, ball, tier, attacks, threat_model, support, claim, certified, seed)
     known = {check.id for check in CHECKS}
     if only is not None and not set(only) <= known:
         raise ValueError(f"only must hold ids among {sorted(known, key=_order)}, got {only}")
-    found = []
+    if only is None or {"E13", "E20", "E21"} & set(only):
+        case.support = controls.with_controls(case, progress=progress)
+    found: list[Finding] = []
     with Progress("audit", len(CHECKS), progress) as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore", NoGradientWarning)  # E9 says it
         for check in CHECKS:
@@ -189,17 +152,47 @@ def audit(
             elif check.id in case.budget.left_out and only is None and check.applies(case):
                 result = Finding(check.id, check.title, "not run", {}, f"tier {tier!r} leaves it out")
             else:
-                result = check.run(case)
+                result = _run(check, case)
             found.append(replace(result, title=check.title, mandatory=check.mandatory(case)))
             bar.advance(check.id)
+    findings = tuple(sorted(found, key=lambda item: _order(item.id)))
     summary: dict[str, Any] = {"examples": len(case.x), f"clean {case.label}": case.value(case.clean)}
     if "columns" in case.memory:
         summary[f"worst {case.label}"] = case.value(case.worst())
-    proven, figures = certificate(case)
-    if figures:
-        summary |= {f"worst {case.label}": case.value(case.worst()), **figures}
-    spent = tier if budget is None else "custom"  # a budget of one's own is no tier: its figures say what was spent
-    return Verdict(tuple(sorted(found, key=lambda item: _order(item.id))), spent, proven, summary)
+    proven, figures = certificate(case, findings, only)
+    spent = tier if isinstance(tier, str) else "custom"  # a budget of one's own is no tier: its figures say what was spent
+    return Verdict(findings, spent, proven, summary | figures, describing.notes_on_data(case))
+
+
+def _run(check: Check, case: Case) -> Finding:
+    """The check's finding; if something raises on the way, "not run" with what it said: the others go on."""
+    try:
+        return check.run(case)
+    except Exception as error:  # whatever a foreign predictor or attack raises
+        return Finding(check.id, check.title, "not run", {}, f"{check.id} was cut short by {type(error).__name__}: {error}")
+
+
+def _renamed(tier: str | Budget, support: Support | None, deprecated: dict[str, Any]) -> tuple[str | Budget, Support]:
+    """The keywords of the version before: `budget` is a tier, `batch_size` the tier's, the rest is the support's."""
+    support = support or Support()
+    if not isinstance(support, Support):
+        raise TypeError(f"support must be a Support(...), got {checks.describe(support)}")
+    names = {field.name for field in fields(Support)}
+    unknown = sorted(deprecated.keys() - names - {"budget", "batch_size"})
+    if unknown:
+        raise TypeError(f"audit takes no argument {', '.join(unknown)}; what helps it is Support({', '.join(sorted(names))})")
+    for name in deprecated:
+        new = {"budget": "tier=Budget(...)", "batch_size": "tier=Budget(..., batch_size=...)"}.get(
+            name, f"support=Support({name}=...)"
+        )
+        warnings.warn(f"audit({name}=...) will go in the next version: use {new}", DeprecationWarning, stacklevel=3)
+    held = {name: value for name, value in deprecated.items() if name in names and value is not None}
+    budget = deprecated.get("budget")
+    tier = tier if budget is None else budget
+    if "batch_size" in deprecated:
+        size = checks.count("batch_size", deprecated["batch_size"])
+        tier = replace(TIERS[tier] if isinstance(tier, str) else tier, batch_size=size)
+    return tier, support.but(**held) if held else support
 
 
 def audit_records(
@@ -236,10 +229,12 @@ class Cost:
     passes: float
     seconds: float
     by_check: dict[str, float]
+    trained: tuple[str, ...] = ()  # controls that are to be trained first
 
     def __str__(self) -> str:
+        first = f"trains {' and '.join(self.trained)} first; " if self.trained else ""
         return (
-            f"audit ({self.tier}): {self.examples} examples, about {self.passes:,.0f} passes for each, "
+            f"audit ({self.tier}): {first}{self.examples} examples, about {self.passes:,.0f} passes for each, "
             f"about {self.seconds:,.0f} s; what is broken early costs less, escalation (E6) more"
         )
 
@@ -249,15 +244,12 @@ def audit_cost(
     data: Data,
     *,
     ball: Ball,
-    tier: str = "standard",
+    tier: str | Budget = "standard",
     attacks: Mapping[str, Attack] | None = None,
-    undefended: Predictor | None = None,
-    siblings: Mapping[str, Predictor] | None = None,
-    fresh: Any = None,
-    budget: Budget | None = None,
-    **_: Any,
+    support: Support | None = None,
+    **others: Any,
 ) -> Cost:
-    """The cost of `audit` with the same arguments, from one timed pass.
+    """The cost of `audit` with the same arguments, from one timed pass; what it has to train comes on top.
 
     >>> from torch.distributions import Categorical
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
@@ -266,22 +258,34 @@ def audit_cost(
     >>> audit_cost(predict, (x, (x[:, 0] < 0).long()), ball=L2(0.5), tier="quick").examples
     40
     """
-    case = _case(predict, data, ball, tier, attacks, None, None, budget, 256, 0, fresh, {})
+    same = {"threat_model", "claim", "certified", "only", "seed", "progress"}
+    tier, support = _renamed(tier, support, {name: value for name, value in others.items() if name not in same})
+    case = _case(predict, data, ball, tier, attacks, None, support, None, None, 0)
     probe = slice(0, min(64, len(case.x)))
-    loss_and_gradient(predict, nll, case.x[probe], case.y[probe])
+
+    def ask() -> None:
+        if case.black_box:
+            predict(case.x[probe])
+        else:
+            loss_and_gradient(predict, nll, case.x[probe], case.y[probe])
+
+    ask()
     began = time.perf_counter()
-    loss_and_gradient(predict, nll, case.x[probe], case.y[probe])
+    ask()
     each = (time.perf_counter() - began) / len(case.x[probe])
+    controls_too = support.training is not None and bool(support.lacks_controls)
     size = Size(
         passes=float(sum((steps_of(attack) or 1) for attack in case.attacks.values())),
         attacks=len(case.attacks),
-        sources=len(siblings or {}) + (undefended is not None),
+        sources=len(support.siblings) + (support.undefended is not None or controls_too),
         thetas=case.is_bayesian or case.stochastic,
         budget=case.budget,
     )
     costs = {check.id: 0.0 if check.id in case.budget.left_out else float(check.cost(size)) for check in CHECKS}
     passes = sum(costs.values())
-    return Cost(tier, len(case.x), passes, passes * len(case.x) * each, costs)
+    trained = controls.training_passes(case) if controls_too else 0.0
+    name = tier if isinstance(tier, str) else "custom"
+    return Cost(name, len(case.x), passes, (passes * len(case.x) + trained) * each, costs, support.lacks_controls * controls_too)
 
 
 def _order(id: str) -> int:
@@ -292,66 +296,58 @@ def _case(
     predict: Predictor,
     data: Data,
     ball: Ball,
-    tier: str,
+    tier: str | Budget,
     attacks: Mapping[str, Attack] | None,
     threat_model: ThreatModel | None,
+    support: Support,
     claim: Claim | None,
-    budget: Budget | None,
-    batch_size: int,
+    certified: Certificates | Tensor | None,
     seed: int,
-    fresh: Any,
-    options: dict[str, Any],
-    certified: Any = None,
 ) -> Case:
     """The case: some rows of the data, or those of a claim's arrays."""
     if not isinstance(ball, Ball):
         raise TypeError(f"ball must be a ball such as L2(eps), got {checks.describe(ball)}")
-    budget = TIERS[checks.choice("tier", tier, tuple(TIERS))] if budget is None else budget
+    budget = tier if isinstance(tier, Budget) else TIERS[checks.choice("tier", tier, tuple(TIERS))]
+    copies = copies_of(predict, support.factory)  # before anything is asked
     x, y = as_tensors(data, dtype_of(predict))
     ball.check(x)
-    task = check_predictor(predict, x[:256], y[:256])
-    y = y.reshape(-1).long() if task == "classification" else _as_predicted(predict, x, y)
-    radii = None if certified is None else radii_of(certified, len(x), task)
+    rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[: budget.num].sort().values
+    if claim is not None:  # the arrays are as they were scored
+        rows, claim = torch.arange(len(x)), fitted(claim, x)
+    task = check_predictor(predict, x[rows][:256], y[rows][:256])
+    y = y.reshape(-1).long() if task == "classification" else _as_predicted(predict, x[rows], y)
+    held = None if certified is None else radii_of(certified, len(x), task)
+    blind = not gives_gradient(predict, x[rows][:2])
     if claim is None:
         warn_units(ball, x, "ball")
-        rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[: budget.num].sort().values
-    else:  # the arrays are as they were scored
-        rows = torch.arange(len(x))
-        claim = fitted(claim, x)
-    given = default_attacks(ball, task, budget) if attacks is None and claim is None else _named("attacks", attacks)
+    given = named("attacks", attacks)
+    if attacks is None and claim is None:
+        given = blind_attacks(ball, task, budget.steps, budget.queries) if blind else default_attacks(ball, task, budget)
     if not given and claim is None:
         raise ValueError("attacks must hold at least one named attack, got none")
     for name, attack in given.items():
         if ball_of(attack) is None:
             raise TypeError(f"attacks[{name!r}] must be a dataclass with a `ball`, got {checks.describe(attack)}")
-    stochastic = is_stochastic(predict, x[:ASKED])
     case = Case(
         predict=predict,
         x=x[rows],
         y=y[rows],
+        whole=(x, y),
         ball=ball,
         task=task,
         budget=budget,
         attacks=given,
         threat_model=threat_model or ThreatModel(),
-        stochastic=stochastic,
-        seed=checks.count("seed", seed, low=0),
-        batch_size=checks.count("batch_size", batch_size),
+        stochastic=is_stochastic(predict, x[rows][:ASKED]),
+        black_box=blind and all(isinstance(attack, ANSWERS_ALONE) for attack in given.values()),
+        copies=copies,
+        support=support,
         claim=claim,
-        fresh=fresh,
-        radii=None if radii is None else radii[rows],
-        **options,
+        certified=cut(held, rows),
+        seed=checks.count("seed", seed, low=0),
     )
-    case.threat_model = _filled(case, task)
-    if case.black_box is None and "E11" not in budget.left_out:
-        case.black_box = Square(ball, budget.queries, margin if task == "classification" else nll)
+    case.threat_model = _filled(case)
     return case
-
-
-def _named(argument: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    if given is not None and not isinstance(given, Mapping):
-        raise TypeError(f"{argument} must be a mapping from names, such as {{'PGD': ...}}, got {checks.describe(given)}")
-    return dict(given or {})
 
 
 def _as_predicted(predict: Predictor, x: Tensor, y: Tensor) -> Tensor:
@@ -362,9 +358,10 @@ def _as_predicted(predict: Predictor, x: Tensor, y: Tensor) -> Tensor:
     return y.reshape(len(y), *one).to(x.dtype)
 
 
-def _filled(case: Case, task: Task) -> ThreatModel:
+def _filled(case: Case) -> ThreatModel:
     """What the ball, the attacks and the predictor say by themselves; a claim must speak for its own thetas."""
     model = case.threat_model.filled(**said_by(case.ball, case.attacks))
+    fresh = case.support.fresh
     if not case.is_bayesian:
         return model.filled(
             knowledge="no thetas",
@@ -374,10 +371,9 @@ def _filled(case: Case, task: Task) -> ThreatModel:
         )
     if case.claim is not None:
         return model
-    both = "thetas known and fresh" if case.fresh is not None else "thetas known"
     return model.filled(
-        knowledge=both,
-        attack_thetas=case.num_thetas or getattr(case.fresh, "num", None),
+        knowledge="thetas known" if fresh is None else "thetas known and fresh",
+        attack_thetas=case.num_thetas or getattr(fresh, "num", None),
         evaluation_thetas=case.num_thetas,
         randomness="fresh" if case.stochastic else "fixed",
     )

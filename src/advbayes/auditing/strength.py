@@ -15,6 +15,7 @@ from advbayes.auditing.case import POINT, Case, finding, judged, not_applicable,
 from advbayes.auditing.findings import Finding
 from advbayes.evaluation.inputs import extent_of
 from advbayes.evaluation.scoring import Columns, worst
+from advbayes.seeds import generator_for
 from advbayes.types import Attack, Predictor
 
 SIGNIFICANT = 0.01
@@ -57,8 +58,7 @@ def beats_one_step(case: Case) -> Finding:
     if not iterative:
         return not_run("E3", "there is no iterative attack")
     loss = squared_error if case.task == "regression" else nll
-    single = case.scored(case.attacked(one_step(case.ball, loss), "one step"), "one step")
-    case.join("one step", single)
+    single = case.union({"one step": one_step(case.ball, loss)}, "E3", join=True)
     many = case.columns()[iterative[0]]
     worse, p = breaks_more(case, single, many)
     advice = "the iterative attack is broken: keep the best iterate, start at the one-step point, check its step size"
@@ -67,19 +67,13 @@ def beats_one_step(case: Case) -> Finding:
 
 def _radii(case: Case) -> list[tuple[float, Columns]]:
     """(eps, scores of the union of attacks) at half, once and twice eps and the whole box; each radius by itself."""
+    whole = extent_of(case.ball, case.x)
+    radii = sorted({0.5 * case.ball.eps, case.ball.eps, min(2 * case.ball.eps, whole), whole})
 
-    def make() -> list[tuple[float, Columns]]:
-        whole = extent_of(case.ball, case.x)
-        found = []
-        for eps in sorted({0.5 * case.ball.eps, case.ball.eps, min(2 * case.ball.eps, whole), whole}):
-            parts = [
-                case.scored(case.attacked(with_eps(attack, eps), f"eps {eps!r} {name}"), f"eps {eps!r} {name}")
-                for name, attack in case.attacks.items()
-            ]
-            found.append((eps, worst(parts, case.task)))
-        return found
+    def at(eps: float) -> Columns:
+        return case.union({name: with_eps(attack, eps) for name, attack in case.attacks.items()}, f"eps {eps!r}")
 
-    return case.once("radii", make)  # type: ignore[no-any-return]
+    return case.once("radii", lambda: [(eps, at(eps)) for eps in radii])
 
 
 def monotone(case: Case) -> Finding:
@@ -186,6 +180,8 @@ class _Watched:
                 owner = self.x if len(self.x) > 1 else self.x.expand_as(x)
                 y = self.y if len(self.x) > 1 else self.y.expand(len(x))
                 wrong = (prediction.logits.argmax(-1) != y) & self.case.ball.contains(x.detach(), owner)
+                if self.case.black_box and len(x) > len(self.x):  # probes of an estimated gradient are no iterates
+                    wrong &= False
                 for row in wrong.nonzero().squeeze(1).tolist():
                     self.seen[row if len(self.x) > 1 else 0].append(x[row].detach().clone())
         return prediction
@@ -207,7 +203,7 @@ def silent_success(case: Case) -> Finding:
         parts = [(rows, spy, x_adv)]
         if not spy.aligned:  # rows left the batch or were tiled: one example at a time
             parts = []
-            for row in rows[:16]:
+            for row in rows[: 4 if case.black_box else 16]:
                 alone = row.unsqueeze(0)
                 spy = _Watched(through, case.x[alone], case.y[alone], case)
                 parts.append((alone, spy, case.attacked(attack, f"watched {name} {int(row)}", through=spy, rows=alone)))
@@ -230,13 +226,15 @@ def _harmless(predict: Predictor, x: Tensor, y: Tensor) -> Tensor:
 
 def usable_gradients(case: Case) -> Finding:
     """E9: at most 1 % of the examples have no gradient (for every loss in use) or one that is not finite."""
+    if case.black_box:
+        return not_applicable("E9", "there is no gradient, and no attack asks for one")
     losses = list(dict.fromkeys(loss for attack in case.attacks.values() for loss in losses_of(attack)))
     losses = [loss for loss in losses if hasattr(loss, "__name__")] or [nll]
     flat = torch.ones(len(case.x), dtype=torch.bool)
     broken = torch.zeros(len(case.x), dtype=torch.bool)
     for loss in losses:
-        for start in range(0, len(case.x), case.batch_size):
-            part = slice(start, start + case.batch_size)
+        for start in range(0, len(case.x), case.budget.batch_size):
+            part = slice(start, start + case.budget.batch_size)
             gradient = loss_and_gradient(case.target, loss, case.x[part], case.y[part])[2].flatten(1).cpu()
             finite = torch.isfinite(gradient).all(1)
             broken[part] |= ~finite
@@ -253,8 +251,7 @@ def noise_not_better(case: Case) -> Finding:
     if not len(rows):
         return finding("E12", "passed", standing=0, broken=0.0)
     left = case.gradient()
-    columns = {key: value[rows].clone() for key, value in left.items()}
-    generator = torch.Generator(case.x.device).manual_seed(case.seed)
+    generator = generator_for(case.seed, "audit/noise", device=case.x.device)
     found: list[Columns] = []
     for draw in range(case.budget.random_points):
         x = case.x[rows]
@@ -263,10 +260,7 @@ def noise_not_better(case: Case) -> Finding:
     if case.task == "classification":
         broken = float((noisy["correct"] < 0.5).double().mean())
     else:  # clearly larger errors than the attack's
-        broken = float((noisy["squared_error"] > columns["squared_error"] + 0.01 * case.spread**2).double().mean())
-    whole = {key: value.clone() for key, value in left.items() if key in noisy}
-    for key, value in worst([{key: columns[key] for key in noisy}, noisy], case.task).items():
-        whole[key][rows] = value
-    case.join("noise", whole)
+        broken = float((noisy["squared_error"] > left["squared_error"][rows] + 0.01 * case.spread**2).double().mean())
+    case.join("noise", noisy, rows)
     advice = "the gradient attack misses what noise finds: it is broken, or gradients are masked"
     return judged("E12", broken > POINT, advice, broken=broken, standing=len(rows), points=case.budget.random_points)

@@ -65,7 +65,7 @@ def audit(
     torch.set_num_threads(config.threads)
     trained = load_trained(run, trusted=trust_network)
     data = prepare(config)
-    control = None if undefended is None else load_trained(undefended, trusted=trust_network).predict(thetas)
+    control = None if undefended is None else load_trained(undefended, trusted=trust_network).point()
     ball = ball_for(trained, norm, eps, fixed, feature_eps)
     with watched(), folder.lock():
         verdict = audit_run(

@@ -178,7 +178,7 @@ class Evaluation:
         """Rows predictor x attack x eps, clean first, the worst case after its attacks, trivial predictors last.
 
         A metric that a row's predictions cannot give is empty there, and absent where no predictor under attack gives it.
-        With a verdict (of `audit`) the attacked rows of a value that did not pass carry a dagger and the failed ids.
+        With a verdict (of `audit`) of which a mandatory check failed, the attacked rows carry a dagger.
         """
         names = tuple(REDUCTIONS[self.task]) if metrics is None else tuple(metrics)
         rows = []
@@ -198,7 +198,7 @@ class Evaluation:
         if metrics is None:
             names = tuple(name for name in names if any(name in row.values for row in rows if row.predictor not in self.trivial))
         note = "" if verdict is None else verdict.line()
-        dagger = verdict is not None and verdict.level not in ("A", "B")
+        dagger = verdict is not None and bool(verdict.failed_mandatory)
         return Table(names, tuple(rows), note=note, dagger=dagger)
 
 

@@ -369,7 +369,7 @@ def rescore(folder: str | os.PathLike[str], predict: Predictor | Mapping[str, Pr
     given = dict(predict) if isinstance(predict, Mapping) else {claimed.predictors[0]: predict}
     seed = int(config["seed"])
     cells: dict[Cell, list[Columns]] = {}
-    for block in _saved_blocks(place):
+    for block in saved_blocks(place):
         if block.predictor not in given:
             continue
         x_adv, y = place.read_array(block)
@@ -383,7 +383,8 @@ def rescore(folder: str | os.PathLike[str], predict: Predictor | Mapping[str, Pr
     return Evaluation(claimed.task, joined, (), config, place.path)
 
 
-def _saved_blocks(folder: Folder) -> list[Block]:
+def saved_blocks(folder: Folder) -> list[Block]:
+    """The blocks whose records are in a folder, in order."""
     found: dict[int, list[Any]] = {}
     for record in folder.log.read():
         index, number = int(record["index"]), int(record["block"])  # type: ignore[arg-type]

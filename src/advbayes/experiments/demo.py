@@ -83,7 +83,7 @@ def run_demo(
             tier="quick",
             num=num,
             num_thetas=num_thetas,
-            undefended=predictors["undefended"],
+            undefended=trained["undefended"].point(),
             control_ball=L2(CONTROL_EPS, box=data.box),
             evaluation=run.path / "evaluation" / "demo",
             seed=seed,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from advbayes.attacks import Transfer, entropy_pgd, one_step, pgd, pgd_plus, strong_suite
-from advbayes.auditing import ThreatModel, audit
+from advbayes.auditing import Support, ThreatModel, audit
 from advbayes.balls import L2
 from advbayes.channels import Noise
 from advbayes.evaluation import evaluate
@@ -92,15 +92,16 @@ def run(runs: Path, out: Path, stage: str = "all", only: tuple[str, ...] = ()) -
                 ball=ball,
                 tier="standard",
                 threat_model=ThreatModel(units="raw"),
-                undefended=rows["none"],
-                siblings={other: row for other, row in rows.items() if other not in (name, "purifier")},
-                baseline=rows["pgd"],
-                dataset="mnist",
-                fresh=fresh,
-                evaluation=recorded if recorded.exists() else None,
-                unpurified=rows["none"] if name == "purifier" else None,
-                channel=one.channel,
-                train_y=data.y_train,
+                support=Support(
+                    undefended=trained["none"].point(),
+                    siblings={other: row for other, row in rows.items() if other not in (name, "purifier")},
+                    dataset="mnist",
+                    fresh=fresh,
+                    evaluation=recorded if recorded.exists() else None,
+                    unpurified=rows["none"] if name == "purifier" else None,
+                    channel=one.channel,
+                    train_y=data.y_train,
+                ),
             )
             seconds = round(time.perf_counter() - began)
             write_document(out / f"{name}-audit.json", {"verdict": verdict.json(), **record(), "seconds": seconds, "seed": 0})

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from advbayes import store
 from advbayes.attacks import PGD, ByLoss, RandomSearch, Square, Suite, Transfer, certainty, nll, pgd, squared_error
-from advbayes.auditing import ThreatModel, audit
+from advbayes.auditing import Support, ThreatModel, audit
 from advbayes.balls import L2
 from advbayes.channels import Noise
 from advbayes.config import RunConfig, make_config
@@ -342,13 +342,15 @@ def _audited(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
             rows,
             ball=ball,
             threat_model=threat,
-            undefended=control,
-            baseline=baseline,
-            dataset=config.data,
-            evaluation=folder,
-            fresh=_fresh(unit, data),
-            channel=_channel(unit, data)[0],
-            train_y=data.y_train,
+            support=Support(
+                undefended=control,
+                baseline=baseline,
+                dataset=config.data,
+                evaluation=folder,
+                fresh=_fresh(unit, data),
+                channel=_channel(unit, data)[0],
+                training=(data.x_train, data.y_train),
+            ),
             seed=unit.seed,
             progress=False,
         )

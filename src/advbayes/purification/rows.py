@@ -112,9 +112,9 @@ class DiskRows:
         return torch.stack([self._map(group, start, stop - start) for group in range(first, last)])
 
     def pick(self, group: int, index: Tensor, columns: slice = slice(None)) -> Tensor:
-        # Mapped whole, but only the pages that are touched become resident.
-        table = self._map(group, 0, self.shape[1])[:, columns]
-        return table.index_select(0, index.reshape(-1)).view(*index.shape, -1)
+        wanted, places = torch.unique(index, return_inverse=True)
+        rows = torch.stack([self._map(group, int(row), 1)[0, columns] for row in wanted])
+        return rows[places.reshape(-1)].view(*index.shape, -1)
 
     def write(self, group: int, start: int, part: Tensor) -> None:
         self._map(group, start, len(part), "r+").copy_(part)

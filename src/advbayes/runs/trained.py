@@ -14,6 +14,7 @@ from advbayes import store
 from advbayes.config import NETWORKS
 from advbayes.datasets import Standardize
 from advbayes.model import BayesianModel
+from advbayes.posteriors import Ensemble, Samples
 from advbayes.predictive import PosteriorPredictive
 from advbayes.runs.building import own_net
 from advbayes.runs.folder import Run
@@ -50,6 +51,12 @@ class Trained:
     def predict(self, num: int = 20) -> PosteriorPredictive:
         """The posterior predictive."""
         return PosteriorPredictive(self.model, self.thetas(num))
+
+    def point(self) -> PosteriorPredictive:
+        """One net without averaging: the posterior's mean, or the first of finitely many members."""
+        single = isinstance(self.posterior, (Ensemble, Samples))
+        theta = self.thetas(1)[0] if single else self.posterior.mean
+        return PosteriorPredictive(self.model, theta.unsqueeze(0))
 
 
 def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trained:

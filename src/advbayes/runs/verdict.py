@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from advbayes import store
-from advbayes.auditing import ThreatModel, Verdict, audit
+from advbayes.auditing import Support, ThreatModel, Verdict, audit
 from advbayes.balls import Ball
 from advbayes.predictive import FreshPredictive
 from advbayes.runs.building import Prepared
@@ -41,13 +41,16 @@ def audit_run(
         ball=ball,
         tier=tier,
         threat_model=ThreatModel(**units),
-        evaluation=evaluation or _matching(run, ball),
-        undefended=undefended,
-        control_ball=control_ball,
-        dataset=run.config.data,
-        fresh=FreshPredictive(trained.model, trained.posterior, num_thetas),
-        channel=trained.channel,
-        train_y=data.y_train,
+        support=Support(
+            evaluation=evaluation or _matching(run, ball),
+            undefended=undefended,
+            control_ball=control_ball,
+            dataset=run.config.data,
+            fresh=FreshPredictive(trained.model, trained.posterior, num_thetas),
+            channel=trained.channel,
+            training=None if tier == "quick" else (data.x_train, data.y_train),
+            train_y=data.y_train,
+        ),
         seed=seed,
     )
     raw = {} if scaling is None else {"raw_eps": scaling.raw_eps(ball.eps).tolist()}

@@ -1,0 +1,151 @@
+"""Attacks for predictors without any gradient: they ask for answers alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Distribution, Independent, Normal
+
+from advbayes import checks
+from advbayes.attacks import APGD, HardLabel, RandomSearch, Square, lower_mean, margin, nll, raise_mean, squared_error
+from advbayes.attacks.parts import ball_of
+from advbayes.balls import Ball
+from advbayes.evaluation.inputs import Task
+from advbayes.types import Attack, Predictor
+
+_ROWS = 4096  # inputs asked about in one call
+
+
+@dataclass(frozen=True)
+class ZerothOrder:
+    """An attack with gradients, run on gradients estimated from answers (central differences; after Chen et al. 2017).
+
+    One gradient asks 2 `directions` questions: along every feature where there are no more features than that, else along
+    random directions. Differences are taken over `width` times eps.
+
+    >>> from advbayes import L2
+    >>> blind = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1).detach())
+    >>> x = torch.tensor([[1.0, 0.0]])
+    >>> bool(ZerothOrder(APGD(L2(1.2), margin, 5))(blind, x, torch.tensor([0]))[0, 0] < 0)
+    True
+    """
+
+    attack: Attack
+    directions: int = 64
+    width: float = 0.1
+
+    def __post_init__(self) -> None:
+        checks.count("directions", self.directions)
+        checks.number("width", self.width, low=0, open_low=True)
+
+    def __call__(
+        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        ball = ball_of(self.attack)
+        eps = 1.0 if ball is None else ball.eps
+        estimated = Differences(predict, ball, self.width * eps, self.directions, generator)
+        return self.attack(estimated, x, y, generator=generator)
+
+
+ANSWERS_ALONE = (Square, RandomSearch, HardLabel, ZerothOrder)
+
+
+@dataclass(frozen=True, eq=False)
+class Differences:
+    """A predictor whose gradient in x is estimated from its answers; its answers are the predictor's own."""
+
+    predict: Predictor
+    ball: Ball | None
+    width: float
+    directions: int
+    generator: torch.Generator | None = field(default=None, repr=False)
+
+    def __call__(self, x: Tensor) -> Distribution:
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return self.predict(x)
+        values = _Estimated.apply(x, self)  # type: ignore[no-untyped-call]
+        if isinstance(self.predict(x.detach()[:1]), Categorical):
+            return Categorical(logits=values, validate_args=False)
+        normal = Normal(values[..., 0], values[..., 1].exp(), validate_args=False)
+        return Independent(normal, values.ndim - 2) if values.ndim > 2 else normal
+
+    def answers(self, x: Tensor) -> Tensor:
+        """Log-probabilities (B, C), or means and log standard deviations (B, ..., 2)."""
+        with torch.no_grad():
+            prediction = self.predict(x)
+        if isinstance(prediction, Categorical):
+            return prediction.logits
+        return torch.stack([prediction.mean, 0.5 * prediction.variance.log()], -1)
+
+    def moves(self, x: Tensor) -> Tensor:
+        """(K, *event): the directions to ask along, scaled so that the differences along them add up to the gradient."""
+        size = x[0].numel()
+        if size <= self.directions:
+            moves = torch.eye(size, dtype=x.dtype, device=x.device)
+        else:
+            moves = torch.randn(self.directions, size, generator=self.generator, dtype=x.dtype, device=x.device)
+            moves = moves / self.directions**0.5
+        moves = moves.view(-1, *x.shape[1:])
+        if self.ball is None or self.ball.mask is None:
+            return moves
+        return moves * self.ball.mask.to(x.device)
+
+
+class _Estimated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, owner: Differences) -> Tensor:
+        ctx.owner = owner
+        ctx.save_for_backward(x)
+        return owner.answers(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (x,), owner = ctx.saved_tensors, ctx.owner
+        moves = owner.moves(x)
+        unit = 1.0 if owner.ball is None or owner.ball.scale is None else torch.as_tensor(owner.ball.scale).to(x)
+        gradient = torch.zeros_like(x)
+        together = max(1, _ROWS // len(x))
+        for start in range(0, len(moves), together):
+            part = moves[start : start + together]  # (K, *event)
+            length = part.flatten(1).norm(dim=1).clamp_min(torch.finfo(x.dtype).tiny).view(-1, *[1] * x.ndim)
+            step = owner.width * unit * (part.unsqueeze(1) / length)
+            up, down = (owner.answers((x + sign * step).flatten(0, 1)).view(len(part), *grads[0].shape) for sign in (1, -1))
+            slope = ((up - down) * grads[0]).flatten(2).sum(2) / (2 * owner.width)  # (K, B)
+            slope = slope.view(len(part), len(x), *[1] * (x.ndim - 1))
+            gradient += (slope * part.unsqueeze(1) * length / unit).sum(0)
+        return gradient, None
+
+
+def blind_attacks(ball: Ball, task: Task, steps: int, queries: int) -> dict[str, Attack]:
+    """The default attacks of black-box mode."""
+    if task == "regression":
+        losses = (squared_error, nll, raise_mean, lower_mean)
+        found: dict[str, Attack] = {f"zeroth-order {loss.__name__}": ZerothOrder(APGD(ball, loss, steps)) for loss in losses}
+        return found | {"Square": Square(ball, queries, nll)}
+    return {
+        "zeroth-order margin": ZerothOrder(APGD(ball, margin, steps, 1, 3)),
+        "zeroth-order nll": ZerothOrder(APGD(ball, nll, steps)),
+        "Square": Square(ball, queries),
+        "hard label": HardLabel(ball),
+    }
+
+
+def gives_gradient(predict: Predictor, x: Tensor) -> bool:
+    """Whether there is any gradient of the answers in x to be had; one that is zero counts.
+
+    >>> gives_gradient(lambda x: Categorical(logits=x.detach()), torch.zeros(2, 3))
+    False
+    """
+    point = x.detach().clone().requires_grad_()
+    try:
+        with torch.enable_grad():
+            prediction = predict(point)
+            value = prediction.logits if isinstance(prediction, Categorical) else prediction.mean
+            if not value.requires_grad:
+                return False
+            return torch.autograd.grad(value.sum(), point, allow_unused=True)[0] is not None
+    except RuntimeError:  # arrays made of tensors that want a gradient: answers alone
+        return False

@@ -1,0 +1,245 @@
+"""Controls: an undefended net must fall (E20), adversarial training must stand (E21). Given, recorded or trained here."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from advbayes import metrics
+from advbayes.attacks import pgd, with_ball
+from advbayes.auditing.case import Case, finding, judged, layers_of, not_applicable, not_run, num_thetas
+from advbayes.auditing.findings import Finding
+from advbayes.auditing.strength import breaks_more
+from advbayes.auditing.support import Baseline, Support, published_for, recorded_for
+from advbayes.balls import Ball
+from advbayes.channels import AttackChannel, Noise
+from advbayes.evaluation.inputs import as_tensors, is_stochastic
+from advbayes.evaluation.scoring import Columns, worst
+from advbayes.model import BayesianModel
+from advbayes.posteriors import PointMass
+from advbayes.predictive import PosteriorPredictive
+from advbayes.seeds import seed_for
+from advbayes.training import fit
+from advbayes.types import Channel, Predictor
+
+LEFT, NEAR = 0.05, 0.03  # E20: what the control may keep; how near its clean accuracy must be
+BEHIND = 0.05  # E21: how far below its published figure the recipe may be
+GROWTH = 2.0**0.5  # of the control ball, where none is given
+CHECKED = 20  # times that a control's clean accuracy is looked at while it trains
+ALL = 2000  # examples on which clean accuracies are compared
+
+
+def undefended_control(case: Case) -> Finding:
+    """E20: the same attack leaves an undefended deterministic net at most 5 %."""
+    control = case.support.undefended
+    if case.task == "regression":
+        return not_applicable("E20", "regression has no accuracy")
+    if control is None or not case.attacks_on(control):
+        return not_run("E20", "give Support(undefended=...) (--undefended RUN) or Support(training=(x, y)), and the attacks")
+    clean, own = clean_accuracy(control, case), clean_accuracy(case.predict, case)
+    figures: dict[str, Any] = {"clean": clean, "clean_audited": own}
+    unfit = _unfit(control, case)
+    if abs(clean - own) > NEAR + 1e-9:
+        unfit.append(f"its clean accuracy must be within 3 points of the audited model's, {clean:.3f} is not within {own:.3f}")
+    if unfit:
+        return finding("E20", "failed", f"this is no control: {'; '.join(unfit)}", **figures)
+    ball, columns = _control(case, control)
+    left = case.value(columns)
+    figures |= {"accuracy": left, "eps": float(ball.eps), "eps_of_distance": ball.eps / apart(case)}
+    advice = "an attack that leaves the undefended model standing says nothing about the defended one"
+    if case.support.control_ball is None:
+        advice += "; where a larger ball is meant, give Support(control_ball=...) (--control-eps)"
+    return judged("E20", left > LEFT, advice, **figures)
+
+
+def _unfit(control: Predictor, case: Case) -> list[str]:
+    """What keeps a predictor from being an undefended deterministic net of the same architecture."""
+    found = []
+    thetas = next((inner.thetas for inner in layers_of(control) if isinstance(getattr(inner, "thetas", None), Tensor)), None)
+    several = len(thetas.unique(dim=0)) > 1 if thetas is not None else (num_thetas(control) or 1) > 1
+    if several or is_stochastic(control, case.x[:8]):
+        found.append("it averages over thetas or noise, which is a defense of a kind: give one net, such as model.at(theta)")
+    sizes = [getattr(model_of(each), "num_params", None) for each in (control, case.predict)]
+    if None not in sizes and sizes[0] != sizes[1]:
+        found.append(f"its architecture is another ({sizes[0]} parameters, the audited model has {sizes[1]})")
+    return found
+
+
+def model_of(predict: Predictor | None) -> BayesianModel | None:
+    """The model behind a predictor, where it shows one."""
+    held = (getattr(inner, "model", None) for inner in layers_of(predict))
+    return next((model for model in held if isinstance(model, BayesianModel)), None)
+
+
+@torch.no_grad()
+def clean_accuracy(predict: Predictor, case: Case) -> float:
+    """On all of the data (up to 2,000 examples), not only on those that are attacked."""
+    parts = (torch.split(part[:ALL], case.budget.batch_size) for part in case.whole)
+    right = [metrics.correct(predict(x), y) for x, y in zip(*parts, strict=True)]
+    return float(torch.cat(right).double().mean())
+
+
+def apart(case: Case) -> float:
+    """The median distance between two examples, in the ball's norm."""
+    distance = case.ball.norm(case.x - case.x.roll(1, 0))
+    return float(distance.median()) or math.inf
+
+
+def _control(case: Case, control: Predictor) -> tuple[Ball, Columns]:
+    """The control under attack, and in which ball: the one given; the audited one where a figure is published for it; else the
+    audited one widened until the control falls, up to half the distance between two examples."""
+
+    def make() -> tuple[Ball, Columns]:
+        clean = case.scored(case.x, "control clean", by=control)
+        ball, last = case.ball if case.support.control_ball is None else case.support.control_ball, False
+        while True:
+            attacks = {name: with_ball(attack, ball) for name, attack in case.attacks_on(control).items()}
+            found = worst([clean, case.union(attacks, f"control {ball.eps:g}", through=control, by=control)], case.task)
+            fixed = case.support.control_ball is not None or published_for(case.support.dataset, case.ball) is not None
+            if fixed or last or case.task == "regression" or case.value(found) <= LEFT:
+                return ball, found
+            eps = min(ball.eps * GROWTH, 0.5 * apart(case))
+            last = eps <= ball.eps * (1 + 1e-9)
+            ball = replace(ball, eps=max(eps, ball.eps))
+
+    return case.once("control", make)
+
+
+def credible_baseline(case: Case) -> Finding:
+    """E21: the published recipe is at most 5 points below its figure; where none is published, adversarial training is better
+    than the undefended control under the same attack: significantly (McNemar), in regression on average."""
+    support = case.support
+    published = support.published or published_for(support.dataset, case.ball)
+    baseline = support.baseline or (recorded_for(support.dataset, case.ball) if published else None)
+    if baseline is None:
+        return not_run("E21", "give Support(baseline=...) (--baseline), adversarial training, or Support(training=(x, y))")
+    if published is not None:
+        return _published(case, baseline, published)
+    if isinstance(baseline, Baseline):
+        return not_run("E21", f"the record is of {baseline.dataset}, {baseline.norm}, eps {baseline.eps:g}: give a baseline here")
+    if support.undefended is None or not case.attacks_on(baseline):
+        return not_run("E21", "there is no published figure: give the undefended control too, which the baseline must beat")
+    pairs = (("undefended", support.undefended), ("baseline", baseline))
+    figures: dict[str, Any] = {}
+    better = False
+    clean, own = (case.scored(case.x, f"{name} clean", by=each) for name, each in pairs)
+    for ball in dict.fromkeys((case.ball, _control(case, support.undefended)[0])):
+        attacks = {name: with_ball(attack, ball) for name, attack in case.attacks_on(baseline).items()}
+        both = [
+            worst([start, case.union(attacks, f"{name} {ball.eps:g}", through=each, by=each)], case.task)
+            for start, (name, each) in zip((clean, own), pairs, strict=True)
+        ]
+        regression = case.task == "regression"  # the slope of the truth itself bounds what training can gain there
+        better |= case.value(both[1]) > case.value(both[0]) if regression else breaks_more(case, *both)[0]
+        figures |= {f"{name} at {ball.eps:.3g}": case.value(columns) for columns, (name, _) in zip(both, pairs, strict=True)}
+    advice = "adversarial training must beat the undefended net under the same attack before anything else may"
+    return judged("E21", not better, advice, **figures)
+
+
+def _published(case: Case, baseline: Predictor | Baseline, published: tuple[float, float]) -> Finding:
+    if isinstance(baseline, Baseline):
+        if not baseline.is_of(case.support.dataset, case.ball) and case.support.published is None:
+            return finding("E21", "failed", "the record is of other data or another ball", recorded=baseline.dataset)
+        clean, left, num, source = baseline.clean, baseline.worst, baseline.num_examples, f"recorded at {baseline.commit}"
+    elif not case.attacks_on(baseline):
+        return not_run("E21", "give the attacks, not only their arrays")
+    else:
+        first = case.scored(case.x, "baseline clean", by=baseline)
+        columns = worst([first, case.union(case.attacks_on(baseline), "baseline", through=baseline, by=baseline)], case.task)
+        clean, left, num, source = case.value(first), case.value(columns), len(case.x), "attacked here"
+    bad = clean < published[0] - BEHIND - 1e-9 or left < published[1] - BEHIND - 1e-9
+    advice = "train the baseline as its authors do before beating it"
+    figures = {"clean": clean, "worst": left, "published_clean": published[0], "published_worst": published[1]}
+    return judged("E21", bad, advice, **figures, examples=num, source=source)
+
+
+# --- training what is missing -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the controls are trained: `epochs` passes, and at least `updates` steps of Adam."""
+
+    epochs: float = 4
+    updates: int = 400
+    batch_size: int = 128
+    lr: float = 5e-3
+    attack_steps: int = 5
+
+    def total(self, num: int) -> int:
+        """Steps of Adam on that many examples."""
+        return max(self.updates, round(self.epochs * num / min(self.batch_size, num)))
+
+
+def with_controls(case: Case, *, progress: bool | None = None) -> Support:
+    """The case's support with the controls that it lacks, trained on its `training` data: an undefended point estimate of the
+    predictor's own architecture, stopped where its clean accuracy is nearest to the audited model's, and adversarial training
+    in the ball (unless a published recipe is asked for).
+    """
+    support, model = case.support, model_of(case.predict)
+    if support.training is None or model is None or not support.lacks_controls:
+        return support
+    x, y = as_tensors(support.training, model.dtype)
+    data = x, y.reshape(-1).long() if case.task == "classification" else y.reshape(len(y), *case.y.shape[1:]).to(x.dtype)
+    made: dict[str, Any] = {}
+    if support.undefended is None:
+        near = case if case.task == "classification" else None
+        made["undefended"] = trained_control(model, Noise(0.0), data, near, seed=case.seed, progress=progress)
+    if support.baseline is None and published_for(support.dataset, case.ball) is None:
+        channel = AttackChannel(pgd(case.ball, Recipe.attack_steps), 0.0)
+        made["baseline"] = trained_control(model, channel, data, None, seed=case.seed, progress=progress)
+    return support.but(**made)
+
+
+def training_passes(case: Case) -> float:
+    """About how many passes `with_controls` takes: one through the net for each theta of the predictor's passes."""
+    assert case.support.training is not None
+    num = len(case.support.training[0])
+    share = Recipe().total(num) * min(num, Recipe.batch_size) / max(1, case.num_thetas or 1)
+    work = {"undefended": 1.0, "baseline": 1.0 + Recipe.attack_steps}
+    return share * sum(work[name] for name in case.support.lacks_controls)
+
+
+def trained_control(
+    model: BayesianModel,
+    channel: Channel,
+    data: tuple[Tensor, Tensor],
+    near: Case | None,
+    *,
+    seed: int,
+    progress: bool | None = None,
+    recipe: Recipe | None = None,
+) -> Predictor:
+    """A point estimate from the net's initial weights: the state whose clean accuracy is nearest to that of the audited
+    model in `near`, or else the last."""
+    recipe = recipe or Recipe()
+    model = copy.deepcopy(model)
+    posterior = PointMass(model)
+    target = None if near is None else clean_accuracy(near.predict, near)
+    rounds = 1 if target is None else CHECKED
+    best, nearest = math.inf, posterior.mean.clone()
+    for turn in range(rounds):
+        fit(
+            model,
+            posterior,
+            channel,
+            data,
+            steps=math.ceil(recipe.total(len(data[0])) / rounds),
+            batch_size=min(recipe.batch_size, len(data[0])),
+            lr=recipe.lr,
+            seed=seed_for(seed, "audit/control", turn) % 2**31,
+            progress=progress,
+        )
+        distance = 0.0
+        if near is not None and target is not None:
+            distance = abs(clean_accuracy(model.at(posterior.mean), near) - target)
+        if distance < best:
+            best, nearest = distance, posterior.mean.clone()
+        if distance < 0.3 * NEAR:
+            break
+    return PosteriorPredictive(model, nearest.unsqueeze(0))

@@ -1,0 +1,101 @@
+"""Checks that a predictor does not remember: the test points (E28), or what it was asked before (E29)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical
+
+from advbayes import metrics
+from advbayes.auditing.case import Case, Frozen, judged, not_run
+from advbayes.auditing.copies import Forgetful
+from advbayes.auditing.findings import Finding
+from advbayes.auditing.strength import SIGNIFICANT, breaks_more
+from advbayes.evaluation.scoring import Columns, worst
+from advbayes.seeds import generator_for
+from advbayes.types import Predictor
+
+ALLOWED = 0.08  # of the examples: what honest models lose when the centre is moved by eps / 2
+ALLOWED_ERROR = 0.5  # in regression: of the mean squared error
+ASKED = 64  # examples of E29
+SAME = 1e-4  # answers (probabilities; means in units of sd(y)) no further apart than this are the same
+
+
+def displaced_centre(case: Case) -> Finding:
+    """E28: within eps of a point eps / 2 away from x the attack does not find much more than within eps of x."""
+    case = case.calm()
+    if not case.attacks:
+        return not_run("E28", "give the attacks, not only their arrays")
+    generator = generator_for(case.seed, "audit/displaced", device=case.x.device)
+    centre = replace(case.ball, eps=0.5 * case.ball.eps).sphere(case.x, generator=generator)
+    moved = case.scored(centre, "displaced")
+    there = worst([moved, case.union(case.attacks, "displaced", centre=centre)], case.task)
+    here = case.gradient() if case.claim is None else worst([case.clean, case.union(case.attacks, "in place")], case.task)
+    lost, figures = loses_more(there, here, case)
+    advice = "it is robust around the test points alone: it recognises them"
+    return judged("E28", lost, advice, at_x=case.value(here), displaced=case.value(there), **figures)
+
+
+def loses_more(there: Columns, here: Columns, case: Case) -> tuple[bool, dict[str, float]]:
+    """Whether more is lost from `here` to `there` than honest models lose: McNemar at 1 % after 8 points of the examples are
+    taken off; in regression a paired bootstrap of the squared errors after half of the mean is."""
+    if case.task == "regression":
+        before = (1 + ALLOWED_ERROR) * here["squared_error"]
+        lower = metrics.paired_difference(there["squared_error"], before, level=1 - 2 * SIGNIFICANT).low
+        return lower > 0, {"beyond_allowed": lower}
+    broken, stood = there["correct"] < 0.5, here["correct"] >= 0.5
+    aside = (broken & stood).nonzero().squeeze(1)[: int(ALLOWED * len(broken))]
+    kept = torch.ones(len(broken), dtype=torch.bool)
+    kept[aside] = False
+    p = metrics.mcnemar(broken[kept], ~stood[kept])
+    return p < SIGNIFICANT, {"p": p}
+
+
+def order_independence(case: Case) -> Finding:
+    """E29: adversarial points asked first, of a copy, get the answers that they get after everything else; so do clean ones."""
+    make = case.copies.make
+    if make is None:
+        why = f"the predictor cannot be copied ({case.copies.why}): give Support(factory=...), which makes it anew"
+        return not_run("E29", why)
+    if not case.attacks and case.claim is None:
+        return not_run("E29", "give the attacks")
+    rows = torch.arange(min(ASKED, len(case.x)))
+    unasked: Predictor = Forgetful(make)
+    asked: Predictor = case.predict
+    if case.stochastic:
+        unasked, asked = Forgetful(lambda: Frozen(make(), case.seed)), Frozen(asked, case.seed)
+    points = {f"{name} of the copy": case.attacked(attack, f"unasked {name}", through=unasked, rows=rows)
+              for name, attack in case.attacks_on(unasked).items()}  # fmt: skip
+    points |= {name: x_adv[rows] for name, x_adv in case.arrays().items() if bool(torch.isfinite(x_adv[rows]).all())}
+    clean = case.x[rows]
+    if changed(unasked, unasked, clean, case).any():  # it draws from a source of its own: its answers are compared on average
+        return _on_average(case, make, points, rows)
+    asked(clean)
+    other = torch.stack([changed(unasked, asked, x_adv, case) for x_adv in points.values()]).any(0)
+    again = changed(unasked, asked, clean, case)
+    advice = "answers depend on what was asked before: the predictor remembers its queries"
+    figures = {"adversarial": int(other.sum()), "clean": int(again.sum()), "of": len(rows)}
+    return judged("E29", bool((other | again).any()), advice, **figures)
+
+
+@torch.no_grad()
+def changed(first: Predictor, second: Predictor, x: Tensor, case: Case) -> Tensor:  # (B,) bool
+    """Which of the points two predictors answer differently."""
+    one, two = first(x), second(x)
+    if isinstance(one, Categorical) and isinstance(two, Categorical):
+        return ((one.probs - two.probs).abs().amax(-1) > SAME).cpu()
+    apart = (one.mean - two.mean).abs() + (one.variance.sqrt() - two.variance.sqrt()).abs()
+    return (apart.reshape(len(x), -1).amax(1) > SAME * case.spread).cpu()
+
+
+def _on_average(case: Case, make: object, points: dict[str, Tensor], rows: Tensor) -> Finding:
+    """The same for a predictor whose randomness cannot be fixed: paired tests in both directions."""
+    copy = replace(case, predict=Forgetful(make), memory={})  # type: ignore[arg-type]
+    worse = []
+    for name, x_adv in {"clean": case.x[rows], **points}.items():
+        first, after = (each.scored(x_adv, f"order {name}", rows=rows) for each in (copy, case))
+        worse += [name] * (breaks_more(case, first, after)[0] or breaks_more(case, after, first)[0])
+    advice = f"answers ({', '.join(worse)}) depend on what was asked before: the predictor remembers its queries"
+    return judged("E29", bool(worse), advice, other_answers=len(worse), of=len(points) + 1)
