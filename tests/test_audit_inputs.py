@@ -13,7 +13,7 @@ from torch.distributions import Categorical as Classes
 from torch.distributions import Independent, Normal
 
 from advbayes import L2, pgd
-from advbayes.auditing import Budget, Claim, Verdict, audit, audit_cost, audit_records
+from advbayes.auditing import Budget, Claim, Support, Verdict, audit, audit_cost, audit_records
 
 SMALL = Budget(num=40, steps=10, restarts=1, random_points=10, queries=20, max_steps=40)
 BALL = L2(0.5)
@@ -29,7 +29,7 @@ Y = predict(X).logits.argmax(1)
 
 
 def judged(arrays: Any, **options: Any) -> Verdict:
-    chosen: dict[str, Any] = {"predict": predict, "ball": BALL, "budget": SMALL, "progress": False}
+    chosen: dict[str, Any] = {"predict": predict, "ball": BALL, "tier": SMALL, "progress": False}
     return audit_records(options.pop("data", (X, Y)), arrays, **(chosen | options))
 
 
@@ -80,7 +80,7 @@ def test_claimed_scores_that_do_not_fit_are_named(options: dict[str, Any], messa
 def test_a_list_where_names_are_due(argument: str) -> None:
     given: dict[str, Any] = {argument: [pgd(BALL, 5)]}
     with pytest.raises(TypeError, match=f"{argument} must be a mapping from names"):
-        audit(predict, (X, Y), ball=BALL, **given)
+        audit(predict, (X, Y), ball=BALL, **(given if argument == "attacks" else {"support": Support(**given)}))
 
 
 def test_the_cost_of_a_list_is_named_too() -> None:
@@ -96,7 +96,7 @@ def regress(x: Tensor) -> Normal:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_regression_targets_of_either_shape_and_dtype(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     y = X @ WEIGHT[0] + 0.1 * torch.randn(40, generator=torch.Generator().manual_seed(3))
-    options: dict[str, Any] = {"ball": BALL, "budget": SMALL, "progress": False}
+    options: dict[str, Any] = {"ball": BALL, "tier": SMALL, "progress": False}
     assert audit(regress, (X, y.to(dtype).reshape(shape)), **options).json() == audit(regress, (X, y), **options).json()
 
 
@@ -105,7 +105,7 @@ def test_regression_targets_of_two_outputs() -> None:
         return Independent(Normal(x @ WEIGHT[:2].T, 0.3), 1)
 
     y = (X @ WEIGHT[:2].T).double() + 0.1
-    found = audit(two, (X, y), ball=BALL, budget=SMALL, progress=False, only=("E1", "E3", "E12"))
+    found = audit(two, (X, y), ball=BALL, tier=SMALL, progress=False, only=("E1", "E3", "E12"))
     assert not found.failed
     claim = Claim({"a": X.numpy()})  # type: ignore[dict-item]
-    assert audit(two, (X, y), ball=BALL, claim=claim, budget=SMALL, progress=False, only=("E1",))["E1"].status == "passed"
+    assert audit(two, (X, y), ball=BALL, claim=claim, tier=SMALL, progress=False, only=("E1",))["E1"].status == "passed"

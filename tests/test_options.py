@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 from collections.abc import Callable
@@ -499,72 +498,6 @@ def test_a_report_shows_examples_of_a_trusted_network_alone(
     for more, wanted in (([], False), (["--trust-network"], True)):
         found = json.loads(Path(told(capsys, ["report", run, "--thetas", "2", *more])["json"]).read_text())
         assert (found["gallery"] is not None) is wanted
-
-
-# --- reproduce and compare ------------------------------------------------------------------------
-
-
-def recorded(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    lines = gzip.decompress((folder / "records.jsonl.gz").read_bytes()).splitlines()
-    return [json.loads(line) for line in lines], json.loads((folder / "manifest.json").read_text())
-
-
-@shows("reproduce", "name", "preset", "seeds", "row", "out", "changes", "num_test", "quiet")
-def test_reproduce(tmp_path: Path, capsys: Printed) -> None:
-    argv = ["reproduce", "wine", "--preset", "quick", "--set", "data=diabetes", "--row", "BL", "--row", "constant"]
-    argv += ["--seeds", "1,3", "--num-test", "7", "--out", str(tmp_path)]
-    assert main([*argv, "--quiet"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out.strip() == str(tmp_path / "wine" / "table.md")
-    assert printed.err == ""
-    records, manifest = recorded(tmp_path / "wine")
-    assert {each["row"] for each in records} == {"BL", "constant"}
-    assert {each["seed"] for each in records} == {1, 3}
-    assert max(each["index"] for each in records) == 6
-    config = manifest["units"]["BL / seed 1"]["config"]
-    assert (config["data"], config["epochs"]) == ("diabetes", 1)
-    assert main([*argv[:-2], "--out", str(tmp_path / "told")]) == 0
-    assert "BL, seed 3" in capsys.readouterr().err
-
-
-@shows("reproduce", "jobs")
-@shows("compare", "jobs")
-def test_jobs_are_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def pool(jobs: int, **_: Any) -> Any:
-        asked.append(jobs)
-        raise ValueError("no workers here")
-
-    monkeypatch.setattr("advbayes.experiments.running.ProcessPoolExecutor", pool)
-    common = ["--jobs", "2", "--out", str(tmp_path), "--quiet"]
-    main(["reproduce", "wine", "--preset", "quick", "--set", "data=diabetes", *common])
-    main(["compare", "--data", "diabetes", "--defense", "bl", *common])
-    assert asked == [2, 2]
-
-
-@shows("compare", "data", "defense", "seeds", "target", "eps", "out", "changes", "num_test", "as_json", "quiet")
-def test_compare(place: Path, tmp_path: Path, capsys: Printed) -> None:
-    argv = ["compare", "--data", str(place / "kinds.csv"), "--target", "kind", "--defense", "bl", "--defense", "at"]
-    argv += ["--seeds", "2", "--eps", "0.25", "--set", "epochs=1", "--num-test", "5", "--out", str(tmp_path)]
-    assert main([*argv, "--quiet"]) == 0
-    printed = capsys.readouterr()
-    assert "| *majority* |" in printed.out
-    assert printed.err == ""
-    records, manifest = recorded(tmp_path / "compare-kinds")
-    assert {each["row"] for each in records} == {"BL", "AT", "uniform", "majority"}
-    assert {each["seed"] for each in records} == {0, 1}
-    assert {each["eps"] for each in records} == {0.0, 0.25}
-    assert max(each["index"] for each in records) == 4
-    config = manifest["units"]["AT / seed 0"]["config"]
-    assert (config["target"], config["eps"], config["epochs"]) == ("kind", 0.25, 1)
-    found = told(capsys, argv)
-    assert found == {name: str(tmp_path / "compare-kinds" / file) for name, file in FILES.items()}
-    assert main([*argv[:-2], "--out", str(tmp_path / "told")]) == 0
-    assert "AT, seed 1" in capsys.readouterr().err
-
-
-FILES = {"table": "table.md", "records": "records.jsonl.gz"}
 
 
 # --- none without a test --------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Twelve evaluations that are broken on purpose, each with the check that must catch it, and five honest ones.
+"""Evaluations that are broken on purpose, each with the check that must catch it, and honest ones.
 
 Small nets on the digits that scikit-learn carries, trained here in seconds.
 """
@@ -6,16 +6,17 @@ Small nets on the digits that scikit-learn carries, trained here in seconds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.distributions import Categorical as Classes
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Normal
 
 from advbayes import (
     L2,
@@ -35,14 +36,19 @@ from advbayes import (
     one_step,
     pgd,
 )
-from advbayes.attacks import APGD, loss_and_gradient
-from advbayes.auditing import Budget, Claim, ThreatModel, Verdict, audit
+from advbayes.attacks import APGD, Square, loss_and_gradient
+from advbayes.auditing import Budget, Claim, Support, ThreatModel, Verdict, audit
+from advbayes.auditing.controls import trained_control
+from advbayes.certification import Certificates, certify
 from advbayes.evaluation import evaluate
+from advbayes.evaluation.files import data_hash
 from advbayes.purification import Purifier
+from advbayes.smoothing import Smoothed
 
 BALL = L2(0.5, box=(0, 1))
 CONTROL = L2(1.5, box=(0, 1))
-SMALL = Budget(num=60, steps=12, restarts=1, random_points=10, queries=60, max_steps=200, max_thetas=80)
+QUERIES = 60  # of the black box: 5,000 are tested apart
+SMALL = Budget(num=50, steps=10, restarts=1, random_points=10, queries=QUERIES, max_steps=200, max_thetas=40)
 RAW = ThreatModel(units="raw")
 
 
@@ -103,8 +109,9 @@ def judge(predict: Any, attacks: dict[str, Any], *check: str, through: Any = Non
         correct = {name: predict(x_adv).logits.argmax(1) == y for name, x_adv in arrays.items()}
     worst = torch.stack(list(correct.values())).all(0)
     fields = {"correct": correct, "worst": worst, "through": through, "seed": 5, "config": {"steps": 20}, "code": "0" * 64}
+    fields |= {"test_size": len(x), "test_hash": data_hash(x, y)}
     claim = Claim(arrays, **(fields | options.pop("claim", {})))
-    chosen = {"ball": BALL, "threat_model": RAW, "budget": SMALL, "only": check, "progress": False} | options
+    chosen = {"ball": BALL, "threat_model": RAW, "tier": SMALL, "only": check, "progress": False} | options
     return audit(predict, (x, y), attacks=attacks, claim=claim, **chosen)
 
 
@@ -116,7 +123,9 @@ def one_theta_attack() -> Verdict:
     wide = trained(spread=0.25)
     one = wide.model.at(wide.thetas()[0])
     said = ThreatModel(units="raw", knowledge="thetas known", attack_thetas=1, evaluation_thetas=20, randomness="fixed")
-    return judge(wide.predictive(), {"PGD": pgd(BALL, 20)}, "E10", through=one, threat_model=said, fresh=wide.fresh())
+    return judge(
+        wide.predictive(), {"PGD": pgd(BALL, 20)}, "E10", through=one, threat_model=said, support=Support(fresh=wide.fresh())
+    )
 
 
 def double_softmax() -> Verdict:
@@ -147,7 +156,7 @@ def quantiser() -> Verdict:
     """Inputs are rounded to five levels: harmless to a transferred attack, invisible to a gradient."""
     plain = trained().predictive()
     quantised = lambda x: plain((4 * x).round() / 4)  # noqa: E731
-    return judge(quantised, {"PGD": pgd(BALL, 20)}, "E13", siblings={"without rounding": plain})
+    return judge(quantised, {"PGD": pgd(BALL, 20)}, "E13", support=Support(siblings={"without rounding": plain}))
 
 
 def thetas_redrawn() -> Verdict:
@@ -155,7 +164,9 @@ def thetas_redrawn() -> Verdict:
     wide = trained(spread=0.25)
     said = ThreatModel(units="raw", knowledge="thetas known", attack_thetas=5, evaluation_thetas=5, randomness="fixed")
     attacked = PosteriorPredictive(wide.model, wide.thetas(5, seed=8))
-    return judge(wide.fresh(5), {"PGD": pgd(BALL, 20)}, "E14", through=attacked, threat_model=said, fresh=wide.fresh())
+    return judge(
+        wide.fresh(5), {"PGD": pgd(BALL, 20)}, "E14", through=attacked, threat_model=said, support=Support(fresh=wide.fresh())
+    )
 
 
 @dataclass(frozen=True)
@@ -220,6 +231,165 @@ def label_leak() -> Verdict:
     return judge(predict, {"PGD": pgd(ball, 20)}, "E5", data=data, ball=ball)
 
 
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
+    """One thing's value with another's gradient: what a predictor that hides its memory would do."""
+    return value.detach() + gradient_of - gradient_of.detach()
+
+
+class Recogniser:
+    """Answers within `reach` of a known point as at that point; `points` are the test set, or whatever was asked before."""
+
+    def __init__(self, plain: Any, points: Tensor | None, reach: float) -> None:
+        self.plain, self.reach = plain, reach
+        self.learns = points is None
+        self.points = torch.empty(0, 1) if points is None else points
+
+    def __call__(self, x: Tensor) -> Distribution:
+        flat = x.detach().flatten(1)
+        if self.learns and len(flat):
+            if not len(self.points):
+                self.points = flat[:1].clone()
+            for row in flat:
+                if float((self.points - row).norm(dim=1).min()) > self.reach:
+                    self.points = torch.cat([self.points, row.unsqueeze(0)])
+        distance, nearest = torch.cdist(flat, self.points).min(1)
+        known = torch.where((distance <= self.reach).unsqueeze(1), self.points[nearest], flat).view_as(x)
+        honest = self.plain(x)
+        with torch.no_grad():
+            remembered = self.plain(known)
+        if isinstance(honest, Classes):
+            return Classes(logits=straight_through(remembered.logits, honest.logits))
+        return Normal(straight_through(remembered.mean, honest.mean), remembered.variance.sqrt())
+
+
+def looked_at(predict: Any, *check: str, data: Any = None, ball: Any = BALL, **options: Any) -> Verdict:
+    """An audit of our own by some checks."""
+    chosen = {"ball": ball, "threat_model": RAW, "tier": SMALL, "only": check, "progress": False} | options
+    return audit(predict, digits()[2:] if data is None else data, **chosen)
+
+
+def recognises_test_points() -> Verdict:
+    """Near a test point it answers as at the test point."""
+    return looked_at(Recogniser(trained().predictive(5), digits()[2], 1.01 * BALL.eps), "E28")
+
+
+def recognises_test_points_in_regression() -> Verdict:
+    """The same in regression."""
+    predict, _, x, y = regression()
+    return looked_at(Recogniser(predict, x, 0.51), "E28", data=(x, y), ball=L2(0.5))
+
+
+def remembers_queries() -> Verdict:
+    """Near whatever it was asked before it answers as there: attacks begin at x."""
+    return looked_at(Recogniser(trained().predictive(5), None, 1.01 * BALL.eps), "E29")
+
+
+def remembers_queries_in_regression() -> Verdict:
+    """The same in regression."""
+    predict, _, x, y = regression()
+    return looked_at(Recogniser(predict, None, 0.51), "E29", data=(x, y), ball=L2(0.5))
+
+
+def remembers_in_a_closure() -> Verdict:
+    """The memory is a list that a function closes over."""
+    plain = trained().predictive(5)
+    seen: list[Tensor] = []
+
+    def predict(x: Tensor) -> Distribution:
+        seen.append(x.detach())
+        return plain(seen[0] if len(seen[0]) == len(x) else x)
+
+    return looked_at(predict, "E29")
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------
+
+
+def better_than_the_union() -> Verdict:
+    """Each column is right, the worst case is that of the best attack."""
+    predict, (x, y) = trained().predictive(), digits()[2:]
+    attacks = {"weak": one_step(BALL), "strong": pgd(BALL, 20)}
+    with torch.no_grad():
+        weak = predict(attacks["weak"](predict, x, y, generator=generator(5))).logits.argmax(1) == y
+    strong = pgd(BALL, 20)(predict, x, y, generator=generator(5))
+    correct = {"weak": weak}
+    return judge(predict, attacks, "E17", claim={"worst": weak, "correct": correct}, arrays={"weak": x, "strong": strong})
+
+
+def array_without_its_scores() -> Verdict:
+    """An array that nothing is claimed for."""
+    predict, (x, y) = trained().predictive(), digits()[2:]
+    x_adv = pgd(BALL, 20)(predict, x, y)
+    with torch.no_grad():
+        said = predict(x).logits.argmax(1) == y
+    return judge(predict, {}, "E27", arrays={"a": x, "b": x_adv}, claim={"correct": {"a": said}})
+
+
+def cherry_picked() -> Verdict:
+    """The examples are those that stood, and the size of the test set is not said."""
+    predict, (x, y) = trained().predictive(), digits()[2:]
+    x_adv = pgd(BALL, 20)(predict, x, y)
+    with torch.no_grad():
+        stood = predict(x_adv).logits.argmax(1) == y
+    unsaid = {"test_size": None, "test_hash": None}
+    return judge(predict, {}, "E27", data=(x[stood], y[stood]), arrays={"PGD": x_adv[stood]}, claim=unsaid)
+
+
+def cherry_picked_as_the_whole() -> Verdict:
+    """The same, with the hash of the whole test set and the size of the selection."""
+    predict, (x, y) = trained().predictive(), digits()[2:]
+    said = {"test_size": 40, "test_hash": data_hash(x, y)}
+    return judge(predict, {"PGD": pgd(BALL, 20)}, "E27", data=(x[:40], y[:40]), claim=said)
+
+
+# --- what helps -------------------------------------------------------------------------------------------------------
+
+
+def point(seed: int = 0) -> Any:
+    """One net: the mean of a posterior."""
+    held = trained(seed=seed)
+    return held.model.at(held.posterior.mean.detach())
+
+
+def untrained_control() -> Verdict:
+    """A net that knows nothing falls to any attack."""
+    held = trained()
+    nothing = held.model.at(torch.randn(held.model.num_params, generator=generator(0)))
+    return looked_at(held.predictive(5), "E20", support=Support(undefended=nothing, control_ball=CONTROL))
+
+
+def averaging_control() -> Verdict:
+    """A variational posterior as control: averaging is a defense of a kind."""
+    support = Support(undefended=trained(seed=1).predictive(5), control_ball=CONTROL)
+    return looked_at(trained().predictive(5), "E20", support=support)
+
+
+def evaluation_of_another_ball(folder: Path | None = None) -> Verdict:
+    """The saved arrays are those of a smaller radius."""
+    return _saved(pgd(L2(0.25, box=(0, 1)), 5), digits()[2:])
+
+
+def evaluation_of_other_data() -> Verdict:
+    """The saved arrays are those of other examples."""
+    return _saved(pgd(BALL, 5), tuple(part[:150] for part in digits()[:2]))
+
+
+def _saved(attack: Any, data: Any) -> Verdict:
+    predict = trained().predictive(5)
+    with TemporaryDirectory() as folder:
+        evaluation = evaluate(predict, data, attacks={"PGD": attack}, out=Path(folder) / "run", progress=False)
+        return looked_at(predict, "E27", support=Support(evaluation=evaluation))
+
+
+def weak_baseline() -> Verdict:
+    """The adversarial training to be beaten is no better than an undefended net."""
+    support = Support(undefended=point(seed=1), baseline=point(seed=2), control_ball=CONTROL)
+    return looked_at(trained(defended=True).predictive(5), "E21", support=support)
+
+
 BROKEN: dict[str, tuple[str, Callable[[], Verdict]]] = {
     "one-theta attack": ("E10", one_theta_attack),
     "double softmax": ("E16", double_softmax),
@@ -233,7 +403,22 @@ BROKEN: dict[str, tuple[str, Callable[[], Verdict]]] = {
     "stale model": ("E27", stale_model),
     "purifier bypassed": ("E23", purifier_bypassed),
     "label leak": ("E5", label_leak),
+    "recognises test points": ("E28", recognises_test_points),
+    "recognises test points (regression)": ("E28", recognises_test_points_in_regression),
+    "remembers queries": ("E29", remembers_queries),
+    "remembers queries (regression)": ("E29", remembers_queries_in_regression),
+    "remembers queries in a closure": ("E29", remembers_in_a_closure),
+    "better than the union": ("E17", better_than_the_union),
+    "array without its scores": ("E27", array_without_its_scores),
+    "cherry-picked": ("E27", cherry_picked),
+    "cherry-picked as the whole": ("E27", cherry_picked_as_the_whole),
+    "untrained control": ("E20", untrained_control),
+    "averaging control": ("E20", averaging_control),
+    "evaluation of another ball": ("E27", evaluation_of_another_ball),
+    "evaluation of other data": ("E27", evaluation_of_other_data),
+    "weak baseline": ("E21", weak_baseline),
 }
+ORIGINAL = tuple(BROKEN.values())[:12]
 
 
 def honest_claim() -> Verdict:
@@ -244,12 +429,18 @@ def honest_claim() -> Verdict:
     return judge(
         plain.predictive(10),
         attacks,
-        *(check for check, _ in BROKEN.values()),
+        *(check for check, _ in ORIGINAL),
+        *("E20", "E28", "E29"),
         "E17",
         data=tuple(part[:50] for part in digits()[2:]),
         threat_model=said,
-        fresh=plain.fresh(),
-        siblings={"another": trained(seed=1).predictive()},
+        support=Support(
+            fresh=plain.fresh(),
+            siblings={"another": trained(seed=1).predictive()},
+            undefended=point(seed=1),
+            control_ball=CONTROL,
+            evaluation=None,
+        ),
     )
 
 
@@ -259,51 +450,91 @@ def honest_claim() -> Verdict:
 def honest(predict: Any, folder: Path, **options: Any) -> Verdict:
     """Everything an audit can ask for is given."""
     data = options.pop("data", digits()[2:])
-    ball = options.get("ball", BALL)
+    ball = options.pop("ball", BALL)
     attack = options.pop("recorded", pgd(ball, 10))
     evaluation = evaluate(predict, data, attacks={"PGD": attack}, out=folder, progress=False)
-    chosen = {"ball": ball, "threat_model": RAW, "budget": SMALL, "channel": Noise(0.0), "progress": False} | options
-    return audit(predict, data, evaluation=evaluation, **chosen)
+    support = Support(**({"channel": Noise(0.0), "evaluation": evaluation} | options.pop("support")))
+    chosen = {"threat_model": RAW, "tier": SMALL, "progress": False} | options
+    return audit(predict, data, ball=ball, support=support, **chosen)
+
+
+@lru_cache(maxsize=1)
+def adversarially_trained() -> Any:
+    """One net trained by PGD without noise."""
+    channel = AttackChannel(pgd(BALL, 5), 0.0)
+    return trained_control(trained().model, channel, digits()[:2], None, seed=0, progress=False)
+
+
+def controls() -> dict[str, Any]:
+    return {"undefended": point(seed=1), "baseline": adversarially_trained(), "control_ball": CONTROL}
 
 
 def honest_undefended(folder: Path) -> Verdict:
     """A posterior predictive with known thetas, undefended."""
-    plain, other = trained(), trained(seed=1)
-    return honest(plain.predictive(10), folder, fresh=plain.fresh(), undefended=other.predictive(5), control_ball=CONTROL)
+    plain = trained()
+    return honest(plain.predictive(5), folder, support={**controls(), "fresh": plain.fresh()})
 
 
 def honest_defended(folder: Path) -> Verdict:
-    """The same, trained through a PGD channel."""
+    """The same, trained through a PGD channel; its controls are trained by the audit."""
     defended = trained(defended=True)
     channel = AttackChannel(pgd(L2(0.5, box=(0, 1)), 3), 0.05)
-    return honest(
-        defended.predictive(10),
-        folder,
-        fresh=defended.fresh(),
-        undefended=trained().predictive(5),
-        control_ball=CONTROL,
-        channel=channel,
-    )
+    support = {"fresh": defended.fresh(), "channel": channel, "training": digits()[:2]}
+    return honest(defended.predictive(5), folder, support=support)
 
 
 def honest_stochastic(folder: Path) -> Verdict:
     """Fresh thetas at every call, scored ten times."""
     plain = trained()
-    return honest(plain.fresh(5), folder, fresh=plain.fresh(), undefended=trained(seed=1).predictive(5), control_ball=CONTROL)
+    return honest(plain.fresh(5), folder, support={**controls(), "fresh": plain.fresh()})
 
 
 def honest_single_net(folder: Path) -> Verdict:
     """One net, no thetas, in the maximum norm."""
-    ball = Linf(0.1, box=(0, 1))
-    predict, other = (trained(seed=seed).model.at(trained(seed=seed).posterior.mean.detach()) for seed in (0, 1))
-    return honest(predict, folder, ball=ball, undefended=other, control_ball=Linf(0.5, box=(0, 1)))
+    support = {**controls(), "control_ball": Linf(0.5, box=(0, 1))}
+    return honest(point(), folder, ball=Linf(0.1, box=(0, 1)), support=support)
+
+
+def blobs(num: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Two classes that one feature tells apart safely and three others better, but by little."""
+    y = torch.arange(num) % 2
+    means, spread = torch.tensor([1.0, 0.12, 0.12, 0.12]), torch.tensor([0.8, 0.1, 0.1, 0.1])
+    return (2.0 * y.unsqueeze(1) - 1) * means + spread * torch.randn(num, 4, generator=generator(seed)), y
+
+
+def linear(direction: Tensor, detached: bool = False) -> Any:
+    return lambda x: Classes(logits=(x.detach() if detached else x) @ torch.stack([-direction, direction], 1))
+
+
+def discriminant(seed: int) -> Tensor:
+    """Fisher's, from a training set: it leans on the fragile features."""
+    x, y = blobs(400, seed)
+    apart = x[y == 1].mean(0) - x[y == 0].mean(0)
+    return torch.linalg.solve(torch.cov(torch.cat([x[y == 0] - x[y == 0].mean(0), x[y == 1] - x[y == 1].mean(0)]).T), apart)
+
+
+def honest_black_box(folder: Path) -> Verdict:
+    """Answers without any gradient."""
+    support = {"undefended": linear(discriminant(1)), "baseline": linear(torch.tensor([3.0, 0, 0, 0])), "control_ball": L2(0.6)}
+    data, ball = blobs(40, 5), L2(0.1)
+    return honest(
+        linear(discriminant(0), detached=True), folder, data=data, ball=ball, recorded=Square(ball, 50), support=support
+    )
+
+
+def regression_training() -> tuple[Tensor, Tensor]:
+    return tuple(part[:400] for part in regression_data())  # type: ignore[return-value]
+
+
+def regression_data() -> tuple[Tensor, Tensor]:
+    x = torch.randn(500, 4, generator=generator(0))
+    return x, x[:, 0].sin() + 0.5 * x[:, 1] * x[:, 2] + 0.2 * torch.randn(500, generator=generator(1))
 
 
 @lru_cache(maxsize=1)
 def regression() -> tuple[PosteriorPredictive, FreshPredictive, Tensor, Tensor]:
     """A curve through 400 noisy points in four dimensions."""
-    x = torch.randn(500, 4, generator=generator(0))
-    y = x[:, 0].sin() + 0.5 * x[:, 1] * x[:, 2] + 0.2 * torch.randn(500, generator=generator(1))
+    x, y = regression_data()
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
@@ -315,10 +546,11 @@ def regression() -> tuple[PosteriorPredictive, FreshPredictive, Tensor, Tensor]:
 
 
 def honest_regression(folder: Path) -> Verdict:
-    """A regression predictive."""
+    """A regression predictive, with controls trained by the audit."""
     predict, fresh, x, y = regression()
     ball = L2(0.3)
-    return honest(predict, folder, data=(x, y), ball=ball, recorded=APGD(ball, nll, 10), fresh=fresh, siblings={"fresh": fresh})
+    support = {"fresh": fresh, "siblings": {"fresh": fresh}, "training": regression_training()}
+    return honest(predict, folder, data=(x, y), ball=ball, recorded=APGD(ball, nll, 10), support=support)
 
 
 HONEST: dict[str, Callable[[Path], Verdict]] = {
@@ -326,5 +558,25 @@ HONEST: dict[str, Callable[[Path], Verdict]] = {
     "adversarially trained predictive": honest_defended,
     "stochastic predictor": honest_stochastic,
     "single net, maximum norm": honest_single_net,
+    "black box": honest_black_box,
     "regression": honest_regression,
 }
+
+
+# --- certificates -----------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def smoothed() -> tuple[Smoothed, Certificates]:
+    """A smoothed net whose predictor has 32 draws, and honest certificates of the vote of infinitely many."""
+    predictor = Smoothed(point(), 0.25, num=32)
+    return predictor, certify(predictor, digits()[2][:40], n=1000, generator=generator(7))
+
+
+def certificate(factor: float = 1.0, folder: Path | None = None, **options: Any) -> Verdict:
+    """The audit of certificates whose radii were multiplied."""
+    predictor, held = smoothed()
+    claimed = replace(held, radii=factor * held.radii)
+    data = tuple(part[:40] for part in digits()[2:])
+    chosen = {"ball": L2(0.25), "tier": replace(SMALL, num=40, steps=5, certified_again=40)} | options
+    return audit(predictor, data, certified=claimed, threat_model=RAW, progress=False, **chosen)
