@@ -750,6 +750,41 @@ _through = _Shared()""",
         "kl_weight=1.0",
         "test_options",
     ),
+    Bug(
+        "experiments: the identity of SM-5's mixtures without its noise",
+        "experiments/defenses.py",
+        "lambda config, data: Mixture([weight, 1 - weight], [Noise(config.sigma), attacked(config, data)])",
+        "lambda config, data: Mixture([weight, 1 - weight], [Noise(0.0), attacked(config, data)])",
+        "test_experiments",
+    ),
+    Bug(
+        "experiments: best with too few seeds",
+        "experiments/scores.py",
+        "len(self.seeds(row)) < MIN_SEEDS for row in rows",
+        "len(self.seeds(row)) < 2 for row in rows",
+        "test_experiments",
+    ),
+    Bug(
+        "experiments: what is collected is done again",
+        "experiments/running.py",
+        '        units |= manifest["units"]\n',
+        "",
+        "test_experiments",
+    ),
+    Bug(
+        "experiments: validation rows stay in training",
+        "experiments/units.py",
+        "x_train=data.x_train[train], y_train=data.y_train[train])",
+        "x_train=data.x_train, y_train=data.y_train)",
+        "test_experiments",
+    ),
+    Bug(
+        "metrics: the paired t-test forgets that splits overlap",
+        "metrics/comparison.py",
+        "math.sqrt(1 / num + overlap)",
+        "math.sqrt(1 / num)",
+        "test_experiments",
+    ),
 )
 
 
