@@ -473,6 +473,13 @@ _through = _Shared()""",
         "weights = list(self.weights)\n        return",
         "test_channels",
     ),
+    Bug(
+        "other people's regressions broadcast (B, 1) targets",
+        "adapters.py",
+        "return gaussian_prediction(mean, scale, 1 if mean.ndim == 1 else mean.shape[1])",
+        "return torch.distributions.Normal(mean, scale, validate_args=False)",
+        "test_predictor_contract",
+    ),
     Bug("Adam climbs the loss", "adam.py", "maximize=False", "maximize=True", "test_training"),
     Bug(
         "learning rate never decays",

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical as CategoricalDistribution
-from torch.distributions import Distribution, Independent, Normal
+from torch.distributions import Distribution
 
 from advbayes import checks
 from advbayes.balls import L2, Ball, Linf
+from advbayes.likelihoods import gaussian_prediction
 from advbayes.types import Predictor
 
 KINDS = ("logits", "log_probs", "probs", "mean", "mean_and_scale")
@@ -244,8 +245,7 @@ def _tensor(output: Any, like: Tensor) -> Tensor:
 def _normal(mean: Tensor, scale: Tensor) -> Distribution:
     if mean.ndim == 2 and mean.shape[1] == 1:
         mean, scale = mean.squeeze(1), scale.squeeze(1)
-    normal = Normal(mean, scale, validate_args=False)
-    return normal if mean.ndim == 1 else Independent(normal, 1, validate_args=False)
+    return gaussian_prediction(mean, scale, 1 if mean.ndim == 1 else mean.shape[1])
 
 
 # --- A Predictor for others' attacks ----------------------------------------------------------------------------------

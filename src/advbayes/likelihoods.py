@@ -139,7 +139,12 @@ class _GaussianVector(Independent):  # type: ignore[type-arg]
         return density
 
 
-def _gaussian(mean: Tensor, scale: Tensor, num_outputs: int) -> Distribution:
+def gaussian_prediction(mean: Tensor, scale: Tensor, num_outputs: int) -> Distribution:
+    """N(mean, scale^2) over y of shape (B,), or (B, D) for D outputs; (B, 1) is taken for (B,), never broadcast.
+
+    >>> gaussian_prediction(torch.zeros(3), torch.ones(3), 1).log_prob(torch.zeros(3, 1)).shape
+    torch.Size([3])
+    """
     if num_outputs == 1:
         return _GaussianPrediction(mean, scale)
     return _GaussianVector(Normal(mean, scale, validate_args=False), 1, validate_args=False)
@@ -193,7 +198,7 @@ class Gaussian:
 
     def __call__(self, output: Tensor, extra: Tensor) -> Distribution:
         mean = _outputs(output)
-        return _gaussian(mean, self._scale(output, extra).expand_as(mean), output.shape[-1])
+        return gaussian_prediction(mean, self._scale(output, extra).expand_as(mean), output.shape[-1])
 
     def log_prob(self, output: Tensor, y: Tensor, extra: Tensor) -> Tensor:
         mean = _outputs(output)
@@ -256,7 +261,7 @@ class HeteroscedasticGaussian:
 
     def __call__(self, output: Tensor, extra: Tensor) -> Distribution:
         mean, scale = self._split(output)
-        return _gaussian(mean, scale, output.shape[-1] // 2)
+        return gaussian_prediction(mean, scale, output.shape[-1] // 2)
 
     def log_prob(self, output: Tensor, y: Tensor, extra: Tensor) -> Tensor:
         mean, scale = self._split(output)
