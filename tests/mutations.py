@@ -41,6 +41,34 @@ class Bug:
 
 BUGS = (
     Bug(
+        "Square's schedule ignores its budget",
+        "attacks/black_box.py",
+        "sum(query > mark * self.queries for mark in marks)",
+        "sum(query > mark * 10_000 for mark in marks)",
+        "test_attack_strength",
+    ),
+    Bug(
+        "steps that creep along the sphere",
+        "attacks/ascent.py",
+        "return eps * max(0.02, 0.5 * (1 + math.cos(math.pi * step / steps)))",
+        "return 0.05 * eps",
+        "test_attack_strength",
+    ),
+    Bug(
+        "no whole run to the nearest classes",
+        "attacks/apgd.py",
+        "best, _ = run(best, loss, points[pick, each], self.steps)",
+        "best, _ = run(best, loss, points[pick, each], 1)",
+        "test_attack_strength",
+    ),
+    Bug(
+        "an output is only ever raised",
+        "attacks/apgd.py",
+        "for sign in (1, -1))",
+        "for sign in (1, 1))",
+        "test_attack_strength",
+    ),
+    Bug(
         "theta hangs in the shared module tree",
         "model.py",
         "copied = copy.deepcopy(self.net, memo)",

@@ -16,6 +16,7 @@ from advbayes.attacks.losses import (
     HasRows,
     HasSuccess,
     MarginTo,
+    MeanOf,
     PerExample,
     Toward,
     certainty,
@@ -49,7 +50,7 @@ from advbayes.attacks.parts import (
     with_restarts,
     with_steps,
 )
-from advbayes.attacks.suite import Suite, Transfer, for_task, strong_suite
+from advbayes.attacks.suite import Suite, Transfer, default_attacks, for_task, strong_suite
 
 __all__ = [
     "APGD",
@@ -63,6 +64,7 @@ __all__ = [
     "HasScope",
     "HasSuccess",
     "MarginTo",
+    "MeanOf",
     "MinimumNorm",
     "PerExample",
     "RandomSearch",
@@ -73,6 +75,7 @@ __all__ = [
     "applies_to",
     "ball_of",
     "certainty",
+    "default_attacks",
     "deflate_variance",
     "dlr",
     "entropy",

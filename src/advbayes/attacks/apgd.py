@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributions import Categorical, Distribution
 
 from advbayes import checks
 from advbayes.attacks.ascent import check_ball
 from advbayes.attacks.gradients import Best, config, entry, is_flat, loss_and_gradient, move, score, where_rows
-from advbayes.attacks.losses import MarginTo, for_rows, margin
+from advbayes.attacks.losses import MarginTo, MeanOf, PerExample, for_rows, margin
 from advbayes.balls import Ball
 from advbayes.types import Loss, Predictor
 
@@ -21,9 +21,11 @@ class APGD:
     """Ascent with momentum from a step of 2 eps; an example that stops improving returns to its best point with half the step.
 
     The first run starts at x (whose first step is the one-step point), further restarts at random; a vanishing gradient at x
-    starts at random too. `targets` > 0 adds runs by way of the likeliest wrong classes at x, one after the other, on the loss
-    log p(class) - log p(y): on a linear model with all classes tried this is the exact optimum. Later runs see only what is
-    not yet broken when `stop_at_success`, and then broken examples leave within a run too.
+    starts at random too. `targets` > 0 adds runs by other ways: to as many of the wrong classes, likeliest at x first, on the
+    loss log p(class) - log p(y); in regression by as many outputs, each up and down. More than two ways get a third of the
+    steps each, then the two that came nearest all of them. On a linear model with all classes tried this is the exact
+    optimum. Later runs see only what is not yet broken when `stop_at_success`, and then broken examples leave within a run
+    too.
 
     >>> predict = lambda x: torch.distributions.Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> from advbayes import L2
@@ -65,36 +67,66 @@ class APGD:
         if self.ball.eps == 0 or not len(x):
             return x.clone()
         x, y = entry(predict, self.ball, x, y, self.loss)
+        best = Best(x, *score(predict, self.loss, x, y))
+        for run in range(self.restarts):
+            rows = self._open(best)
+            if len(rows):
+                start = x[rows] if run == 0 else self.ball.random(x[rows], generator=generator)
+                reached = self._run(predict, for_rows(self.loss, rows), start, x[rows], y[rows], self.steps, generator)
+                best = best.put(rows, best.pick(rows).or_better(reached))
+        return (self._by_the_ways(predict, best, x, y, generator) if self.targets else best).x
+
+    def _open(self, best: Best) -> Tensor:
+        """The rows that a further run sees."""
+        return (~best.broken if self.stop_at_success else torch.ones_like(best.broken)).nonzero().squeeze(1)
+
+    def _ways(self, prediction: Distribution, y: Tensor) -> tuple[Loss, ...]:
+        """Each another way of leaving y: to one of the likeliest wrong classes; one of the outputs up, or down."""
+        if isinstance(prediction, Categorical):
+            wrong = prediction.logits.scatter(1, y.unsqueeze(1), float("-inf")).argsort(dim=1, descending=True)
+            return tuple(MarginTo(wrong[:, k]) for k in range(min(self.targets, wrong.shape[1] - 1)))
+        outputs = prediction.mean[0].numel()
+        return tuple(MeanOf(k, sign) for k in range(min(self.targets, outputs)) for sign in (1, -1))
+
+    def _by_the_ways(self, predict: Predictor, best: Best, x: Tensor, y: Tensor, generator: torch.Generator | None) -> Best:
+        """A short run by each way, then whole ones from the two that came nearest by this attack's own loss."""
         with torch.no_grad():
             prediction = predict(x)
-        best = Best(x, *score(predict, self.loss, x, y))
-        for run, loss in enumerate(self._losses(prediction, y)):
-            rows = torch.arange(len(x), device=x.device)
-            if self.stop_at_success:
-                rows = rows[~best.broken]
-                if not len(rows):
-                    break
-            start = x[rows] if run == 0 or run >= self.restarts else self.ball.random(x[rows], generator=generator)
-            reached = self._run(predict, for_rows(loss, rows), start, x[rows], y[rows], generator)
-            if loss is not self.loss:  # runs with other losses compete by this attack's loss
-                value, broken = score(predict, for_rows(self.loss, rows), reached.x, y[rows])
-                reached = Best(reached.x, value, broken)
-            best = best.put(rows, best.pick(rows).or_better(reached))
-        return best.x
+        ways = self._ways(prediction, y)
 
-    def _losses(self, prediction: torch.distributions.Distribution, y: Tensor) -> Iterator[Loss]:
-        """The loss of each run."""
-        for _ in range(self.restarts):
-            yield self.loss
-        if self.targets:
-            if not isinstance(prediction, torch.distributions.Categorical):
-                raise TypeError(f"targets needs a classifier, got a prediction of type {type(prediction).__name__}")
-            wrong = prediction.logits.scatter(1, y.unsqueeze(1), float("-inf")).argsort(dim=1, descending=True)
-            for k in range(min(self.targets, wrong.shape[1] - 1)):
-                yield MarginTo(wrong[:, k])
+        def run(best: Best, loss: Loss, start: Tensor, steps: int) -> tuple[Best, Best]:
+            rows = self._open(best)
+            if not len(rows):
+                return best, best
+            reached = self._run(predict, for_rows(loss, rows), start[rows], x[rows], y[rows], steps, generator)
+            here = Best(reached.x, *score(predict, for_rows(self.loss, rows), reached.x, y[rows]))
+            return best.put(rows, best.pick(rows).or_better(here)), best.put(rows, here)
+
+        if len(ways) <= 2:
+            for way in ways:
+                best, _ = run(best, way, x, self.steps)
+            return best
+        classes, ends = isinstance(prediction, Categorical), []
+        for way in ways:
+            best, end = run(best, way, x, max(1, self.steps // (3 if classes else 6)))
+            if not classes:  # one output says where to begin, not where to end
+                best, end = run(best, self.loss, end.x, max(1, self.steps // 6))
+            ends.append(end)
+        points, each = torch.stack([end.x for end in ends]), torch.arange(len(x), device=x.device)
+        for pick in torch.stack([end.value for end in ends]).topk(2, dim=0).indices:
+            loss = PerExample(ways, pick) if classes else self.loss
+            best, _ = run(best, loss, points[pick, each], self.steps)
+        return best
 
     def _run(
-        self, predict: Predictor, whole_loss: Loss, start: Tensor, x: Tensor, y: Tensor, generator: torch.Generator | None
+        self,
+        predict: Predictor,
+        whole_loss: Loss,
+        start: Tensor,
+        x: Tensor,
+        y: Tensor,
+        steps: int,
+        generator: torch.Generator | None,
     ) -> Best:
         """One ascent from `start`; rows are dropped from every tensor of the state when their example is broken."""
         loss, kept = whole_loss, torch.arange(len(x), device=x.device)
@@ -106,8 +138,8 @@ class APGD:
         before, step = point, torch.full_like(value, 2 * self.ball.eps)
         rises, last_value = torch.zeros_like(value), value
         peak_at_check, halved_at_check = peak, torch.ones_like(broken)
-        check, since = max(1, int(0.22 * self.steps)), 0
-        for iteration in range(self.steps):
+        check, since = max(1, int(0.22 * steps)), 0
+        for iteration in range(steps):
             if self.stop_at_success and bool(broken.any()):
                 stay = (~found.broken[kept]).nonzero().squeeze(1)
                 if not len(stay):
@@ -135,5 +167,5 @@ class APGD:
                 point, gradient = where_rows(stuck, peak_x, point), where_rows(stuck, peak_gradient, gradient)
                 peak_at_check, halved_at_check = peak, stuck
                 rises, since = torch.zeros_like(rises), 0
-                check = max(check - max(1, int(0.03 * self.steps)), max(1, int(0.06 * self.steps)))
+                check = max(check - max(1, int(0.03 * steps)), max(1, int(0.06 * steps)))
         return found

@@ -177,6 +177,22 @@ def lower_mean(prediction: Distribution, y: Tensor) -> Tensor:
     return -_per_example(_moment(prediction, "lower_mean").mean)
 
 
+@dataclass(frozen=True)
+class MeanOf:
+    """sign E[y_k] of one output k: `raise_mean` and `lower_mean` are its two signs where there is one output.
+
+    >>> MeanOf(0, -1)(torch.distributions.Normal(torch.tensor([2.0]), 1.0), torch.zeros(1))
+    tensor([-2.])
+    """
+
+    output: int
+    sign: int = 1
+
+    def __call__(self, prediction: Distribution, y: Tensor) -> Tensor:
+        mean = _moment(prediction, "MeanOf").mean
+        return self.sign * mean.reshape(len(mean), -1)[:, self.output]
+
+
 def inflate_variance(prediction: Distribution, y: Tensor) -> Tensor:
     """ln Var[y], summed over outputs: intervals too wide to be of use.
 

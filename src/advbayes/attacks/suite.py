@@ -225,6 +225,31 @@ def _is_same(this: Loss, other: Loss) -> bool:
     return this is other or (isinstance(this, (ByLoss, Exceeding)) and this == other)
 
 
+def default_attacks(ball: Ball, task: str, *, steps: int = 100, restarts: int = 1, targets: int = 9) -> dict[str, Attack]:
+    """The attacks with gradients that the suite and the audit run unless told otherwise.
+
+    Classification: APGD on the likelihood, on the margin with as many wrong classes as `targets`, on DLR, and PGD; all but
+    the first stop at success. Regression: APGD on the squared error with as many outputs up and down, on the likelihood, and
+    PGD.
+
+    >>> from advbayes import L2
+    >>> list(default_attacks(L2(1.0), "regression"))
+    ['APGD squared_error', 'APGD nll', 'PGD squared_error']
+    """
+    if checks.choice("task", task, ("classification", "regression")) == "regression":
+        return {
+            "APGD squared_error": APGD(ball, squared_error, steps, restarts, targets),
+            "APGD nll": APGD(ball, nll, steps, restarts),
+            "PGD squared_error": pgd(ball, steps, squared_error, restarts=restarts),
+        }
+    return {
+        "APGD nll": APGD(ball, nll, steps, restarts),
+        "APGD margin": APGD(ball, margin, steps, restarts, targets, stop_at_success=True),
+        "APGD dlr": APGD(ball, dlr, steps, restarts, stop_at_success=True),
+        "PGD nll": pgd(ball, steps, nll, restarts=restarts, stop_at_success=True),
+    }
+
+
 def strong_suite(
     ball: Ball,
     *,
@@ -234,32 +259,17 @@ def strong_suite(
     queries: int = 500,
     others: Sequence[Attack] = (),
 ) -> Suite:
-    """The default worst case: every loss, adaptive steps, every likely wrong class, then queries alone.
-
-    Classification: APGD on the likelihood, on the margin and on DLR, by way of the `targets` likeliest wrong classes, PGD,
-    Square with `queries` (0: without), random points. Regression: APGD on squared error and likelihood, PGD, Square.
-    `others` join at the end: transfer, a purifier's own attacks.
+    """The default worst case: `default_attacks`, 20 random points, Square with `queries` (0: without), then `others` (transfer,
+    a purifier's own).
 
     >>> from advbayes import L2
     >>> len(strong_suite(L2(1.0), queries=0).attacks)
-    6
+    5
     """
     checks.count("queries", queries, low=0)
-    classification: list[Attack] = [
-        APGD(ball, nll, steps, restarts),
-        APGD(ball, margin, steps, restarts, stop_at_success=True),
-        APGD(ball, margin, steps, 0, targets, stop_at_success=True),
-        APGD(ball, dlr, steps, restarts, stop_at_success=True),
-        pgd(ball, steps, nll, restarts=restarts, stop_at_success=True),
-        RandomSearch(ball, 20, margin, stop_at_success=True),
-    ]
-    regression: list[Attack] = [
-        APGD(ball, squared_error, steps, restarts),
-        APGD(ball, nll, steps, restarts),
-        pgd(ball, steps, squared_error, restarts=restarts),
-        RandomSearch(ball, 20),
-    ]
-    if queries:
-        classification.append(Square(ball, queries))
-        regression.append(Square(ball, queries, nll))
-    return Suite((*classification, *others), (*regression, *others))
+    parts: dict[str, tuple[Attack, ...]] = {}
+    for task, loss in (("classification", margin), ("regression", nll)):
+        attacks = default_attacks(ball, task, steps=steps, restarts=restarts, targets=targets)
+        square = (Square(ball, queries, loss),) if queries else ()
+        parts[task] = (*attacks.values(), RandomSearch(ball, 20, loss, stop_at_success=True), *square, *others)
+    return Suite(parts["classification"], parts["regression"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from advbayes.attacks import APGD, applies_to, lower_mean, margin, nll, raise_mean, squared_error
+from advbayes.attacks import applies_to
 from advbayes.auditing.claim import Claim
 from advbayes.auditing.copies import Copies
 from advbayes.auditing.findings import Finding, Status
@@ -273,17 +273,6 @@ def num_thetas(predict: Predictor | None) -> int | None:
         if hasattr(inner, "posterior") and isinstance(getattr(inner, "num", None), int):
             return int(inner.num)
     return None
-
-
-def default_attacks(ball: Ball, task: Task, budget: Budget) -> dict[str, Attack]:
-    """Adaptive steps on two losses through the predictive, and by way of the likeliest wrong classes."""
-    if task == "regression":
-        losses = (squared_error, nll, raise_mean, lower_mean)  # an error has two directions, and ascent goes one way
-        return {f"APGD {loss.__name__}": APGD(ball, loss, budget.steps, budget.restarts) for loss in losses}
-    return {
-        "APGD nll": APGD(ball, nll, budget.steps, budget.restarts),
-        "APGD margin": APGD(ball, margin, budget.steps, budget.restarts, 3),
-    }
 
 
 def finding(id: str, status: Status, advice: str = "", **figures: Any) -> Finding:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from advbayes import checks
-from advbayes.attacks import loss_and_gradient, nll
+from advbayes.attacks import default_attacks, loss_and_gradient, nll
 from advbayes.attacks.gradients import NoGradientWarning
 from advbayes.attacks.parts import ball_of, steps_of
 from advbayes.auditing import answers, controls, describing, others, purifier, remembering, strength
 from advbayes.auditing.answers_alone import ANSWERS_ALONE, blind_attacks, gives_gradient
-from advbayes.auditing.case import TIERS, Budget, Case, default_attacks
+from advbayes.auditing.case import TIERS, Budget, Case
 from advbayes.auditing.certificate import certificate, cut, radii_of
 from advbayes.auditing.claim import Claim, Values, fitted
 from advbayes.auditing.copies import copies_of
@@ -322,7 +322,9 @@ def _case(
         warn_units(ball, x, "ball")
     given = named("attacks", attacks)
     if attacks is None and claim is None:
-        given = blind_attacks(ball, task, budget.steps, budget.queries) if blind else default_attacks(ball, task, budget)
+        given = default_attacks(ball, task, steps=budget.steps, restarts=budget.restarts)
+        if blind:
+            given = blind_attacks(ball, task, budget.steps, budget.queries)
     if not given and claim is None:
         raise ValueError("attacks must hold at least one named attack, got none")
     for name, attack in given.items():

@@ -112,8 +112,14 @@ def _front(name: str) -> Experiment:
 
 # From benchmarks/demo_validation.py, which chose them on a fifth of the training images.
 DIGITS = {
-    **{"data": "digits", "epochs": 40, "lr": 1e-2, "decay": 0.95, "kl_weight": 0.1, "init_scale": 0.01},
-    **{"sigma": 0.1, "eps": 0.5},
+    "data": "digits",
+    "epochs": 40,
+    "lr": 1e-2,
+    "decay": 0.95,
+    "kl_weight": 0.1,
+    "init_scale": 0.01,
+    "sigma": 0.1,
+    "eps": 0.5,
 }
 
 
