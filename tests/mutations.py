@@ -820,6 +820,41 @@ _through = _Shared()""",
         "math.sqrt(1 / num)",
         "test_experiments",
     ),
+    Bug(
+        "an estimator's 90 % interval is an 80 % one",
+        "estimators.py",
+        "(0.5 - level / 2, 0.5 + level / 2)",
+        "(0.55 - level / 2, 0.45 + level / 2)",
+        "test_estimators_complete",
+    ),
+    Bug(
+        "raw budgets taken for standardised ones",
+        "estimators.py",
+        'spread if self.units == "standardised" else None',
+        "spread",
+        "test_estimators_complete",
+    ),
+    Bug(
+        "the reactive defense does not purify",
+        "estimators.py",
+        'if self.defense in ("reactive", "both"):',
+        "if False:",
+        "test_estimators_complete",
+    ),
+    Bug(
+        "the robust scorer does not attack",
+        "estimators.py",
+        "columns = scored(last.predictor_, x_adv,",
+        "columns = scored(last.predictor_, x,",
+        "test_estimators_complete",
+    ),
+    Bug(
+        "fixed features may be changed",
+        "runs/building.py",
+        "name not in fixed for name in names",
+        "True for name in names",
+        "test_options",
+    ),
 )
 
 

@@ -515,6 +515,13 @@ def test_every_option_of_every_command_has_a_test_of_its_effect() -> None:
 
 ESTIMATOR: dict[str, Any] = {
     "channel": Noise(1.0),
+    "defense": "reactive",
+    "eps": [0.1, 0.2, 0.3, 4.0],
+    "units": "raw",
+    "norm": "linf",
+    "sigma": 1.5,
+    "posterior": "ensemble",
+    "abstain": 0.6,
     "net": nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)),
     "hidden": (3,),
     "event_shape": (2, 2),
@@ -529,13 +536,28 @@ ESTIMATOR: dict[str, Any] = {
 
 
 def test_every_argument_of_the_estimators_has_a_test_of_its_effect() -> None:
-    assert set(ESTIMATOR) == set(RobustClassifier().get_params()) == set(RobustRegressor().get_params())
+    assert set(ESTIMATOR) == set(RobustClassifier().get_params())
+    assert set(ESTIMATOR) | {"noise_scale"} == set(RobustRegressor().get_params())
+
+
+@pytest.mark.parametrize("noise_scale", [0.01, "heteroscedastic"])
+def test_the_noise_of_the_regressor_has_its_effect(noise_scale: Any) -> None:
+    x = 5 * np.random.default_rng(0).normal(size=(60, 4))
+    plain, other = (
+        RobustRegressor(noise_scale=given, epochs=5, random_state=0).fit(x, x[:, 0]) for given in ("learned", noise_scale)
+    )
+    before, after = (estimator.predict(x, return_std=True)[1] for estimator in (plain, other))
+    assert not np.allclose(before, after, rtol=1e-3)
+    assert after.min() < 1 if noise_scale == 0.01 else after.std() > 2 * before.std()
 
 
 @pytest.mark.parametrize("argument", ESTIMATOR)
 def test_an_argument_of_the_estimators_has_its_effect(argument: str) -> None:
     x = np.random.default_rng(0).normal(size=(60, 4))
-    settings = {"epochs": 2, "random_state": 0, "hidden": (4,)}
+    x *= [1, 2, 3, 4]
+    settings: dict[str, Any] = {"epochs": 2, "random_state": 0, "hidden": (4,)}
+    if argument in ("eps", "units", "norm", "sigma", "defense"):
+        settings["channel"] = "os"
     if argument == "event_shape":  # the net sees images
         settings["net"] = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(2, 2))
         with pytest.raises(RuntimeError):
@@ -545,13 +567,21 @@ def test_an_argument_of_the_estimators_has_its_effect(argument: str) -> None:
     plain, other = (
         RobustClassifier(**given).fit(x, x[:, 0] > 0) for given in (settings, settings | {argument: ESTIMATOR[argument]})
     )
-    assert not np.allclose(plain.predict_proba(x), other.predict_proba(x), rtol=1e-4)
-    seen = {
-        "hidden": other.model_.num_params == 4 * 3 + 3 + 3 * 2 + 2,
-        "net": other.model_.num_params == 4 * 3 + 3 + 3 * 2 + 2,
-        "prior_scale": other.model_.prior_scale == 0.05,
-        "epochs": other.result_.steps == 4,
-        "batch_size": other.result_.steps == 8,
-        "num_thetas": len(other.predictor_.thetas) == 3,
+    if argument == "abstain":
+        assert None not in plain.predict(x)
+        assert 0 < sum(value is None for value in other.predict(x)) < 60
+        return
+    assert not np.allclose(plain.predict_proba(x), other.predict_proba(x), rtol=1e-6)
+    seen: dict[str, Callable[[], bool]] = {
+        "units": lambda: other.ball_.scale is None and plain.ball_.scale is not None,
+        "eps": lambda: np.allclose(other.ball_.scale, np.array([0.1, 0.2, 0.3, 4.0]) * x.std(0)),
+        "norm": lambda: str(other.ball_).startswith("Linf"),
+        "posterior": lambda: len(other.predictor_.thetas) == 5,
+        "hidden": lambda: other.model_.num_params == 4 * 3 + 3 + 3 * 2 + 2,
+        "net": lambda: other.model_.num_params == 4 * 3 + 3 + 3 * 2 + 2,
+        "prior_scale": lambda: other.model_.prior_scale == 0.05,
+        "epochs": lambda: other.result_.steps == 4,
+        "batch_size": lambda: other.result_.steps == 8,
+        "num_thetas": lambda: len(other.predictor_.thetas) == 3,
     }
-    assert seen.get(argument, True)
+    assert seen.get(argument, lambda: True)()

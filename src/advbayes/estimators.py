@@ -1,35 +1,47 @@
 """scikit-learn estimators: a posterior trained through a channel, behind `fit`, `predict` and `predict_proba`.
 
 They go where scikit-learn's own do (pipelines, cross-validation, grid search), and what they predict with is a Predictor, so that
-everything in this package can attack it: `evaluate(estimator.predictor_, estimator.as_tensors(X, y), attacks=...)`.
+everything in this package can attack it: `evaluate(estimator.predictor_, estimator.as_tensors(X, y), attacks=...)`, where
+`estimator.ball_` is the adversary that it was trained against.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.pipeline import Pipeline
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
-from advbayes import checks
+from advbayes import checks, metrics
+from advbayes.attacks import margin, pgd, squared_error
+from advbayes.balls import Ball
 from advbayes.channels import Noise
-from advbayes.likelihoods import Categorical, Gaussian, Likelihood
+from advbayes.evaluation import score as scored
+from advbayes.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 from advbayes.model import BayesianModel
 from advbayes.networks import mlp
 from advbayes.objectives import ChannelELBO
-from advbayes.posteriors import MeanField
 from advbayes.predictive import PosteriorPredictive
-from advbayes.seeds import generator_for
+from advbayes.purification import Purifier
+from advbayes.runs import thetas_of
+from advbayes.runs.building import make_ball, named_channel, named_posterior
+from advbayes.seeds import generator_for, seed_for
 from advbayes.training import fit
-from advbayes.types import Channel
+from advbayes.types import Channel, Predictor
+
+DEFENSES = ("proactive", "reactive", "both", "none")
+CHANNELS = ("none", "noise", "at", "os", "os50", "mix", "pgd")
 
 
 class _Estimator(BaseEstimator):  # type: ignore[misc]
@@ -37,8 +49,14 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 
     def __init__(
         self,
-        channel: Channel | None = None,
+        channel: Channel | str | None = None,
         *,
+        defense: str = "proactive",
+        eps: float | Sequence[float] = 0.3,
+        units: str = "standardised",
+        norm: str = "l2",
+        sigma: float = 0.1,
+        posterior: str = "mean_field",
         net: nn.Module | None = None,
         hidden: tuple[int, ...] = (16, 16),
         event_shape: tuple[int, ...] | None = None,
@@ -48,9 +66,16 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         batch_size: int = 128,
         lr: float = 1e-2,
         num_thetas: int = 20,
+        abstain: float | None = None,
         random_state: int | np.random.RandomState | None = None,
     ) -> None:
         self.channel = channel
+        self.defense = defense
+        self.eps = eps
+        self.units = units
+        self.norm = norm
+        self.sigma = sigma
+        self.posterior = posterior
         self.net = net
         self.hidden = hidden
         self.event_shape = event_shape
@@ -60,20 +85,32 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         self.batch_size = batch_size
         self.lr = lr
         self.num_thetas = num_thetas
+        self.abstain = abstain
         self.random_state = random_state
 
     def _train(self, x: Tensor, y: Tensor, num_outputs: int, likelihood: Likelihood, last: nn.Module | None = None) -> None:
         """Build, train, draw thetas. After Ctrl-C the estimator holds what was trained and the interrupt goes on."""
         checks.count("num_thetas", self.num_thetas)
+        checks.choice("defense", self.defense, DEFENSES)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         net = self._own_net(x, num_outputs, seed)
-        self.model_ = BayesianModel(net if last is None else nn.Sequential(net, last), likelihood, self.prior_scale)
-        self.posterior_ = MeanField(self.model_)
+        inner = net if last is None else nn.Sequential(net, last)
+        shift, spread = self._scaling(x)
+        self.ball_ = self._ball(spread)
+        channel = self._channel(spread, regression=isinstance(self, RegressorMixin))
+        # Trained on standardised inputs where the channel is in those units; the same thetas then answer for X as it is.
+        model, seen = BayesianModel(inner, likelihood, self.prior_scale), x
+        self.model_ = model
+        if spread is not None:
+            seen = (x - shift) / spread
+            self.model_ = BayesianModel(nn.Sequential(_affine(1 / spread, -shift / spread), inner), likelihood, self.prior_scale)
+        self.posterior_ = named_posterior(self.posterior, model, seed=seed)
+        proactive = self.defense in ("proactive", "both")
         self.result_ = fit(
-            self.model_,
+            model,
             self.posterior_,
-            Noise(0.0) if self.channel is None else copy.deepcopy(self.channel),  # a learned one is trained
-            (x, y),
+            copy.deepcopy(channel) if proactive else Noise(0.0),  # a learned one is trained
+            (seen, y),
             objective=ChannelELBO(len(x), kl_weight=self.kl_weight),
             epochs=self.epochs,
             batch_size=self.batch_size,
@@ -81,9 +118,50 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             seed=seed,
         )
         thetas = self.posterior_.sample(self.num_thetas, generator=generator_for(seed, "thetas"))
-        self.predictor_ = PosteriorPredictive(self.model_, thetas)
+        if self.posterior in ("point", "ensemble"):
+            thetas = thetas_of(self.posterior_, self.num_thetas, seed_for(seed, "thetas"))
+        self.predictor_: Predictor = PosteriorPredictive(self.model_, thetas)
+        if self.defense in ("reactive", "both"):
+            purifier = Purifier(model, channel, thetas, (seen, y), "online")
+            self.predictor_ = purifier if spread is None else _Standardised(purifier, shift, spread)
         if self.result_.interrupted:
             raise KeyboardInterrupt
+
+    def _scaling(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Mean and spread of each feature; no spread where X is taken as it is (a channel of one's own, images)."""
+        shift, spread = x.mean(0), x.std(0, correction=0)
+        as_it_is = self.event_shape is not None or not (self.channel is None or isinstance(self.channel, str))
+        return shift, None if as_it_is else torch.where(spread > 0, spread, 1.0)
+
+    def _ball(self, spread: Tensor | None) -> Ball:
+        """The adversary in the units of X."""
+        checks.choice("units", self.units, ("standardised", "raw"))
+        checks.choice("norm", self.norm, ("l2", "linf"))
+        unit = spread if self.units == "standardised" else None
+        if np.ndim(self.eps) == 0:
+            return make_ball(self.norm, float(self.eps), scale=unit)  # type: ignore[arg-type]
+        each = torch.as_tensor(np.asarray(self.eps), dtype=torch.float64 if spread is None else spread.dtype)
+        if each.shape != (self.n_features_in_,):
+            raise ValueError(f"eps must be a number or hold one for each of {self.n_features_in_} features, got {self.eps!r}")
+        each = each if unit is None else each * unit
+        return make_ball(
+            self.norm, 1.0, mask=None if bool((each > 0).all()) else each > 0, scale=torch.where(each > 0, each, 1.0)
+        )
+
+    def _channel(self, spread: Tensor | None, *, regression: bool) -> Channel:
+        """The channel, in the units that the net is trained in."""
+        if self.channel is None:
+            return Noise(0.0 if self.defense in ("proactive", "none") else self.sigma)
+        if not isinstance(self.channel, str):
+            return self.channel
+        checks.choice("channel", self.channel, CHANNELS)
+        scale = (
+            self.ball_.scale
+            if spread is None
+            else (torch.ones_like(spread) if self.ball_.scale is None else self.ball_.scale) / spread
+        )
+        ball = make_ball(self.norm, self.ball_.eps, mask=self.ball_.mask, scale=scale)
+        return named_channel(self.channel, ball, self.sigma, regression=regression)
 
     def _own_net(self, x: Tensor, num_outputs: int, seed: int) -> nn.Module:
         if self.net is not None:
@@ -114,6 +192,10 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             raise ValueError(f"event_shape must have as many entries as X has features ({x.shape[1]}), got {self.event_shape}")
         return x.view(len(x), *self.event_shape)
 
+    def _predicted(self, X: ArrayLike) -> Distribution:
+        with torch.no_grad():
+            return self.predictor_(self._checked(X))
+
     def _checked(self, X: ArrayLike) -> Tensor:
         check_is_fitted(self, "predictor_")
         return self._inputs(validate_data(self, X, reset=False, dtype=[np.float64, np.float32]))
@@ -125,21 +207,25 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 
 
 class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
-    """A Bayesian classifier trained through a channel (absent: without an adversary).
+    """A Bayesian classifier trained through a channel, or one that purifies its inputs.
 
-    `net` is a module with an output for each class (absent: fully connected, with layers as in `hidden`); `event_shape` is the
-    shape in which it wants a row of X. eps and sigma of the channel are in the units of X: scale before, in a pipeline.
+    - `channel`: a name (noise, at, os, os50, mix, pgd), or a channel, whose eps and sigma are then in the units of X; None: no
+      adversary. `defense`: "proactive" trains through it, "reactive" purifies with it, "both", or "none".
+    - `eps`: the adversary's budget, or one for each feature (0: cannot be changed), in standard deviations of the features or
+      with `units="raw"` in their own; in the norm `norm`. `sigma`: noise of the channel, in standard deviations.
+    - `posterior`: mean_field, point, ensemble or low_rank. `net`: a module with an output for each class (absent: fully
+      connected, with layers as in `hidden`); `event_shape`: the shape in which it wants a row of X.
+    - `abstain`: `predict` gives None where the likeliest class is less probable than this.
 
     >>> from sklearn.datasets import load_iris
-    >>> from advbayes import AttackChannel, L2, one_step
     >>> X, y = load_iris(return_X_y=True)
-    >>> robust = RobustClassifier(AttackChannel(one_step(L2(0.3)), sigma=0.1), epochs=60, random_state=0).fit(X, y)
+    >>> robust = RobustClassifier("os", eps=0.3, epochs=60, random_state=0).fit(X, y)
     >>> robust.predict_proba(X[:2]).shape, bool(robust.score(X, y) > 0.85)
     ((2, 3), True)
     """
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
-        """Train from the beginning; `classes_`, `model_`, `posterior_`, `predictor_` and `result_` are there afterwards."""
+        """Train from the beginning; `classes_`, `model_`, `posterior_`, `predictor_`, `ball_`, `result_` are there then."""
         x, labels = self._taken(X, y)
         check_classification_targets(labels)
         self.classes_, index = np.unique(labels, return_inverse=True)
@@ -149,16 +235,29 @@ class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         return self
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:  # (B, C)
-        """The posterior predictive's probabilities, in the order of `classes_`."""
-        x = self._checked(X)
-        probs: NDArray[np.float64] = self.predictor_(x).probs.double().numpy()  # type: ignore[attr-defined]
+        """The predictive's probabilities, in the order of `classes_`."""
+        probs: NDArray[np.float64] = self._predicted(X).probs.double().numpy()  # type: ignore[attr-defined]
         return probs
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:  # (B,)
-        """The likeliest class."""
-        place = self.predict_proba(X).argmax(1)
-        likeliest: NDArray[Any] = self.classes_[place]
-        return likeliest
+        """The likeliest class; None where that is less probable than `abstain`."""
+        probs = self.predict_proba(X)
+        likeliest: NDArray[Any] = self.classes_[probs.argmax(1)]
+        if self.abstain is None:
+            return likeliest
+        checks.number("abstain", self.abstain, low=0.0, high=1.0)
+        answers: NDArray[Any] = likeliest.astype(object)
+        answers[probs.max(1) < self.abstain] = None
+        return answers
+
+    def score(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> float:
+        """Accuracy, among the rows that are answered; NaN where none is."""
+        predicted = self.predict(X)
+        answered = np.array([value is not None for value in predicted])
+        weights = np.ones(len(predicted)) if sample_weight is None else np.asarray(sample_weight)
+        if not weights[answered].sum() > 0:
+            return math.nan
+        return float(np.average((predicted == np.asarray(y))[answered], weights=weights[answered]))
 
     def as_tensors(self, X: ArrayLike, y: ArrayLike) -> tuple[Tensor, Tensor]:
         """(x, y) as `predictor_` and attacks on it take them: y as the place in `classes_`."""
@@ -170,40 +269,77 @@ class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
 
 
 class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
-    """Bayesian regression trained through a channel (absent: without an adversary), with Gaussian noise of learned scale.
+    """Bayesian regression trained through a channel, or one that purifies its inputs.
 
-    As `RobustClassifier`; predictions, and attacks on `predictor_`, are in the units of y.
+    As `RobustClassifier`; predictions, and attacks on `predictor_`, are in the units of y. `noise_scale`: "learned", one number
+    in the units of y, or "heteroscedastic": one for each input. `abstain`: `predict` gives NaN where the standard deviation
+    is larger than this.
 
     >>> from sklearn.datasets import load_diabetes
-    >>> from advbayes import AttackChannel, L2, one_step, squared_error
     >>> X, y = load_diabetes(return_X_y=True, scaled=False)
-    >>> X = (X - X.mean(0)) / X.std(0)
-    >>> robust = RobustRegressor(AttackChannel(one_step(L2(0.3), squared_error), sigma=0.1), epochs=60, random_state=0).fit(X, y)
-    >>> mean, std = robust.predict(X[:2], return_std=True)
-    >>> mean.shape, bool(std.min() > 20), bool(robust.score(X, y) > 0.3)
+    >>> robust = RobustRegressor("os", eps=0.3, epochs=60, random_state=0).fit(X, y)
+    >>> low, high = robust.predict_interval(X[:2], level=0.9)
+    >>> low.shape, bool((low < high).all()), bool(robust.score(X, y) > 0.3)
     ((2,), True, True)
     """
 
+    def __init__(
+        self, channel: Channel | str | None = None, *, noise_scale: float | str = "learned",
+        defense: str = "proactive", eps: float | Sequence[float] = 0.3, units: str = "standardised",
+        norm: str = "l2", sigma: float = 0.1, posterior: str = "mean_field", net: nn.Module | None = None,
+        hidden: tuple[int, ...] = (16, 16), event_shape: tuple[int, ...] | None = None,
+        prior_scale: float = 1.0, kl_weight: float = 1.0, epochs: float = 200, batch_size: int = 128,
+        lr: float = 1e-2, num_thetas: int = 20, abstain: float | None = None,
+        random_state: int | np.random.RandomState | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            channel, defense=defense, eps=eps, units=units, norm=norm, sigma=sigma, posterior=posterior,
+            net=net, hidden=hidden, event_shape=event_shape, prior_scale=prior_scale, kl_weight=kl_weight,
+            epochs=epochs, batch_size=batch_size, lr=lr, num_thetas=num_thetas, abstain=abstain,
+            random_state=random_state,
+        )  # fmt: skip
+        self.noise_scale = noise_scale
+
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
-        """Train from the beginning; `model_`, `posterior_`, `predictor_` and `result_` are there afterwards."""
+        """Train from the beginning; `model_`, `posterior_`, `predictor_`, `ball_` and `result_` are there afterwards."""
         x, wanted = self._taken(X, y, multi_output=True, y_numeric=True)
         self._columns = wanted.ndim == 2
         targets = self._targets(wanted)
         many = targets if targets.ndim == 2 else targets.unsqueeze(1)
         shift, spread = many.mean(0), many.std(0, correction=0)
         spread = torch.where(spread > 0, spread, 1.0)
-        likelihood = Gaussian(tuple(spread.tolist()), learned=True, num_outputs=many.shape[1])
-        self._train(x, targets, many.shape[1], likelihood, _units(shift, spread))
+        num = many.shape[1]
+        if self.noise_scale == "heteroscedastic":  # means and log-scales
+            last = _affine(torch.cat([spread, torch.ones_like(spread)]), torch.cat([shift, spread.log()]))
+            self._train(x, targets, 2 * num, HeteroscedasticGaussian(min_scale=1e-3 * float(spread.min())), last)
+            return self
+        learned = self.noise_scale == "learned"
+        start = tuple(spread.tolist()) if learned else checks.number("noise_scale", self.noise_scale, low=0.0, open_low=True)
+        self._train(x, targets, num, Gaussian(start, learned=learned, num_outputs=num), _affine(spread, shift))
         return self
 
     def predict(self, X: ArrayLike, return_std: bool = False) -> Any:  # (B,) or (B, D); with return_std a pair of them
         """The predictive mean, and its standard deviation: the noise's and what the thetas differ by."""
-        x = self._checked(X)
-        prediction = self.predictor_(x)
-        mean, std = (value.double().numpy() for value in (prediction.mean, prediction.variance.sqrt()))
-        if self._columns and mean.ndim == 1:
-            mean, std = mean[:, None], std[:, None]
+        prediction = self._predicted(X)
+        mean, std = self._shaped(prediction.mean), self._shaped(prediction.variance.sqrt())
+        if self.abstain is not None:
+            mean = np.where(std <= checks.number("abstain", self.abstain, low=0.0), mean, np.nan)
         return (mean, std) if return_std else mean
+
+    def predict_quantiles(self, X: ArrayLike, quantiles: Sequence[float] = (0.05, 0.5, 0.95)) -> NDArray[np.float64]:
+        """Quantiles of the predictive, one column for each: (B, Q), or (B, Q, D) for D outputs."""
+        prediction = self._predicted(X)
+        return np.stack([self._shaped(metrics.quantile(prediction, q)) for q in quantiles], axis=1)
+
+    def predict_interval(self, X: ArrayLike, level: float = 0.9) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Lower and upper edge of the central interval that holds the target with probability `level`."""
+        checks.number("level", level, low=0.0, high=1.0, open_low=True, open_high=True)
+        edges = self.predict_quantiles(X, (0.5 - level / 2, 0.5 + level / 2))
+        return edges[:, 0], edges[:, 1]
+
+    def _shaped(self, values: Tensor) -> NDArray[np.float64]:
+        found: NDArray[np.float64] = values.double().numpy()
+        return found[:, None] if self._columns and found.ndim == 1 else found
 
     def as_tensors(self, X: ArrayLike, y: ArrayLike) -> tuple[Tensor, Tensor]:
         """(x, y) as `predictor_` and attacks on it take them."""
@@ -219,9 +355,50 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         return tags
 
 
-def _units(shift: Tensor, spread: Tensor) -> nn.Linear:
-    """From standard units to those of y, a layer that is not trained: the prior is on the weights of the standardised problem."""
-    layer = nn.Linear(len(shift), len(shift), dtype=shift.dtype).requires_grad_(False)
-    layer.weight.copy_(spread.diag())
-    layer.bias.copy_(shift)
+class _Standardised:
+    """A predictor of standardised inputs, asked in the units of X."""
+
+    def __init__(self, predict: Predictor, shift: Tensor, spread: Tensor) -> None:
+        self.predict, self.shift, self.spread = predict, shift, spread
+
+    def __call__(self, x: Tensor, /) -> Distribution:
+        return self.predict((x - self.shift) / self.spread)
+
+
+def _affine(weight: Tensor, bias: Tensor) -> nn.Linear:
+    """`weight * x + bias` as a layer that is not trained: the prior is on the weights of the standardised problem."""
+    layer = nn.Linear(len(bias), len(bias), dtype=bias.dtype).requires_grad_(False)
+    layer.weight.copy_(weight.diag())
+    layer.bias.copy_(bias)
     return layer
+
+
+def robust_scorer(metric: str = "accuracy", *, steps: int = 20, seed: int = 0) -> Callable[[Any, ArrayLike, ArrayLike], float]:
+    """A scorer for `GridSearchCV` and `cross_val_score`: accuracy, -NLL or -RMSE under PGD within the estimator's own `ball_`.
+
+    In a pipeline the attack is on what the last step is given.
+
+    >>> from sklearn.datasets import load_iris
+    >>> from sklearn.model_selection import cross_val_score
+    >>> X, y = load_iris(return_X_y=True)
+    >>> robust = RobustClassifier("os", eps=0.5, epochs=30, random_state=0)
+    >>> attacked, clean = (cross_val_score(robust, X, y, cv=3, scoring=s).mean() for s in (robust_scorer(), "accuracy"))
+    >>> bool(attacked <= clean)
+    True
+    """
+    checks.choice("metric", metric, ("accuracy", "nll", "rmse"))
+
+    def scorer(estimator: Any, X: ArrayLike, y: ArrayLike) -> float:
+        last = estimator
+        if isinstance(estimator, Pipeline):
+            X, last = estimator[:-1].transform(X), estimator[-1]
+        x, target = last.as_tensors(X, y)
+        classes = isinstance(last, RobustClassifier)
+        attack = pgd(last.ball_, steps, margin if classes else squared_error)
+        x_adv = attack(last.predictor_, x, target, generator=generator_for(seed, "scorer"))
+        columns = scored(last.predictor_, x_adv, target, "classification" if classes else "regression")
+        if metric == "accuracy":
+            return float(columns["correct"].mean())
+        return float(columns["log_prob"].mean()) if metric == "nll" else -float(columns["squared_error"].mean().sqrt())
+
+    return scorer

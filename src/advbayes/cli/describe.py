@@ -21,7 +21,7 @@ def units_of(
     scaling: Standardize | None,
     names: Sequence[str],
     mask: Tensor | None = None,
-    scale: Tensor | None = None,
+    scale: Tensor | float | None = None,
 ) -> dict[str, Any]:
     """eps in the model's units and, where the data were standardised, what each feature may change by in its own.
 

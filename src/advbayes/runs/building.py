@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from advbayes import checks
 from advbayes.attacks import entropy, margin, nll, one_step, pgd, squared_error
 from advbayes.balls import L2, Ball, Linf
 from advbayes.channels import AttackChannel, Learned, Mixture, Noise
@@ -176,13 +177,29 @@ def build_model(config: RunConfig, data: Prepared, *, trusted: bool = False) -> 
         model = BayesianModel(net, Gaussian(1.0, learned=True, num_outputs=outputs), config.prior_scale)
     else:
         model = BayesianModel(net, Gaussian(config.noise_scale, num_outputs=outputs), config.prior_scale)
-    posteriors: dict[str, Callable[[], Posterior]] = {
-        "mean_field": lambda: MeanField(model, config.init_scale),
-        "point": lambda: PointMass(model),
-        "ensemble": lambda: Ensemble(model, config.members, seed=config.seed),
-        "low_rank": lambda: LowRank(model, config.rank, config.init_scale, seed=config.seed),
-    }
-    return model, posteriors[config.posterior]()
+    posterior = named_posterior(
+        config.posterior, model, seed=config.seed, members=config.members, rank=config.rank, init_scale=config.init_scale
+    )
+    return model, posterior
+
+
+def named_posterior(
+    name: str, model: BayesianModel, *, seed: int = 0, members: int = 5, rank: int = 5, init_scale: float = 0.02
+) -> Posterior:
+    """An untrained posterior of a named family.
+
+    >>> named_posterior("ensemble", BayesianModel(nn.Linear(2, 2), Categorical()), members=3).thetas.shape
+    torch.Size([3, 6])
+    """
+    match checks.choice("posterior", name, ("mean_field", "point", "ensemble", "low_rank")):
+        case "mean_field":
+            return MeanField(model, init_scale)
+        case "point":
+            return PointMass(model)
+        case "ensemble":
+            return Ensemble(model, members, seed=seed)
+        case _:
+            return LowRank(model, rank, init_scale, seed=seed)
 
 
 def make_ball(
@@ -190,7 +207,7 @@ def make_ball(
     eps: float,
     box: tuple[float, float] | None = None,
     mask: Tensor | None = None,
-    scale: Tensor | None = None,
+    scale: Tensor | float | None = None,
 ) -> Ball:
     """The ball of a named norm.
 
@@ -212,9 +229,6 @@ def build_defense(config: RunConfig, data: Prepared) -> tuple[Channel, ChannelEL
     ball = make_ball(config.norm, config.eps, mask=data.mask, scale=data.scale)
     if config.defense not in ("none", "noise"):
         warn_units(ball, data.x_train, "the training adversary")
-    main = squared_error if regression else nll
-    noisy = AttackChannel(one_step(ball, main), config.sigma)
-    losses = (squared_error,) if regression else (nll, margin, entropy)
 
     def learned() -> Learned:
         event = tuple(data.x_train.shape[1:])
@@ -226,26 +240,45 @@ def build_defense(config: RunConfig, data: Prepared) -> tuple[Channel, ChannelEL
             outputs = max(1, data.y_train[0].numel())
             return Learned(FullyConnectedGenerator(math.prod(event), outputs, classes), ball)
 
-    deterministic = AttackChannel(one_step(ball, main))
-    channels: dict[str, Callable[[], Channel]] = {
-        "none": lambda: Noise(0.0),
-        "noise": lambda: Noise(config.sigma),
-        "at": lambda: Mixture([0.5, 0.5], [Noise(0.0), deterministic]),
-        "os": lambda: noisy,
-        "os50": lambda: Mixture([0.5, 0.5], [Noise(0.0), noisy]),
-        "mix": lambda: Mixture(
-            [0.4] + [0.6 / len(losses)] * len(losses),
-            [Noise(config.sigma), *(AttackChannel(one_step(ball, loss), config.sigma) for loss in losses)],
-        ),
-        "pgd": lambda: AttackChannel(pgd(ball, config.attack_steps, main), config.sigma),
-        "trades": lambda: AttackChannel(pgd(ball, config.attack_steps, main)),
-        "alp": lambda: AttackChannel(pgd(ball, config.attack_steps, main)),
-        "nn": learned,
-        "nn50": lambda: Mixture([0.5, 0.5], [Noise(0.0), learned()]),
-    }
+    if config.defense in ("nn", "nn50"):
+        channel: Channel = learned() if config.defense == "nn" else Mixture([0.5, 0.5], [Noise(0.0), learned()])
+    else:
+        channel = named_channel(config.defense, ball, config.sigma, regression=regression, steps=config.attack_steps)
     penalties: dict[str, Penalty] = {"trades": Trades(config.beta, likelihood="clean"), "alp": LogitPairing(config.beta)}
     penalty = penalties.get(config.defense)
     objective = ChannelELBO(
         len(data.x_train), config.num_theta, config.num_channel, config.bound, penalty, kl_weight=config.kl_weight
     )
-    return channels[config.defense](), objective
+    return channel, objective
+
+
+NAMED_CHANNELS = ("none", "noise", "at", "os", "os50", "mix", "pgd", "trades", "alp")
+
+
+def named_channel(name: str, ball: Ball, sigma: float, *, regression: bool = False, steps: int = 7) -> Channel:
+    """The channel of a named defense, in the units of the ball.
+
+    >>> named_channel("noise", L2(1.0), 0.1)
+    Noise(sigma=0.1)
+    """
+    checks.choice("channel", name, NAMED_CHANNELS)
+    main = squared_error if regression else nll
+    losses = (squared_error,) if regression else (nll, margin, entropy)
+    match name:
+        case "none":
+            return Noise(0.0)
+        case "noise":
+            return Noise(sigma)
+        case "at":
+            return Mixture([0.5, 0.5], [Noise(0.0), AttackChannel(one_step(ball, main))])
+        case "os":
+            return AttackChannel(one_step(ball, main), sigma)
+        case "os50":
+            return Mixture([0.5, 0.5], [Noise(0.0), AttackChannel(one_step(ball, main), sigma)])
+        case "mix":
+            attacked = [AttackChannel(one_step(ball, loss), sigma) for loss in losses]
+            return Mixture([0.4] + [0.6 / len(losses)] * len(losses), [Noise(sigma), *attacked])
+        case "pgd":
+            return AttackChannel(pgd(ball, steps, main), sigma)
+        case _:  # the penalties of trades and alp compare with what the attack gives
+            return AttackChannel(pgd(ball, steps, main))
