@@ -91,14 +91,14 @@ def timed(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str, flo
 
 def products(purifier: Purifier, x: Tensor) -> Callable[[], None]:
     """The matrix products of a query and nothing else, block by block as the query does them."""
-    flat = purifier.query(x).flat
+    flat = next(iter(purifier.queries(x))).around
 
     def run() -> None:
         for bank in purifier.store.banks:
             assert isinstance(bank, GaussianBank)
             for groups, rows in bank.tiles(len(flat)):
                 logits = torch.matmul(flat, bank.centres.block(groups, rows).transpose(1, 2))
-                values = purifier.store.value_block(rows)
+                values = purifier.store.value_block(rows).to(flat.dtype)
                 right = values.reshape(1, len(values), -1) if bank.groups == 1 else values[:, groups].transpose(0, 1)
                 torch.matmul(logits, right)
 

@@ -30,7 +30,7 @@ from advbayes import (
     pgd,
     pgd_plus,
 )
-from advbayes.auditing import Budget, Support
+from advbayes.auditing.case import Budget
 from advbayes.channels import GaussianDensity
 from advbayes.likelihoods import Likelihood
 from advbayes.networks import FullyConnectedGenerator, mlp
@@ -46,7 +46,7 @@ WIDTH = 4
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Few reference points are weighed at once, many in blocks that are computed again: both ways for every test."""
     if request.param == "blocks":
-        monkeypatch.setattr("advbayes.purification.small._TABLE", 0)
+        monkeypatch.setattr("advbayes.purification.store._SMALL", 0)
         monkeypatch.setattr("advbayes.purification.sweep.KEPT", 0)
     return str(request.param)
 
@@ -235,9 +235,10 @@ def test_the_leading_terms_are_what_bounds_it(path: str, monkeypatch: pytest.Mon
     theta[0, 0], theta[0, -1] = 200.0, 100.0
     exact_model = BayesianModel(nn.Linear(784, 2).double(), Categorical())
     exact = Purifier(exact_model, Noise(0.02), theta.double(), x.double())(x_adv.double()).probs
+    monkeypatch.setattr("advbayes.purification.purifier._TOLERATED", math.inf)  # float32 products at any sigma
     purifier = Purifier(model, Noise(0.02), theta, x)
     corrected = float((purifier(x_adv).probs - exact).abs().max())
-    monkeypatch.setattr("advbayes.purification.sweep._TOLERATED", math.inf)
+    monkeypatch.setattr("advbayes.purification.sweep._LEADING", 1)
     plain = float((purifier(x_adv).probs - exact).abs().max())
     assert corrected < 1e-5
     assert plain > 5e-4 or path == "at_once"  # which has nothing to correct
@@ -407,7 +408,7 @@ def test_tables_beyond_the_limit_go_to_a_folder_that_is_cleaned_up() -> None:
     purifier = Purifier(model, Noise(0.5), thetas, x, memory_limit=3_000_000)
     folder = purifier.store.folder
     assert folder is not None
-    assert (folder / "centres-0.npy").stat().st_size > 6_000_000
+    assert (folder / "centres-0.table").stat().st_size == 6_000_000
     whole = Purifier(model, Noise(0.5), thetas, x)
     assert whole.store.folder is None
     torch.testing.assert_close(purifier(x[:3]).probs, whole(x[:3]).probs)
@@ -482,7 +483,7 @@ def test_with_thetas_is_the_purifier_of_a_fresh_draw(update: str) -> None:
             return torch.randn(n, WIDTH, dtype=FLOAT)
 
     drawn = Purifier(model, Noise(0.4), thetas, Drawn(), num_samples=20, posterior=posterior)
-    assert torch.equal(drawn.with_thetas(2).store.centre, drawn.store.centre)  # the same reference points
+    assert torch.equal(drawn.with_thetas(2).store.origin, drawn.store.origin)  # the same reference points
 
 
 def test_with_thetas_needs_the_posterior_of_the_model() -> None:
@@ -506,9 +507,9 @@ def test_the_audit_draws_thetas_from_it() -> None:
         (at, purifier(at).probs.argmax(1)),  # type: ignore[attr-defined]
         ball=L2(0.3),
         attacks={"PGD": pgd(L2(0.3), steps=3)},
-        tier=Budget(num=24, steps=3, restarts=1, random_points=2, queries=5, max_steps=6, max_thetas=40),
+        budget=Budget(num=24, steps=3, restarts=1, random_points=2, queries=5, max_steps=6, max_thetas=40),
         only=("E10", "E14", "E15"),
-        support=Support(fresh=purifier.with_thetas(3, generator=generator(1))),
+        fresh=purifier.with_thetas(3, generator=generator(1)),
         progress=False,
     )
     for id in ("E10", "E14", "E15"):

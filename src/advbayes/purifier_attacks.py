@@ -21,7 +21,7 @@ from advbayes.attacks import for_rows, margin, nll
 from advbayes.attacks.ascent import check_ball
 from advbayes.attacks.gradients import Best, entry, move, score
 from advbayes.balls import Ball
-from advbayes.purification.banks import GaussianBank
+from advbayes.purification.banks import GaussianBank, Room
 from advbayes.purification.purifier import Purifier
 from advbayes.types import Attack, Loss, Predictor
 
@@ -233,13 +233,14 @@ def neighbours(
     (tensor([[[1.]]]), tensor([[[-3.]]]))
     """
     banks, query = _banks(purifier), purifier.query(x)
+    room = Room()
     right: list[tuple[Tensor, Tensor]] = []  # scores (B, k) and codes (B, k)
     wrong: list[tuple[Tensor, Tensor]] = []
     total = purifier.store.num_reference
     for k, bank in enumerate(banks):
         offset = bank.offset(query)
         for groups, rows in bank.tiles(len(query)):
-            logits = bank.logits(query, groups, rows)
+            logits = bank.logits(query, groups, rows, room)
             same = _classes(purifier, bank, groups, rows).unsqueeze(1) == y.view(1, -1, 1)
             for kept, hidden in ((right, ~same), (wrong, same)):
                 value, index = logits.masked_fill(hidden, -math.inf).topk(min(num, logits.shape[-1]), dim=-1)
@@ -260,7 +261,7 @@ def _fetch(
     for source in torch.unique(code // total).tolist():
         mine = (code // total == source) & (value > -math.inf)
         rows = banks[source // num_thetas].centres.pick(source % num_thetas, code[mine] % total)
-        found[mine] = rows + purifier.store.centre
+        found[mine] = rows
     return found.view(len(x), code.shape[1], *x.shape[1:])
 
 
@@ -292,15 +293,17 @@ def nearest_centre_radius(
     if purifier.update == "offline" and any(bank.groups > 1 for bank in banks):
         raise ValueError("the closed form needs update='online', or centres that all thetas share, got neither")
     own, _ = neighbours(purifier, x, y, checks.count("num", num))
-    here = purifier.query(x).flat
-    middles = own.flatten(2) - purifier.store.centre  # (B, k, d)
+    query = purifier.query(x)
+    here = query.around
+    middles = own.flatten(2).double() - purifier.store.origin  # (B, k, d)
     known = ~torch.isnan(middles[..., 0])  # (B, k)
     middles = torch.where(known.unsqueeze(-1), middles, here.unsqueeze(1))
     from_x_to_own = (here.unsqueeze(1) - middles).square().sum(-1)  # (B, k)
     radius = here.new_full((len(x),), math.inf)
     for bank in banks:
         for groups, rows in bank.tiles(len(x)):
-            centres, half = bank.centres.block(groups, rows), bank.half_norms[groups, rows].unsqueeze(1)
+            centres = bank.centres.block(groups, rows).double() - query.origin
+            half = bank.half_norms[groups, rows].unsqueeze(1)
             to_x = _square_distances(here, centres, half)  # (g, B, n)
             plane = torch.full_like(to_x, -math.inf)
             for k in range(middles.shape[1]):
@@ -309,7 +312,7 @@ def nearest_centre_radius(
                 plane = torch.where(known[:, k].view(1, -1, 1), torch.maximum(plane, each), plane)
             same = _classes(purifier, bank, groups, rows).unsqueeze(1) == y.view(1, -1, 1)
             radius = torch.minimum(radius, plane.masked_fill(same, math.inf).amin(-1).amin(0))
-    return radius.clamp_min(0.0)
+    return radius.clamp_min(0.0).to(x.dtype)
 
 
 def _square_distances(points: Tensor, centres: Tensor, half_norms: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -11,9 +10,11 @@ import torch
 from torch import Tensor
 
 from advbayes.purification.banks import GaussianBank, Query
+from advbayes.purification.rows import spans
 from advbayes.purification.store import Store
-from advbayes.purification.sweep import sweep
+from advbayes.purification.sweep import Sums, sweep, weights
 
+_WEIGHTS = 1 << 24  # weights at a time: 128 MB
 _SUPPORT_SDS = 6.0  # a query that no centre's noise reaches within six standard deviations is out of support
 
 
@@ -29,9 +30,9 @@ class Diagnosis:
     out_of_support: Tensor  # (B,) bool: no centre's noise explains the query
 
 
-def merge(parts: list[Diagnosis]) -> Diagnosis:
-    """One after the other."""
-    return Diagnosis(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Diagnosis)))
+def merge(parts: list[Diagnosis], join: Callable[[list[Tensor]], Tensor]) -> Diagnosis:
+    """Of several blocks of queries."""
+    return Diagnosis(*(join([getattr(part, field.name) for part in parts]) for field in fields(Diagnosis)))
 
 
 def chi_square_limit(width: int) -> float:
@@ -46,52 +47,50 @@ def chi_square_limit(width: int) -> float:
 
 def diagnose(store: Store, query: Query, log_shares: Callable[[Tensor], Tensor]) -> Diagnosis:
     """Two passes: the evidence of each theta, then the weights of all reference points, block by block."""
+    size = max(1, _WEIGHTS // store.num_reference)
+    if len(query) > size:
+        parts = [diagnose(store, query.take(slice(a, b)), log_shares) for a, b in spans(len(query), size)]
+        return merge(parts, torch.cat)
     sums = sweep(store, query, values=False)
-    shares = log_shares(sums.log_evidence)  # (S, B)
-    batch, num = len(query), store.num_reference
-    impossible = sums.log_evidence == -math.inf  # (S, B)
-    squares = query.flat.new_zeros(batch, dtype=torch.float64)
-    best = query.flat.new_full((batch,), -math.inf, dtype=torch.float64)
-    nearest = torch.zeros(batch, dtype=torch.int64, device=best.device)
-    source = torch.zeros(2, batch, dtype=torch.int64, device=best.device)  # bank and group of the likeliest centre
-    edges = sorted({rows.start for bank in store.banks for _, rows in bank.tiles(batch)} | {num})
-    # Theta by theta and bank by bank within each block of rows, so that weights can be added before they are squared.
-    for start, stop in itertools.pairwise(edges):
-        weights = query.flat.new_zeros(batch, stop - start, dtype=torch.float64)
-        for k, (bank, part) in enumerate(zip(store.banks, sums.banks, strict=True)):
-            for group in range(bank.groups):
-                logits = bank.logits(query, slice(group, group + 1), slice(start, stop))[0]  # (B, n)
-                thetas = slice(0, store.num_thetas) if bank.groups == 1 else slice(group, group + 1)
-                log_share = shares[thetas] - sums.log_evidence[thetas]
-                log_share = torch.where(impossible[thetas], torch.full_like(log_share, -math.inf), log_share).logsumexp(0)
-                weights += (logits.double() + (part.offset + log_share).unsqueeze(1)).exp()
-                top, index = logits.max(-1)
-                here = top.double() + part.offset
-                better = here > best
-                best = torch.where(better, here, best)
-                nearest = torch.where(better, index + start, nearest)
-                source = torch.where(better, torch.tensor([[k], [group]], device=source.device), source)
-        blind = (shares.exp() * impossible).sum(0) / num  # thetas that exclude x' are spread evenly
-        squares += (weights + blind.unsqueeze(1)).square().sum(1)
+    shares = log_shares(sums.log_evidence).exp()  # (S, B)
+    num, impossible = store.num_reference, sums.log_evidence == -math.inf  # (S, B)
+    each = query.points.new_zeros(len(query), num)
+    for block in weights(store, query, sums):
+        factor = block.factor * torch.where(impossible, torch.zeros_like(shares), shares)[block.thetas]
+        factor = factor.sum(0, keepdim=True) if len(block.terms) == 1 else factor
+        each[:, block.rows] += torch.einsum("gbn,gb->bn", block.terms, factor)
+    each += (shares * impossible).sum(0).unsqueeze(1) / num  # thetas that exclude x' are spread evenly
+    best, nearest, source = _likeliest(sums)
     distance, far = _support(store, query, nearest, source)
-    lost = best == -math.inf
-    ess = (1.0 / squares.clamp_min(1.0 / num)).clamp(1.0, num)
-    dtype = query.flat.dtype
+    dtype = store.dtype
     return Diagnosis(
         log_evidence=torch.logsumexp(sums.log_evidence, 0) - math.log(store.num_thetas * num),
-        ess_reference=ess.to(dtype),
-        ess_theta=(1.0 / (2.0 * shares).exp().sum(0)).to(dtype),
+        ess_reference=(1.0 / each.square().sum(1)).clamp(1.0, num).to(dtype),
+        ess_theta=(1.0 / shares.square().sum(0)).to(dtype),
         nearest=nearest,
         distance=distance.to(dtype),
-        out_of_support=far | lost,
+        out_of_support=far | (best == -math.inf),
     )
+
+
+def _likeliest(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
+    """The log-density (B,) and the reference point (B,) of the likeliest centre; its bank and group (2, B)."""
+    tops, indices, sources = [], [], []
+    for k, part in enumerate(sums.banks):
+        top, place = part.leading.logits.max(-1)  # (G, B)
+        tops.append(top + part.offset)
+        indices.append(part.leading.index.gather(-1, place.unsqueeze(-1)).squeeze(-1))
+        sources += [(k, group) for group in range(len(top))]
+    best, winner = torch.cat(tops).max(0)
+    nearest = torch.cat(indices).gather(0, winner.unsqueeze(0)).squeeze(0)
+    return best, nearest, torch.tensor(sources, device=winner.device)[winner].T
 
 
 def _support(store: Store, query: Query, nearest: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
     """The distance to the likeliest centre, and whether its noise reaches that far."""
-    distance = query.flat.new_full((len(query),), math.inf, dtype=torch.float64)
+    distance = query.points.new_full((len(query),), math.inf)
     far = torch.zeros(len(query), dtype=torch.bool, device=distance.device)
-    limit = chi_square_limit(query.flat.shape[1])
+    limit = chi_square_limit(query.points.shape[1])
     for k, bank in enumerate(store.banks):
         if not isinstance(bank, GaussianBank):
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributions import Distribution
 from advbayes import checks
 from advbayes.model import BayesianModel
 from advbayes.predictive import PosteriorPredictive
+from advbayes.purification import saving
 from advbayes.purification import store as stores
 from advbayes.purification import sweep as sweeps
 from advbayes.purification.banks import GaussianBank, Query
@@ -27,6 +28,7 @@ from advbayes.purification.sweep import Evidence, sweep, weights
 from advbayes.types import Channel, Posterior
 
 _QUERIES = 512  # at a time; more are answered one block after the other
+_TOLERATED = 1e-3  # rounding of log-weights that float32 products may have; beyond it they are float64
 _FARTHEST = 1e6  # in radii of the centres; float32 tells no directions apart beyond
 
 
@@ -105,16 +107,14 @@ class Purifier:
     def _set(self, store: Store, update: str, features: Features | None, base: PosteriorPredictive | None, note: str) -> Purifier:
         self.store, self.update, self.features, self.base, self._note = store, update, features, base, note
         self._redraw = None
-        self._reach = 0.0
-        for bank in store.banks:
-            if isinstance(bank, GaussianBank):
-                self._reach = max(self._reach, math.sqrt(2.0 * float(bank.half_norms.max())))
-        largest = torch.finfo(store.centre.dtype).max
-        for bank in store.banks:
-            if isinstance(bank, GaussianBank) and isinstance(bank.scale, float):
-                scale = bank.scale * bank.factor
-                if _FARTHEST * max(self._reach, 1.0) ** 2 > 1e-2 * largest * scale**2:
-                    raise ValueError(f"sigma must be large enough for {store.centre.dtype} to hold 1/sigma^2, got {scale:g}")
+        gaussians = [bank for bank in store.banks if isinstance(bank, GaussianBank)]
+        self._reach = max((bank.reach for bank in gaussians), default=0.0)
+        largest = torch.finfo(store.dtype).max
+        for bank in gaussians:
+            scale = bank.least_scale * bank.factor
+            if _FARTHEST * max(self._reach, 1.0) ** 2 > 1e-2 * largest * scale**2:
+                raise ValueError(f"sigma must be large enough for {store.dtype} to hold 1/sigma^2, got {scale:g}")
+        self._exact = store.is_small or store.dtype == torch.float64
         self._small = Small.of(store)
         return self
 
@@ -125,39 +125,39 @@ class Purifier:
         self._check(x)
         if self.store.num_outputs:
             return PurifiedMixture.of(self, x)
-        logits = [self._class_logits(x[start:stop], len(x)) for start, stop in spans(len(x), _QUERIES)]
-        if not logits:
+        if not len(x):
             return CategoricalDistribution(logits=x.new_zeros(0, self.store.width), validate_args=False)
-        return CategoricalDistribution(logits=logits[0] if len(logits) == 1 else torch.cat(logits), validate_args=False)
+        queries = self.queries(x)
+        logits = queries.join([self._class_logits(query, len(x)) for query in queries])
+        return CategoricalDistribution(logits=logits.to(x.dtype), validate_args=False)
 
-    def _class_logits(self, x: Tensor, num: int) -> Tensor:  # (B, C)
-        log_evidence, averages = self.evidence(x, num=num)
-        log_probs = log_mean(averages.log(), self.log_shares(log_evidence))
+    def _class_logits(self, query: Query, num: int) -> Tensor:  # (B, C) float64
+        log_evidence, averages = self.evidence(query, num=num)
         # Normalised in float64: in float32 the gradient of a saturated prediction would be rounding.
-        return log_probs.log_softmax(-1).to(x.dtype)
+        return log_mean(averages.log(), self.log_shares(log_evidence)).log_softmax(-1)
 
-    def evidence(self, x: Tensor, tilt: Any = None, *, values: bool = True, num: int | None = None) -> tuple[Tensor, Tensor]:
+    def evidence(self, query: Query, tilt: Any = None, *, values: bool = True, num: int | None = None) -> tuple[Tensor, Tensor]:
         """log sum_n p(x' | x_n, theta_s), (S, B), and the weighted averages of the values, (S, B, V), in float64.
 
-        x may be a block of `num` queries that share a graph, and the memory for its backward pass.
+        The query may be a block of `num` ones that share a graph, and the memory for its backward pass.
         """
-        flat = self.flat(x)
-        if self._small is not None and self._small.fits(len(x)):
-            return self._small.evidence(flat, tilt, values)
+        num = len(query) if num is None else num
+        if self._small is not None and self._small.fits(num):
+            return self._small.evidence(query.flat, tilt, values)
         each = self.store.num_reference * sum(self.store.num_thetas if tilt else bank.groups for bank in self.store.banks)
-        keep = each * (len(x) if num is None else num) <= sweeps.KEPT
-        log_evidence, averages = Evidence.apply(flat, x, self.store, tilt, values, keep)  # type: ignore[no-untyped-call]
+        keep = each * num <= sweeps.KEPT
+        log_evidence, averages = Evidence.apply(query.flat, query, self.store, tilt, values, keep)  # type: ignore[no-untyped-call]
         return log_evidence, averages
 
-    def averages(self, x: Tensor, *, num: int | None = None) -> tuple[Tensor, Tensor | None]:
+    def averages(self, query: Query, *, num: int | None = None) -> tuple[Tensor, Tensor | None]:
         """The values averaged over all thetas and reference points, (V, B), and the evidence (S, B) if it came with them."""
-        if self._small is not None and self._small.fits(len(x)):
-            found = self._small.averages(self.flat(x), self.update == "online")
-            if found is not None:
-                return found, None
-        log_evidence, averages = self.evidence(x, num=num)
+        if self._small is not None and self._small.fits(len(query) if num is None else num):
+            averages = self._small.averages(query.flat, self.update == "online")
+            if averages is not None:
+                return averages, None
+        log_evidence, each = self.evidence(query, num=num)
         shares = self.log_shares(log_evidence).exp()
-        return (shares.unsqueeze(-1) * averages).sum(0).T, log_evidence
+        return (shares.unsqueeze(-1) * each).sum(0).T, log_evidence
 
     def log_shares(self, log_evidence: Tensor) -> Tensor:  # (S, B)
         """The thetas' log-weights: by evidence online, equal offline; equal too where no theta explains x'."""
@@ -166,47 +166,61 @@ class Purifier:
         possible = (log_evidence > -math.inf).any(0)
         return torch.where(possible, log_evidence, torch.zeros_like(log_evidence)).log_softmax(0)
 
-    def flat(self, x: Tensor) -> Tensor:  # (B, d)
-        """x (or its features) around the reference's mean, the unreasonably far brought to where float32 still tells."""
-        given = x if self.features is None else self.features(x)
-        points = (given if given.ndim == 2 else given.flatten(1)) - self.store.centre
+    def flat(self, x: Tensor) -> Tensor:  # (B, d) float64
+        """x (or its features), the unreasonably far brought to where directions can still be told."""
+        points: Tensor = (x if self.features is None else self.features(x)).flatten(1).double()
         limit = _FARTHEST * max(self._reach, 1.0)
         largest = float(torch.linalg.vector_norm(points.detach(), math.inf)) if points.numel() else 0.0
         if largest * math.sqrt(points.shape[1]) <= limit:
             return points
         with torch.no_grad():
             checks.finite("x", x)  # only now: what is small is finite
-            size = points.abs().amax(1, keepdim=True).clamp_min(1.0)
-            norm = torch.linalg.vector_norm((points / size).double(), dim=1, keepdim=True) * size.double()
-            shrink: Tensor = (limit / norm).clamp_max(1.0).to(points.dtype)
+            shrink: Tensor = (limit / torch.linalg.vector_norm(points, dim=1, keepdim=True)).clamp_max(1.0)
         return points * shrink
 
+    def queries(self, x: Tensor) -> Queries:
+        """Blocks of inputs as the banks want them; a row's precision depends on that row alone."""
+        flat, origin = self.flat(x), self.store.origin
+        if self._exact:
+            return Queries([(rows, Query(x[rows], flat[rows], origin, torch.float64)) for rows in _slices(len(x))])
+        norms = torch.linalg.vector_norm(flat.detach() - origin, dim=1)
+        wide = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+        for bank in self.store.banks:
+            if isinstance(bank, GaussianBank):
+                wide |= bank.rounding(norms) > _TOLERATED
+        if bool(wide.any()) and not bool(wide.all()):
+            parts = [(torch.nonzero(mask).squeeze(1), dtype) for mask, dtype in ((~wide, torch.float32), (wide, torch.float64))]
+            blocks = [(rows, dtype) for index, dtype in parts for rows in torch.split(index, _QUERIES)]
+            return Queries([(rows, Query(x[rows], flat[rows], origin, dtype)) for rows, dtype in blocks])
+        dtype = torch.float64 if bool(wide.any()) else torch.float32
+        return Queries([(rows, Query(x[rows], flat[rows], origin, dtype)) for rows in _slices(len(x))])
+
     def query(self, x: Tensor) -> Query:
-        """A block of inputs as the banks want it."""
+        """All inputs at once, in float64."""
         with torch.no_grad():
-            return Query(x.detach(), self.flat(x.detach()))
+            return Query(x.detach(), self.flat(x.detach()), self.store.origin, torch.float64)
 
     def denoise(self, x: Tensor) -> Tensor:
         """E[centre | x']: where the purifier believes that x' came from, of x's shape (not for `features`)."""
         self._check(x)
         if self.features is not None:
             raise ValueError("denoise needs centres in the space of x, got a purifier with features")
-        found = [self._denoise(x[start:stop]) for start, stop in spans(len(x), _QUERIES)]
-        return torch.cat(found).view_as(x) if found else x.clone()
+        with torch.no_grad():
+            queries = self.queries(x)
+            return queries.join([self._denoise(query) for query in queries]).to(x.dtype).view_as(x) if len(x) else x.clone()
 
-    @torch.no_grad()
-    def _denoise(self, x: Tensor) -> Tensor:
-        query = self.query(x)
+    def _denoise(self, query: Query) -> Tensor:  # (B, d) float64
         sums = sweep(self.store, query, values=False)
-        shares, mean = self.log_shares(sums.log_evidence).exp(), torch.zeros_like(query.flat)
+        shares, mean = self.log_shares(sums.log_evidence).exp(), torch.zeros_like(query.points)
         for block in weights(self.store, query, sums):
             if not isinstance(block.bank, GaussianBank):
                 raise ValueError("denoise needs a channel with a Gaussian density, got one of another kind")
             factor = block.factor * shares[block.thetas]
             factor = factor.sum(0, keepdim=True) if len(block.terms) == 1 else factor
-            each = block.terms * factor.to(x.dtype).unsqueeze(-1)
-            mean += torch.matmul(each, block.bank.centres.block(block.groups, block.rows)).sum(0)
-        return mean + self.store.centre
+            each = (block.terms * factor.unsqueeze(-1)).to(query.dtype)
+            centres = block.bank.centres.block(block.groups, block.rows).to(query.dtype)
+            mean += torch.matmul(each, centres).sum(0)
+        return mean
 
     def diagnose(self, x: Tensor) -> Diagnosis:
         """Effective sample sizes, log evidence, nearest centre and support of each prediction: whether to believe it."""
@@ -214,8 +228,9 @@ class Purifier:
         if not len(x):
             raise ValueError("x must hold at least one input, got none")
         with torch.no_grad():
-            parts = [diagnose(self.store, self.query(x[a:b]), self.log_shares) for a, b in spans(len(x), _QUERIES)]
-        return merge(parts)
+            queries = self.queries(x)
+            parts = [diagnose(self.store, query, self.log_shares) for query in queries]
+        return merge(parts, queries.join)
 
     def widened(self, factor: float) -> Purifier:
         """The same purifier with the channel's noise `factor` times as wide, sharing all tables: for annealed attacks.
@@ -251,21 +266,43 @@ class Purifier:
         return Purifier.__new__(Purifier)._set(store, self.update, self.features, self.base, note)
 
     def save(self, folder: str | Path) -> None:
-        """The tables and a JSON document; the model is not needed to answer queries and is not saved."""
-        stores.save(self.store, Path(folder), self.update, self._note)
+        """A bundle of its own: every byte under a hash, an earlier one replaced in one step. The model is not in it."""
+        saving.save(self.store, Path(folder), self.update, self._note, self.features is not None)
 
     @classmethod
     def load(cls, folder: str | Path, *, memory_limit: int = 2 << 30, features: Features | None = None) -> Purifier:
         """A saved purifier; its tables stay on disk if they take more than `memory_limit` bytes."""
-        store, update, note = stores.load(Path(folder), checks.count("memory_limit", memory_limit))
-        return cls.__new__(cls)._set(store, checks.choice("update", update, ("online", "offline")), features, None, note)
+        store, update, note = saving.load(Path(folder), checks.count("memory_limit", memory_limit), features is not None)
+        return cls.__new__(cls)._set(store, update, features, None, note)
 
     def _check(self, x: Any) -> None:
         if not isinstance(x, Tensor) or x.ndim < 2 or tuple(x.shape[1:]) != self.store.event_shape:
             wanted = ", ".join(("B", *map(str, self.store.event_shape)))
             raise ValueError(f"x must have shape ({wanted}) as the reference, got {checks.describe(x)}")
-        if x.dtype != self.store.centre.dtype:
-            raise TypeError(f"x must be {self.store.centre.dtype} as the reference, got {checks.describe(x)}")
+        if x.dtype != self.store.dtype:
+            raise TypeError(f"x must be {self.store.dtype} as the reference, got {checks.describe(x)}")
+
+
+def _slices(num: int) -> list[slice]:
+    return [slice(start, stop) for start, stop in spans(num, _QUERIES)]
+
+
+class Queries:
+    """Inputs in blocks, each of one precision."""
+
+    def __init__(self, blocks: list[tuple[slice | Tensor, Query]]) -> None:
+        self.rows, self._queries = [rows for rows, _ in blocks], [query for _, query in blocks]
+
+    def __iter__(self) -> Iterator[Query]:
+        return iter(self._queries)
+
+    def join(self, parts: list[Tensor], dim: int = 0) -> Tensor:
+        """What each block gave, in the order of the inputs."""
+        if len(parts) == 1:
+            return parts[0]
+        whole = torch.cat(parts, dim)
+        places = [rows for rows in self.rows if isinstance(rows, Tensor)]
+        return whole.index_select(dim, torch.cat(places).argsort()) if places else whole
 
 
 def log_mean(log_values: Tensor, log_shares: Tensor) -> Tensor:  # (S, B, V), (S, B) -> (B, V)

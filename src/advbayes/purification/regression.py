@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 
 from advbayes import checks
+from advbayes.purification.banks import Query
 from advbayes.purification.rows import spans
 from advbayes.purification.store import Store
 from advbayes.purification.sweep import Sums, sweep, weights
 
 if TYPE_CHECKING:
-    from advbayes.purification.purifier import Purifier
+    from advbayes.purification.purifier import Purifier, Queries
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
-_QUERIES = 512
 _LEVELS = 150  # turns at most: fifty halvings; Newton's steps need about ten
 
 
@@ -29,19 +29,20 @@ class _Target:
     """log N(y_b; mean_sn, scale_sn^2), summed over outputs: the tilt that makes evidence a joint density."""
 
     store: Store
-    y: Tensor  # (B, D)
+    y: Tensor  # (B, D) float64, around the store's middle
 
-    def _log_normal(self, y: Tensor, found: Tensor) -> Tensor:  # (*, D), (*, 3 D) -> (*)
-        outputs = self.store.num_outputs
-        mean, variance = found[..., :outputs] + self.store.middle, found[..., outputs : 2 * outputs]
-        return (-0.5 * (y - mean).square() / variance - 0.5 * variance.log() - _HALF_LOG_TWO_PI).sum(-1)
+    def block(self, thetas: slice, rows: slice) -> Tensor:  # (s, B, n)
+        """One product: -(y^2 / 2 - y m + m^2 / 2) / s^2 - log s."""
+        mean, variance, square = self.store.value_block(rows)[:, thetas].transpose(0, 1).chunk(3, -1)  # (s, n, D)
+        constant = (-0.5 * square / variance - 0.5 * variance.log() - _HALF_LOG_TWO_PI).sum(-1)
+        right = torch.cat([-0.5 / variance, mean / variance], -1)  # (s, n, 2 D)
+        left = torch.cat([self.y.square(), self.y], -1)
+        return torch.matmul(left, right.mT) + constant.unsqueeze(1)
 
-    def block(self, thetas: slice, rows: slice) -> Tensor:
-        found = self.store.value_block(rows)[:, thetas].transpose(0, 1)  # (s, n, 3 D)
-        return self._log_normal(self.y[:, None], found.unsqueeze(1))
-
-    def at(self, theta: int, index: Tensor) -> Tensor:
-        return self._log_normal(self.y[:, None], self.store.value_of(theta, index))
+    def at(self, theta: int, values: Tensor) -> Tensor:  # (B, k, V) -> (B, k)
+        mean, variance, _ = values.chunk(3, -1)
+        each = -0.5 * (self.y.unsqueeze(1) - mean).square() / variance - 0.5 * variance.log() - _HALF_LOG_TWO_PI
+        return each.sum(-1)
 
 
 class PurifiedMixture(Distribution):
@@ -60,12 +61,11 @@ class PurifiedMixture(Distribution):
         """The predictive at x, its moments computed in one pass."""
         if not x.shape[0]:
             raise ValueError("x must hold at least one input, got none")
-        parts = [x] if x.shape[0] <= _QUERIES else torch.split(x, _QUERIES)
-        blocks = [purifier.averages(part, num=len(x)) for part in parts]
         made = cls.__new__(cls)
-        made._purifier, made._x = purifier, x
+        made._purifier, made._x, made._queries = purifier, x, purifier.queries(x)
+        blocks = [purifier.averages(query, num=len(x)) for query in made._queries]
         made._evidence = [log_evidence for _, log_evidence in blocks]
-        averages = blocks[0][0] if len(blocks) == 1 else torch.cat([part for part, _ in blocks], 1)  # (3 D, B)
+        averages = made._queries.join([part for part, _ in blocks], 1)  # (3 D, B)
         # (B,) each for one output, (B, D) for more
         mean, noise, square = averages.unbind() if len(averages) == 3 else averages.T.chunk(3, -1)
         spread = torch.addcmul(square, mean, mean, value=-1.0).clamp_min(0.0)
@@ -76,17 +76,17 @@ class PurifiedMixture(Distribution):
 
     _purifier: Purifier
     _x: Tensor
+    _queries: Queries  # the passes share their graph in float64, where their gradients may cancel
     _evidence: list[Tensor | None]  # (S, b) of each block of queries, where the moments did not do without
     _mean: Tensor
     _variance: Tensor
     _cached: dict[int, Sums]
 
-    def _log_evidence(self, start: int, stop: int) -> Tensor:  # (S, b)
-        block = start // _QUERIES
+    def _log_evidence(self, block: int, query: Query) -> Tensor:  # (S, b)
         found = self._evidence[block]
-        # What was found without a gradient does not serve where one is wanted.
-        if found is None or (self._x.requires_grad and torch.is_grad_enabled() and not found.requires_grad):
-            found, _ = self._purifier.evidence(self._x[start:stop], values=False, num=len(self._x))
+        # What was computed without a gradient does not serve where one is wanted.
+        if found is None or (query.flat.requires_grad and torch.is_grad_enabled() and not found.requires_grad):
+            found, _ = self._purifier.evidence(query, values=False, num=len(self._x))
             self._evidence[block] = found
         return found
 
@@ -123,49 +123,48 @@ class PurifiedMixture(Distribution):
         raise ValueError(f"y must have the predicted mean's shape {tuple(self._mean.shape)}, got {checks.describe(value)}")
 
     def log_prob(self, value: Tensor) -> Tensor:
-        y = self._columns(value).to(self._x.dtype)
+        y = self._columns(value).double() - self._purifier.store.middle
         found = []
-        for start, stop in spans(len(self._x), _QUERIES):
-            target = _Target(self._purifier.store, y[start:stop])
-            joint, _ = self._purifier.evidence(self._x[start:stop], target, values=False, num=len(self._x))
-            evidence = given = self._log_evidence(start, stop)
+        for block, (rows, query) in enumerate(zip(self._queries.rows, self._queries, strict=True)):
+            target = _Target(self._purifier.store, y[rows])
+            joint, _ = self._purifier.evidence(query, target, values=False, num=len(self._x))
+            evidence = self._log_evidence(block, query)
+            shares = self._purifier.log_shares(evidence)
             lost = evidence == -math.inf
             if bool(lost.any()):  # thetas that exclude x' know nothing of it: their plain average
                 joint = torch.where(lost, self._blind(target), joint)
                 evidence = evidence.masked_fill(lost, 0.0)
-            shares = self._purifier.log_shares(given)
-            found.append(torch.logsumexp(shares + joint - evidence, 0).to(self._x.dtype))
-        return torch.cat(found)
+            found.append(torch.logsumexp(shares + joint - evidence, 0))
+        return self._queries.join(found).to(self._x.dtype)
 
     def _blind(self, target: _Target) -> Tensor:  # (S, B)
         num, thetas = target.store.num_reference, slice(0, target.store.num_thetas)
-        parts = [target.block(thetas, slice(a, b)).double().logsumexp(-1) for a, b in spans(num, 1000)]
+        parts = [target.block(thetas, slice(a, min(b, num))).logsumexp(-1) for a, b in spans(num, 1000)]
         return torch.logsumexp(torch.stack(parts), 0) - math.log(num)
 
     # --- passes that need every component ------------------------------------------------------------------------
 
-    def _sums(self, start: int, stop: int) -> Sums:
-        if start not in self._cached:
-            query = self._purifier.query(self._x[start:stop])
-            self._cached[start] = sweep(self._purifier.store, query, values=False)
-        return self._cached[start]
+    def _sums(self, block: int, query: Query) -> Sums:
+        if block not in self._cached:
+            self._cached[block] = sweep(self._purifier.store, query, values=False)
+        return self._cached[block]
 
     def _expect(
-        self, functions: Callable[[slice, Tensor, Tensor], tuple[Tensor, ...]], num: int
+        self, functions: Callable[[slice | Tensor, Tensor, Tensor], tuple[Tensor, ...]], num: int
     ) -> tuple[Tensor, ...]:  # num times (B,)
         """E over components of functions(queries, means (s, n), scales (s, n)) -> num times (s, b, n); one output."""
         store = self._purifier.store
         out = self._x.new_zeros(num, len(self._x), dtype=torch.float64)
         with torch.no_grad():
-            for start, stop in spans(len(self._x), _QUERIES):
-                sums = self._sums(start, stop)
+            for number, (rows, query) in enumerate(zip(self._queries.rows, self._queries, strict=True)):
+                sums = self._sums(number, query)
                 shares = self._purifier.log_shares(sums.log_evidence).exp()
-                for block in weights(store, self._purifier.query(self._x[start:stop]), sums):
-                    found = store.value_block(block.rows)[:, block.thetas].transpose(0, 1)  # (s, n, 3)
-                    means, scales = found[..., 0] + store.middle, found[..., 1].sqrt()
-                    for k, values in enumerate(functions(slice(start, stop), means, scales)):
-                        each = (block.terms * values).sum(-1).double()  # (s, b)
-                        out[k, start:stop] += (each * block.factor * shares[block.thetas]).sum(0)
+                for block in weights(store, query, sums):
+                    values = store.value_block(block.rows)[:, block.thetas].transpose(0, 1)  # (s, n, 3)
+                    means, scales = values[..., 0] + store.middle, values[..., 1].sqrt()
+                    for k, each in enumerate(functions(rows, means, scales)):
+                        mass = (block.terms * each).sum(-1)  # (s, b)
+                        out[k, rows] += (mass * block.factor * shares[block.thetas]).sum(0)
         return tuple(out)
 
     def _one_output(self, name: str) -> None:
@@ -175,7 +174,7 @@ class PurifiedMixture(Distribution):
     def cdf(self, value: Tensor) -> Tensor:
         """P(Y <= value) for one output."""
         self._one_output("cdf")
-        y = self._columns(torch.as_tensor(value, dtype=self._x.dtype).expand(len(self._x))).squeeze(-1)
+        y = self._columns(torch.as_tensor(value, dtype=torch.float64).expand(len(self._x))).squeeze(-1)
         (below,) = self._expect(lambda rows, m, s: (torch.special.ndtr((y[rows, None] - m[:, None]) / s[:, None]),), 1)
         return below.clamp(0.0, 1.0).to(self._x.dtype)
 
@@ -193,8 +192,8 @@ class PurifiedMixture(Distribution):
         done = torch.zeros_like(level, dtype=torch.bool)
         for turn in range(_LEVELS):
 
-            def both(rows: slice, m: Tensor, s: Tensor, at: Tensor = at) -> tuple[Tensor, Tensor]:
-                z = (at[rows, None].to(m.dtype) - m[:, None]) / s[:, None]
+            def both(rows: slice | Tensor, m: Tensor, s: Tensor, at: Tensor = at) -> tuple[Tensor, Tensor]:
+                z = (at[rows, None] - m[:, None]) / s[:, None]
                 return torch.special.ndtr(z), (-0.5 * z.square() - _HALF_LOG_TWO_PI).exp() / s[:, None]
 
             below, density = self._expect(both, 2)
@@ -212,28 +211,27 @@ class PurifiedMixture(Distribution):
 
     def sample(self, sample_shape: Any = (), *, generator: torch.Generator | None = None) -> Tensor:
         shape = torch.Size(sample_shape)
-        num, outputs = max(1, math.prod(shape)), self._purifier.store.num_outputs
+        num = max(1, math.prod(shape))
         with torch.no_grad():
-            parts = [self._draw(a, b, num, generator) for a, b in spans(len(self._x), _QUERIES)]
-            found = torch.cat(parts, 1)  # (num, B, 3 D)
-            mean, variance, _ = torch.split(found, outputs, -1)
-            noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
-            drawn = mean + self._purifier.store.middle + variance.sqrt() * noise
+            parts = [self._draw(block, query, num, generator) for block, query in enumerate(self._queries)]
+            mean, variance, _ = self._queries.join(parts, 1).chunk(3, -1)  # (num, B, D)
+            noise = torch.randn(mean.shape, generator=generator, dtype=self._x.dtype, device=mean.device)
+            drawn = (mean + self._purifier.store.middle + variance.sqrt() * noise).to(self._x.dtype)
         return drawn.reshape(shape + self.batch_shape + self.event_shape)
 
-    def _draw(self, start: int, stop: int, num: int, generator: torch.Generator | None) -> Tensor:  # (num, b, 3 D)
+    def _draw(self, block_number: int, query: Query, num: int, generator: torch.Generator | None) -> Tensor:  # (num, b, 3 D)
         """Values of `num` components of each query: first the block that they fall into, then the row within it."""
-        store, query, sums = self._purifier.store, self._purifier.query(self._x[start:stop]), self._sums(start, stop)
+        store, sums = self._purifier.store, self._sums(block_number, query)
         shares = self._purifier.log_shares(sums.log_evidence).exp()
         masses, owners = [], []  # of each (theta, block)
         for block in weights(store, query, sums):
-            masses.append(block.terms.sum(-1).double() * block.factor * shares[block.thetas])  # (s, b)
+            masses.append(block.terms.sum(-1) * block.factor * shares[block.thetas])  # (s, b)
             owners += list(range(store.num_thetas))[block.thetas]
         chosen = torch.multinomial(torch.cat(masses).T, num, replacement=True, generator=generator)  # (b, num)
         within = torch.rand(chosen.shape, generator=generator, dtype=torch.float64, device=chosen.device)
         index, first = torch.zeros_like(chosen), 0
         for mass, block in zip(masses, weights(store, query, sums), strict=True):
-            cumulated = block.terms.double().cumsum(-1)  # (g, b, n)
+            cumulated = block.terms.cumsum(-1)  # (g, b, n)
             for place in range(len(mass)):
                 mine = cumulated[place if len(cumulated) > 1 else 0]
                 row = torch.searchsorted(mine, within * mine[:, -1:], right=True).clamp_max(mine.shape[1] - 1)

@@ -1,8 +1,9 @@
-"""Large tables, row after row: held in memory, or in a .npy file of which one block at a time is mapped."""
+"""Large tables, row after row: in memory, or in a file of which one block at a time is mapped."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,10 +64,10 @@ class MemoryRows:
 
 @dataclass(frozen=True, eq=False)
 class DiskRows:
-    """In a .npy file. A block is mapped when it is read and unmapped when it is dropped, so that what is resident stays small.
+    """In a file. A block is mapped when it is read and unmapped when it is dropped, so that what is resident stays small.
 
     >>> import tempfile
-    >>> table = DiskRows.create(Path(tempfile.mkdtemp()) / "table.npy", (1, 4, 2), torch.float32)
+    >>> table = DiskRows.create(Path(tempfile.mkdtemp()) / "rows.table", (1, 4, 2), torch.float32)
     >>> table.write(0, 1, torch.ones(2, 2))
     >>> table.block(slice(0, 1), slice(0, 2))
     tensor([[[0., 0.],
@@ -76,31 +77,25 @@ class DiskRows:
     path: Path
     shape: tuple[int, int, int]
     dtype: torch.dtype
-    offset: int
+    offset: int = 0
 
     @classmethod
     def create(cls, path: Path, shape: tuple[int, int, int], dtype: torch.dtype) -> DiskRows:
-        # Made sparse and full-sized by numpy itself, so that any reader of .npy files can open it.
-        made = np.lib.format.open_memmap(path, mode="w+", dtype=_NUMPY[dtype], shape=shape)
-        offset = int(made.offset)
-        del made
-        return cls(path, shape, dtype, offset)
+        """A table of zeros whose space is taken: writing to a map of a file on a full disk would end the process."""
+        size = num_bytes(shape, dtype)
+        with path.open("wb") as file:
+            file.truncate(size)
+            if size and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+        return cls(path, shape, dtype)
 
-    @classmethod
-    def open(cls, path: Path) -> DiskRows:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
-        kinds = {kind: dtype for dtype, kind in _NUMPY.items()}
-        if not isinstance(found, np.memmap) or found.ndim != 3 or found.dtype not in kinds or not found.flags.c_contiguous:
-            raise ValueError(f"{path} must hold a float table of three axes, got {found.dtype} of shape {found.shape}")
-        groups, num, width = (int(size) for size in found.shape)
-        return cls(path, (groups, num, width), kinds[found.dtype], int(found.offset))
+    def _place(self, group: int, start: int) -> int:
+        return self.offset + (group * self.shape[1] + start) * self.shape[2] * self.dtype.itemsize
 
-    def _map(self, group: int, start: int, num: int, mode: str = "c") -> Tensor:  # (num, V)
-        _, total, width = self.shape
-        kind = _NUMPY[self.dtype]
-        at = self.offset + (group * total + start) * width * kind.itemsize
+    def _map(self, group: int, start: int, num: int) -> Tensor:  # (num, V)
+        at, shape = self._place(group, start), (num, self.shape[2])
         # "c" maps privately: torch wants a writable array, and nothing written ever reaches the file.
-        return torch.from_numpy(np.memmap(self.path, kind, mode, at, (num, width)))  # type: ignore[call-overload]
+        return torch.from_numpy(np.memmap(self.path, _NUMPY[self.dtype], "c", at, shape))
 
     def block(self, groups: slice, rows: slice) -> Tensor:
         first, last, _ = groups.indices(self.shape[0])
@@ -112,12 +107,14 @@ class DiskRows:
         return torch.stack([self._map(group, start, stop - start) for group in range(first, last)])
 
     def pick(self, group: int, index: Tensor, columns: slice = slice(None)) -> Tensor:
-        wanted, places = torch.unique(index, return_inverse=True)
-        rows = torch.stack([self._map(group, int(row), 1)[0, columns] for row in wanted])
-        return rows[places.reshape(-1)].view(*index.shape, -1)
+        # Mapped whole, but only the pages that are touched become resident.
+        table = self._map(group, 0, self.shape[1])[:, columns]
+        return table.index_select(0, index.reshape(-1)).view(*index.shape, -1)
 
     def write(self, group: int, start: int, part: Tensor) -> None:
-        self._map(group, start, len(part), "r+").copy_(part)
+        with self.path.open("r+b") as file:
+            file.seek(self._place(group, start))
+            file.write(part.to(self.dtype).contiguous().numpy().data)
 
 
 def num_bytes(shape: Iterable[int], dtype: torch.dtype) -> int:

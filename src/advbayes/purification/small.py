@@ -15,9 +15,8 @@ from advbayes.purification.rows import MemoryRows
 from advbayes.purification.store import Store
 from advbayes.purification.sweep import Tilt
 
-_TABLE = 1 << 19  # numbers in the centres of all banks
 _BIT = math.log(2.0)
-_LEAST = -115.0  # bits: exp2 is many times slower where it underflows, and this is nothing beside 1
+_LEAST = {torch.float32: -125.0, torch.float64: -1000.0}  # bits: exp2 is many times slower where it underflows
 _WEIGHTS = 1 << 18  # numbers in the weights of one block of queries
 
 
@@ -47,11 +46,15 @@ class Small:
     values: Tensor  # (S, V + 1, N)
     joint: Tensor  # (V + 1, G * N) of the first bank: averaged over the thetas where they share it
     num_weights: int  # of one query
+    origin: Tensor  # (d,) float64
+    dtype: torch.dtype  # of the data
 
     @classmethod
     def of(cls, store: Store) -> Small | None:
         """None where the store is too large for it, on disk, or not of plain Gaussians."""
-        banks, size = [], 0
+        if not store.is_small:
+            return None
+        banks = []
         for bank in store.banks:
             if (
                 not isinstance(bank, GaussianBank)
@@ -59,18 +62,18 @@ class Small:
                 or not isinstance(bank.centres, MemoryRows)
             ):
                 return None
-            size += math.prod(bank.centres.shape)
-            if size > _TABLE:
-                return None
-            centres, scale = bank.centres.data.double().flatten(0, 1), bank.scale * bank.factor
+            centres = bank.centres.data.double().flatten(0, 1) - store.origin
+            scale = bank.scale * bank.factor
             gain, width = 1.0 / scale**2, centres.shape[-1]
             constant = bank.log_weight - width * (math.log(scale) + 0.5 * math.log(2.0 * math.pi))
             bias = constant - 0.5 * gain * centres.square().sum(-1)
             banks.append(SmallBank(torch.cat([gain * centres, bias.unsqueeze(1)], 1).T.contiguous() / _BIT, gain))
         num = store.num_reference
-        values = functional.pad(store.value_block(slice(0, num)).double(), (0, 1), value=1.0).permute(1, 2, 0)  # (S, V + 1, N)
+        values = functional.pad(store.value_block(slice(0, num)), (0, 1), value=1.0)
+        values = values.permute(1, 2, 0)  # (S, V + 1, N)
         joint = values.mean(0) if banks[0].slope.shape[1] == num else values.transpose(0, 1).flatten(1)
-        return cls(tuple(banks), values.contiguous(), joint.contiguous(), sum(bank.slope.shape[1] for bank in banks))
+        size = sum(bank.slope.shape[1] for bank in banks)
+        return cls(tuple(banks), values.contiguous(), joint.contiguous(), size, store.origin, store.dtype)
 
     def fits(self, batch: int) -> bool:
         return batch * self.num_weights <= _WEIGHTS
@@ -84,8 +87,9 @@ class Small:
 
     def evidence(self, flat: Tensor, tilt: Tilt | None, values: bool) -> tuple[Tensor, Tensor]:
         """(B, d) -> log evidence (S, B) and averages (S, B, V), as the sweep gives them."""
-        points = _with_one(flat)
-        square = flat.double().square().sum(1)  # (B,)
+        around = flat - self.origin
+        points = functional.pad(around, (0, 1), value=1.0)
+        square = around.square().sum(1)  # (B,)
         num_thetas, _, num = self.values.shape
         alone = len(self.banks) == 1
         logits: Tensor | None = None  # (B, G, N), in bits
@@ -96,9 +100,9 @@ class Small:
             logits = here if logits is None else torch.logaddexp2(logits, here)
         assert logits is not None
         if tilt is not None:
-            tilted = tilt.block(slice(0, num_thetas), slice(0, num)).double().transpose(0, 1)  # (B, S, N)
+            tilted = tilt.block(slice(0, num_thetas), slice(0, num)).transpose(0, 1)  # (B, S, N)
             logits = torch.add(logits, tilted, alpha=1.0 / _BIT)
-        peak, terms = _terms(logits, flat.dtype)
+        peak, terms = _terms(logits, self.dtype)
         right = terms.permute(1, 2, 0)  # (G, N, B)
         if values:
             table = self._tables(terms)[0]
@@ -124,24 +128,20 @@ class Small:
         """
         if len(self.banks) > 1:
             return None
-        logits, num = self.banks[0].logits(_with_one(flat)), self.values.shape[-1]
+        logits, num = self.banks[0].logits(functional.pad(flat - self.origin, (0, 1), value=1.0)), self.values.shape[-1]
         if online or logits.shape[1] == num:
-            _, terms = _terms(logits, flat.dtype)
+            _, terms = _terms(logits, self.dtype)
             sums = torch.mm(self._tables(terms)[1], terms.T)
             return sums[:-1] / sums[-1]
-        _, terms = _terms(logits.view(len(flat), -1, num), flat.dtype)
+        _, terms = _terms(logits.view(len(flat), -1, num), self.dtype)
         sums = torch.bmm(self._tables(terms)[0], terms.permute(1, 2, 0))  # (S, V + 1, B)
         return (sums[:, :-1] / sums[:, -1:]).mean(0)
-
-
-def _with_one(flat: Tensor) -> Tensor:  # (B, d) -> (B, d + 1) float64
-    return functional.pad(flat, (0, 1), value=1.0).double()
 
 
 def _terms(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The largest of the last axis, and 2 ** (logits - largest); in place where no gradient is wanted."""
     peak = logits.detach().amax(-1, keepdim=True)
     if logits.requires_grad:
-        return peak, (logits - peak).clamp_min(_LEAST).exp2()
+        return peak, (logits - peak).clamp_min(_LEAST[logits.dtype]).exp2()
     # A gradient needs float64 where the weights saturate; an answer does not once the peak is taken off.
-    return peak, logits.sub_(peak).to(dtype).clamp_min_(_LEAST).exp2_()
+    return peak, logits.sub_(peak).to(dtype).clamp_min_(_LEAST[dtype]).exp2_()

@@ -1,13 +1,13 @@
 """What a query needs and does not change it: the channel's centres and the model's predictions at every reference point.
 
-Computed once for all S thetas and all N reference points. In memory within a stated limit, in .npy files beyond it;
-saved and loaded without the model, which is not needed any more.
+Computed once for all S thetas and all N reference points. In memory within a stated limit, in files beyond it.
 """
 
 from __future__ import annotations
 
-import json
+import errno
 import math
+import os
 import shutil
 import tempfile
 import weakref
@@ -31,8 +31,8 @@ from advbayes.types import Channel, ChannelDensity
 Features = Callable[[Tensor], Tensor]
 
 _BLOCK = 1000  # reference points whose predictions and centres are computed at a time
+_SMALL = 1 << 19  # numbers in the centres of all banks
 _FLOOR = 1e-30  # of a class probability, so that the log of a weighted average is finite
-_FORMAT = 1
 
 
 class _ThetaAskedError(Exception):
@@ -47,17 +47,19 @@ def _refuse(x: Tensor) -> Distribution:
 class Store:
     """The reference side of Eq. 4 and 5, all of it constant.
 
-    `values` holds, for every reference point and theta, class probabilities (C of them), or for D outputs the means,
-    scales^2 and squared means (3 D, means around `middle`).
+    The tables have the data's dtype. `values` holds, for every reference point and theta, class probabilities
+    (V = C of them), or for D outputs means around `middle` and scales^2, which are read with the squared
+    means behind them (V = 3 D).
     """
 
     banks: tuple[Bank, ...]
-    values: Rows  # (1, N, S * V)
+    values: Rows  # (1, N, S * C or S * 2 D)
     num_thetas: int
     num_outputs: int  # D, or 0 for classes
     event_shape: tuple[int, ...]
-    centre: Tensor  # (d,): the reference's mean, subtracted from centres and queries
-    middle: Tensor  # (D,)
+    origin: Tensor  # (d,) float64: the reference's mean
+    middle: Tensor  # (D,) float64
+    dtype: torch.dtype
     folder: Path | None
 
     @property
@@ -65,18 +67,31 @@ class Store:
         return self.values.shape[1]
 
     @property
+    def is_small(self) -> bool:
+        """Whether float64 products cost next to nothing."""
+        size = sum(math.prod(bank.centres.shape) if isinstance(bank, GaussianBank) else 0 for bank in self.banks)
+        return size <= _SMALL
+
+    @property
     def width(self) -> int:
         """V, the number of values for each reference point and theta."""
-        return self.values.shape[2] // self.num_thetas
+        return 3 * self.num_outputs or self.values.shape[2] // self.num_thetas
 
-    def value_block(self, rows: slice) -> Tensor:  # (n, S, V)
-        return self.values.block(slice(0, 1), rows)[0].view(-1, self.num_thetas, self.width)
+    def _read(self, table: Tensor) -> Tensor:  # (*, C or 2 D) -> (*, V) float64
+        table = table.double()
+        if self.num_outputs:
+            return torch.cat([table, table[..., : self.num_outputs].square()], -1)
+        return table / table.sum(-1, keepdim=True)  # sums to 1 to rounding of float64: gradients of classes cancel
 
-    def value_at(self, index: Tensor) -> Tensor:  # (*index.shape, S, V)
-        return self.values.pick(0, index).view(*index.shape, self.num_thetas, self.width)
+    def value_block(self, rows: slice) -> Tensor:  # (n, S, V) float64
+        return self._read(self.values.block(slice(0, 1), rows)[0].view(rows.stop - rows.start, self.num_thetas, -1))
 
-    def value_of(self, theta: int, index: Tensor) -> Tensor:  # (*index.shape, V)
-        return self.values.pick(0, index, slice(theta * self.width, (theta + 1) * self.width))
+    def value_at(self, index: Tensor) -> Tensor:  # (*index.shape, S, V) float64
+        return self._read(self.values.pick(0, index).view(*index.shape, self.num_thetas, -1))
+
+    def value_of(self, theta: int, index: Tensor) -> Tensor:  # (*index.shape, V) float64
+        width = self.values.shape[2] // self.num_thetas
+        return self._read(self.values.pick(0, index, slice(theta * width, (theta + 1) * width)))
 
     def widened(self, factor: float) -> Store:
         return replace(self, banks=tuple(bank.widened(factor) for bank in self.banks))
@@ -90,7 +105,7 @@ def _values(prediction: Distribution) -> tuple[Tensor, int]:
     if not isinstance(normal, Normal):
         raise TypeError(f"the likelihood must predict classes or Gaussians, got {type(prediction).__name__}")
     mean, variance = (part if part.ndim == 2 else part.unsqueeze(1) for part in (normal.loc, normal.scale.square()))
-    return torch.cat([mean, variance, mean.square()], 1), mean.shape[1]
+    return torch.cat([mean, variance], 1), mean.shape[1]
 
 
 def build(
@@ -180,160 +195,83 @@ class _Builder:
                 f"got {self.memory_limit}"
             )
         folder = self.folder
-        on_disk = folder is not None or total > self.memory_limit
-        if on_disk and folder is None:
+        if folder is None and total > self.memory_limit:
             folder = Path(tempfile.mkdtemp(prefix="advbayes-reference-"))
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
+            _check_space(folder, total)
 
         def table(name: str, shape: tuple[int, int, int]) -> Rows:
             if folder is not None:
-                return DiskRows.create(folder / f"{name}.npy", shape, dtype)
+                return DiskRows.create(folder / f"{name}.table", shape, dtype)
             return MemoryRows(torch.empty(shape, dtype=dtype, device=self.x.device))
 
         values = table("values", value_shape)
-        centre = torch.zeros(width, dtype=torch.float64, device=self.x.device)
-        for start, stop in spans(num, _BLOCK):
-            centre += self._flat(self.x[start:stop]).double().sum(0)
-        centre = (centre / num).to(dtype)
-        banks: list[Bank] = []
-        if isinstance(first, GaussianDensity):
-            for k, weight in enumerate(first.log_weights):
-                scale: float | Rows = table(f"scales-{k}", (groups[k], num, width)) if per_feature[k] else float(first.scales[k])
-                norms = torch.empty(groups[k], num, dtype=dtype, device=self.x.device)
-                banks.append(GaussianBank(float(weight), table(f"centres-{k}", (groups[k], num, width)), scale, norms))
+        shapes = [(g, num, width) for g in groups]
+        centres = [table(f"centres-{k}", shape) for k, shape in enumerate(shapes)]
+        scales = [
+            table(f"scales-{k}", shape) if wide else None for k, (shape, wide) in enumerate(zip(shapes, per_feature, strict=True))
+        ]
+        origin = torch.zeros(width, dtype=torch.float64, device=self.x.device)
         densities: list[list[ChannelDensity]] = [[] for _ in self.thetas]
-        middle = torch.zeros(num_outputs, dtype=dtype, device=self.x.device)
+        middle = torch.zeros(num_outputs, dtype=torch.float64, device=self.x.device)
         for start, stop in spans(num, _BLOCK):
+            origin += self._flat(self.x[start:stop]).double().sum(0) / num
             parts = []
             for s, theta in enumerate(self.thetas):
                 predict = self.model.at(theta)
                 found, outputs = _values(predict(self.x[start:stop]))
+                found = checks.finite("the model's prediction at the reference", found).double()
                 if outputs and start == 0 and s == 0:
                     middle = found[:, :outputs].mean(0)
-                if outputs:
-                    found[:, :outputs] -= middle
-                    found[:, 2 * outputs :] = found[:, :outputs].square()
-                parts.append(checks.finite("the model's prediction at the reference", found))
-                if s == 0 or not (gaussian and all(g == 1 for g in groups)):
-                    self._fill(banks, densities, s, start, stop, predict if not shared else _refuse, centre, groups)
+                found[:, :outputs] -= middle
+                parts.append(found)
+                if s > 0 and gaussian and all(g == 1 for g in groups):
+                    continue
+                density, _ = self._density(_refuse if shared else predict, slice(start, stop))
+                if isinstance(density, GaussianDensity):
+                    for k in (k for k, g in enumerate(groups) if s < g):
+                        flat = self._flat(density.centres[k].detach())
+                        centres[k].write(s, start, checks.finite("the channel's centres", flat))
+                        spread, scale = scales[k], density.scales[k]
+                        if spread is not None and isinstance(scale, Tensor):
+                            spread.write(s, start, scale.detach().flatten(1))
+                else:
+                    densities[s].append(density)
             values.write(0, start, torch.cat(parts, 1))
-        if not gaussian:
-            edges = (*range(0, num, _BLOCK), num)
-            banks.append(FunctionBank(tuple(map(tuple, densities)), edges))
-        store = Store(
-            tuple(banks), values, num_thetas, num_outputs, tuple(self.x.shape[1:]), centre, middle, folder if on_disk else None
-        )
+        banks: tuple[Bank, ...] = (FunctionBank(tuple(map(tuple, densities)), (*range(0, num, _BLOCK), num)),)
+        if isinstance(first, GaussianDensity):
+            banks = tuple(
+                gaussian_bank(float(weight), centres[k], scales[k] or float(first.scales[k]), origin)
+                for k, weight in enumerate(first.log_weights)
+            )
+        shape = tuple(self.x.shape[1:])
+        store = Store(banks, values, num_thetas, num_outputs, shape, origin, middle, dtype, folder)
         if folder is not None and self.folder is None:
             weakref.finalize(store.values, shutil.rmtree, folder, True)
         return store
 
-    def _fill(
-        self,
-        banks: list[Bank],
-        densities: list[list[ChannelDensity]],
-        s: int,
-        start: int,
-        stop: int,
-        predict: Any,
-        centre: Tensor,
-        groups: list[int],
-    ) -> None:
-        density, _ = self._density(predict, slice(start, stop))
-        if not banks:
-            densities[s].append(density)
-            return
-        assert isinstance(density, GaussianDensity)
-        for k, (bank, points) in enumerate(zip(banks, density.centres, strict=True)):
-            assert isinstance(bank, GaussianBank)
-            if groups[k] == 1 and s > 0:
-                continue
-            flat = checks.finite("the channel's centres", self._flat(points.detach())) - centre
-            bank.centres.write(s, start, flat)
-            bank.half_norms[s, start:stop] = 0.5 * flat.double().square().sum(1).to(flat.dtype)
-            if not isinstance(bank.scale, float):
-                given = density.scales[k]
-                assert isinstance(given, Tensor)
-                bank.scale.write(s, start, given.flatten(1))
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"the reference tables need {needed} bytes of disk, got {free} bytes free", os.fspath(folder))
 
 
-def save(store: Store, folder: Path, update: str, note: str) -> None:
-    """Tables as .npy, the rest as one JSON document."""
-    if any(isinstance(bank, FunctionBank) for bank in store.banks):
-        raise ValueError("only channels with a Gaussian density can be saved, got one of another kind")
-    if store.folder is not None and folder.resolve() == store.folder.resolve():
-        raise ValueError(f"folder must not be the one that the purifier reads from, got {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
-    tables: dict[str, Rows] = {"values": store.values}
-    banks: list[dict[str, object]] = []
-    for k, bank in enumerate(store.banks):
-        assert isinstance(bank, GaussianBank)
-        tables[f"centres-{k}"] = bank.centres
-        if isinstance(bank.scale, float):
-            scale: float | None = bank.scale * bank.factor
-        else:
-            tables[f"scales-{k}"], scale = bank.scale, None
-        banks.append({"log_weight": bank.log_weight, "scale": scale, "factor": 1.0 if scale is not None else bank.factor})
-    dtype = store.centre.dtype
-    for name, table in tables.items():
-        copy = DiskRows.create(folder / f"{name}.npy", table.shape, dtype)
-        for group in range(table.shape[0]):
-            for start, stop in spans(table.shape[1], _BLOCK):
-                copy.write(group, start, table.block(slice(group, group + 1), slice(start, stop))[0])
-    document = {
-        "format": _FORMAT,
-        "update": update,
-        "note": note,
-        "banks": banks,
-        "num_thetas": store.num_thetas,
-        "num_outputs": store.num_outputs,
-        "event_shape": list(store.event_shape),
-        "centre": store.centre.double().tolist(),
-        "middle": store.middle.double().tolist(),
-    }
-    (folder / "purifier.json").write_text(json.dumps(document))
-
-
-def load(folder: Path, memory_limit: int) -> tuple[Store, str, str]:
-    """The store, its update and its note; tables stay on disk if they take more than `memory_limit`."""
-    try:
-        document = json.loads((folder / "purifier.json").read_text())
-    except FileNotFoundError:
-        raise ValueError(f"folder must hold a saved purifier (purifier.json), got {folder}") from None
-    if document.get("format") != _FORMAT:
-        raise ValueError(f"{folder} must have format {_FORMAT}, got {document.get('format')}")
-    found = {path.stem: DiskRows.open(path) for path in sorted(folder.glob("*.npy"))}
-    total = sum(num_bytes(rows.shape, rows.dtype) for rows in found.values())
-    on_disk = total > memory_limit
-
-    def table(name: str) -> Rows:
-        if name not in found:
-            raise ValueError(f"{folder} must hold {name}.npy, got {', '.join(sorted(found)) or 'no tables'}")
-        rows = found[name]
-        return rows if on_disk else MemoryRows(rows.block(slice(None), slice(None)).clone())
-
-    values = table("values")
-    dtype = found["values"].dtype
-    banks: list[Bank] = []
-    for k, entry in enumerate(document["banks"]):
-        centres = table(f"centres-{k}")
-        norms = torch.empty(centres.shape[:2], dtype=dtype)
-        for group in range(centres.shape[0]):
-            for start, stop in spans(centres.shape[1], _BLOCK):
-                block = centres.block(slice(group, group + 1), slice(start, stop))[0]
-                norms[group, start:stop] = 0.5 * block.double().square().sum(1).to(dtype)
-        scale = table(f"scales-{k}") if entry["scale"] is None else float(entry["scale"])
-        if centres.shape[1] != values.shape[1] or not math.isfinite(float(norms.sum())):
-            raise ValueError(f"{folder} holds centres-{k}.npy that do not fit its values")
-        banks.append(GaussianBank(float(entry["log_weight"]), centres, scale, norms, float(entry["factor"])))
-    store = Store(
-        tuple(banks),
-        values,
-        int(document["num_thetas"]),
-        int(document["num_outputs"]),
-        tuple(document["event_shape"]),
-        torch.tensor(document["centre"], dtype=torch.float64).to(dtype),
-        torch.tensor(document["middle"], dtype=torch.float64).to(dtype),
-        folder if on_disk else None,
-    )
-    return store, str(document["update"]), str(document["note"])
+def gaussian_bank(log_weight: float, centres: Rows, scale: float | Rows, origin: Tensor, factor: float = 1.0) -> GaussianBank:
+    """The bank of these tables, with what is known of them in advance."""
+    groups, num, _ = centres.shape
+    half_norms = origin.new_empty(groups, num)
+    reach, least = 0.0, math.inf if not isinstance(scale, float) else scale
+    for group in range(groups):
+        for start, stop in spans(num, _BLOCK):
+            tile = slice(group, group + 1), slice(start, stop)
+            block = centres.block(*tile)[0].double()
+            half_norms[group, start:stop] = 0.5 * (block - origin).square().sum(1)
+            reach = max(reach, float(block.square().sum(1).max()) ** 0.5)
+            if not isinstance(scale, float):
+                low, high = (float(value) for value in torch.aminmax(scale.block(*tile)))
+                least = min(least, low) if math.isfinite(high) else math.nan
+    if not (0 < least < math.inf and math.isfinite(float(half_norms.sum()))):
+        raise ValueError(f"the channel's centres must be finite and its scales positive, got a least scale of {least:g}")
+    return GaussianBank(log_weight, centres, scale, half_norms, reach, least, factor)

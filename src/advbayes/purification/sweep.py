@@ -1,18 +1,24 @@
-"""One pass over all reference points: evidence and weighted averages for a block of queries, and their exact gradient.
+"""One pass over all reference points: evidence and weighted averages for a block of queries, and
+their gradient.
 
     L_s(b) = sum_k sum_n w_k N(x'_b; c_skn, scale^2),   A_s(b) = sum_n p(n | x'_b, theta_s) v_sn
+    d log L_s = sum_n p(n) d log p_n,   dA_s = sum_n p(n) (v_sn - A_s) d log p_n
 
-Blocks of N: a matrix product, then a streaming log-sum-exp. Nothing of size N x B outlives its block, unless a gradient is
-wanted and all of it takes no more than a fixed allowance; the backward pass computes larger ones again, block by block. The
-products' float32 rounding shows in the weights once the noise is small (1e-3 at sigma 0.1 on images), so the leading terms
-are computed again from differences.
+Blocks of N: a matrix product, then a streaming log-sum-exp. Nothing of size N x B outlives its block,
+unless a gradient is wanted and all of it takes no more than a fixed allowance; the backward pass
+computes larger ones again, block by block.
+
+The products may be float32. The weights then have a relative error, and everything that could cancel
+is float64: values, averages, and the leading terms of each query, whose log-densities and gradients
+are computed from the differences x' - centre. Where one reference point has all the weight but 1e-9,
+the gradient still is that of the 1e-9.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -23,23 +29,32 @@ from torch.nn import functional
 from advbayes.purification.banks import Bank, GaussianBank, Query, Room
 from advbayes.purification.store import Store
 
-_LEAST = -80.0  # exp is many times slower where it underflows, and exp(-80) is nothing beside 1
-_NOTHING = 1.0001 * math.exp(_LEAST)
-_LEADING = 8  # terms of each theta and query that are computed exactly
-_TOLERATED = 1e-5  # rounding of log-weights that is left as it is
-KEPT = 1 << 25  # terms of one prediction that may wait for the backward pass: 128 MB of float32
+_LEAST = {torch.float32: -87.0, torch.float64: -700.0}  # exp is many times slower where it underflows
+_LEADING = 8  # terms of each theta and query that are computed from differences
+KEPT = 1 << 25  # terms of one prediction kept for the backward pass: 128 MB of float32
 
 
 class Tilt(Protocol):
     """log p(y_b | x_n, theta_s): turns the evidence of x' into that of x' and y together."""
 
-    def block(self, thetas: slice, rows: slice) -> Tensor: ...  # (s, B, n)
+    def block(self, thetas: slice, rows: slice) -> Tensor: ...  # (s, B, n) float64
 
-    def at(
-        self,
-        theta: int,
-        index: Tensor,  # (B, k)
-    ) -> Tensor: ...  # (B, k)
+    def at(self, theta: int, values: Tensor) -> Tensor: ...  # (B, k, V) -> (B, k) float64
+
+
+@dataclass(frozen=True, eq=False)
+class Leading:
+    """The likeliest reference points of each theta and query."""
+
+    logits: Tensor  # (G, B, k) float64
+    index: Tensor  # (G, B, k)
+    values: Tensor  # (G, B, k, W + 1) float64, the last one 1
+
+    def pick(self, places: Tensor) -> Leading:  # (G, B, j)
+        groups, batch, num, width = self.values.shape
+        first = torch.arange(groups * batch, device=places.device).view(groups, batch, 1) * num
+        values = self.values.reshape(-1, width).index_select(0, (first + places).flatten())
+        return Leading(self.logits.gather(-1, places), self.index.gather(-1, places), values.view(*places.shape, width))
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,30 +64,33 @@ class Kept:
     terms: Tensor  # (g, B, n)
     level: Tensor  # (g, B): the largest logit of this block and those before it
 
-    def correct(self, start: int, index: Tensor, change: Tensor) -> None:  # (g, B, k), (g, B, k)
-        """Multiplies the terms of these reference points by exp(change), as far as the block has them."""
-        index, num = index - start, self.terms.shape[-1]
-        inside, index = (index >= 0) & (index < num), index.clamp(0, num - 1)
-        added = self.terms.gather(-1, index) * torch.expm1(change).to(self.terms.dtype)
-        self.terms.scatter_add_(-1, index, torch.where(inside, added, torch.zeros_like(added)))
-
 
 @dataclass(frozen=True, eq=False)
 class BankSums:
     """A bank's share: everything is relative to `peak` (the largest logit) and free of the bank's offset."""
 
     peak: Tensor  # (G, B), minus infinity where the bank excludes a query
-    total: Tensor  # (G, B) float64: sum exp(logits - peak)
-    weighted: Tensor  # (G, B, S * V or V) float64
+    sums: Tensor  # (G, B, W + 1) float64: sum exp(logits - peak) v, and of 1
     offset: Tensor  # (B,) float64
     tile_peaks: list[Tensor]  # (g, B) each
-    leading: Tensor | None  # (G, B, k) indices of the terms computed exactly
-    correction: Tensor | None  # (G, B, k) float64: exact - logits
-    kept: list[Kept] | None = None  # one for each block
+    leading: Leading
+    kept: list[Kept] | None  # one for each block
 
     @property
-    def log_evidence(self) -> Tensor:  # (G, B) float64
-        return self.peak.double() + self.total.log() + self.offset
+    def level(self) -> Tensor:  # (G, B)
+        return self.peak.masked_fill(self.peak == -math.inf, 0.0)
+
+    @property
+    def total(self) -> Tensor:  # (G, B)
+        return self.sums[..., -1]
+
+    @property
+    def leading_terms(self) -> Tensor:  # (G, B, k) float64
+        return _exp(self.leading.logits - self.level.unsqueeze(-1))
+
+    @property
+    def log_total(self) -> Tensor:  # (G, B) float64: the evidence without the offset
+        return self.peak.double() + self.total.log()
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,215 +105,210 @@ class Sums:
 
 def _exp(logits: Tensor) -> Tensor:
     """exp in place, clamped where it is nothing."""
-    return logits.clamp_(min=_LEAST).exp_()
+    return logits.clamp_(min=_LEAST[logits.dtype]).exp_()
 
 
-def _block_of_values(store: Store, groups: slice, rows: slice, own: int) -> Tensor:
-    """The values as right factors for `own` groups: (1, n, S * V) when all thetas share the weights, else (g, n, V)."""
+def _without_clamped(terms: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where `_exp` clamped, in place: such a term does not move."""
+    return functional.threshold(terms, 1.0001 * math.exp(_LEAST[dtype]), 0.0, inplace=True)
+
+
+def _value_dtype(store: Store, query: Query) -> torch.dtype:
+    """Of the products with values: the small variance of large means would cancel in float32."""
+    return torch.float64 if store.num_outputs else query.dtype
+
+
+def _values(store: Store, groups: slice, rows: slice, shared: bool, wanted: bool) -> Tensor:
+    """Values and a 1, float64: (1, n, S * V + 1) when all thetas share the weights, else (g, n, V + 1)."""
+    if not wanted:
+        return store.origin.new_ones(1 if shared else groups.stop - groups.start, rows.stop - rows.start, 1)
     values = store.value_block(rows)  # (n, S, V)
-    if own == 1 and store.num_thetas > 1:
-        return values.reshape(1, len(values), -1)
-    return values[:, groups].transpose(0, 1)
+    right = values.flatten(1).unsqueeze(0) if shared else values[:, groups].transpose(0, 1)
+    return functional.pad(right, (0, 1), value=1.0)
 
 
 def _sweep_bank(store: Store, bank: Bank, query: Query, tilt: Tilt | None, values: bool, keep: bool) -> BankSums:
     batch = len(query)
-    own = bank.groups if tilt is None else store.num_thetas  # a tilt differs from theta to theta even if the centres do not
-    width = 0 if not values else store.width * (store.num_thetas if own == 1 else 1)
-    like = query.flat
-    peak = like.new_full((own, batch), -math.inf)
-    total = like.new_zeros((own, batch), dtype=torch.float64)
-    weighted = like.new_zeros((own, batch, width), dtype=torch.float64)
-    correct = isinstance(bank, GaussianBank) and bank.rounding(query) > _TOLERATED and like.dtype == torch.float32
-    leaders: list[tuple[slice, Tensor, Tensor]] = []
-    kept: list[tuple[slice, slice, Kept]] = []
-    peaks = []
-    room = None if keep else Room()
+    # A tilt differs from theta to theta even if the centres do not.
+    own = bank.groups if tilt is None else store.num_thetas
+    width = 1 + (store.width * (store.num_thetas if own == 1 else 1) if values else 0)
+    peak = query.around.new_full((own, batch), -math.inf)
+    sums = query.points.new_zeros((own, batch, width))
+    leading: dict[int, Leading] = {}  # by the first group
+    kept: list[Kept] = []
+    peaks: list[Tensor] = []
+    room, narrow = Room(), _value_dtype(store, query)
     for groups, rows in bank.tiles(batch):
-        logits = bank.logits(query, groups, rows, room)
+        logits = bank.logits(query, groups, rows, Room() if keep else room)
         if tilt is not None:
             groups = slice(0, own) if bank.groups == 1 else groups
-            logits = logits + tilt.block(groups, rows)
-        if correct:
-            leaders.append((groups, *_leaders(logits, rows.start)))
-        before = peak[groups]
-        top = logits.amax(-1)
-        peaks.append(top)
-        after = torch.maximum(before, top)
+            logits = logits + tilt.block(groups, rows).to(logits.dtype)
+        top, index = logits.topk(min(_LEADING, logits.shape[-1]), dim=-1, sorted=False)
+        highest = top.amax(-1)
+        peaks.append(highest)
+        before, after = peak[groups], torch.maximum(peak[groups], highest)
         level = after.masked_fill(after == -math.inf, 0.0)
         # Where nothing was possible so far, `before` counts for nothing once something is.
         fade = torch.where(after == before, torch.zeros_like(after), before - level).double().exp()
         terms = _exp(logits.sub_(level.unsqueeze(-1)))
+        if isinstance(bank, GaussianBank):  # of which none is impossible
+            terms = _without_clamped(terms, terms.dtype)
         if keep:
-            kept.append((groups, rows, Kept(terms, level)))
+            kept.append(Kept(terms, level))
+        right = _values(store, groups, rows, own == 1, values)
+        stood = terms.gather(-1, index)
+        rest = torch.matmul(terms.scatter_(-1, index, 0.0).to(narrow), right.to(narrow))
+        terms.scatter_(-1, index, stood)
+        fresh = Leading(top.double(), index + rows.start, _gather(right, index))
+        both, order = _merge(leading.get(groups.start), fresh)
+        leading[groups.start] = both.pick(order)
+        lesser = _exp(both.logits - level.unsqueeze(-1)).scatter_(-1, order, 0.0)
+        rest = rest + torch.einsum("gbk,gbkw->gbw", lesser, both.values)
+        sums[groups] = sums[groups] * fade.unsqueeze(-1) + rest
         peak[groups] = after
-        total[groups] = total[groups] * fade + terms.sum(-1)
-        if values:
-            right = _block_of_values(store, groups, rows, own)
-            weighted[groups] = weighted[groups] * fade.unsqueeze(-1) + torch.matmul(terms, right)
+    first = list(leading.values())
+    lead = Leading(*(torch.cat([getattr(part, name) for part in first]) for name in ("logits", "index", "values")))
     offset = bank.offset(query)
-    sums = BankSums(peak, total, weighted, offset, peaks, None, None, [tile for _, _, tile in kept] if keep else None)
-    if correct and leaders and isinstance(bank, GaussianBank):
-        sums = _corrected(store, bank, query, tilt, values, sums, *_merge(leaders, own))
-        for groups, rows, tile in kept:
-            assert sums.leading is not None and sums.correction is not None  # noqa: PT018
-            tile.correct(rows.start, sums.leading[groups], sums.correction[groups])
-    return sums
+    if isinstance(bank, GaussianBank) and query.dtype != torch.float64:
+        exact = []
+        for group in range(own):
+            found = bank.exact(query, group if bank.groups > 1 else 0, lead.index[group]) - offset.unsqueeze(1)
+            exact.append(found if tilt is None else found + tilt.at(group, store.value_of(group, lead.index[group])))
+        lead = Leading(torch.stack(exact), lead.index, lead.values)
+    part = BankSums(peak, sums, offset, peaks, lead, kept if keep else None)
+    sums += torch.einsum("gbk,gbkw->gbw", part.leading_terms, lead.values)
+    return part
 
 
-def _leaders(logits: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    value, index = logits.topk(min(_LEADING, logits.shape[-1]), dim=-1, sorted=False)
-    return value, index + start
+def _gather(right: Tensor, index: Tensor) -> Tensor:  # (g, n, W), (g, B, k) -> (g, B, k, W)
+    return torch.stack([table[rows] for table, rows in zip(right, index, strict=True)])
 
 
-def _merge(kept: list[tuple[slice, Tensor, Tensor]], own: int) -> tuple[Tensor, Tensor]:
-    """The leaders of all blocks -> the leaders of each theta."""
-    values, indices = [], []
-    for group in range(own):
-        mine = [(v[group - g.start], i[group - g.start]) for g, v, i in kept if g.start <= group < g.stop]
-        value, index = torch.cat([v for v, _ in mine], -1), torch.cat([i for _, i in mine], -1)
-        value, place = value.topk(min(_LEADING, value.shape[-1]), dim=-1, sorted=False)
-        values.append(value)
-        indices.append(index.gather(-1, place))
-    return torch.stack(values), torch.stack(indices)
-
-
-def _corrected(
-    store: Store,
-    bank: GaussianBank,
-    query: Query,
-    tilt: Tilt | None,
-    values: bool,
-    sums: BankSums,
-    logits: Tensor,  # (G, B, k)
-    index: Tensor,  # (G, B, k)
-) -> BankSums:
-    """Replaces the leading terms by exact ones: total += exp(exact) - exp(logits), and the averages' numerators alike."""
-    corrections = []
-    total, weighted = sums.total, sums.weighted
-    for group in range(len(index)):
-        exact = bank.exact(query, group if bank.groups > 1 else 0, index[group])
-        given = logits[group].double()
-        if tilt is not None:
-            given = given - tilt.at(group, index[group]).double()
-        # The correction itself is rounding; more than that (a query farther off than float32 can tell) is not to be trusted.
-        correction = (exact - given - sums.offset.unsqueeze(1)).clamp(-1.0, 1.0)
-        corrections.append(correction)
-        change = (logits[group] - sums.peak[group].unsqueeze(-1)).double().exp() * torch.expm1(correction)
-        total[group] += change.sum(-1)
-        if values:
-            shared = weighted.shape[0] == 1 and store.num_thetas > 1
-            right = store.value_at(index[group]).flatten(2) if shared else store.value_of(group, index[group])  # (B, k, *)
-            weighted[group] += torch.bmm(change.unsqueeze(1), right.double()).squeeze(1)
-    return replace(sums, leading=index, correction=torch.stack(corrections))
+def _merge(before: Leading | None, fresh: Leading) -> tuple[Leading, Tensor]:
+    """The leading terms of the blocks so far with those of another, and the places of the leading ones."""
+    if before is not None:
+        fresh = Leading(
+            torch.cat([before.logits, fresh.logits], -1),
+            torch.cat([before.index, fresh.index], -1),
+            torch.cat([before.values, fresh.values], 2),
+        )
+    return fresh, fresh.logits.topk(min(_LEADING, fresh.logits.shape[-1]), dim=-1)[1]
 
 
 def sweep(store: Store, query: Query, *, tilt: Tilt | None = None, values: bool = True, keep: bool = False) -> Sums:
-    """All banks, added up; `keep` holds on to what `pull_back` would compute again."""
+    """All banks, added up; `keep` holds on to what `vjp` would compute again."""
     parts = [_sweep_bank(store, bank, query, tilt, values, keep) for bank in store.banks]
     num_thetas, batch = store.num_thetas, len(query)
-    if len(parts) == 1:
-        log_evidence = parts[0].log_evidence.expand(num_thetas, batch)
-        shares = [torch.ones_like(log_evidence)]
-    else:
-        each = torch.stack([part.log_evidence.expand(num_thetas, batch) for part in parts])
-        log_evidence = torch.logsumexp(each, 0)
-        possible = log_evidence > -math.inf
-        shares = list(torch.where(possible, each, torch.zeros_like(each)).softmax(0))
-    averages = query.flat.new_zeros((num_thetas, batch, store.width if values else 0), dtype=torch.float64)
+    # Offsets may be so large that float64 leaves little beside them: only their differences count here.
+    offset = parts[0].offset
+    each = torch.stack([(part.log_total + (part.offset - offset)).expand(num_thetas, batch) for part in parts])
+    log_total = torch.logsumexp(each, 0)
+    possible = log_total > -math.inf
+    shares = list(torch.where(possible, each, torch.zeros_like(each)).softmax(0))
+    averages = query.points.new_zeros((num_thetas, batch, store.width if values else 0))
     if values:
         for part, share in zip(parts, shares, strict=True):
-            mean = part.weighted / part.total.unsqueeze(-1)
+            mean = part.sums[..., :-1] / part.sums[..., -1:]
             if len(mean) == 1 and num_thetas > 1:
                 mean = mean[0].view(batch, num_thetas, -1).transpose(0, 1)
             averages = averages + share.unsqueeze(-1) * mean
-    return Sums(log_evidence, averages, parts, shares)
+    return Sums(log_total + offset, averages, parts, shares)
 
 
-def pull_back(
+def vjp(
     store: Store,
     query: Query,
     sums: Sums,
     of_evidence: Tensor,  # (S, B) float64: d / d log_evidence
     of_averages: Tensor | None,  # (S, B, V) float64: d / d averages
     tilt: Tilt | None = None,
-) -> Tensor:  # (B, d)
-    """d log L_s = sum_n p(n) d log p_n and dA_s = sum_n p(n) (v_n - A_s) d log p_n, block by block, computed again."""
+) -> Tensor:  # (B, d) float64
+    """sum_s of_evidence_s d log L_s + of_averages_s . dA_s, block by block."""
     constant = of_evidence
     if of_averages is not None:
         constant = constant - (of_averages * sums.averages).sum(-1)
-    gradient = torch.zeros_like(query.flat)
-    room, side = Room(), Room()
-    for bank, part in zip(store.banks, sums.banks, strict=True):
+    gradient = torch.zeros_like(query.points)
+    rooms, narrow = (Room(), Room()), _value_dtype(store, query)
+    for bank, part, share in zip(store.banks, sums.banks, sums.shares, strict=True):
         own = len(part.peak)
-        scale = (part.peak.double() + part.offset - sums.log_evidence).exp()  # (S, B): exp(logits - peak) -> p(n | x', theta)
+        scale = share / part.total  # (S, B): exp(logits - peak) -> p(n | x', theta)
         scale = torch.where(sums.log_evidence > -math.inf, scale, torch.zeros_like(scale))
-        lift = (constant * scale).to(query.flat.dtype)  # (S, B)
-        slope = None if of_averages is None else (of_averages * scale.unsqueeze(-1)).to(query.flat.dtype)  # (S, B, V)
+        slope = (constant * scale).unsqueeze(-1)  # (S, B, 1)
+        if of_averages is not None:
+            slope = torch.cat([of_averages * scale.unsqueeze(-1), slope], -1)  # (S, B, V + 1)
         if own == 1 and store.num_thetas > 1:
-            lift = lift.sum(0, keepdim=True)
-            slope = None if slope is None else slope.transpose(0, 1).reshape(1, len(query), -1)
-        level = part.peak.masked_fill(part.peak == -math.inf, 0.0)
-        kept: Iterable[Kept | None] = part.kept or [None] * len(part.tile_peaks)
-        for (groups, rows), top, tile in zip(bank.tiles(len(query)), part.tile_peaks, kept, strict=True):
+            lift = slope[..., -1:].sum(0)
+            slope = torch.cat([slope[..., :-1].transpose(0, 1).flatten(1), lift], -1).unsqueeze(0)
+        if isinstance(bank, GaussianBank):
+            lead = part.leading
+            ahead = _without_clamped(part.leading_terms, torch.float64)
+            ahead = ahead * torch.einsum("gbw,gbkw->gbk", slope, lead.values)
+            for group in range(own):
+                at = group if bank.groups > 1 else 0
+                gradient += bank.gradient_at(query, at, lead.index[group], ahead[group])
+        for number, (groups, rows) in enumerate(bank.tiles(len(query))):
             places = slice(0, own) if tilt is not None and bank.groups == 1 else groups
-            live = torch.nonzero((top - level[places] > _LEAST).any(0)).squeeze(1)  # for the others the block is nothing
+            near = part.tile_peaks[number] - part.level[places] > _LEAST[query.dtype]
+            live = torch.nonzero(near.any(0)).squeeze(1)  # for the others the block is nothing
             if not len(live):
                 continue
-            pick = None if len(live) == len(query) else live
-            steep, factors = lift[places], None if slope is None else slope[places]
-            if tile is None:
-                terms = _terms(bank, part, query, groups, rows, tilt, pick, room)
-                out = terms
-            else:
-                terms = _taken(tile.terms, pick)
-                out = room.of(query.flat, *terms.shape)  # another backward pass may come
-                fade = (tile.level - level[places]).clamp_max(0.0).exp()  # above 0 only where nothing was possible yet
-                steep, factors = steep * fade, None if factors is None else factors * fade.unsqueeze(-1)
-            functional.threshold(terms, _NOTHING, 0.0, inplace=True)  # a clamped term does not move
-            steep = _taken(steep, pick).unsqueeze(-1)
-            if factors is not None:
-                right = _block_of_values(store, places, rows, own)
-                room_of_slopes = side.of(query.flat, *terms.shape)
-                steep = torch.bmm(_taken(factors, pick), right.transpose(1, 2), out=room_of_slopes).add_(steep)
-            terms = torch.mul(terms, steep, out=out)
+            pick = slice(None) if len(live) == len(query) else live
+            terms = _terms(bank, part, query, number, (groups, rows), tilt, pick, rooms, narrow)
+            if isinstance(bank, GaussianBank):
+                _set_leading(terms, part, places, rows, pick, None)
+            right = _values(store, places, rows, own == 1, of_averages is not None)
+            terms *= torch.matmul(slope[places][:, pick].to(narrow), right.mT.to(narrow))
             if tilt is not None and bank.groups == 1:
                 terms = terms.sum(0, keepdim=True)
-            if pick is None:
-                gradient += bank.pull(query, groups, rows, terms)
-            else:
-                gradient.index_add_(0, live, bank.pull(query.take(live), groups, rows, terms))
+            gradient[pick] += bank.gradient(query.take(pick), groups, rows, terms)
     return gradient
-
-
-def _taken(values: Tensor, pick: Tensor | None) -> Tensor:  # (g, B, *) -> (g, b, *)
-    return values if pick is None else values[:, pick]
 
 
 def _terms(
     bank: Bank,
     part: BankSums,
     query: Query,
+    number: int,
+    tile: tuple[slice, slice],
+    tilt: Tilt | None,
+    pick: Tensor | slice,
+    rooms: tuple[Room, Room],
+    dtype: torch.dtype,
+) -> Tensor:  # (g, b, n)
+    """exp(logits - peak) of one block for the queries in `pick`, from the forward pass or computed again."""
+    groups, rows = tile
+    places = slice(0, len(part.peak)) if tilt is not None and bank.groups == 1 else groups
+    level = part.level[places][:, pick].unsqueeze(-1)
+    if part.kept is not None:
+        kept = part.kept[number]
+        # Above 0 only where nothing was possible yet.
+        fade = (kept.level[:, pick].unsqueeze(-1) - level).clamp_max(0.0).double().exp()
+        terms = kept.terms[:, pick]
+    else:
+        logits = bank.logits(query.take(pick), groups, rows, rooms[0])
+        if tilt is not None:
+            logits = logits + tilt.block(places, rows)[:, pick].to(logits.dtype)
+        terms, fade = _exp(logits.sub_(level)), None
+    out = _without_clamped(rooms[1].of(terms, dtype, *terms.shape).copy_(terms), terms.dtype)
+    return out if fade is None else out.mul_(fade)
+
+
+def _set_leading(
+    terms: Tensor,  # (g, b, n), changed in place
+    part: BankSums,
     groups: slice,
     rows: slice,
-    tilt: Tilt | None,
-    pick: Tensor | None,
-    room: Room,
-) -> Tensor:  # (g, b, n)
-    """exp(logits - peak) of one block, computed again for the queries in `pick`, leading terms exact as before."""
-    logits = bank.logits(query if pick is None else query.take(pick), groups, rows, room)
-    places = groups
-    if tilt is not None:
-        places = slice(0, len(part.peak)) if bank.groups == 1 else groups
-        logits = logits + _taken(tilt.block(places, rows), pick)
-    if part.leading is not None and part.correction is not None:
-        num = rows.stop - rows.start
-        index = _taken(part.leading[places], pick) - rows.start
-        inside = (index >= 0) & (index < num)
-        change = _taken(part.correction[places], pick).to(logits.dtype)
-        logits.scatter_add_(-1, index.clamp(0, num - 1), torch.where(inside, change, torch.zeros_like(change)))
-    level = part.peak[places].masked_fill(part.peak[places] == -math.inf, 0.0)
-    return _exp(logits.sub_(_taken(level, pick).unsqueeze(-1)))
+    pick: Tensor | slice,
+    leading: Tensor | None,  # (G, B, k), None: 0
+) -> None:
+    """Puts the leading terms in their places, as far as the block has them."""
+    num = rows.stop - rows.start
+    index = part.leading.index[groups][:, pick] - rows.start
+    inside, index = (index >= 0) & (index < num), index.clamp(0, num - 1)
+    change = -terms.gather(-1, index)
+    if leading is not None:
+        change += leading[groups][:, pick]
+    terms.scatter_add_(-1, index, torch.where(inside, change, torch.zeros_like(change)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,18 +322,21 @@ class Block:
     groups: slice
     thetas: slice
     rows: slice
-    terms: Tensor  # (g, B, n)
+    terms: Tensor  # (g, B, n) float64
     factor: Tensor  # (s, B) float64
 
 
 def weights(store: Store, query: Query, sums: Sums) -> Iterator[Block]:
     """The posterior of the clean input, block by block; the terms are to be used before the next block."""
-    room = Room()
+    rooms = Room(), Room()
     for bank, part, share in zip(store.banks, sums.banks, sums.shares, strict=True):
-        factor = share / part.total
-        for groups, rows in bank.tiles(len(query)):
+        factor, leading = share / part.total, part.leading_terms
+        for number, (groups, rows) in enumerate(bank.tiles(len(query))):
             thetas = slice(0, store.num_thetas) if bank.groups == 1 else groups
-            yield Block(bank, groups, thetas, rows, _terms(bank, part, query, groups, rows, None, None, room), factor[thetas])
+            tile = groups, rows
+            terms = _terms(bank, part, query, number, tile, None, slice(None), rooms, torch.float64)
+            _set_leading(terms, part, groups, rows, slice(None), leading)
+            yield Block(bank, groups, thetas, rows, terms, factor[thetas])
 
 
 class Evidence(torch.autograd.Function):
@@ -328,9 +344,8 @@ class Evidence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, flat: Tensor, x: Tensor, store: Store, tilt: Tilt | None, values: bool, keep: bool
+        ctx: Any, flat: Tensor, query: Query, store: Store, tilt: Tilt | None, values: bool, keep: bool
     ) -> tuple[Tensor, Tensor]:
-        query = Query(x.detach(), flat.detach())
         sums = sweep(store, query, tilt=tilt, values=values, keep=keep and ctx.needs_input_grad[0])
         ctx.query, ctx.sums, ctx.store, ctx.tilt, ctx.values = query, sums, store, tilt, values
         return sums.log_evidence.clone(), sums.averages.clone()
@@ -338,8 +353,6 @@ class Evidence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_evidence: Tensor, of_averages: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None, None, None
         slope = of_averages if ctx.values else None
-        gradient = pull_back(ctx.store, ctx.query, ctx.sums, of_evidence, slope, ctx.tilt)
+        gradient = vjp(ctx.store, ctx.query, ctx.sums, of_evidence, slope, ctx.tilt)
         return gradient, None, None, None, None, None
