@@ -266,7 +266,7 @@ def hostile_models() -> dict[str, dict[str, bytes]]:
 
     # Posteriors whose shapes allocate
     low = {"mu": (6,), "rho": (6,)}
-    model("an empty factor of rank 2^31", kind="LowRank", posterior={**low, "factor": (0, 1 << 31)})
+    model("an empty factor of rank 2^25", kind="LowRank", posterior={**low, "factor": (0, 1 << 25)})
     model("a factor of rank 0", kind="LowRank", posterior={**low, "factor": (6, 0)})
     model("a factor on its side", kind="LowRank", posterior={**low, "factor": (2, 6)})
     model("a factor of three axes", kind="LowRank", posterior={**low, "factor": (6, 1, 1)})

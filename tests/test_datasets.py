@@ -590,11 +590,12 @@ def test_csv_several_targets_chosen_features_and_given_header(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a,b\n1,2\n3,x\n", r"line 3, column 'b', got 'x'.*Encode"),
-        ("a,b,y\n1,2,3\n1,,3\n", r"line 3, column 'b', got ''.*missing value"),
-        ("a;b;y\n1;2,5;3\n", "line 2, column 'b'.*decimal point"),
-        ("a,b,y\n1,nan,3\n", "line 2, column 'b'.*finite"),
-        ("a,b,y\n1,1_0,3\n", "line 2, column 'b'"),
+        ("a,b\n1,2\n3,x\n", r"row 2 below the header, column 'b', got 'x'.*Correct"),
+        ("a;b;y\n1;2,5;3\n", "row 1 below the header, column 'b'.*decimal point"),
+        ("a,b,y\n1,nan,3\n2,,4\n", "values in column 'b', got none.*drop 'b'"),
+        ("a,b,y\n1,1,3\n1,inf,4\n", "row 2 below the header, column 'b'"),
+        ("a,b,y\n1,1,3\n1,1_0,4\n", "row 2 below the header, column 'b'"),
+        ("a,b,y\n" + "".join(f"1,w{i},2\n" for i in range(51)), "at most 50 different words.*'b', got 51.*drop 'b'"),
         ("a,b,y\n1,1e39,3\n1,2,3\n", "float32"),
         ("a,b,y\n1,2,3\n1,2\n", "3 cells in line 3, got 2"),
         ("a,b,a\n1,2,3\n", "'a' for column 3"),

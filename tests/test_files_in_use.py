@@ -24,6 +24,7 @@ from advbayes.networks import mlp
 from advbayes.runs import Run, create_run, load_trained, train
 from advbayes.runs.training import read_checkpoint
 from advbayes.store import documents, kinds
+from advbayes.store.nets import build_net
 from tests import faults
 
 SMALL = {"data": "diabetes", "hidden": [4], "defense": "none", "epochs": 2, "batch_size": 64, "checkpoint_every": 2}
@@ -241,6 +242,25 @@ def test_the_number_of_layers(tmp_path: Path) -> None:
     kinds.check_number(layers(kinds.MAX_KINDS), "net")
     with pytest.raises(store.StoreError, match=f"at most {kinds.MAX_KINDS} layers"):
         kinds.check_number(layers(kinds.MAX_KINDS + 1), "net")
+
+
+@pytest.mark.parametrize(
+    ("described", "key"),
+    [
+        ({"kind": "LeakyReLU", "negative_slope": "0.1", "inplace": False}, "negative_slope"),
+        ({"kind": "ELU", "alpha": None, "inplace": False}, "alpha"),
+        ({"kind": "Softplus", "beta": 1, "threshold": [20]}, "threshold"),
+        ({"kind": "ReLU", "inplace": "no"}, "inplace"),
+        ({"kind": "ReLU", "inplace": 0}, "inplace"),
+        ({"kind": "Flatten", "start_dim": 1.0, "end_dim": -1}, "start_dim"),
+        ({"kind": "GELU", "approximate": "exact"}, "approximate"),
+        ({"kind": "AdaptiveAvgPool2d", "output_size": ["1", 1]}, "output_size"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_settings_that_a_layer_takes_and_fails_with_later(described: dict[str, object], key: str) -> None:
+    with pytest.raises(store.StoreError, match=rf"net\.{key}: wanted"):
+        build_net(described, "net")
 
 
 def test_the_number_of_values(tmp_path: Path) -> None:

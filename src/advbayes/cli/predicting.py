@@ -33,10 +33,14 @@ def read_inputs(trained: Trained, path: Path) -> Tensor:  # (N, *event), as the 
     if path.suffix.lower() == ".csv":
         if not trained.feature_names:
             raise ConfigError(f"INPUT: must be an .npz file for a model of inputs of shape {trained.event}, got {path}")
-        # Text columns (a label, a name) are left out: only the model's own columns must be numbers.
-        table = parse_table(read_plain(path, MAX_CSV_BYTES), str(path), numbers=trained.feature_names)
-        order = [table.columns.index(name) for name in trained.feature_names]
-        x = torch.from_numpy(table.numbers[:, order].astype(np.float32))
+        data = read_plain(path, MAX_CSV_BYTES)
+        if trained.encoding is not None:
+            x = trained.encoding.read(data, str(path))
+        else:
+            # Text columns (a label, a name) are left out: only the model's own columns must be numbers.
+            table = parse_table(data, str(path), numbers=trained.feature_names)
+            order = [table.columns.index(name) for name in trained.feature_names]
+            x = torch.from_numpy(table.numbers[:, order].astype(np.float32))
     else:
         arrays = read_npz(path, ("x", "y", "class_names", "feature_names"), MAX_NPZ_BYTES)
         if "x" not in arrays:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from advbayes.datasets.dataset import Dataset, Provenance, split_rows
+from advbayes.datasets.encoding import Encoding
 from advbayes.datasets.errors import DataError, DataMissingError, DownloadError
 from advbayes.datasets.loading import find_dataset, load_dataset, names
 from advbayes.datasets.own import from_csv, from_npz
@@ -15,6 +16,7 @@ __all__ = [
     "DataMissingError",
     "Dataset",
     "DownloadError",
+    "Encoding",
     "Provenance",
     "Standardize",
     "find_dataset",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from advbayes.checks import choice, describe, finite, number
+from advbayes.datasets.encoding import Encoding
 from advbayes.datasets.errors import DataError
 from advbayes.datasets.scaling import Standardize
 from advbayes.seeds import generator_for
@@ -48,6 +49,7 @@ class Dataset:
     target_names: tuple[str, ...] = ()
     box: tuple[float, float] | None = None
     scaling: Standardize | None = None  # fitted on the training rows
+    encoding: Encoding | None = None  # the same: how text and missing values became numbers
     provenance: Provenance = Provenance("memory")
 
     def __post_init__(self) -> None:
@@ -78,6 +80,11 @@ class Dataset:
                 f"{self.name}: train and test rows must have one shape, got x {tuple(self.x_train.shape[1:])} and "
                 f"{tuple(self.x_test.shape[1:])}, y {tuple(self.y_train.shape[1:])} and {tuple(self.y_test.shape[1:])}"
             )
+
+    @property
+    def mask(self) -> Tensor | None:
+        """Which features an attacker may change: the numbers of an encoded table; None: all."""
+        return None if self.encoding is None else self.encoding.mask
 
     def __repr__(self) -> str:
         event = tuple(self.x_train.shape[1:])

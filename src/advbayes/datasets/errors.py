@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from advbayes.checks import printable
 
+INSTALL = "pip install 'advbayes[data]'"
+
 
 class DataError(ValueError):
     """A data file that cannot be used: truncated, altered, too large, or not what it claims to be.

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from advbayes.datasets.dataset import Dataset, Provenance, split_rows
-from advbayes.datasets.errors import DataError, problem
+from advbayes.datasets.errors import INSTALL, DataError, problem
 from advbayes.datasets.fetching import Progress, fetch_source
 from advbayes.datasets.formats import parse_cifar, parse_idx, values_sha256
-from advbayes.datasets.places import INSTALL, cache_folder, find_contents, missing, places, read_contents
+from advbayes.datasets.places import cache_folder, find_contents, missing, places, read_contents
 from advbayes.datasets.scaling import Standardize
 from advbayes.datasets.sources import SOURCES, Source
 from advbayes.datasets.tables import parse_table

@@ -15,10 +15,11 @@ from torch import Tensor
 from advbayes.checks import choice, count
 from advbayes.datasets.containers import read_plain
 from advbayes.datasets.dataset import Dataset, Provenance, split_rows
+from advbayes.datasets.encoding import Encoding, sort_columns
 from advbayes.datasets.errors import DataError, problem
 from advbayes.datasets.npz import read_npz
 from advbayes.datasets.scaling import Standardize
-from advbayes.datasets.tables import Table, finite_number, parse_table
+from advbayes.datasets.tables import NotANumberError, Table, finite_number, parse_table
 
 _TASKS = ("classification", "regression")
 _MAX_CLASSES = 10_000
@@ -33,6 +34,7 @@ def from_csv(
     task: str | None = None,  # absent: text targets are classes, numeric ones are regressed on
     features: Sequence[str] | None = None,  # absent: every other column
     drop: Sequence[str] = (),  # columns that are neither
+    movable: Sequence[str] = (),  # text columns that an attacker may change (`Dataset.mask`)
     header: Sequence[str] | None = None,  # the columns of a file that does not name them
     delimiter: str | None = None,  # absent: , or ; or tab, whichever divides the header most
     seed: int = 0,
@@ -40,6 +42,8 @@ def from_csv(
     max_bytes: int = MAX_CSV_BYTES,
 ) -> Dataset:
     """A table with a named target column (or several, for regression), split by the seed.
+
+    Text columns are one-hot encoded, missing numbers take the training rows' median and a column that says so.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "fruit.csv")
@@ -60,9 +64,24 @@ def from_csv(
         )
     if features is not None and set(features) & set(targets):
         raise ValueError(f"features must not contain the target, got {sorted(set(features) & set(targets))}")
-    table = parse_table(data, str(path), header=header, text=(*targets, *drop), numbers=features, delimiter=delimiter)
-    if not table.columns:
+
+    def parsed(text: Sequence[str] | None, numbers: Sequence[str] | None) -> Table:
+        return parse_table(data, str(path), header=header, text=text, numbers=numbers, delimiter=delimiter)
+
+    others = (*targets, *drop)
+    rows: npt.NDArray[Any] | None = None
+    is_number: tuple[bool, ...] = ()
+    try:
+        table = parsed(others, features)
+        columns = table.columns
+    except NotANumberError:  # text or missing values
+        table = parsed(None if features is None else (*others, *features), ())
+        columns = tuple(name for name in table.text if name not in others)
+        rows, is_number = sort_columns(path, {name: table.text[name] for name in columns})
+    if not columns:
         raise DataError(problem(path, "a column besides the target", "none", "Check the delimiter."))
+    if unknown := [name for name in movable if name not in columns]:
+        raise ValueError(f"movable must name features, got {unknown}; there are {', '.join(columns[:20])}")
     numeric = [[finite_number(cell) for cell in table.text[name]] for name in targets]
     if task is None:
         task = "regression" if len(targets) > 1 or None not in numeric[0] else "classification"
@@ -73,8 +92,9 @@ def from_csv(
         class_names, y = _classes(path, table.text[targets[0]], numeric[0])
     else:
         y = _regression_target(path, targets, table, numeric)
-    x = _float32(path, "the features", table.numbers)
-    train, test = split_rows(len(x), seed=seed, test_fraction=test_fraction, labels=y if task == "classification" else None)
+    train, test = split_rows(len(y), seed=seed, test_fraction=test_fraction, labels=y if task == "classification" else None)
+    encoding = None if rows is None else Encoding.fit(columns, rows[train], is_number, movable)
+    x = _float32(path, "the features", table.numbers) if encoding is None else encoding.transform(rows)
     return Dataset(
         path.stem,
         task,
@@ -83,9 +103,10 @@ def from_csv(
         x[test],
         y[test],
         class_names=class_names,
-        feature_names=table.columns,
+        feature_names=columns if encoding is None else encoding.feature_names,
         target_names=targets,
         scaling=Standardize.fit(x[train], y[train] if task == "regression" else None),
+        encoding=encoding,
         provenance=Provenance(str(path), {path.name: hashlib.sha256(data).hexdigest()}, note="the user's own file"),
     )
 
@@ -142,8 +163,7 @@ def from_npz(
     return Dataset(
         path.stem,
         task,
-        **x,
-        **y,
+        *(x["x_train"], y["y_train"], x["x_test"], y["y_test"]),
         class_names=class_names if task == "classification" else (),
         feature_names=names.get("feature_names", ()),
         target_names=("y",),

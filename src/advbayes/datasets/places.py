@@ -9,12 +9,10 @@ from pathlib import Path
 
 from advbayes.datasets.containers import archived, read_gzip, read_plain, read_tar_gzip
 from advbayes.datasets.dataset import Provenance
-from advbayes.datasets.errors import DataError, DataMissingError, problem
+from advbayes.datasets.errors import INSTALL, DataError, DataMissingError, problem
 from advbayes.datasets.formats import values_sha256
 from advbayes.datasets.sources import Content, Source
 from advbayes.datasets.tables import parse_table
-
-INSTALL = "pip install 'advbayes[data]'"
 
 
 def cache_folder() -> Path:

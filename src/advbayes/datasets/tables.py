@@ -21,6 +21,10 @@ _MAX_LINE = 1 << 20
 _MAX_COLUMNS = 100_000
 
 
+class NotANumberError(DataError):
+    """A cell that is no number where one was wanted."""
+
+
 @dataclass(frozen=True)
 class Table:
     """Numeric columns as one array, text columns as they stand.
@@ -39,7 +43,7 @@ def parse_table(
     name: str,
     *,
     header: Sequence[str] | None = None,  # for a file that has none
-    text: Sequence[str] = (),  # columns to leave as text
+    text: Sequence[str] | None = (),  # columns to leave as text; None: all
     numbers: Sequence[str] | None = None,  # columns to take as numbers; absent: all the others
     delimiter: str | None = None,  # absent: whichever of , ; tab gives the most columns
 ) -> Table:
@@ -48,7 +52,7 @@ def parse_table(
     >>> parse_table(b"a,b\\n1,x\\n", "t.csv")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    advbayes.datasets.errors.DataError: t.csv: wanted a number in line 2, column 'b', got 'x'. Encode text as numbers...
+    advbayes.datasets.tables.NotANumberError: t.csv: wanted a number in line 2, column 'b', got 'x'. Encode text as numbers...
     """
     lines = _Lines(data, name)
     try:
@@ -95,7 +99,7 @@ def _parse(
     reader: Iterator[list[str]],
     name: str,
     header: Sequence[str] | None,
-    text: Sequence[str],
+    text: Sequence[str] | None,
     numbers: Sequence[str] | None,
 ) -> Table:
     rows = _rows(lines, reader)
@@ -112,6 +116,7 @@ def _parse(
             raise DataError(problem(name, "a name of its own for each column", got, "Rename it."))
         seen.add(column)
     position = {column: index for index, column in enumerate(columns)}
+    text = columns if text is None else text
     for column in (*text, *(numbers or ())):
         if column not in position:
             near = difflib.get_close_matches(column, columns[:1000], 1)
@@ -129,7 +134,7 @@ def _parse(
         for index in kept:
             value = finite_number(row[index])
             if value is None:
-                raise DataError(_not_a_number(name, lines.num, columns[index], row[index]))
+                raise NotANumberError(_not_a_number(name, lines.num, columns[index], row[index]))
             values.append(value)
         for column, index in left.items():
             words[column].append(row[index].strip())

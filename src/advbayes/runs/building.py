@@ -77,6 +77,8 @@ def prepare(config: RunConfig, *, downloading: Downloading | None = None) -> Pre
         if dataset.task == "regression":
             y_train, y_test = scaling.transform_target(y_train), scaling.transform_target(y_test)
     mask, scale = reach_of(dataset.feature_names, scaling, config.eps, config.fixed, parse_feature_eps(config.feature_eps))
+    if dataset.mask is not None:
+        mask = dataset.mask if mask is None else mask & dataset.mask
     return Prepared(dataset, x_train, y_train, x_test, y_test, scaling, mask, scale)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from advbayes import store
 from advbayes.config import NETWORKS
-from advbayes.datasets import Standardize
+from advbayes.datasets import Encoding, Standardize
 from advbayes.model import BayesianModel
 from advbayes.posteriors import Ensemble, Samples
 from advbayes.predictive import PosteriorPredictive
@@ -43,6 +43,7 @@ class Trained:
     seed: int
     mask: Tensor | None = None
     scale: Tensor | None = None
+    encoding: Encoding | None = None
 
     def thetas(self, num: int = 20) -> Tensor:
         """The thetas that predictions use, keyed by the run's seed."""
@@ -94,6 +95,7 @@ def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trai
         defense=str(extra.get("defense", "model")),
         seed=int(extra.get("seed", 0)),
         mask=None if threat.get("mask") is None else torch.tensor(threat["mask"], dtype=torch.bool),
+        encoding=None if extra.get("encoding") is None else Encoding.from_json(extra["encoding"], f"{path}:encoding"),
         scale=None if threat.get("scale") is None else torch.tensor(threat["scale"], dtype=torch.float32),
     )
 

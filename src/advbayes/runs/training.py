@@ -172,6 +172,7 @@ def _extra(config: RunConfig, data: Prepared) -> dict[str, Any]:
         "config": config.model_dump(mode="json"),
         "event": list(data.x_train.shape[1:]),
         "feature_names": list(data.dataset.feature_names),
+        "encoding": None if data.dataset.encoding is None else data.dataset.encoding.to_json(),
         "target_names": list(data.dataset.target_names),
     }
 

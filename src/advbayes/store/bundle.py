@@ -56,7 +56,7 @@ class Bundle:
 
         `seed` keys the thetas; absent: the run's own, so that the command line and this give the same numbers.
         """
-        from advbayes.datasets import Standardize  # stands below this module in the layout
+        from advbayes.datasets import Encoding, Standardize  # stand below this module in the layout
 
         extra = self.extra if isinstance(self.extra, dict) else {}
         key = extra.get("seed", 0) if seed is None else seed
@@ -68,6 +68,7 @@ class Bundle:
             PosteriorPredictive(self.model, thetas_of(self.posterior, num, key if isinstance(key, int) else 0)),
             None if self.scaling is None else Standardize.from_dict(self.scaling),
             self.class_names or (),
+            encoding=None if extra.get("encoding") is None else Encoding.from_json(extra["encoding"]),
             **names,
         )
 

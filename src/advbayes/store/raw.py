@@ -18,7 +18,7 @@ from advbayes.predictive import PosteriorPredictive
 from advbayes.seeds import generator_for
 
 if TYPE_CHECKING:
-    from advbayes.datasets import Standardize
+    from advbayes.datasets import Encoding, Standardize
 
 
 def thetas_of(posterior: Any, num: int, seed: int) -> Tensor:
@@ -55,9 +55,15 @@ class RawPredictor:
     class_names: tuple[str, ...] = ()
     feature_names: tuple[str, ...] = ()
     target_names: tuple[str, ...] = ()
+    encoding: Encoding | None = None  # of a table with text or missing values
 
     def __call__(self, x: Any) -> Distribution:
-        """The predictive at raw rows (a tensor or an array), differentiable in them."""
+        """The predictive at raw rows (a tensor or an array), differentiable in them.
+
+        For a table with text or missing values: rows of numbers and text, or a tensor of encoded features.
+        """
+        if self.encoding is not None and not isinstance(x, Tensor):
+            x = self.encoding.transform(x)
         rows = torch.as_tensor(x).to(self.predict.model.device, self.predict.model.dtype)
         if self.scaling is None:
             return self.predict(rows)

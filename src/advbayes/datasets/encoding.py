@@ -1,0 +1,179 @@
+"""Tables as they come: text columns one-hot encoded, missing numbers imputed, with a column that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from advbayes.datasets.errors import INSTALL, DataError, problem
+from advbayes.datasets.tables import finite_number, parse_table
+from advbayes.store import StoreError
+from advbayes.store.preprocessing import decode, encode
+
+MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
+MAX_CATEGORIES = 50
+
+
+@dataclass(frozen=True, eq=False)
+class Encoding:
+    """A table's columns as features: medians for missing numbers with an indicator, one column for each word of a text.
+
+    An attacker may change the numbers (`mask`), not which category a row is of nor whether a value is known.
+
+    >>> rows = np.array([[1.0, "red"], [np.nan, "blue"], [3.0, "red"]], object)
+    >>> encoding = Encoding.fit(("size", "colour"), rows, numeric=(True, False))
+    >>> encoding.feature_names, encoding.mask.tolist()
+    (('size', 'size missing', 'colour=blue', 'colour=red'), [True, False, False, False])
+    >>> encoding.transform([[None, "red"]])
+    tensor([[2., 1., 0., 1.]])
+    """
+
+    columns: tuple[str, ...]  # of the table
+    numeric: tuple[bool, ...]  # which of them are numbers
+    movable: tuple[str, ...]  # text columns that an attacker may change after all
+    transformer: Any  # a fitted ColumnTransformer over `columns`
+
+    @classmethod
+    def fit(
+        cls,
+        columns: Sequence[str],
+        rows: npt.NDArray[Any],  # (N, len(columns)): numbers (NaN where missing) and text
+        numeric: Sequence[bool],
+        movable: Sequence[str] = (),
+    ) -> Encoding:
+        """Medians, indicators and categories of the rows."""
+        try:
+            from sklearn.compose import ColumnTransformer
+            from sklearn.impute import SimpleImputer
+            from sklearn.preprocessing import OneHotEncoder
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError(f"text columns and missing values need scikit-learn: {INSTALL}") from None
+        imputer = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
+        one_hot = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
+        numbers = [index for index, is_number in enumerate(numeric) if is_number]
+        text = [index for index, is_number in enumerate(numeric) if not is_number]
+        parts = [("numbers", imputer, numbers), ("text", one_hot, text)]
+        transformer = ColumnTransformer([part for part in parts if part[2]], sparse_threshold=0).fit(rows)
+        return cls(tuple(columns), tuple(numeric), tuple(movable), transformer)
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """Of the encoded columns: numbers, indicators, categories."""
+        return tuple(name for name, _ in self._features())
+
+    @property
+    def mask(self) -> Tensor:  # (F,)
+        """Which encoded columns an attacker may change."""
+        return torch.tensor([free for _, free in self._features()])
+
+    def _features(self) -> list[tuple[str, bool]]:
+        features: list[tuple[str, bool]] = []
+        for part, fitted, places in self.transformer.transformers_:
+            names = [self.columns[index] for index in places]
+            if part == "numbers":
+                features += [(name, True) for name in names]
+                features += [(f"{names[index]} missing", False) for index in fitted.indicator_.features_]
+            elif part == "text":
+                pairs = zip(names, fitted.categories_, strict=True)
+                features += [(f"{name}={word}", name in self.movable) for name, words in pairs for word in words]
+        return features
+
+    def transform(self, rows: Any) -> Tensor:  # (N, len(columns)) -> (N, F)
+        """Rows of the table, numbers and text, as features; None and NaN are missing, an unknown word is no category."""
+        values = np.array(rows, object)
+        if values.ndim != 2 or values.shape[1] != len(self.columns):
+            raise ValueError(f"rows must have the columns {', '.join(self.columns)}, got shape {values.shape}")
+        for index, is_number in enumerate(self.numeric):
+            column = values[:, index]
+            if is_number:
+                values[:, index] = [_number(self.columns[index], cell) for cell in column]
+            else:
+                values[:, index] = ["" if _missing(cell) else str(cell).strip() for cell in column]
+        with np.errstate(all="ignore"):  # what does not survive is not finite, and refused below
+            encoded = np.asarray(self.transformer.transform(values), np.float64).astype(np.float32)
+        if not np.isfinite(encoded).all():
+            row = int(np.argwhere(~np.isfinite(encoded))[0][0]) + 1
+            raise DataError(problem("the rows", "finite numbers within float32", f"others in row {row}", "Rescale or drop it."))
+        return torch.from_numpy(encoded)
+
+    def read(self, data: bytes, name: str) -> Tensor:
+        """The rows of a CSV file, by the names of its columns."""
+        text = parse_table(data, name, text=self.columns, numbers=()).text
+        cells = np.array([text[column] for column in self.columns], object)
+        return self.transform(cells.T)
+
+    def to_json(self) -> dict[str, Any]:
+        """Settings and fitted values, for a bundle."""
+        return {
+            "columns": list(self.columns),
+            "numeric": list(self.numeric),
+            "movable": list(self.movable),
+            "transformer": encode(self.transformer, "encoding"),
+        }
+
+    @classmethod
+    def from_json(cls, document: Any, place: str = "encoding") -> Encoding:
+        """Back from `to_json`."""
+        match document:
+            case {"columns": list(columns), "numeric": list(numeric), "movable": list(movable), "transformer": described}:
+                encoding = cls(
+                    tuple(map(str, columns)), tuple(map(bool, numeric)), tuple(map(str, movable)), decode(described, place)
+                )
+                fits = len(columns) == len(numeric) == getattr(encoding.transformer, "n_features_in_", None)
+                if fits and hasattr(encoding.transformer, "transformers_"):
+                    return encoding
+        raise StoreError(place, wanted="columns, numeric, movable and a transformer over them", got=f"{document!r:.80}")
+
+
+def _missing(cell: object) -> bool:
+    return cell is None or cell != cell or (isinstance(cell, str) and cell.strip().lower() in MISSING)
+
+
+def _number(column: str, cell: object) -> float:
+    if _missing(cell):
+        return float("nan")
+    value = finite_number(str(cell))
+    if value is None:
+        raise DataError(problem("the rows", f"a number in column {column!r}", f"{cell!r:.80}", "Correct it, or leave it empty."))
+    return value
+
+
+def sort_columns(
+    file: object,
+    table: Mapping[str, list[str]],  # the cells of each column
+) -> tuple[npt.NDArray[Any], tuple[bool, ...]]:
+    """The rows as numbers (NaN where missing) and text, and which columns are numbers.
+
+    A column is one of numbers if every cell that is not missing is one. A column of which half are numbers is taken for
+    one with a mistake in it, and one of more than `MAX_CATEGORIES` words for a name or an identifier: both are refused.
+    """
+    num = len(next(iter(table.values())))
+    rows = np.empty((num, len(table)), object)
+    numeric = []
+    for index, (name, cells) in enumerate(table.items()):
+        present = [cell for cell in cells if not _missing(cell)]
+        wrong = [cell for cell in present if finite_number(cell) is None]
+        if not present:
+            raise DataError(problem(file, f"values in column {name!r}", "none", f"Leave it out: drop {name!r}."))
+        comma = sum(finite_number(cell.replace(",", ".", 1)) is not None for cell in wrong)
+        if wrong and (2 * len(wrong) <= len(present) or 2 * comma > len(wrong)):
+            row = next(row for row, cell in enumerate(cells, 1) if not _missing(cell) and finite_number(cell) is None)
+            remedy = "Write a decimal point, not a comma." if comma else "Correct it, or leave the cell empty."
+            got = f"{cells[row - 1][:80]!r}"
+            raise DataError(problem(file, f"a number in row {row} below the header, column {name!r}", got, remedy))
+        words = {cell.strip() for cell in cells} if wrong else set()
+        if len(words) > MAX_CATEGORIES:
+            wanted = f"at most {MAX_CATEGORIES} different words in the text column {name!r}"
+            raise DataError(problem(file, wanted, f"{len(words)}", f"Leave it out: drop {name!r}."))
+        numeric.append(not wrong)
+        if wrong:
+            rows[:, index] = ["" if _missing(cell) else cell.strip() for cell in cells]
+        else:
+            rows[:, index] = [float("nan") if _missing(cell) else float(cell) for cell in cells]
+    return rows, tuple(numeric)
