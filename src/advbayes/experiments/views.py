@@ -58,6 +58,8 @@ def attack_table(experiment: Experiment, scores: Scores, folder: Path) -> str:
     """Rows against attacks at the last radius: mean (sd over seeds) [95 % interval], the paper's number below."""
     split = experiment.splits[-1]
     cells = _cells(experiment, experiment.radii[-1], split)
+    levels = _levels(folder)
+    head = ["row", "seeds", *(["audit"] if levels else []), *cells]
     out = []
     for metric in experiment.metrics:
         best = {name: scores.best(metric, scores.rows, cell) for name, cell in cells.items()}
@@ -72,9 +74,10 @@ def attack_table(experiment: Experiment, scores: Scores, folder: Path) -> str:
                     mean, sd = reported[name]
                     text += f"<br>paper {mean:.2f}" + ("" if sd is None else f" ({sd:.2f})")
                 shown.append(text)
-            body.append([f"*{row}*" if row in TRIVIAL else row, str(len(scores.seeds(row))), *shown])
+            audited = [levels.get(row, "")] if levels else []
+            body.append([f"*{row}*" if row in TRIVIAL else row, str(len(scores.seeds(row))), *audited, *shown])
         arrow = _ARROWS.get(metric, "lower is better")
-        out.append(f"## {NAMES[metric]} ({arrow})\n\n" + _markdown(["row", "seeds", *cells], body))
+        out.append(f"## {NAMES[metric]} ({arrow})\n\n" + _markdown(head, body))
     few = [row for row in scores.rows if len(scores.seeds(row)) < MIN_SEEDS]
     rule = "Bold: better than every other row of its column (paired tests, Holm, 5 %)."
     if few:
@@ -84,6 +87,22 @@ def attack_table(experiment: Experiment, scores: Scores, folder: Path) -> str:
         f"Mean (standard deviation over seeds) [95 % interval]. `worst` is the worst attack for each example. {rule}{floor}"
     )
     return "\n\n".join(out)
+
+
+def _levels(folder: Path) -> dict[str, str]:
+    """The level of each row in the audit beside the experiment, with a dagger and the failed checks below level B."""
+    beside = folder.with_name(f"{folder.name}-audit")
+    if not (beside / "manifest.json").is_file():
+        return {}
+    audited = Scores(beside)
+    failed = {
+        unit["row"]: [each["check"] for each in audited.records if each["row"] == unit["row"] and each["status"] == "failed"]
+        for unit in audited.manifest["units"].values()
+    }
+    return {
+        unit["row"]: unit["level"] if unit["level"] in "AB" else f"{unit['level']}† {', '.join(failed[unit['row']])}"
+        for unit in audited.manifest["units"].values()
+    }
 
 
 def readings(experiment: Experiment, scores: Scores, folder: Path) -> str:
