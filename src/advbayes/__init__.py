@@ -21,7 +21,7 @@ _HOMES = {
     "auditing": "Claim Support ThreatModel Verdict audit audit_cost audit_records",
     "balls": "L2 Ball Linf",
     "certification": "certify",
-    "channels": "AttackChannel Learned Mixture Noise",
+    "channels": "AttackChannel Learned Mixture Noise eps_prior",
     "evaluation": "Evaluation evaluate load_evaluation rescore selective_task with_eps",
     "likelihoods": "Categorical Gaussian GaussianMixture HeteroscedasticGaussian",
     "model": "BayesianModel",
@@ -99,6 +99,7 @@ if TYPE_CHECKING:
     from advbayes.channels import Learned as Learned
     from advbayes.channels import Mixture as Mixture
     from advbayes.channels import Noise as Noise
+    from advbayes.channels import eps_prior as eps_prior
     from advbayes.evaluation import Evaluation as Evaluation
     from advbayes.evaluation import evaluate as evaluate
     from advbayes.evaluation import load_evaluation as load_evaluation
