@@ -15,7 +15,7 @@ ROOT = Path(advbayes.__file__).parent
 LAYOUT = """
 seeds checks progress performance types tracing likelihoods dense layers model posteriors balls attacks channels objectives
 gradients adam batches steps stacked predictive purification purifier_attacks smoothing adapters training metrics
-certification store evaluation auditing datasets networks config runs report experiments estimators cli
+certification store evaluation auditing datasets networks config runs report experiments estimators testing cli
 """
 ORDER = LAYOUT.split()
 CORE_PACKAGES = {"advbayes", "torch", "numpy", "safetensors", "filelock"} | set(sys.stdlib_module_names)

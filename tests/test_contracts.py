@@ -138,9 +138,6 @@ class TestSquaredErrorPGD(AttackContract):
     def make(self, ball: object) -> PGD:
         return PGD(ball, stages=((squared_error, 5),), step_size=0.2)
 
-    def test_a_prediction_without_gradient_is_survived(self) -> None:
-        """Classification only, see the other attacks."""
-
 
 class TestPGDPlus(AttackContract):
     def make(self, ball: object) -> PGD:
