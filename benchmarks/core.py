@@ -32,7 +32,6 @@ from torch.nn import functional
 from advbayes import L2, AttackChannel, BayesianModel, Categorical, Gaussian, MeanField, Mixture, Noise, fit
 from advbayes.attacks import entropy, margin, nll, one_step, squared_error
 from advbayes.networks import conv_net, mlp
-from advbayes.performance import keep_freed_memory
 from advbayes.types import Channel
 
 HERE = Path(__file__).parent
@@ -262,8 +261,8 @@ def table(report: dict[str, Any]) -> str:
         "",
         f"`{report['command']}`, seed {report['seed']}, commit {report['commit']}, {report['date']}.",
         f"{report['machine']['cpu']}, one thread of {report['machine']['cores']} cores, torch {report['machine']['torch']}, "
-        f"load average {report['load_before']:.2f} before and {report['load_after']:.2f} after"
-        f"{', freed memory kept' if report['keep_freed_memory'] else ''}. Batch {BATCH}; medians of interleaved steps.",
+        f"load average {report['load_before']:.2f} before and {report['load_after']:.2f} after. "
+        f"Batch {BATCH}; medians of interleaved steps.",
         "",
         "| ms a step (least) | conv net 28x28 | 16-16 regression net |",
         "|---|---|---|",
@@ -296,12 +295,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip-peers", action="store_true")
-    parser.add_argument("--keep-freed-memory", action="store_true", help="apply advbayes.performance.keep_freed_memory() first")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "core")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.keep_freed_memory:
-        keep_freed_memory()
     missing = "--skip-peers was given" if options.skip_peers else build_peers()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=HERE)
     report: dict[str, Any] = {
@@ -311,7 +307,6 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "machine": machine(),
         "load_before": os.getloadavg()[0],
-        "keep_freed_memory": options.keep_freed_memory,
         "peers": missing,
     }
     report["measured"] = {name: measure(name, options.rounds, options.seed, not missing) for name in ("conv", "mlp")}

@@ -13,8 +13,8 @@ import advbayes
 
 ROOT = Path(advbayes.__file__).parent
 LAYOUT = """
-seeds checks progress performance types tracing likelihoods dense layers model posteriors balls attacks channels objectives
-gradients adam batches steps stacked predictive purification purifier_attacks smoothing adapters training metrics
+seeds checks progress types likelihoods model posteriors balls attacks channels objectives
+batches accelerated predictive purification purifier_attacks smoothing adapters training metrics
 certification store evaluation auditing datasets networks config runs report experiments estimators testing cli
 """
 ORDER = LAYOUT.split()

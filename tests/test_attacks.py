@@ -427,7 +427,7 @@ def models() -> dict[str, tuple[BayesianModel, Tensor, Tensor]]:
 @pytest.mark.parametrize("num", [1, 3, 40])
 @pytest.mark.parametrize("name", ["mlp", "conv", "conv, odd size", "no pattern", "not a stack", "regression", "own scale"])
 def test_fast_gradients_are_autograds(name: str, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("advbayes.predictive._NUMBERS", 1000)  # several parts even of a small batch
+    monkeypatch.setattr("advbayes.accelerated.passes._NUMBERS", 1000)  # several parts even of a small batch
     model, x, y = models()[name]
     predict = PosteriorPredictive(model, MeanField(model, init_scale=0.3).sample(num, generator=seeded(3)))
     losses = (nll, entropy) if y.is_floating_point() else (nll, margin, dlr, PerExample((nll, margin), torch.arange(40) % 2))

@@ -1,4 +1,4 @@
-"""The parts of `fit`: Adam, batches, gradients without autograd, programs that change nothing where a step is not finite."""
+"""The parts of `fit`: its step against the bound and torch's Adam, batches, what is refused."""
 
 from __future__ import annotations
 
@@ -21,17 +21,13 @@ from advbayes import (
     LowRank,
     MeanField,
     Noise,
-    NonFiniteError,
     PointMass,
     Samples,
     fit,
     one_step,
 )
-from advbayes.adam import Adam
-from advbayes.batches import Batch
-from advbayes.dense import Dense
-from advbayes.objectives import _AttackedTheta
-from advbayes.steps import CompiledStep, eager_step
+from advbayes.batches import TensorBatches
+from advbayes.seeds import generator_for
 from tests.contracts import seeded
 
 X = torch.randn(40, 5, generator=seeded(1))
@@ -45,105 +41,65 @@ def regressor(*, activation: nn.Module | None = None, bias: bool = True) -> Baye
     return BayesianModel(net, Gaussian(0.5))
 
 
-# --- Adam --------------------------------------------------------------------------------------------------------------
+# --- A step -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_adam_is_torch_s(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2))
-    adam, reference = Adam([ours], 1e-2), torch.optim.Adam([theirs], lr=1e-2)
-    if not fused:
-        monkeypatch.delattr(torch, "_fused_adam_")
-    for k in range(5):
-        gradient = torch.randn(7, generator=seeded(k))
-        adam.step([gradient], lr=1e-2 * 0.9**k)
-        reference.param_groups[0]["lr"] = 1e-2 * 0.9**k
-        theirs.grad = gradient
+@pytest.mark.parametrize("through", [False, True])
+@pytest.mark.parametrize("posterior_type", [MeanField, PointMass, LowRank])
+def test_fit_is_adam_on_the_bound(posterior_type: type[MeanField], through: bool) -> None:
+    """Five steps of `fit` against a loop of five lines: the objective, autograd, torch.optim.Adam."""
+    model = regressor()
+    channel = AttackChannel(one_step(L2(0.5)), 0.1)
+    objective = ChannelELBO(40, num_theta=2, kl_weight=0.7, through=through)
+    ours, theirs = posterior_type(model), posterior_type(model)
+    history = fit(model, ours, channel, (X, Y), objective=objective, steps=5, batch_size=8, lr=1e-2, decay=0.5).history
+    batches = TensorBatches(X, Y, 8, seed=0)
+    reference = torch.optim.Adam(theirs.parameters(), lr=1e-2)
+    for step in range(5):
+        x, y, _ = batches(step).gathered()
+        terms = objective(model, theirs, channel, x, y, generator=generator_for(0, "step", step))
+        reference.zero_grad()
+        (-terms.bound / 40).backward()
+        reference.param_groups[0]["lr"] = 1e-2 * 0.5 ** (step / 5)
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in theirs.parameters() if p.grad is not None))
         reference.step()
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+        assert history["bound"][step] == pytest.approx(terms.bound.item(), rel=1e-5)
+        assert history["gradient_norm"][step] == pytest.approx(norm, rel=1e-5)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+        assert one.grad is None
 
 
-# --- Gradients without autograd ---------------------------------------------------------------------------------------
+def test_gradients_through_the_attack_differ_from_those_that_stop_there() -> None:
+    model = regressor()
+    ends = []
+    for through in (False, True):
+        posterior = MeanField(model)
+        channel = AttackChannel(one_step(L2(0.5)), 0.1)
+        result = fit(model, posterior, channel, (X, Y), objective=ChannelELBO(40, through=through), steps=1)
+        ends.append(result.history["gradient_norm"][0])
+    assert ends[0] != pytest.approx(ends[1], rel=1e-3)
 
 
-@pytest.mark.parametrize("activation", [nn.ReLU(), nn.Tanh(), nn.Sigmoid()])
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_dense_net_s_gradients_are_autograd_s(activation: nn.Module, bias: bool) -> None:
-    model = regressor(activation=activation, bias=bias)
-    dense = model.dense(X)
-    assert dense is not None
-    theta = model.initial_theta().requires_grad_()
-    x = X.clone().requires_grad_()
-    weight = torch.randn(40, 1, generator=seeded(3))
-    output, _ = model.output(theta, x)
-    of_theta, of_x = torch.autograd.grad(output, (theta, x), weight)
-    parts = model.parts(theta.detach())
-    values = dense.values(X, parts)
-    flat = torch.full_like(of_theta, math.nan)
-    dense.gradient(values, weight, parts, model.parts(flat))
-    torch.testing.assert_close(values[-1], output.detach())
-    torch.testing.assert_close(flat, of_theta, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(dense.input_gradient(values, weight, parts), of_x, rtol=1e-4, atol=1e-5)
-
-
-def test_nets_with_anything_else_are_not_dense() -> None:
-    tied = nn.Linear(5, 5)
-    for net in (nn.Sequential(tied, tied), nn.Sequential(nn.Linear(5, 5), nn.GELU()), nn.Linear(5, 1)):
-        assert Dense.of(net, list(net.parameters())) is None
-    frozen = nn.Sequential(nn.Linear(5, 5).requires_grad_(False), nn.Linear(5, 1))
-    assert BayesianModel(frozen, Gaussian(1.0)).dense(X) is None
-
-
-def test_a_hook_on_a_dense_net_is_still_called() -> None:
-    model, seen = regressor(), []
-    model.net[0].register_forward_hook(lambda layer, inputs, output: seen.append(output))
-    _AttackedTheta(model, model.initial_theta()).input_gradient(one_step(L2(1.0)).stages[0][0], X, Y)
-    fit(model, MeanField(model), Noise(0.0), (X, Y), steps=2)
-    assert len(seen) >= 3
-
-
-# --- Compiled steps ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_compiled_step_that_is_not_finite_changes_nothing() -> None:
+def test_a_frozen_parameter_stays() -> None:
     model = regressor()
     posterior = MeanField(model)
-    adam = Adam(posterior.parameters(), 1e-2)
-    step = CompiledStep(model, posterior, Noise(0.0), ChannelELBO(40), adam)
-    rows = torch.arange(16)
-    assert step(Batch(X, Y, rows), seeded(0), 1e-2).is_finite()
-    held = [tensor.clone() for tensor in step.state]
-    broken = X.clone()
-    broken[3] = math.nan
-    assert not step(Batch(broken, Y, rows), seeded(1), 1e-2).is_finite()
-    assert all(torch.equal(a, b) for a, b in zip(step.state, held, strict=True))
-    # And the next good one goes on as if the bad one had never been.
-    assert step(Batch(X, Y, rows), seeded(2), 1e-2).is_finite()
-    assert len(step.programs) == 1
-    other = MeanField(model)
-    eager = eager_step(model, other, Noise(0.0), ChannelELBO(40), Adam(other.parameters(), 1e-2))
-    for seed in (0, 2):
-        eager(Batch(X, Y, rows), seeded(seed), 1e-2)
-    torch.testing.assert_close(posterior.mu, other.mu, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(posterior.rho, other.rho, rtol=1e-4, atol=1e-5)
+    posterior.rho.requires_grad_(False)
+    before = posterior.rho.detach().clone(), posterior.mu.detach().clone()
+    fit(model, posterior, Noise(0.1), (X, Y), steps=3, progress=False)
+    assert torch.equal(posterior.rho, before[0])
+    assert not torch.equal(posterior.mu, before[1])
+    posterior.mu.requires_grad_(False)
+    with pytest.raises(ValueError, match="posterior must have a trainable parameter"):
+        fit(model, posterior, Noise(0.1), (X, Y), steps=3, progress=False)
 
 
-@pytest.mark.slow
-def test_a_compiled_run_stops_after_ten_bad_steps_at_its_last_finite_state() -> None:
-    class Overflowing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.full((5,), 1e30))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x @ self.weight).square()
-
-    model = BayesianModel(Overflowing(), Gaussian(1.0))
-    posterior = MeanField(model)
-    with pytest.raises(NonFiniteError, match="the cause is the likelihood"):
-        fit(model, posterior, Noise(0.0), (X, Y), steps=20, compile=True)
-    assert torch.equal(posterior.mu.detach(), model.initial_theta())
+def test_one_channel_images_really_run_channels_last() -> None:
+    model = BayesianModel(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(64, 3)), Categorical())
+    seen: list[Tensor] = []
+    model.net[0].register_forward_hook(lambda layer, inputs, output: seen.append(output))
+    model.output(model.initial_theta(), torch.rand(3, 1, 6, 6))
+    assert seen[0].stride(1) == 1
 
 
 # --- Batches ----------------------------------------------------------------------------------------------------------

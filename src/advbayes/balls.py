@@ -12,7 +12,6 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.seeds import SharedStarts
-from advbayes.tracing import is_tracing
 
 Bound = float | Tensor  # a Tensor broadcasts against the event
 _ROUNDS = 12  # of the projection onto a ball and a box; three or four are the rule
@@ -71,8 +70,8 @@ class Ball(ABC):
                     ) from None
         if self.box is not None:
             low, high = self.box
-            below, above = bool((x < _on(low, x)).any()), bool((x > _on(high, x)).any())
-            if below or above:
+            outside = (x < _on(low, x)) | (x > _on(high, x))
+            if checks.known(outside.any(), otherwise=False):
                 raise ValueError(
                     f"box must contain the data, got box {_short(self.box)} and x from {float(x.min()):g} to {float(x.max()):g}"
                 )
@@ -123,12 +122,10 @@ class Ball(ABC):
         Where x is large beside eps (years, kelvins, pixels up to 255) its last digit is not small beside eps.
         """
         point = self.clip(x + d)
-        if is_tracing():
-            return point
         with torch.no_grad():
             moved = point - x
             outside = self.norm(moved) > self.eps * (1 + 1e-6)
-            if not bool(outside.any()):
+            if not checks.known(outside.any(), otherwise=False):
                 return point
             nearer = torch.where(moved.abs() > d.abs(), torch.nextafter(point, x), point)
             back = torch.where(outside.view(-1, *[1] * (x.ndim - 1)), nearer, point) - point
@@ -212,7 +209,7 @@ class L2(Ball):
             ratio = torch.where(inside, left, 1.0) / torch.where(inside, free, 1.0)
             further = torch.where(inside, ratio.sqrt(), (left > 0).to(ratio.dtype))
             before, t = t, torch.maximum(further.view(t.shape), t)
-            if not is_tracing() and not bool((t > before * (1 + 1e-6)).any()):
+            if not checks.known((t > before * (1 + 1e-6)).any(), otherwise=True):
                 break
         return d * t
 
@@ -263,9 +260,10 @@ def _normalised(d: Tensor) -> Tensor:
     """Unit vectors, zero where d is; scaled by the largest entry first where squares could underflow or overflow."""
     flat = d.flatten(1)
     norm: Tensor = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
-    if norm.numel() and not is_tracing():
+    if norm.numel():
         low, high = norm.detach().aminmax()
-        if 1e3 * math.sqrt(torch.finfo(d.dtype).tiny) < low.item() and high.item() < math.inf:
+        safe = (low > 1e3 * math.sqrt(torch.finfo(d.dtype).tiny)) & (high < math.inf)
+        if checks.known(safe, otherwise=False):
             return (flat / norm).view_as(d)
     flat = flat / _or_infinite(flat.abs().amax(1, keepdim=True))
     return (flat / _or_infinite(torch.linalg.vector_norm(flat, dim=1, keepdim=True))).view_as(d)

@@ -105,8 +105,20 @@ def finite(name: str, value: Tensor) -> Tensor:
     ...
     ValueError: x must be finite, got 1 NaN and 0 infinite values in a torch.float32 tensor of shape (2,) on cpu
     """
-    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+    if value.is_floating_point() and not known(torch.isfinite(value).all(), otherwise=True):
         nan = int(torch.isnan(value).sum())
         infinite = int(torch.isinf(value).sum())
         raise ValueError(f"{name} must be finite, got {nan} NaN and {infinite} infinite values in {describe(value)}")
     return value
+
+
+def known(condition: Tensor, *, otherwise: bool) -> bool:
+    """Whether a condition holds; `otherwise` where it has no value yet, as in code that is being compiled.
+
+    >>> known(torch.tensor(1.0) > 0, otherwise=False)
+    True
+    """
+    try:
+        return bool(condition)
+    except RuntimeError:
+        return otherwise

@@ -96,7 +96,7 @@ class RunConfig(BaseModel):
     bound: Annotated[Literal["surrogate", "importance_weighted"], Field(description="The bound that is maximised")] = "surrogate"
     kl_weight: Annotated[NonNegative, Field(description="Weight of the KL term; 1 is the evidence lower bound")] = 1.0
     seed: Annotated[int, Field(ge=0, le=2**62, description="Keys all randomness")] = 0
-    compile: Annotated[bool, Field(description="torch.compile the step: slow to start, faster to run")] = False
+    compile: Annotated[bool, Field(description="compile the step: slow to start, faster to run")] = False
     threads: Annotated[Count, Field(le=1024, description="Threads of torch; one is fastest for small nets")] = 1
     checkpoint_every: Annotated[Count, Field(description="Steps between checkpoints")] = 200
 

@@ -41,13 +41,6 @@ class Likelihood(Protocol):
         extra: Tensor,  # (num_extra,)
     ) -> Tensor: ...  # (B,)
 
-    def weighted_gradient(
-        self,
-        output: Tensor,  # (B, O)
-        y: Tensor,
-        weight: float,
-    ) -> tuple[float, Tensor] | None: ...  # sum_b log p(y_b) and weight times its gradient in the output; None: by autograd
-
     def check_target(
         self,
         output: Tensor,  # (B, O)
@@ -76,14 +69,6 @@ class Categorical:
     def log_prob(self, output: Tensor, y: Tensor, extra: Tensor) -> Tensor:
         return -functional.cross_entropy(output, y, reduction="none")
 
-    def weighted_gradient(self, output: Tensor, y: Tensor, weight: float) -> tuple[float, Tensor]:
-        """sum_b log p(y_b), and weight (one_hot(y) - softmax(output)), the weighted gradient in the output."""
-        log_probs = output.log_softmax(-1)
-        own = y.unsqueeze(-1)
-        total = float(log_probs.gather(-1, own).sum())
-        gradient = log_probs.exp_().mul_(-weight)
-        return total, gradient.scatter_add_(-1, own, gradient.new_full((), weight).expand_as(own))
-
     def check_target(self, output: Tensor, y: Tensor) -> Tensor:
         """Class indices of shape (B,), as int64."""
         if output.ndim != 2 or output.shape[1] < 2:
@@ -101,8 +86,22 @@ class Categorical:
         return y.long()
 
 
-def _targets(y: Tensor, mean: Tensor) -> Tensor:
-    """`y` in the shape of `mean` ((B,) or (B, D)): (B, 1) is one output, and nothing is ever broadcast."""
+def gaussian_log_density(value: Tensor, mean: Tensor, scale: Tensor | float) -> Tensor:
+    """ln N(value; mean, scale^2) = -0.5 ((value - mean) / scale)^2 - ln scale - 0.5 ln 2 pi, number by number.
+
+    >>> gaussian_log_density(torch.zeros(1), torch.zeros(1), torch.ones(1))
+    tensor([-0.9189])
+    """
+    log_scale = scale.log() if isinstance(scale, Tensor) else math.log(scale)
+    return -0.5 * ((value - mean) / scale).square() - (log_scale + _HALF_LOG_TWO_PI)
+
+
+def targets_like(mean: Tensor, y: Tensor) -> Tensor:
+    """`y` in the shape of `mean` ((B,) or (B, D)): (B, 1) is one output, and nothing is ever broadcast.
+
+    >>> targets_like(torch.zeros(2), torch.ones(2, 1))
+    tensor([1., 1.])
+    """
     if y.shape == mean.shape:
         return y
     if y.ndim == mean.ndim + 1 and y.shape[-1] == 1 and y.shape[:-1] == mean.shape:
@@ -123,11 +122,10 @@ class _GaussianPrediction(Normal):
         Distribution.__init__(self, loc.shape, validate_args=False)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        z = (_targets(value, self.loc) - self.loc) / self.scale
-        return -0.5 * z * z - self.scale.log() - _HALF_LOG_TWO_PI
+        return gaussian_log_density(targets_like(self.loc, value), self.loc, self.scale)
 
     def cdf(self, value: Tensor) -> Tensor:
-        level: Tensor = super().cdf(_targets(value, self.loc))  # type: ignore[no-untyped-call]
+        level: Tensor = super().cdf(targets_like(self.loc, value))  # type: ignore[no-untyped-call]
         return level
 
 
@@ -135,7 +133,7 @@ class _GaussianVector(Independent):  # type: ignore[type-arg]
     """Several outputs: event shape (D,), and nothing broadcast either."""
 
     def log_prob(self, value: Tensor) -> Tensor:
-        density: Tensor = super().log_prob(_targets(value, self.mean))  # type: ignore[no-untyped-call]
+        density: Tensor = super().log_prob(targets_like(self.mean, value))  # type: ignore[no-untyped-call]
         return density
 
 
@@ -153,7 +151,7 @@ def gaussian_prediction(mean: Tensor, scale: Tensor, num_outputs: int) -> Distri
 def _check_regression(mean: Tensor, y: Tensor) -> Tensor:
     if not y.is_floating_point():
         raise TypeError(f"y must be a floating-point tensor for a Gaussian likelihood, got {checks.describe(y)}")
-    y = _targets(y, mean)
+    y = targets_like(mean, y)
     if y.dtype != mean.dtype:
         raise TypeError(f"y must have the model's dtype {mean.dtype}, got {checks.describe(y)}")
     return y
@@ -190,37 +188,23 @@ class Gaussian:
         scales = self.scale if isinstance(self.scale, tuple) else (self.scale,) * self.num_outputs
         return [math.log(scale) for scale in scales]
 
-    def _scale(self, output: Tensor, extra: Tensor) -> Tensor:
+    def _scale(self, output: Tensor, extra: Tensor) -> Tensor | float:
         if self.learned:
             scale = extra.exp()  # (*, D)
             return scale if self.num_outputs == 1 else scale.unsqueeze(-2)
-        return torch.as_tensor(self.scale, dtype=output.dtype, device=output.device)
+        if isinstance(self.scale, tuple):
+            return torch.as_tensor(self.scale, dtype=output.dtype, device=output.device)
+        return self.scale
 
     def __call__(self, output: Tensor, extra: Tensor) -> Distribution:
         mean = _outputs(output)
-        return gaussian_prediction(mean, self._scale(output, extra).expand_as(mean), output.shape[-1])
+        scale = torch.as_tensor(self._scale(output, extra), dtype=output.dtype, device=output.device)
+        return gaussian_prediction(mean, scale.expand_as(mean), output.shape[-1])
 
     def log_prob(self, output: Tensor, y: Tensor, extra: Tensor) -> Tensor:
         mean = _outputs(output)
-        target = _targets(y, mean)
-        if not self.learned and not isinstance(self.scale, tuple):  # three kernels forwards, two backwards
-            squares = functional.mse_loss(mean, target, reduction="none")
-            density = squares.mul(-0.5 / self.scale**2).sub(_HALF_LOG_TWO_PI + math.log(self.scale))
-        else:
-            scale = self._scale(output, extra)
-            density = -0.5 * ((target - mean) / scale).square() - scale.log() - _HALF_LOG_TWO_PI
+        density = gaussian_log_density(targets_like(mean, y), mean, self._scale(output, extra))
         return density if mean.ndim == 1 else density.sum(-1)
-
-    def weighted_gradient(self, output: Tensor, y: Tensor, weight: float) -> tuple[float, Tensor] | None:
-        """sum_b log p(y_b), and weight (y - output) / scale^2; None where the scale is not one fixed number."""
-        if self.learned or isinstance(self.scale, tuple):
-            return None
-        mean = _outputs(output)
-        residual = _targets(y, mean) - mean
-        flat = residual.reshape(-1)
-        constant = flat.numel() * (_HALF_LOG_TWO_PI + math.log(self.scale))
-        total = -0.5 / self.scale**2 * float(flat.dot(flat)) - constant
-        return total, residual.mul_(weight / self.scale**2).view_as(output)
 
     def check_target(self, output: Tensor, y: Tensor) -> Tensor:
         """Targets of shape (B,) for one output, (B, D) for D."""
@@ -265,11 +249,8 @@ class HeteroscedasticGaussian:
 
     def log_prob(self, output: Tensor, y: Tensor, extra: Tensor) -> Tensor:
         mean, scale = self._split(output)
-        density = -0.5 * ((_targets(y, mean) - mean) / scale).square() - scale.log() - _HALF_LOG_TWO_PI
+        density = gaussian_log_density(targets_like(mean, y), mean, scale)
         return density if mean.ndim == 1 else density.sum(-1)
-
-    def weighted_gradient(self, output: Tensor, y: Tensor, weight: float) -> None:
-        """By autograd."""
 
     def check_target(self, output: Tensor, y: Tensor) -> Tensor:
         """Targets of shape (B,) for one mean, (B, D) for D."""
@@ -319,8 +300,7 @@ class GaussianMixture(Distribution):
         return weights if self.means.ndim == 2 else weights.unsqueeze(-1)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        z = (_targets(value, self.means[0]) - self.means) / self.scales
-        density = -0.5 * z * z - self.scales.log() - _HALF_LOG_TWO_PI
+        density = gaussian_log_density(targets_like(self.means[0], value), self.means, self.scales)
         if self.means.ndim == 3:
             density = density.sum(-1)
         return torch.logsumexp(self.log_weights + density, dim=0)
@@ -354,7 +334,7 @@ class GaussianMixture(Distribution):
         """P(Y <= value) for one output."""
         if self.means.ndim == 3:
             raise ValueError("cdf is defined for one output; take one output's components first")
-        z = (_targets(value, self.means[0]) - self.means) / (self.scales * math.sqrt(2.0))
+        z = (targets_like(self.means[0], value) - self.means) / (self.scales * math.sqrt(2.0))
         return (self.log_weights.exp() * 0.5 * (1.0 + torch.erf(z))).sum(0)
 
     def icdf(self, value: Tensor) -> Tensor:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
-from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from advbayes import checks
-from advbayes.dense import Dense
-from advbayes.layers import in_sequence
 from advbayes.likelihoods import Likelihood
 
+Vjp = Callable[[Tensor], Tensor]  # a cotangent of the outputs (S, B, O) -> the gradient in x
 Parts = tuple[Tensor, ...]  # theta cut into the network's tensors, then the likelihood's coordinates
 _RANDOM_IN_EVAL = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
@@ -66,10 +64,8 @@ class BayesianModel:
         for p in self._originals:
             p.requires_grad_(False)
         self._trees = _Trees(self.net, self._originals)
-        self._layers = in_sequence(self.net, self._originals)
-        self._dense = Dense.of(self.net, self._originals)
-        self._hooks = [hooks for m in self.net.modules() for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._channels_last = any(isinstance(m, nn.Conv2d) for m in self.net.modules())
+        layers = list(map(type, self.net.modules()))
+        self._channels_last = nn.Conv2d in layers and nn.GroupNorm not in layers  # which is ten times slower in that order
 
     def __repr__(self) -> str:
         return (
@@ -108,19 +104,24 @@ class BayesianModel:
     ) -> tuple[Tensor, Tensor]:  # (B, O), (num_extra,)
         """The network's raw output at one theta, and theta's coordinates that belong to the likelihood."""
         parts = self.parts(theta) if isinstance(theta, Tensor) else theta
-        if self._channels_last and x.ndim == 4:
-            x = _channels_last(x)
-        if self._layers is not None and not any(self._hooks):
-            for layer in self._layers:
-                x = layer(x, parts)
-            return _as_matrix(x), parts[-1]
-        if torch.compiler.is_compiling():
-            return _as_matrix(functional_call(self.net, dict(zip(self.names, parts, strict=False)), (x,))), parts[-1]
-        return _as_matrix(self._trees.run(parts, x)), parts[-1]
+        return _as_matrix(self._trees.run(parts, self.laid_out(x))), parts[-1]
 
-    def dense(self, x: Tensor) -> Dense | None:
-        """The net for inputs like x without autograd, where it is linear layers and activations alone and nobody hooks in."""
-        return self._dense if x.ndim == 2 and not any(self._hooks) else None
+    def laid_out(self, x: Tensor) -> Tensor:
+        """x in the memory order in which the net is fastest."""
+        return _channels_last(x) if self._channels_last and x.ndim == 4 else x
+
+    def run(
+        self,
+        thetas: Tensor,  # (S, P), constants
+        x: Tensor,  # (B, *event)
+    ) -> tuple[Tensor, Vjp]:  # (S, B, O)
+        """The network's raw outputs at each theta, and their vector-Jacobian product in x (where gradients are enabled).
+
+        This is the definition of a pass through many thetas, for any net; `advbayes.accelerated` has faster ones.
+        """
+        leaf = x.detach().requires_grad_(torch.is_grad_enabled())
+        outputs = torch.stack([self.output(theta, leaf)[0] for theta in thetas.detach()])
+        return outputs.detach(), lambda cotangent: vjp_of(outputs, leaf, cotangent)
 
     def log_likelihood(
         self,
@@ -187,7 +188,8 @@ class _Trees:
         tree.hang(parameters)
         output: Tensor = tree.net(x)
         if self._may_recompute and output.grad_fn is not None:
-            output.grad_fn.metadata["advbayes"] = lease  # type: ignore[index]  (a property, unlike its annotation)
+            notes: Any = output.grad_fn.metadata  # a property, unlike its annotation
+            notes["advbayes"] = lease
         return output
 
     def _in_the_net_itself(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -275,6 +277,23 @@ class _AtEachTheta:
         self.model._check_input(x)
         outputs, extras = zip(*(self.model.output(theta, x) for theta in self.thetas), strict=True)
         return self.model.likelihood(torch.stack(outputs), torch.stack(extras))
+
+
+def vjp_of(
+    output: Tensor,
+    x: Tensor,  # a leaf
+    cotangent: Tensor,  # as output
+) -> Tensor:  # as x
+    """The vector-Jacobian product by autograd; zero where the output does not depend on x.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> vjp_of(3 * x, x, torch.tensor([1.0, 2.0]))
+    tensor([3., 6.])
+    """
+    if not output.requires_grad:
+        return torch.zeros_like(x)
+    (gradient,) = torch.autograd.grad(output, x, cotangent, materialize_grads=True)
+    return gradient
 
 
 def _channels_last(

@@ -7,10 +7,8 @@ pairing and the robust Gibbs posterior are settings (docs/defenses.md).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,13 +16,11 @@ from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution, kl_divergence
 
 from advbayes import checks
-from advbayes.attacks import nll, squared_error, through_attacks
-from advbayes.attacks.gradients import per_example
-from advbayes.channels import AttackChannel, HasDirection, Noise
-from advbayes.likelihoods import Gaussian
-from advbayes.model import BayesianModel, Parts
-from advbayes.tracing import is_tracing
-from advbayes.types import Channel, Loss, Posterior
+from advbayes.attacks import through_attacks
+from advbayes.channels import AttackChannel, Noise
+from advbayes.model import BayesianModel
+from advbayes.posteriors import Posterior
+from advbayes.types import Channel, Predictor
 
 BOUNDS = ("surrogate", "importance_weighted")
 
@@ -36,14 +32,6 @@ class Terms(NamedTuple):
     log_likelihood: Tensor
     kl: Tensor
     penalty: Tensor
-
-
-class ThetaGradient(NamedTuple):
-    """Parts of the bound for the whole data set, and the gradient of -(log_likelihood - penalty) / N in each theta."""
-
-    log_likelihood: float
-    penalty: float
-    gradient: Tensor  # (S, P)
 
 
 class Penalty(Protocol):
@@ -160,7 +148,7 @@ class ChannelELBO:
     def corrupt(
         self,
         model: BayesianModel,
-        thetas: Tensor | Sequence[Parts],  # (S, P)
+        thetas: Tensor,  # (S, P)
         channel: Channel,
         x: Tensor,
         y: Tensor,
@@ -171,12 +159,11 @@ class ChannelELBO:
         if isinstance(channel, Noise) and channel.sigma == 0:
             return x.expand(len(thetas), self.num_channel, *x.shape)
         with through_attacks() if self.through else torch.no_grad():
-            given = thetas.detach() if isinstance(thetas, Tensor) and not self.through else thetas
-            at = model.at if self.through else partial(_AttackedTheta, model)
-            rows = [self._draw(channel, at(theta), x, y, generator) for theta in given]
+            seen = thetas if self.through else thetas.detach()
+            rows = [self._draw(channel, model.at(theta), x, y, generator) for theta in seen]
             return torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
 
-    def _draw(self, channel: Channel, predict: Any, x: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _draw(self, channel: Channel, predict: Predictor, x: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
         """K samples; K noises share one attack."""
         if self.num_channel == 1:
             return channel.sample(predict, x, y, generator=generator).unsqueeze(0)
@@ -208,61 +195,6 @@ class ChannelELBO:
         bound = log_likelihood - kl if self.kl_weight == 1 else log_likelihood - self.kl_weight * kl
         return Terms(bound if self.penalty is None else bound - penalty, log_likelihood, kl, penalty)
 
-    def theta_gradient(
-        self,
-        model: BayesianModel,
-        thetas: Tensor | Sequence[Parts],  # (S, P): a leaf, or the parts of each theta, all leaves
-        x: Tensor,  # (B, *event)
-        x_adv: Tensor,  # (S, K, B, *event)
-        y: Tensor,
-    ) -> ThetaGradient:
-        """What `terms` holds beside the KL, with its gradient in theta (past theta the posterior's `pull_back` goes on).
-
-        Parts make it cheap: the bound is a sum over thetas, and gradients meet in one flat vector at the end. A tensor of
-        thetas is for gradients that also go through the attack.
-        """
-        scale = self.num_data / (len(x) * len(thetas))
-        share = -1.0 / (len(x) * len(thetas))
-        if isinstance(thetas, Tensor):
-            log_p, omega = self._score_all(model, thetas, x, x_adv, y)
-            total, penalty = self.reduce(log_p).sum(), omega.sum() / omega.shape[1]
-            (gradient,) = torch.autograd.grad(total - penalty, thetas)
-            return ThetaGradient(float(total.detach()) * scale, float(penalty.detach()) * scale, gradient * share)
-        sums = [self._accumulate(model, parts, x, inputs, y, share) for parts, inputs in zip(thetas, x_adv, strict=True)]
-        rows = [row for _, _, row in sums]
-        return ThetaGradient(
-            sum(total for total, _, _ in sums) * scale,
-            sum(penalty for _, penalty, _ in sums) * scale,
-            rows[0].unsqueeze(0) if len(rows) == 1 else torch.stack(rows),
-        )
-
-    def _accumulate(
-        self,
-        model: BayesianModel,
-        parts: Parts,
-        x: Tensor,
-        inputs: Tensor,  # (K, B, *event)
-        y: Tensor,
-        share: float,
-    ) -> tuple[float, float, Tensor]:  # sums over the batch; (P,)
-        """One theta's log-likelihood, penalty, and `share` times the gradient of their difference."""
-        wanted = parts if parts[-1].numel() else parts[:-1]
-        if self.penalty is None and len(inputs) == 1:
-            by_hand = _dense_gradient(model, parts, inputs[0], y, share)
-            if by_hand is not None:
-                return by_hand[0], 0.0, by_hand[1]
-            output, extra = model.output(parts, inputs[0])
-            with torch.no_grad():
-                closed = model.likelihood.weighted_gradient(output, y, share)
-            if closed is not None:  # the backward pass starts at the network's output
-                return closed[0], 0.0, _flat_gradient(output, wanted, closed[1])
-            value = model.likelihood.log_prob(output, y, extra).sum()
-            return float(value.detach()), 0.0, _flat_gradient(value, wanted, torch.full_like(value, share))
-        log_p, omega = self._score_all(model, [parts], x, inputs.unsqueeze(0), y)
-        total, penalty = self.reduce(log_p).sum(), omega.sum() / omega.shape[1]
-        value = total - penalty
-        return float(total.detach()), float(penalty.detach()), _flat_gradient(value, wanted, torch.full_like(value, share))
-
     def reduce(self, log_p: Tensor) -> Tensor:  # (S, K, B) -> (S, B)
         """Over the channel: the mean of the logs, or the log of the mean."""
         if log_p.shape[1] == 1:
@@ -284,16 +216,7 @@ class ChannelELBO:
         """log p(y_b | x'_skb, theta_s), (S, K, B): what the bounds reduce."""
         return self._score(model, thetas, self.corrupt(model, thetas, channel, x, y, generator=generator), y)
 
-    def _score_all(
-        self, model: BayesianModel, thetas: Tensor | Sequence[Parts], x: Tensor, x_adv: Tensor, y: Tensor
-    ) -> tuple[Tensor, Tensor]:  # (S, K, B) each
-        """log p and the penalty, zero where there is none."""
-        if self.penalty is not None:
-            return self._score_with_penalty(model, thetas, x, x_adv, y)
-        log_p = self._score(model, thetas, x_adv, y)
-        return log_p, torch.zeros_like(log_p)
-
-    def _score(self, model: BayesianModel, thetas: Tensor | Sequence[Parts], x_adv: Tensor, y: Tensor) -> Tensor:  # (S, K, B)
+    def _score(self, model: BayesianModel, thetas: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:  # (S, K, B)
         num_channel = x_adv.shape[1]
         if num_channel > 1:
             y = y.repeat(num_channel, *[1] * (y.ndim - 1))
@@ -304,7 +227,7 @@ class ChannelELBO:
         return torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
 
     def _score_with_penalty(
-        self, model: BayesianModel, thetas: Tensor | Sequence[Parts], x: Tensor, x_adv: Tensor, y: Tensor
+        self, model: BayesianModel, thetas: Tensor, x: Tensor, x_adv: Tensor, y: Tensor
     ) -> tuple[Tensor, Tensor]:  # (S, K, B) each
         assert self.penalty is not None
         scores, omegas = [], []
@@ -315,66 +238,3 @@ class ChannelELBO:
             scores.append(torch.stack([model.likelihood.log_prob(one.output, y, one.extra) for one in scored]))
             omegas.append(torch.stack([self.penalty(model, clean, one) for one in attacked]))
         return torch.stack(scores), torch.stack(omegas)
-
-
-def _dense_gradient(model: BayesianModel, parts: Parts, x: Tensor, y: Tensor, share: float) -> tuple[float, Tensor] | None:
-    """The sum of log p(y | x, theta) and `share` times its gradient in theta without autograd, where that can be had."""
-    dense = model.dense(x)
-    if dense is None or parts[-1].numel():
-        return None
-    with torch.no_grad():
-        values = dense.values(x, parts)
-        closed = model.likelihood.weighted_gradient(values[-1], y, share)
-        if closed is None:
-            return None
-        flat = x.new_empty(model.num_params)
-        dense.gradient(values, closed[1], parts, model.parts(flat))
-    return closed[0], flat
-
-
-def _flat_gradient(value: Tensor, wanted: Parts, weight: Tensor) -> Tensor:
-    found = torch.autograd.grad(value, wanted, weight, allow_unused=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).reshape(-1) for g, p in zip(found, wanted, strict=True)])
-
-
-class _AttackedTheta(HasDirection):
-    """p(y | x, theta) whose input gradient starts at the network's output where loss and likelihood have a closed form there.
-
-    It saves building the prediction with its graph and going back through it: a third of a small net's attack.
-    """
-
-    def __init__(self, model: BayesianModel, theta: Tensor | Parts) -> None:
-        self.model, self.parts = model, model.parts(theta) if isinstance(theta, Tensor) else theta
-
-    def __call__(self, x: Tensor, /) -> Distribution:
-        return self.model.at(self.parts)(x)
-
-    def input_gradient(self, loss: Loss, x: Tensor, y: Tensor) -> Tensor:
-        likelihood = self.model.likelihood
-        weight = None if is_tracing() else _weight(loss, likelihood)  # closed forms give numbers, which a program has not
-        dense = self.model.dense(x)
-        if weight is not None and dense is not None:
-            with torch.no_grad():
-                values = dense.values(x, self.parts)
-                closed = likelihood.weighted_gradient(values[-1], y, weight)
-                if closed is not None:
-                    return dense.input_gradient(values, closed[1], self.parts)
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            output, extra = self.model.output(self.parts, x)
-            if weight is not None and output.requires_grad:
-                closed = likelihood.weighted_gradient(output.detach(), y, weight)
-                if closed is not None:
-                    return torch.autograd.grad(output, x, closed[1])[0]
-            value = per_example(loss(likelihood(output, extra), y), len(x))
-            found = torch.autograd.grad(value.sum(), x, allow_unused=True)[0] if value.requires_grad else None
-        return torch.zeros_like(x) if found is None else found
-
-
-def _weight(loss: Loss, likelihood: object) -> float | None:
-    """w where the loss is w log p(y) up to a constant."""
-    if loss is nll:
-        return -1.0
-    if loss is squared_error and isinstance(likelihood, Gaussian) and isinstance(likelihood.scale, float | int):
-        return -2.0 * likelihood.scale**2
-    return None

@@ -5,27 +5,22 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import threading
 from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from advbayes import checks
 from advbayes.model import BayesianModel
-from advbayes.seeds import seed_for
-
-_GLOBAL_GENERATOR = threading.Lock()  # layers draw their weights from torch's global generator
+from advbayes.seeds import GlobalStream, seed_for
 
 
 class Posterior(nn.Module, ABC):
     """A distribution over theta that `fit` can train: the base of those here and of your own.
 
-    A posterior of your own is an `nn.Module` that sets `num_params` and has `noise`, `at`, `kl` and `mean`; `pull_back` is worth
-    writing where the chain rule past theta has a closed form that is faster than autograd.
+    A posterior of your own is an `nn.Module` that sets `num_params` and has `noise`, `at`, `kl` and `mean`.
 
     >>> from advbayes import BayesianModel, Categorical, Noise, fit
     >>> class FixedScale(Posterior):
@@ -62,23 +57,6 @@ class Posterior(nn.Module, ABC):
 
     @abstractmethod
     def kl(self, prior_scale: float) -> Tensor: ...
-
-    def pull_back(
-        self,
-        noise: Tensor,
-        gradient: Tensor,  # (num, P), of some loss in the thetas
-        prior_scale: float,
-        kl_weight: float,
-    ) -> tuple[float, list[Tensor]]:
-        """KL, and the gradient of loss(at(noise)) + kl_weight KL in each trainable parameter: the chain rule past theta."""
-        with torch.enable_grad():
-            kl = self.kl(prior_scale)
-            outputs, weights = [self.at(noise)], [gradient]
-            if kl.requires_grad:
-                outputs, weights = [*outputs, kl], [*weights, torch.full_like(kl, kl_weight)]
-            wanted = [p for p in self.parameters() if p.requires_grad]
-            found = torch.autograd.grad(outputs, wanted, weights, allow_unused=True, materialize_grads=True)
-        return float(kl.detach()), list(found)
 
     @property
     @abstractmethod
@@ -117,47 +95,6 @@ def _check_prior(prior_scale: float) -> float:
     return checks.number("prior_scale", prior_scale, low=0, open_low=True)
 
 
-class _GaussianKL(torch.autograd.Function):
-    """KL(N(mu, s^2), N(0, t^2)) summed over every parameter, with its gradient in closed form (three kernels a side)."""
-
-    @staticmethod
-    def forward(ctx: Any, mu: Tensor, rho: Tensor, scale: Tensor, prior_scale: float) -> Tensor:
-        ctx.save_for_backward(mu, rho, scale)
-        ctx.prior_scale = prior_scale
-        squares = (mu.dot(mu) + scale.dot(scale)) * (0.5 / prior_scale**2)
-        return squares - scale.log().sum() + mu.numel() * (math.log(prior_scale) - 0.5)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        mu, rho, scale = ctx.saved_tensors
-        precision = ctx.prior_scale**-2
-        return grad * precision * mu, grad * (precision * scale - scale.reciprocal()) * torch.sigmoid(rho), None, None
-
-
-def gaussian_pull_back(
-    mu: Tensor,  # (P,)
-    rho: Tensor,  # (P,)
-    scale: Tensor,  # (P,), softplus(rho)
-    noise: Tensor,  # (S, P)
-    gradient: Tensor,  # (S, P), in the thetas
-    prior_scale: float,
-    kl_weight: float,
-) -> tuple[Tensor, Tensor]:
-    """The gradient in mu and in rho: d theta = d mu + noise d s, d s = sigmoid(rho) d rho, plus the KL's.
-
-    >>> gaussian_pull_back(torch.ones(2), torch.zeros(2), torch.ones(2), torch.zeros(1, 2), torch.zeros(1, 2), 1.0, 1.0)[0]
-    tensor([1., 1.])
-    """
-    if len(noise) == 1:
-        of_mu, of_scale = gradient.view(-1), (gradient * noise).view(-1)
-    else:
-        of_mu, of_scale = gradient.sum(0), (gradient * noise).sum(0)
-    weight = kl_weight / prior_scale**2
-    of_scale = of_scale.add(scale, alpha=weight).sub(scale.reciprocal(), alpha=kl_weight)
-    return of_mu.add(mu, alpha=weight), of_scale * torch.sigmoid(rho)
-
-
 class MeanField(Posterior):
     """q(theta) = N(mu, diag(softplus(rho)^2)), started at the net's own weights.
 
@@ -192,20 +129,9 @@ class MeanField(Posterior):
     def kl(self, prior_scale: float) -> Tensor:
         """0.5 sum((s^2 + mu^2)/t^2 - 1 - ln(s^2/t^2)), over every parameter."""
         prior_scale = checks.number("prior_scale", prior_scale, low=0, open_low=True)
-        result: Tensor = _GaussianKL.apply(self.mu, self.rho, self.scale.detach(), prior_scale)  # type: ignore[no-untyped-call]
-        return result
-
-    def pull_back(self, noise: Tensor, gradient: Tensor, prior_scale: float, kl_weight: float) -> tuple[float, list[Tensor]]:
-        """By hand, in a dozen kernels."""
-        if not 0 < prior_scale < math.inf:
-            checks.number("prior_scale", prior_scale, low=0, open_low=True)
-        mu, rho = self.mu, self.rho
-        with torch.no_grad():
-            scale = functional.softplus(rho)
-            found = gaussian_pull_back(mu, rho, scale, noise, gradient, prior_scale, kl_weight)
-            squares = float(mu.dot(mu)) + float(scale.dot(scale))  # numbers meet in Python: a kernel for each costs more
-            kl = 0.5 * squares / prior_scale**2 - float(scale.log().sum()) + mu.numel() * (math.log(prior_scale) - 0.5)
-        return kl, [g for g, p in zip(found, (mu, rho), strict=True) if p.requires_grad]
+        scale, constant = self.scale, self.num_params * (math.log(prior_scale) - 0.5)
+        squares = (scale.dot(scale) + self.mu.dot(self.mu)) / (2 * prior_scale**2)
+        return squares - scale.log().sum() + constant
 
 
 class PointMass(Posterior):
@@ -290,7 +216,7 @@ def _reinitialised(model: BayesianModel, seed: int) -> Tensor:
     """The net's weights drawn anew by its layers' own rule, without touching the global generator."""
     net = copy.deepcopy(model.net)
     devices = [model.device] if model.device.type == "cuda" else []
-    with _GLOBAL_GENERATOR, torch.random.fork_rng(devices=devices):
+    with GlobalStream(seed), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         for layer in net.modules():
             reset = getattr(layer, "reset_parameters", None)

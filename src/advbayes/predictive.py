@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,18 +12,16 @@ from advbayes import checks
 from advbayes.attacks import for_rows, success
 from advbayes.attacks.gradients import value_of
 from advbayes.likelihoods import mix
-from advbayes.model import BayesianModel
-from advbayes.performance import recycle_blocks
-from advbayes.stacked import Stacked
-from advbayes.types import Loss, Posterior
+from advbayes.model import BayesianModel, Vjp, vjp_of
+from advbayes.posteriors import Posterior
+from advbayes.types import Loss
 
-# Rows x thetas x input size whose graphs are held at once: the activations then stay near the cache.
-_NUMBERS = 1 << 19
+try:
+    from advbayes import accelerated
+except ImportError:  # a package without it is slower, and does the same
+    accelerated = None  # type: ignore[assignment]
+
 _THETAS = 32  # as many share a graph; with more, forward passes are repeated instead
-_ROWS = 16  # smaller parts of a batch are not worth a call
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,16 +43,12 @@ class PosteriorPredictive:
         checks.finite("thetas", self.thetas)
         object.__setattr__(self, "thetas", self.thetas.detach().clone())  # nobody changes them from outside
 
-    @cached_property
-    def _blocks(self) -> list[Stacked]:
-        return _blocks(self.model, self.thetas)
-
     def __call__(self, x: Tensor) -> Distribution:
-        return _predict(self._blocks, x)
+        return _predict(self.model, self.thetas, x)
 
     def loss_and_gradient(self, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The loss of the mixture, what it breaks and its input gradient, in memory that does not grow with S."""
-        return _loss_and_gradient(self._blocks, loss, x, y)
+        return _loss_and_gradient(self.model, self.thetas, loss, x, y)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,89 +80,74 @@ class FreshPredictive:
         return self.posterior.sample(self.num, generator=self.generator).detach()
 
     def __call__(self, x: Tensor) -> Distribution:
-        return _predict(_blocks(self.model, self._thetas()), x)
+        return _predict(self.model, self._thetas(), x)
 
     def loss_and_gradient(self, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `PosteriorPredictive`'s, at one fresh draw of the thetas for the whole batch."""
-        return _loss_and_gradient(_blocks(self.model, self._thetas()), loss, x, y)
+        return _loss_and_gradient(self.model, self._thetas(), loss, x, y)
 
 
-def _blocks(model: BayesianModel, thetas: Tensor) -> list[Stacked]:
-    """The thetas in groups whose graphs may be held at once."""
-    return [Stacked(model, some) for some in torch.split(thetas, _THETAS)]
+def _mixture(model: BayesianModel, thetas: Tensor, outputs: Tensor) -> Distribution:
+    return mix(model.likelihood(outputs, thetas[:, model.num_params - model.likelihood.num_extra() :]))
 
 
-def _mixture(blocks: list[Stacked], outputs: Tensor) -> Distribution:
-    extra = blocks[0].extra if len(blocks) == 1 else torch.cat([block.extra for block in blocks])
-    return mix(blocks[0].model.likelihood(outputs, extra))
+def _predict(model: BayesianModel, thetas: Tensor, x: Tensor) -> Distribution:
+    """The mixture, differentiable in x for a caller who asks for it."""
+    model._check_input(x)
+    if x.requires_grad and torch.is_grad_enabled():
+        return mix(model.at_each(thetas)(x))
+    with torch.no_grad():
+        if _is_accelerated():
+            parts = accelerated.in_parts(lambda rows: _outputs(model, thetas, x[rows]), thetas, x)
+            return _mixture(model, thetas, torch.cat(parts, dim=1))
+        return _mixture(model, thetas, _outputs(model, thetas, x))
 
 
-def _predict(blocks: list[Stacked], x: Tensor) -> Distribution:
-    """The mixture; the fast way has one gradient at most, so a caller who wants a graph gets the plain one."""
-    if isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled():
-        return mix(blocks[0].model.at_each(torch.cat([block.thetas for block in blocks]))(x))
-    parts = torch.split(x, _rows(blocks, x)) if isinstance(x, Tensor) and len(x) else (x,)
-    return _mixture(blocks, torch.cat(_for_each(blocks, lambda part: torch.cat([block(part) for block in blocks]), parts), dim=1))
+def _loss_and_gradient(model: BayesianModel, thetas: Tensor, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Exact for any loss of the mixture."""
+    model._check_input(x)
 
+    def part(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        return _part(model, thetas, for_rows(loss, rows), x[rows].detach(), y[rows])
 
-def _rows(blocks: list[Stacked], x: Tensor) -> int:
-    """How much of a batch is worked on at once: as equal parts as few as may be."""
-    most = max(_ROWS, _NUMBERS // (max(1, x[0].numel()) * len(blocks[0].thetas)))
-    return math.ceil(len(x) / math.ceil(len(x) / most))
-
-
-def _for_each(blocks: list[Stacked], work: Callable[[_T], _R], parts: Sequence[_T]) -> list[_R]:
-    """The work on each part of a batch, side by side on torch's threads: small layers gain little from threads of their own."""
-    recycle_blocks()
-    num = min(torch.get_num_threads(), len(parts))
-    if num == 1 or not all(block.is_plain for block in blocks) or blocks[0].thetas.device.type != "cpu":
-        return [work(part) for part in parts]
-    all_threads = torch.get_num_threads()
-    with ThreadPoolExecutor(num, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        try:
-            return list(pool.map(work, parts))
-        finally:
-            torch.set_num_threads(all_threads)  # a thread's setting is also that of the threads begun after it
-
-
-def _loss_and_gradient(blocks: list[Stacked], loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Exact for any loss of the mixture, part by part of the batch."""
-    if not len(x):
-        return x.new_zeros(0), torch.zeros(0, dtype=torch.bool, device=x.device), torch.zeros_like(x)
-    rows = _rows(blocks, x)
-    slices = [slice(start, start + rows) for start in range(0, len(x), rows)]
-    parts = _for_each(blocks, lambda part: _part(blocks, for_rows(loss, part), x[part], y[part]), slices)
-    if len(parts) == 1:
-        return parts[0]
+    if not _is_accelerated():
+        return part(slice(0, len(x)))
+    parts = accelerated.in_parts(part, thetas, x)
     values, broken, gradients = zip(*parts, strict=True)
-    return torch.cat(values), torch.cat(broken), torch.cat(gradients)
+    return (torch.cat(values), torch.cat(broken), torch.cat(gradients)) if len(parts) > 1 else parts[0]
 
 
-def _part(blocks: list[Stacked], loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss' gradient in the S outputs (a few numbers each), pulled back through the net; with many thetas one block of
-    them at a time, whose way forward is then gone again."""
-    x = x.detach()
-    if len(blocks) == 1:
-        outputs, pull = blocks[0].traced(x)
-    else:
-        outputs = torch.cat([block(x) for block in blocks])  # (S, B, O)
+def _part(model: BayesianModel, thetas: Tensor, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss' gradient in the S outputs (a few numbers each) is the cotangent of their vjp. With many thetas one block of
+    them is run at a time, and run again for its vjp."""
+    blocks = torch.split(thetas, _THETAS)
     with torch.enable_grad():
-        prediction = _mixture(blocks, outputs.requires_grad_())
+        if len(blocks) == 1:
+            outputs, vjp = _run(model, thetas, x)
+        else:
+            with torch.no_grad():
+                outputs = _outputs(model, thetas, x)
+        leaf = outputs.requires_grad_()  # (S, B, O)
+        prediction = _mixture(model, thetas, leaf)
         value = value_of(loss, prediction, y)
-        back = _gradient(value, outputs)
-    if len(blocks) == 1:
-        gradient = pull(back)
-    else:
-        gradient = torch.zeros_like(x)
-        for block, part in zip(blocks, torch.split(back, _THETAS), strict=True):
-            gradient += block.traced(x)[1](part)
+        cotangent = vjp_of(value, leaf, torch.ones_like(value))
+        if len(blocks) == 1:
+            gradient = vjp(cotangent)
+        else:
+            gradient = torch.zeros_like(x)
+            for block, of_block in zip(blocks, torch.split(cotangent, _THETAS), strict=True):
+                gradient += _run(model, block, x)[1](of_block)
     with torch.no_grad():
         return value.detach(), success(loss, prediction, y), gradient
 
 
-def _gradient(value: Tensor, at: Tensor) -> Tensor:
-    """d sum(value) / d at, zero where nothing depends on it."""
-    if not value.requires_grad:
-        return torch.zeros_like(at)
-    (gradient,) = torch.autograd.grad(value.sum(), at, allow_unused=True)
-    return torch.zeros_like(at) if gradient is None else gradient
+def _outputs(model: BayesianModel, thetas: Tensor, x: Tensor) -> Tensor:  # (S, B, O)
+    return torch.cat([_run(model, block, x)[0] for block in torch.split(thetas, _THETAS)])
+
+
+def _run(model: BayesianModel, thetas: Tensor, x: Tensor) -> tuple[Tensor, Vjp]:
+    return accelerated.run(model, thetas, x) if _is_accelerated() else model.run(thetas, x)
+
+
+def _is_accelerated() -> bool:
+    return accelerated is not None and accelerated.is_enabled()

@@ -12,25 +12,28 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from advbayes import checks
-from advbayes.adam import Adam
 from advbayes.attacks.gradients import refuse_inference_mode
 from advbayes.batches import Batch, Batches, Data, batches_of
 from advbayes.channels import Learned, learned_in
 from advbayes.model import BayesianModel
 from advbayes.objectives import ChannelELBO
-from advbayes.performance import recycle_blocks
 from advbayes.posteriors import Posterior, Samples
 from advbayes.progress import Progress
 from advbayes.seeds import seed_for
-from advbayes.steps import CompiledStep, Step, eager_step
 from advbayes.types import Channel
+
+try:
+    from advbayes import accelerated
+except ImportError:  # a package without it trains the same, but for compile=True
+    accelerated = None  # type: ignore[assignment]
 
 COLUMNS = ("bound", "log_likelihood", "kl", "penalty", "gradient_norm", "seconds")
 MAX_SKIPPED_IN_A_ROW = 10
@@ -123,18 +126,19 @@ def fit(
     if checkpoint_every is not None:
         checks.count("checkpoint_every", checkpoint_every)
 
-    adam = Adam(posterior.parameters(), lr)
+    optimiser = _adam(posterior, lr)
     adversaries = [_Adversary(learned, adversary_lr) for learned in learned_in(channel)]
-    held = _Held(posterior, adam, adversaries)
+    held = _Held(posterior, optimiser, adversaries)
     state = State() if state is None else held.restore(state)
-    take_step: Step = (CompiledStep if compile else eager_step)(model, posterior, channel, objective, adam)
+    take_step: Step = (_compiled_step if compile else _eager_step)(model, posterior, channel, objective, optimiser)
     generator = torch.Generator(model.device)
     skipped_in_a_row = 0
     has_warned = interrupted = False
     origin = time.perf_counter() - (state.history["seconds"][-1] if state.history["seconds"] else 0.0)
     columns = [state.history[name] for name in COLUMNS]
 
-    recycle_blocks()
+    if accelerated is not None and accelerated.is_enabled():
+        accelerated.recycle_blocks()
     with _deferred_interrupt() as interrupt, Progress("fit", total, progress, start=state.step) as bar:
         for step in range(state.step, total):
             batch = batches(step)
@@ -142,7 +146,7 @@ def fit(
                 generator.manual_seed(seed_for(seed, "adversary", step))
                 adversary.step(model, posterior, batch, generator)
             generator.manual_seed(seed_for(seed, "step", step))
-            taken = take_step(batch, generator, lr * decay ** (step / batches.steps_per_epoch))
+            taken = Taken(*take_step(batch, generator, lr * decay ** (step / batches.steps_per_epoch)))
             if taken.is_finite():
                 skipped_in_a_row = 0
             else:
@@ -181,6 +185,8 @@ def _check_parts(model: BayesianModel, posterior: Posterior, channel: Channel, o
         raise TypeError(f"posterior must be trainable (MeanField, LowRank, ...), got {checks.describe(posterior)}")
     if posterior.num_params != model.num_params:
         raise ValueError(f"posterior must be over the model's {model.num_params} parameters, got one over {posterior.num_params}")
+    if not any(parameter.requires_grad for parameter in posterior.parameters()):
+        raise ValueError(f"posterior must have a trainable parameter, got none in {posterior}")
     for parameter in posterior.parameters():
         if parameter.dtype != model.dtype or parameter.device != model.device:
             raise TypeError(f"posterior must be {model.dtype} on {model.device} as the net, got {checks.describe(parameter)}")
@@ -210,6 +216,85 @@ def _total_steps(epochs: float | None, steps: int | None, batches: Batches) -> i
     return max(1, math.ceil(round(epochs * batches.steps_per_epoch, 9)))
 
 
+# --- A step ------------------------------------------------------------------------------------------------------------
+
+
+class Taken(NamedTuple):
+    """The bound and its parts for the whole data set, and the norm of the gradient of -bound / N."""
+
+    bound: float
+    log_likelihood: float
+    kl: float
+    penalty: float
+    norm: float
+
+    def is_finite(self) -> bool:
+        """Whether the step was taken: one that is not finite leaves posterior and optimiser as they were."""
+        return math.isfinite(self.bound) and math.isfinite(self.norm)
+
+
+# (batch, generator seeded for the step, learning rate) -> the fields of `Taken`
+Step = Callable[[Batch, torch.Generator, float], list[float]]
+
+
+def _eager_step(
+    model: BayesianModel,
+    posterior: Posterior,
+    channel: Channel,
+    objective: ChannelELBO,
+    optimiser: torch.optim.Adam,
+) -> Step:
+    """One estimate of the bound, its gradient by autograd, and Adam along it where everything is finite."""
+    parameters = [p for p in posterior.parameters() if p.requires_grad]
+
+    def step(batch: Batch, generator: torch.Generator, lr: float) -> list[float]:
+        x, y, _ = batch.gathered()
+        terms = objective(model, posterior, channel, x, y, generator=generator)
+        gradients = torch.autograd.grad(-terms.bound / objective.num_data, parameters, materialize_grads=True)
+        norm = math.hypot(*(torch.linalg.vector_norm(gradient).item() for gradient in gradients))
+        numbers = [*(term.item() for term in terms), norm]
+        if Taken(*numbers).is_finite():
+            _descend(optimiser, parameters, gradients, lr)
+        return numbers
+
+    return step
+
+
+def _compiled_step(
+    model: BayesianModel,
+    posterior: Posterior,
+    channel: Channel,
+    objective: ChannelELBO,
+    optimiser: torch.optim.Adam,
+) -> Step:
+    if accelerated is None:
+        raise ImportError("compile must be False without the package advbayes.accelerated, which cannot be imported")
+    return accelerated.CompiledStep(model, posterior, channel, objective, optimiser)
+
+
+def _adam(module: nn.Module, lr: float) -> torch.optim.Adam:
+    """Adam for the module's trainable parameters, its state in place before the first step."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    optimiser = torch.optim.Adam(parameters, lr=lr, fused=True)
+    for p in parameters:
+        optimiser.state[p] = {
+            "step": torch.zeros((), dtype=torch.float32, device=p.device),
+            "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+        }
+    return optimiser
+
+
+def _descend(optimiser: torch.optim.Adam, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], lr: float) -> None:
+    """One step of the optimiser along given gradients."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimiser.param_groups[0]["lr"] = lr
+    optimiser.step()
+    for parameter in parameters:
+        parameter.grad = None
+
+
 # --- The adversary of a learned channel -----------------------------------------------------------------------------
 
 
@@ -217,8 +302,9 @@ class _Adversary:
     """Trains one learned channel to make the model's likelihood small: maximise -log p(y | x', theta) + bonus."""
 
     def __init__(self, channel: Learned, lr: float) -> None:
-        self.channel = channel
-        self.adam = Adam(channel.generator.parameters(), lr)
+        self.channel, self.lr = channel, lr
+        self.adam = _adam(channel.generator, lr)
+        self.parameters = [p for p in channel.generator.parameters() if p.requires_grad]
 
     def step(self, model: BayesianModel, posterior: Posterior, batch: Batch, generator: torch.Generator) -> None:
         x, y, _ = batch.gathered()
@@ -227,9 +313,9 @@ class _Adversary:
         noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
         gain = -model.log_likelihood(theta, centre + std * noise, y).mean()
         gain = gain + self.channel.entropy_bonus * std.log().mean()
-        gradients = list(torch.autograd.grad(-gain, self.adam.parameters, allow_unused=True, materialize_grads=True))
+        gradients = torch.autograd.grad(-gain, self.parameters, materialize_grads=True)
         if all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
-            self.adam.step(gradients)
+            _descend(self.adam, self.parameters, gradients, self.lr)
 
 
 # --- State ------------------------------------------------------------------------------------------------------------
@@ -238,7 +324,7 @@ class _Adversary:
 class _Held:
     """Copies between the live objects (posterior, optimisers, adversaries) and a State's named tensors."""
 
-    def __init__(self, posterior: Posterior, adam: Adam, adversaries: list[_Adversary]) -> None:
+    def __init__(self, posterior: Posterior, adam: torch.optim.Adam, adversaries: list[_Adversary]) -> None:
         self.modules: dict[str, nn.Module] = {"posterior": posterior}
         self.optimisers = {"posterior": adam}
         for k, adversary in enumerate(adversaries):
@@ -252,9 +338,8 @@ class _Held:
             for name, tensor in module.state_dict().items():
                 tensors[f"{owner}/{name}"] = tensor.detach().clone()
         for owner, optimiser in self.optimisers.items():
-            for name, slots in optimiser.slots.items():
-                for index, tensor in enumerate(slots):
-                    tensors[f"{owner}/adam/{index}/{name}"] = tensor.clone()
+            for name, tensor in _slots(optimiser):
+                tensors[f"{owner}/adam/{name}"] = tensor.clone()
         return State(state.step, state.skipped, tensors, {name: list(column) for name, column in state.history.items()})
 
     def restore(self, state: State) -> State:
@@ -271,14 +356,20 @@ class _Held:
                     raise ValueError(f"state must hold {owner}/{name} of shape {tuple(tensor.shape)}, got {came}")
             module.load_state_dict({name: state.tensors[f"{owner}/{name}"] for name in names})
         for owner, optimiser in self.optimisers.items():
-            for name, tensors in optimiser.slots.items():
-                for index, tensor in enumerate(tensors):
-                    key = f"{owner}/adam/{index}/{name}"
-                    if key not in state.tensors:
-                        raise ValueError(f"state must hold the optimiser's tensor {key!r}, got none")
-                    tensor.copy_(state.tensors[key])
+            for name, tensor in _slots(optimiser):
+                key = f"{owner}/adam/{name}"
+                if key not in state.tensors:
+                    raise ValueError(f"state must hold the optimiser's tensor {key!r}, got none")
+                tensor.copy_(state.tensors[key])
         history = {name: list(state.history[name]) for name in COLUMNS}
         return State(state.step, state.skipped, dict(state.tensors), history)
+
+
+def _slots(optimiser: torch.optim.Adam) -> Iterator[tuple[str, Tensor]]:
+    """The optimiser's tensors, named by their parameter's place and what they hold."""
+    for index, parameter in enumerate(optimiser.param_groups[0]["params"]):
+        for name, tensor in optimiser.state[parameter].items():
+            yield f"{index}/{name}", tensor
 
 
 # --- What went wrong ---------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from torch.distributions import Categorical, Distribution
 from advbayes import checks
 from advbayes.attacks.losses import mode, num_rows, success
 from advbayes.balls import Ball
-from advbayes.tracing import is_tracing
 from advbayes.types import Loss, Predictor
 
 
@@ -127,8 +126,7 @@ def targets(predict: Predictor, x: Tensor, y: Tensor | None) -> Tensor:
         raise TypeError(f"predict must be a Predictor, x -> Distribution, got {checks.describe(predict)}")
     if not isinstance(x, Tensor) or not x.is_floating_point():
         raise TypeError(f"x must be a floating-point tensor of shape (B, *event), got {checks.describe(x)}")
-    if not is_tracing():  # values are not to be looked at then
-        checks.finite("x", x)
+    checks.finite("x", x)
     if y is None:
         with torch.no_grad():
             return mode(predict(x))
@@ -145,8 +143,7 @@ def entry(predict: Predictor, ball: Ball, x: Tensor, y: Tensor | None, *losses: 
     for num in map(num_rows, losses):
         if num not in (None, len(x)):
             raise ValueError(f"loss must hold one entry for each of the {len(x)} examples of x, got one for {num}")
-    if not is_tracing():
-        ball.check(x)
+    ball.check(x)
     return x if _through.get() else x.detach(), y
 
 
@@ -158,15 +155,11 @@ def refuse_inference_mode() -> None:
         )
 
 
-def move(ball: Ball, point: Tensor, gradient: Tensor, step: float | Tensor, x: Tensor, *, strict: bool = True) -> Tensor:
-    """One projected ascent step; a gradient that is not finite (p(y) = 0) moves nothing or by its sign, never to NaN.
-
-    Unless `strict`, a step from the centre may leave the ball by a rounding error: training has no use for the check.
-    """
+def move(ball: Ball, point: Tensor, gradient: Tensor, step: float | Tensor, x: Tensor) -> Tensor:
+    """One projected ascent step; a gradient that is not finite (p(y) = 0) moves nothing or by its sign, never to NaN."""
     usable = ball.unblocked(torch.nan_to_num(gradient, nan=0.0, posinf=1e18, neginf=-1e18), point)
     if point is x and ball.box is None and isinstance(step, float) and step <= ball.eps:
-        d = ball.ascend(usable, step)  # a step from the centre stays in the ball
-        return ball.shifted(x, d) if strict else x + d
+        return ball.shifted(x, ball.ascend(usable, step))  # a step from the centre stays in the ball
     return ball.project(point + ball.ascend(usable, step), x)
 
 

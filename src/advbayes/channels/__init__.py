@@ -4,12 +4,8 @@ Theta reaches a channel only through the Predictor that `sample` and `density` t
 """
 
 from advbayes.channels.attack import AttackChannel as AttackChannel
-from advbayes.channels.attack import HasDirection as HasDirection
 from advbayes.channels.density import GaussianDensity as GaussianDensity
 from advbayes.channels.density import MixtureDensity as MixtureDensity
-from advbayes.channels.draws import Draws as Draws
-from advbayes.channels.draws import draws as draws
-from advbayes.channels.draws import sample_at as sample_at
 from advbayes.channels.learned import Learned as Learned
 from advbayes.channels.learned import learned_in as learned_in
 from advbayes.channels.mixture import Mixture as Mixture

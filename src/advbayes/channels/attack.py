@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution
+from torch.distributions import Categorical
 
 from advbayes import checks
 from advbayes.attacks import PGD, mode
-from advbayes.attacks.gradients import move
 from advbayes.channels.density import GaussianDensity
 from advbayes.channels.noise import Noise, add_noise, refuse_dirac
 from advbayes.seeds import SharedStarts
-from advbayes.types import Attack, Channel, Loss, Predictor
+from advbayes.types import Attack, Channel, Predictor
 
 
 @dataclass(frozen=True)
@@ -106,25 +104,8 @@ def draws_noise_alone(channel: Channel) -> bool:
     return isinstance(channel, Noise)
 
 
-class HasDirection(ABC):
-    """A Predictor that gives a loss' input gradient alone, without the loss and whether the example is broken."""
-
-    @abstractmethod
-    def __call__(self, x: Tensor, /) -> Distribution: ...
-
-    @abstractmethod
-    def input_gradient(self, loss: Loss, x: Tensor, y: Tensor) -> Tensor: ...
-
-
 def shifted_by(channel: Channel, predict: Predictor, x: Tensor, y: Tensor | None, noise: Tensor | None) -> Tensor:
     """A channel that draws noise alone, at a given noise."""
     assert isinstance(channel, (Noise, AttackChannel))
-    centre = x
-    if isinstance(channel, AttackChannel):
-        attack = channel.attack
-        if isinstance(predict, HasDirection) and isinstance(attack, PGD) and y is not None and attack.ball.eps > 0:
-            gradient = predict.input_gradient(attack.stages[0][0], x, y)  # a one-step attack needs nothing else
-            centre = move(attack.ball, x, gradient, attack.ball.eps, x, strict=False)
-        else:
-            centre = attack(predict, x, y)
+    centre = channel.attack(predict, x, y) if isinstance(channel, AttackChannel) else x
     return centre if noise is None or channel.sigma == 0 else torch.add(centre, noise, alpha=channel.sigma)

@@ -1,0 +1,187 @@
+"""Passes through many thetas at once: `run(model, thetas, x) -> (outputs, vjp)`, as `BayesianModel.run` defines it.
+
+Nets of linear layers and norms run all thetas as one batch (`torch.func.vmap`): a product for each layer instead of S
+small ones. Convolutions run theta by theta, which is then the fastest (grouped convolutions are not); where the images
+have one or two channels, for which a library's input gradient wastes most of a vector register, the first layer's input
+gradients are matrix products that add up over the thetas.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from advbayes.accelerated.memory import recycle_blocks
+from advbayes.model import BayesianModel, Vjp, vjp_of
+
+_NUMBERS = 1 << 20  # rows x thetas x input size worked on at once: activations then stay near the cache
+_ROWS = 16  # of a batch; fewer are not worth a call
+_THIN = 2  # channels up to which a product is the faster input gradient (docs/performance.md)
+
+_R = TypeVar("_R")
+_one_by_one: WeakSet[nn.Module] = WeakSet()  # nets that vmap has refused
+
+
+def run(
+    model: BayesianModel,
+    thetas: Tensor,  # (S, P), constants
+    x: Tensor,  # (B, *event)
+) -> tuple[Tensor, Vjp]:  # (S, B, O)
+    """The raw outputs at each theta and their vector-Jacobian product in x, where gradients are enabled.
+
+    >>> from advbayes import Categorical
+    >>> model = BayesianModel(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)), Categorical())
+    >>> thetas, x, cotangent = torch.randn(5, model.num_params), torch.randn(2, 4), torch.randn(5, 2, 3)
+    >>> (outputs, vjp), (plain, plain_vjp) = run(model, thetas, x), model.run(thetas, x)
+    >>> torch.allclose(outputs, plain, atol=1e-5), torch.allclose(vjp(cotangent), plain_vjp(cotangent), atol=1e-5)
+    (True, True)
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        return model.run(thetas, x)
+    if _is_thin(model, x) and torch.is_grad_enabled():
+        return _with_thin_first_layer(model, thetas, x)
+    if len(thetas) > 1 and len(x) and model.net not in _one_by_one and _is_flat(model):
+        try:
+            return _as_one_batch(model, thetas, x)
+        except Exception:  # whatever a net does that cannot be vectorised; if it is wrong, it raises again below
+            _one_by_one.add(model.net)
+    return _theta_by_theta(model, thetas, x)
+
+
+def in_parts(work: Callable[[slice], _R], thetas: Tensor, x: Tensor) -> list[_R]:
+    """The work on parts of a batch, side by side on torch's threads: layers gain less from threads of their own.
+
+    >>> in_parts(lambda rows: rows, torch.zeros(2, 3), torch.zeros(5, 4))
+    [slice(0, 5, None)]
+    """
+    recycle_blocks()
+    most = max(_ROWS, _NUMBERS // (max(1, math.prod(x.shape[1:])) * len(thetas)))
+    rows = math.ceil(len(x) / math.ceil(len(x) / most)) if len(x) else 1  # as equal parts as few as may be
+    slices = [slice(start, min(start + rows, len(x))) for start in range(0, max(1, len(x)), rows)]
+    num_threads = min(torch.get_num_threads(), len(slices))
+    # A thread's setting is also that of threads begun after it, so those of the caller's own are left alone.
+    if num_threads == 1 or x.device.type != "cpu" or threading.current_thread() is not threading.main_thread():
+        return [work(part) for part in slices]
+    all_threads = torch.get_num_threads()
+    with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            return list(pool.map(work, slices))
+        finally:
+            torch.set_num_threads(all_threads)
+
+
+def _is_flat(model: BayesianModel) -> bool:
+    """Whether all parameters are matrices and vectors, and nobody looks at what passes through the layers."""
+    hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.net.modules())
+    return not hooked and all(len(shape) <= 2 for shape in model.shapes)
+
+
+def _as_one_batch(model: BayesianModel, thetas: Tensor, x: Tensor) -> tuple[Tensor, Vjp]:
+    leaf = x.detach().requires_grad_(torch.is_grad_enabled())
+    outputs = torch.func.vmap(lambda theta: model.output(theta, leaf)[0])(thetas.detach())
+    return outputs.detach(), lambda cotangent: vjp_of(outputs, leaf, cotangent)
+
+
+def _theta_by_theta(model: BayesianModel, thetas: Tensor, x: Tensor) -> tuple[Tensor, Vjp]:
+    """One graph for each theta, freed as soon as its gradient is added."""
+    leaf = x.detach().requires_grad_(torch.is_grad_enabled())
+    each = [model.output(theta, leaf)[0] for theta in thetas.detach()]
+
+    return torch.stack([output.detach() for output in each]), lambda cotangent: _sum_of_vjps(each, leaf, cotangent)
+
+
+def _sum_of_vjps(each: list[Tensor], leaf: Tensor, cotangent: Tensor) -> Tensor:
+    total = torch.zeros_like(leaf)
+    for output, of_theta in zip(each, cotangent, strict=True):
+        if output.requires_grad:
+            (gradient,) = torch.autograd.grad(output, leaf, of_theta, allow_unused=True)
+            if gradient is not None:
+                total += gradient
+    return total
+
+
+# --- Images of one or two channels ------------------------------------------------------------------------------------
+
+
+def _is_thin(model: BayesianModel, x: Tensor) -> bool:
+    is_image = x.ndim == 4 and 0 < x.shape[1] <= _THIN and len(x) > 0
+    return is_image and any(len(shape) == 4 for shape in model.shapes)
+
+
+class _Patches(dict[tuple[int, ...], Tensor]):
+    """Gradients of the patches of x that kernels see, by kernel size and padding: (C k l, B H W) summed over thetas."""
+
+    def add(self, gradient: Tensor, weight: Tensor, padding: tuple[int, int]) -> None:
+        rows = gradient.permute(0, 2, 3, 1).reshape(-1, len(weight))  # a view in channels_last
+        key, product = (*weight.shape[2:], *padding), (weight.reshape(len(weight), -1).T, rows.T)
+        self[key] = torch.addmm(self[key], *product) if key in self else torch.mm(*product)
+
+
+class _GraphBegins(torch.autograd.Function):
+    """The identity, whose gradient goes to the patches and no further."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, x: Tensor, patches: _Patches, *layer: Any) -> Tensor:
+        ctx.patches, ctx.layer = patches, layer
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        ctx.patches.add(gradient, *ctx.layer)
+        return None, None, None, None, None
+
+
+class _FirstConvolutions(TorchFunctionMode):
+    """Lets the graph begin after the convolutions of x itself."""
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()
+        self.x, self.patches = x, _Patches()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.conv2d or kwargs or len(args) != 7:
+            return func(*args, **(kwargs or {}))
+        x, weight, _, stride, padding, dilation, groups = args
+        is_plain = (stride, dilation, groups) == ((1, 1), (1, 1), 1) and isinstance(padding, tuple)
+        is_first = (x.data_ptr(), x.numel()) == (self.x.data_ptr(), self.x.numel()) and not weight.requires_grad
+        if not is_plain or not is_first:
+            return func(*args)
+        output = func(x.detach(), *args[1:])
+        return _GraphBegins.apply(output, self.x, self.patches, weight, padding)  # type: ignore[no-untyped-call]
+
+
+def _with_thin_first_layer(model: BayesianModel, thetas: Tensor, x: Tensor) -> tuple[Tensor, Vjp]:
+    """Theta by theta; gradients of the first layer's patches add up, and are put together once."""
+    leaf = model.laid_out(x.detach().contiguous()).requires_grad_()
+    with _FirstConvolutions(leaf) as mode:
+        each = [model.output(theta, leaf)[0] for theta in thetas.detach()]
+
+    def vjp(cotangent: Tensor) -> Tensor:
+        total = _sum_of_vjps(each, leaf, cotangent)
+        for key, patches in mode.patches.items():
+            total += _folded(patches, leaf.shape, key)
+        return total
+
+    return torch.stack([output.detach() for output in each]), vjp
+
+
+def _folded(patches: Tensor, shape: torch.Size, key: tuple[int, ...]) -> Tensor:
+    """Every pixel's sum over the patches that hold it, by one shifted addition for each position in a patch."""
+    tall, wide, down, right = key
+    batch, channels, height, width = shape
+    rows, columns = height + 2 * down - tall + 1, width + 2 * right - wide + 1
+    shares = patches.view(channels, tall, wide, batch, rows, columns)
+    padded = patches.new_zeros(channels, batch, height + 2 * down, width + 2 * right)
+    for i in range(tall):
+        for j in range(wide):
+            padded[:, :, i : i + rows, j : j + columns] += shares[:, i, j]
+    return padded[:, :, down : down + height, right : right + width].transpose(0, 1)

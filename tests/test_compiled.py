@@ -1,0 +1,266 @@
+"""The compiled step is the eager one up to rounding, and falls back where torch lacks what it is made with."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from advbayes import (
+    L2,
+    AttackChannel,
+    BayesianModel,
+    Categorical,
+    ChannelELBO,
+    Gaussian,
+    Linf,
+    LowRank,
+    MeanField,
+    Mixture,
+    Noise,
+    NonFiniteError,
+    Trades,
+    fit,
+)
+from advbayes.accelerated import CompiledStep, CompileError, compiling
+from advbayes.accelerated.draws import Draws, draws, sample_at
+from advbayes.accelerated.step import adam
+from advbayes.attacks import entropy, margin, nll, one_step, pgd, squared_error
+from advbayes.batches import Batch
+from advbayes.training import SkippedStepWarning, _adam, _eager_step
+from advbayes.types import Channel
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def classifier(seed: int = 0) -> BayesianModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 3))
+    return BayesianModel(net, Categorical())
+
+
+def regressor(seed: int = 0) -> BayesianModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 1))
+    return BayesianModel(net, Gaussian(0.5))
+
+
+IMAGES = torch.rand(70, 1, 6, 6, generator=generator(1)), torch.randint(3, (70,), generator=generator(2))
+ROWS = torch.randn(70, 5, generator=generator(3)), torch.randn(70, generator=generator(4))
+
+
+def image_mix() -> Mixture:
+    attacks = [AttackChannel(one_step(L2(1.0), loss), 0.1) for loss in (nll, margin, entropy)]
+    return Mixture([0.4, 0.2, 0.2, 0.2], [Noise(0.1), *attacks])
+
+
+def row_mix() -> Mixture:
+    return Mixture([0.4, 0.6], [Noise(0.1), AttackChannel(one_step(L2(1.0), squared_error), 0.1)])
+
+
+# --- Compiled is eager ------------------------------------------------------------------------------------------------
+
+# Each costs a cold compilation, so each covers several paths.
+CASES = {
+    "mean field, two thetas, mixture inside": (regressor, MeanField, row_mix, {"num_theta": 2}),
+    "low rank, penalty, losses by example": (classifier, LowRank, image_mix, {"penalty": Trades(2.0)}),
+    "mean field, channel outside, importance weights": (
+        regressor,
+        MeanField,
+        lambda: AttackChannel(pgd(Linf(0.1), 3, squared_error), 0.1),
+        {"bound": "importance_weighted", "num_channel": 2},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_compiled_fit_is_the_eager_one_up_to_rounding(case: str) -> None:
+    make_model, make_posterior, make_channel, settings = CASES[case]
+    ends, histories = [], []
+    for compile in (False, True):
+        model = make_model()
+        posterior = make_posterior(model)
+        data = ROWS if make_model is regressor else IMAGES
+        result = fit(
+            model,
+            posterior,
+            make_channel(),
+            data,
+            objective=ChannelELBO(70, **settings),  # type: ignore[arg-type]
+            steps=8,
+            batch_size=32,
+            lr=1e-2,
+            seed=3,
+            progress=False,
+            compile=compile,
+        )
+        ends.append(posterior.mean)
+        histories.append(result.history)
+    for column in ("bound", "log_likelihood", "kl", "penalty", "gradient_norm"):
+        assert histories[1][column] == pytest.approx(histories[0][column], rel=2e-4, abs=1e-5), column
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-4)
+
+
+def test_compiling_what_branches_on_values_says_so() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layer(x)
+            return y if float(y.detach().sum()) > 0 else 2 * y
+
+    model = BayesianModel(Branching(), Gaussian(0.5))
+    with pytest.raises(CompileError, match="compile=True could not compile a step of BayesianModel"):
+        fit(model, MeanField(model), Noise(0.0), ROWS, steps=1, progress=False, compile=True)
+
+
+def test_compiling_gradients_through_the_attack_is_refused() -> None:
+    model = regressor()
+    with pytest.raises(ValueError, match="through=True"):
+        fit(model, MeanField(model), row_mix(), ROWS, objective=ChannelELBO(70, through=True), steps=1, compile=True)
+
+
+# --- The channel, its randomness drawn beforehand ----------------------------------------------------------------------
+
+CHANNELS: dict[str, Channel] = {
+    "identity": Noise(0.0),
+    "noise": Noise(0.3),
+    "one step": AttackChannel(one_step(L2(1.0)), 0.1),
+    "mixture": image_mix(),
+    "interleaved": Mixture(
+        [0.3, 0.2, 0.1, 0.4],
+        [AttackChannel(one_step(L2(1.0), nll), 0.2), Noise(0.1), AttackChannel(one_step(L2(1.0), entropy), 0.2), Noise(0.0)],
+    ),
+    "nothing of one": Mixture([0.0, 1.0], [AttackChannel(one_step(L2(1.0)), 0.1), Noise(0.1)]),
+}
+
+
+@pytest.mark.parametrize("name", CHANNELS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_channel_at_its_draws_is_its_sample(name: str, seed: int) -> None:
+    channel, model = CHANNELS[name], classifier()
+    predict = model.at(model.initial_theta())
+    x, y = IMAGES[0][:33], IMAGES[1][:33]
+    expected = channel.sample(predict, x, y, generator=generator(seed))
+    drawn = draws(channel, x, generator=generator(seed))
+    assert isinstance(drawn, Draws)
+    order = drawn.order if drawn.order.numel() else torch.arange(33)
+    found = torch.empty_like(x)
+    found[order] = sample_at(channel, drawn, predict, x[order], y[order])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_channels_whose_attack_draws_have_no_draws_beforehand() -> None:
+    x = IMAGES[0]
+    random = AttackChannel(pgd(L2(1.0), 3), 0.1)
+    iid = Mixture([0.5, 0.5], [Noise(0.1), Noise(0.2)], stratified=False)
+    for channel in (random, iid, Mixture([0.5, 0.5], [Noise(0.1), random])):
+        assert draws(channel, x, generator=generator()) is None
+
+
+# --- The program -------------------------------------------------------------------------------------------------------
+
+
+def test_its_adam_is_torch_s() -> None:
+    ours = [torch.linspace(-1, 1, 7), torch.zeros(7), torch.zeros(7)]
+    theirs = nn.Parameter(ours[0].clone())
+    reference = torch.optim.Adam([theirs], lr=1e-2)
+    for k in range(5):
+        theirs.grad = torch.randn(7, generator=generator(k))
+        reference.param_groups[0]["lr"] = 1e-2 * 0.9**k
+        ours = list(adam(*ours, theirs.grad, torch.tensor(k + 1.0), 1e-2 * 0.9**k))
+        reference.step()
+    torch.testing.assert_close(ours[0], theirs.detach(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_that_is_not_finite_changes_nothing() -> None:
+    model = regressor()
+    posterior, other = MeanField(model), MeanField(model)
+    step = CompiledStep(model, posterior, Noise(0.0), ChannelELBO(70), _adam(posterior, 1e-2))
+    rows = torch.arange(16)
+    assert all(map(math.isfinite, step(Batch(*ROWS, rows), generator(0), 1e-2)))
+    before = [tensor.clone() for tensor in step.state]
+    broken = ROWS[0].clone()
+    broken[3] = math.nan
+    assert not all(map(math.isfinite, step(Batch(broken, ROWS[1], rows), generator(1), 1e-2)))
+    assert all(torch.equal(a, b) for a, b in zip(step.state, before, strict=True))
+    # And the next good one goes on as if the bad one had never been.
+    assert all(map(math.isfinite, step(Batch(*ROWS, rows), generator(2), 1e-2)))
+    assert len(step.programs) == 1
+    eager = _eager_step(model, other, Noise(0.0), ChannelELBO(70), _adam(other, 1e-2))
+    for seed in (0, 2):
+        eager(Batch(*ROWS, rows), generator(seed), 1e-2)
+    torch.testing.assert_close(posterior.mu, other.mu, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(posterior.rho, other.rho, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_stops_after_ten_bad_steps_at_its_last_finite_state() -> None:
+    class Overflowing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((5,), 1e30))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.weight).square()
+
+    model = BayesianModel(Overflowing(), Gaussian(1.0))
+    posterior = MeanField(model)
+    with pytest.warns(SkippedStepWarning), pytest.raises(NonFiniteError, match="the cause is the likelihood"):
+        fit(model, posterior, Noise(0.0), ROWS, steps=20, compile=True)
+    assert torch.equal(posterior.mu.detach(), model.initial_theta())
+
+
+@pytest.mark.slow
+def test_a_run_may_be_resumed_compiled_or_not() -> None:
+    ends = []
+    for first, second in ((False, False), (True, False), (False, True)):
+        model = regressor()
+        posterior = MeanField(model)
+        state = fit(model, posterior, row_mix(), ROWS, steps=4, batch_size=32, compile=first, progress=False).state
+        fit(model, posterior, row_mix(), ROWS, steps=8, batch_size=32, compile=second, state=state, progress=False)
+        ends.append(posterior.mean)
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(ends[2], ends[0], rtol=1e-3, atol=1e-4)
+
+
+# --- A torch without the names that it is made with ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("missing", "instead"),
+    [
+        ("torch._inductor.decomposition", "torch.compile"),
+        ("torch.fx.experimental.proxy_tensor", "nothing"),
+    ],
+)
+@pytest.mark.slow
+def test_a_torch_that_lacks_a_private_name_still_trains(missing: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling._warn_once.cache_clear()
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)  # what stands for it here is not under test
+    ends = []
+    for compile in (False, True):
+        model = regressor()
+        posterior = MeanField(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(model, posterior, row_mix(), ROWS, steps=4, batch_size=32, progress=False, compile=compile)
+        told = [str(warning.message) for warning in caught if "lacks what compile=True" in str(warning.message)]
+        assert len(told) == int(compile)
+        assert all(f"uses {instead}" in text for text in told)
+        ends.append(posterior.mean)
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-4)
+    compiling._warn_once.cache_clear()
