@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
@@ -32,11 +33,13 @@ from advbayes.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian,
 from advbayes.model import BayesianModel
 from advbayes.networks import mlp
 from advbayes.objectives import ChannelELBO
+from advbayes.posteriors import Samples
 from advbayes.predictive import PosteriorPredictive
 from advbayes.purification import Purifier
 from advbayes.runs import thetas_of
 from advbayes.runs.building import make_ball, named_channel, named_posterior
 from advbayes.seeds import generator_for, seed_for
+from advbayes.store import StoreError, bundle, preprocessing, read_bundle
 from advbayes.training import fit
 from advbayes.types import Channel, Predictor
 
@@ -88,7 +91,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         self.abstain = abstain
         self.random_state = random_state
 
-    def _train(self, x: Tensor, y: Tensor, num_outputs: int, likelihood: Likelihood, last: nn.Module | None = None) -> None:
+    def _train(self, x: Tensor, y: Tensor, num_outputs: int, likelihood: Likelihood, last: nn.Linear | None = None) -> None:
         """Build, train, draw thetas. After Ctrl-C the estimator holds what was trained and the interrupt goes on."""
         checks.count("num_thetas", self.num_thetas)
         checks.choice("defense", self.defense, DEFENSES)
@@ -120,12 +123,34 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         thetas = self.posterior_.sample(self.num_thetas, generator=generator_for(seed, "thetas"))
         if self.posterior in ("point", "ensemble"):
             thetas = thetas_of(self.posterior_, self.num_thetas, seed_for(seed, "thetas"))
+        self.thetas_ = thetas
+        self._layout = (spread is not None, 0 if last is None else len(last.bias))  # layers around the net
         self.predictor_: Predictor = PosteriorPredictive(self.model_, thetas)
         if self.defense in ("reactive", "both"):
-            purifier = Purifier(model, channel, thetas, (seen, y), "online")
-            self.predictor_ = purifier if spread is None else _Standardised(purifier, shift, spread)
+            self._reference = (seen, y, channel, shift, spread)
+            self.predictor_ = self._purified(model, thetas)
         if self.result_.interrupted:
             raise KeyboardInterrupt
+
+    def _purified(self, model: BayesianModel, thetas: Tensor) -> Predictor:
+        seen, y, channel, shift, spread = self._reference
+        purifier = Purifier(model, channel, thetas, (seen, y), "online")
+        return purifier if spread is None else _Standardised(purifier, shift, spread)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Save the fitted estimator as a bundle, without pickle; `load` gives back one that predicts the same.
+
+        The history of the training (`result_`) is not in it.
+        """
+        save_pipeline(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, net: nn.Module | None = None) -> Self:
+        """What `save` saved; a network with code of its own has to be given as `net`."""
+        estimator = load_pipeline(path, net=net)
+        if not isinstance(estimator, cls):
+            raise StoreError(path, wanted=f"a {cls.__name__}", got=f"a {type(estimator).__name__}")
+        return estimator
 
     def _scaling(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Mean and spread of each feature; no spread where X is taken as it is (a channel of one's own, images)."""
@@ -402,3 +427,149 @@ def robust_scorer(metric: str = "accuracy", *, steps: int = 20, seed: int = 0) -
         return float(columns["log_prob"].mean()) if metric == "nll" else -float(columns["squared_error"].mean().sqrt())
 
     return scorer
+
+
+def save_pipeline(
+    pipeline: Any,
+    path: str | os.PathLike[str],
+    *,
+    feature_names: Sequence[str] | None = None,
+) -> None:
+    """Save a fitted estimator of this module, or a pipeline that ends in one, as a bundle without pickle.
+
+    The steps before it may be StandardScaler, MinMaxScaler, RobustScaler, SimpleImputer, OneHotEncoder, and Pipeline and
+    ColumnTransformer of these. `feature_names` are the columns of X, by which `advbayes predict` reads a CSV file (absent:
+    those that `fit` saw).
+
+    >>> import tempfile
+    >>> from sklearn.pipeline import make_pipeline
+    >>> from sklearn.preprocessing import StandardScaler
+    >>> X, y = np.random.default_rng(0).normal(5.0, 2.0, (20, 3)), np.arange(20) % 2
+    >>> pipeline = make_pipeline(StandardScaler(), RobustClassifier(epochs=2, random_state=0)).fit(X, y)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_pipeline(pipeline, f"{folder}/m.advbayes")
+    ...     again = load_pipeline(f"{folder}/m.advbayes")
+    >>> bool((again.predict_proba(X) == pipeline.predict_proba(X)).all())
+    True
+    """
+    steps, last = (pipeline.steps[:-1], pipeline[-1]) if isinstance(pipeline, Pipeline) else ([], pipeline)
+    if type(last) not in _KINDS.values():
+        raise StoreError(path, wanted=f"{' or '.join(_KINDS)}, or a pipeline that ends in one", got=f"{last!r:.80}")
+    check_is_fitted(last, "predictor_")
+    names = list(map(str, getattr(pipeline, "feature_names_in_", ()) if feature_names is None else feature_names))
+    if names and len(names) != pipeline.n_features_in_:
+        raise ValueError(f"feature_names must name the {pipeline.n_features_in_} columns of X, got {len(names)}")
+    settings = {name: value for name, value in last.get_params(deep=False).items() if name not in ("channel", "net")}
+    own_channel = None if last.channel is None or isinstance(last.channel, str) else last.channel
+    kind, state = bundle.encode_posterior(last.posterior_, last.model_, "estimator")
+    tensors = {f"posterior/{name}": value for name, value in state.items()}
+    reference = last._reference if last.defense in ("reactive", "both") else None
+    if reference is not None:
+        tensors |= {"reference/x": reference[0], "reference/y": reference[1], "reference/shift": reference[3]}
+        tensors |= {} if reference[4] is None else {"reference/spread": reference[4]}
+    ball = last.ball_
+    bundle.save(
+        path,
+        model=last.model_,
+        posterior=Samples(last.thetas_),  # what it predicts with, so that everything that reads bundles gives its numbers
+        channel=own_channel if reference is None else reference[2],
+        class_names=[str(name) for name in last.classes_] if isinstance(last, RobustClassifier) else None,
+        threat_model={
+            "norm": last.norm,
+            "eps": ball.eps,
+            "mask": None if ball.mask is None else ball.mask.tolist(),
+            "scale": None if ball.scale is None else ball.scale.tolist(),
+            "ball": ball,
+        },
+        extra={
+            "task": "classification" if isinstance(last, RobustClassifier) else "regression",
+            "defense": last.defense,
+            "event": list(last.event_shape or (last.n_features_in_,)),
+            "feature_names": names,
+            "steps": preprocessing.encode(Pipeline(steps), "steps") if steps else None,
+            "estimator": {
+                "class": type(last).__name__,
+                "step": pipeline.steps[-1][0] if isinstance(pipeline, Pipeline) else None,
+                "settings": {name: preprocessing.plain(value, name) for name, value in settings.items()},
+                "channel": last.channel if isinstance(last.channel, str) else own_channel is not None,
+                "net": last.net is not None,
+                "layout": list(last._layout),
+                "posterior": kind["kind"],
+                "classes": preprocessing.plain(last.classes_, "classes_") if isinstance(last, RobustClassifier) else None,
+                "num_features": int(last.n_features_in_),
+                "names": [str(name) for name in getattr(last, "feature_names_in_", ())],
+                "double": last._dtype == torch.float64,
+                "columns": bool(getattr(last, "_columns", False)),
+                "purified": reference is not None,
+            },
+        },
+        tensors=tensors,
+    )
+
+
+def load_pipeline(path: str | os.PathLike[str], *, net: nn.Module | None = None) -> Any:
+    """What `save_pipeline` saved: an estimator, or a pipeline; a network with code of its own has to be given as `net`."""
+    try:
+        extra = read_bundle(path)[1].get("extra")
+        said = extra.get("estimator") if isinstance(extra, dict) else None
+        if not isinstance(extra, dict) or not isinstance(said, dict) or said.get("class") not in _KINDS:
+            raise StoreError(path, wanted="an estimator saved by save_pipeline", got="another bundle")
+        last = _restored(path, said, net)
+        if said["step"] is None:
+            return last
+        before = preprocessing.decode(extra["steps"], "steps").steps if extra["steps"] else []
+        return Pipeline([*before, (said["step"], last)])
+    except StoreError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
+        got = f"{type(error).__name__}: {error!s:.200}"
+        raise StoreError(path, wanted="an estimator saved by save_pipeline", got=got) from None
+
+
+def _restored(path: str | os.PathLike[str], said: dict[str, Any], net: nn.Module | None) -> Any:
+    front, back = said["layout"]
+    whole = net
+    if net is not None:
+        dtype = torch.float64 if said["double"] else torch.float32
+        whole = copy.deepcopy(net).to(dtype)
+        sizes = [said["num_features"]] * bool(front), [back] * bool(back)
+        around = [[_affine(torch.ones(size, dtype=dtype), torch.zeros(size, dtype=dtype)) for size in part] for part in sizes]
+        whole = nn.Sequential(whole, *around[1]) if back else whole
+        whole = nn.Sequential(*around[0], whole) if front else whole
+    loaded = bundle.load(path, net=whole)
+    settings = {name: preprocessing.array(value, name) for name, value in said["settings"].items()}
+    estimator = _KINDS[said["class"]](
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    )
+    if said["channel"]:
+        estimator.channel = said["channel"] if isinstance(said["channel"], str) else loaded.channel
+    model = loaded.model
+    inner: Any = copy.deepcopy(model.net)
+    for name, parameter in inner.named_parameters():
+        parameter.requires_grad_(name in model.names)
+    inner = inner[1] if front else inner
+    if said["net"]:
+        estimator.net = net if net is not None else inner[0] if back else inner
+    estimator._dtype = torch.float64 if said["double"] else torch.float32
+    estimator._columns, estimator._layout = bool(said["columns"]), (bool(front), int(back))
+    estimator.n_features_in_ = int(said["num_features"])
+    if said["names"]:
+        estimator.feature_names_in_ = np.array(said["names"], object)
+    if said["classes"] is not None:
+        estimator.classes_ = preprocessing.array(said["classes"], "classes_")
+    kept: dict[str, dict[str, Tensor]] = {"posterior": {}, "reference": {}}
+    for key, value in loaded.tensors.items():
+        part, _, name = key.partition("/")
+        kept[part][name] = value
+    estimator.model_, estimator.ball_, estimator.thetas_ = model, loaded.threat_model["ball"], loaded.posterior.thetas
+    estimator.posterior_ = bundle.decode_posterior({"kind": said["posterior"]}, kept["posterior"], model, os.fspath(path))
+    estimator.predictor_ = PosteriorPredictive(model, estimator.thetas_)
+    if said["purified"]:
+        reference = kept["reference"]
+        estimator._reference = (reference["x"], reference["y"], loaded.channel, reference["shift"], reference.get("spread"))
+        trained_on = BayesianModel(inner, model.likelihood, model.prior_scale)
+        estimator.predictor_ = estimator._purified(trained_on, estimator.thetas_)
+    return estimator
+
+
+_KINDS: dict[str, Any] = {"RobustClassifier": RobustClassifier, "RobustRegressor": RobustRegressor}

@@ -16,6 +16,7 @@ from torch.distributions import Categorical
 from advbayes import metrics
 from advbayes.config import ConfigError
 from advbayes.datasets.containers import read_plain
+from advbayes.datasets.encoding import read_rows
 from advbayes.datasets.npz import read_npz
 from advbayes.datasets.own import MAX_CSV_BYTES, MAX_NPZ_BYTES
 from advbayes.datasets.tables import parse_table
@@ -36,6 +37,8 @@ def read_inputs(trained: Trained, path: Path) -> Tensor:  # (N, *event), as the 
         data = read_plain(path, MAX_CSV_BYTES)
         if trained.encoding is not None:
             x = trained.encoding.read(data, str(path))
+        elif trained.steps is not None:
+            x = torch.from_numpy(read_rows(data, str(path), trained.feature_names, trained.steps))
         else:
             # Text columns (a label, a name) are left out: only the model's own columns must be numbers.
             table = parse_table(data, str(path), numbers=trained.feature_names)
@@ -47,6 +50,8 @@ def read_inputs(trained: Trained, path: Path) -> Tensor:  # (N, *event), as the 
             raise ConfigError(f"INPUT: must hold an array x, got {path} with {', '.join(sorted(arrays)) or 'none'}")
         values = arrays["x"]
         x = torch.from_numpy(np.ascontiguousarray(values.astype(np.float32)))
+        if trained.steps is not None:
+            x = torch.from_numpy(np.asarray(trained.steps.transform(values), np.float64))
         if values.dtype == np.uint8 and trained.box == (0.0, 1.0):
             x = x / 255
         if x.ndim == len(trained.event) and len(trained.event) == 3:  # images without a channel axis
@@ -55,6 +60,7 @@ def read_inputs(trained: Trained, path: Path) -> Tensor:  # (N, *event), as the 
         raise ConfigError(f"INPUT: must hold inputs of shape {trained.event}, got {tuple(x.shape[1:])} in {path}")
     if not len(x) or not bool(torch.isfinite(x).all()):
         raise ConfigError(f"INPUT: must hold at least one row of finite numbers, got {tuple(x.shape)} in {path}")
+    x = x.to(trained.model.dtype)
     return x if trained.scaling is None else trained.scaling.transform(x)
 
 

@@ -131,6 +131,25 @@ class Encoding:
         raise StoreError(place, wanted="columns, numeric, movable and a transformer over them", got=f"{document!r:.80}")
 
 
+def read_rows(data: bytes, name: str, columns: Sequence[str], transformer: Any) -> npt.NDArray[np.float64]:
+    """The rows of a CSV file, by the names of its columns, through a fitted transformer."""
+    text = parse_table(data, name, text=columns, numbers=()).text
+    cells = [["" if _missing(cell) else cell for cell in text[column]] for column in columns]
+    numeric = [all(not cell or finite_number(cell) is not None for cell in column) for column in cells]
+    rows = np.array(
+        [
+            [float(cell or "nan") if is_number else cell for cell in column]
+            for column, is_number in zip(cells, numeric, strict=True)
+        ],
+        np.float64 if all(numeric) else object,
+    ).T
+    try:
+        values = transformer.transform(rows)
+    except ValueError as error:
+        raise DataError(problem(name, "rows that the saved steps take", f"{error!s:.200}", "Check its columns.")) from None
+    return np.asarray(values.toarray() if hasattr(values, "toarray") else values, np.float64)
+
+
 def _missing(cell: object) -> bool:
     return cell is None or cell != cell or (isinstance(cell, str) and cell.strip().lower() in MISSING)
 

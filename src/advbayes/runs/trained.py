@@ -18,7 +18,7 @@ from advbayes.posteriors import Ensemble, Samples
 from advbayes.predictive import PosteriorPredictive
 from advbayes.runs.building import own_net
 from advbayes.runs.folder import Run
-from advbayes.store import thetas_of
+from advbayes.store import preprocessing, thetas_of
 from advbayes.types import Channel
 
 
@@ -44,6 +44,7 @@ class Trained:
     mask: Tensor | None = None
     scale: Tensor | None = None
     encoding: Encoding | None = None
+    steps: Any = None  # scikit-learn transformers in front of the model
 
     def thetas(self, num: int = 20) -> Tensor:
         """The thetas that predictions use, keyed by the run's seed."""
@@ -77,6 +78,9 @@ def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trai
     extra, threat = _mapping(bundle.extra), _mapping(bundle.threat_model)
     if (place / "config.toml").is_file():
         Run.open(place).check_sealed(extra.get("config"), "model")
+    if _mapping(extra.get("estimator")).get("purified"):
+        wanted = "a model that predicts by itself (advbayes.estimators.load_pipeline loads this one)"
+        raise store.StoreError(path, wanted=wanted, got="an estimator that purifies its inputs")
     box = threat.get("box")
     return Trained(
         path=Path(path),
@@ -95,6 +99,7 @@ def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trai
         defense=str(extra.get("defense", "model")),
         seed=int(extra.get("seed", 0)),
         mask=None if threat.get("mask") is None else torch.tensor(threat["mask"], dtype=torch.bool),
+        steps=None if extra.get("steps") is None else preprocessing.decode(extra["steps"], f"{path}:steps"),
         encoding=None if extra.get("encoding") is None else Encoding.from_json(extra["encoding"], f"{path}:encoding"),
         scale=None if threat.get("scale") is None else torch.tensor(threat["scale"], dtype=torch.float32),
     )

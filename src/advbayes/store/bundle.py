@@ -29,7 +29,7 @@ from .raw import RawPredictor, thetas_of
 _MODEL = "model.advbayes"  # in a run folder
 
 _DOCUMENTS = ("model", "posterior", "channel", "class_names", "threat_model", "audit", "extra")
-_TENSORS = ("net", "posterior", "channel", "scaling", "threat_model")
+_TENSORS = ("net", "posterior", "channel", "scaling", "threat_model", "extra")
 _PARTS = {f"{name}.json" for name in _DOCUMENTS} | {f"{name}.safetensors" for name in _TENSORS}
 
 
@@ -48,6 +48,7 @@ class Bundle:
     threat_model: Any
     audit: JSON
     extra: JSON
+    tensors: dict[str, Tensor]  # what was saved beside `extra`
     versions: dict[str, str]
     manifest: Manifest
 
@@ -99,10 +100,12 @@ def save(
     threat_model: object = None,
     audit: object = None,
     extra: object = None,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Save a model as a folder, or as one file when `path` ends in `.advbayes`; atomic, without pickle, never with NaN.
 
-    `threat_model` is a ball, an attack, or a dictionary of such and of plain values; `audit` and `extra` are plain values.
+    `threat_model` is a ball, an attack, or a dictionary of such and of plain values; `audit` and `extra` are plain values,
+    `tensors` whatever arrays belong to `extra`.
 
     >>> import tempfile
     >>> from advbayes import Categorical, MeanField, Noise
@@ -114,7 +117,7 @@ def save(
     (Noise(sigma=0.1), ('a', 'b', 'c'))
     """
     place = os.fspath(path)
-    tensors: dict[str, dict[str, Tensor]] = {"net": dict(model.net.state_dict()), "channel": {}, "threat_model": {}}
+    parts: dict[str, dict[str, Tensor]] = {"net": dict(model.net.state_dict()), "channel": {}, "threat_model": {}}
     described: dict[str, object] = {
         "net": describe_net(model.net),
         "likelihood": kinds.encode(model.likelihood, f"{place}:likelihood", {}),
@@ -122,16 +125,17 @@ def save(
         "parameters": [[name, list(shape)] for name, shape in zip(model.names, model.shapes, strict=True)],
     }
     documents: dict[str, object] = {"model": described}
-    documents["posterior"], tensors["posterior"] = _encode_posterior(posterior, model, place)
-    documents["channel"] = kinds.encode(channel, "channel", tensors["channel"])
-    documents["threat_model"] = kinds.encode_document(threat_model, "threat_model", tensors["threat_model"])
+    documents["posterior"], parts["posterior"] = encode_posterior(posterior, model, place)
+    documents["channel"] = kinds.encode(channel, "channel", parts["channel"])
+    documents["threat_model"] = kinds.encode_document(threat_model, "threat_model", parts["threat_model"])
     documents["class_names"] = None if class_names is None else [str(name) for name in class_names]
     documents |= {"audit": audit, "extra": extra}
+    parts["extra"] = dict(tensors or {})
     if scaling is not None:
-        tensors["scaling"] = dict(scaling)
+        parts["scaling"] = dict(scaling)
     write_bundle(
         path,
-        {name: values for name, values in tensors.items() if values or name == "scaling"},
+        {name: values for name, values in parts.items() if values or name == "scaling"},
         {name: document for name, document in documents.items() if document is not None},
     )
 
@@ -163,13 +167,14 @@ def load(path: str | os.PathLike[str], *, net: nn.Module | None = None, device: 
         raise StoreError(f"{place}:channel", wanted="a channel", got=type(channel).__name__)
     return Bundle(
         model=model,
-        posterior=_decode_posterior(documents.get("posterior"), tensors.get("posterior", {}), model, place),
+        posterior=decode_posterior(documents.get("posterior"), tensors.get("posterior", {}), model, place),
         channel=channel,
         scaling=tensors.get("scaling"),
         class_names=None if names is None else tuple(str(name) for name in names),
         threat_model=threat_model,
         audit=documents.get("audit"),
         extra=documents.get("extra"),
+        tensors=tensors.get("extra", {}),
         versions=manifest.versions,
         manifest=manifest,
     )
@@ -259,7 +264,8 @@ _POSTERIORS: dict[str, tuple[Any, dict[str, str], Callable[[BayesianModel, dict[
 }
 
 
-def _encode_posterior(posterior: object, model: BayesianModel, place: str) -> tuple[JSON, dict[str, Tensor]]:
+def encode_posterior(posterior: object, model: BayesianModel, place: str) -> tuple[dict[str, JSON], dict[str, Tensor]]:
+    """A posterior's kind and its tensors."""
     kind = type(posterior).__name__
     if kind not in _POSTERIORS or type(posterior) is not _POSTERIORS[kind][0]:
         raise StoreError(f"{place}:posterior", wanted=f"one of {', '.join(_POSTERIORS)}", got=kind)
@@ -270,7 +276,8 @@ def _encode_posterior(posterior: object, model: BayesianModel, place: str) -> tu
     return {"kind": kind}, dict(posterior.state_dict())
 
 
-def _decode_posterior(document: JSON, state: dict[str, Tensor], model: BayesianModel, place: str) -> nn.Module:
+def decode_posterior(document: JSON, state: dict[str, Tensor], model: BayesianModel, place: str) -> Any:
+    """Back from `encode_posterior`."""
     part = f"{place}:posterior"
     kind = document.get("kind") if isinstance(document, dict) and len(document) == 1 else None
     if not isinstance(kind, str) or kind not in _POSTERIORS:

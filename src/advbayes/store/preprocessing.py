@@ -100,7 +100,7 @@ def _describe(transformer: Any, place: str) -> dict[str, JSON]:
             "transformers": parts,
             "remainder": transformer.remainder,
             "columns": int(transformer.n_features_in_),
-            "names": _plain(names, place) if names else None,
+            "names": plain(names, place) if names else None,
         }
     if kind not in _known() or type(transformer) is not _known()[kind][0]:
         wanted = f"one of {', '.join([*_known(), 'ColumnTransformer', 'Pipeline'])}"
@@ -108,13 +108,13 @@ def _describe(transformer: Any, place: str) -> dict[str, JSON]:
     settings = {name: value for name, value in transformer.get_params().items() if name not in ("categories", "dtype")}
     described: dict[str, JSON] = {
         "kind": kind,
-        "settings": {name: _plain(value, f"{place}.{name}") for name, value in settings.items()},
-        "state": {name: _plain(getattr(transformer, name), f"{place}.{name}") for name in _known()[kind][1]},
+        "settings": {name: plain(value, f"{place}.{name}") for name, value in settings.items()},
+        "state": {name: plain(getattr(transformer, name), f"{place}.{name}") for name in _known()[kind][1]},
         "columns": int(transformer.n_features_in_),
-        "names": _plain(list(getattr(transformer, "feature_names_in_", ())), place) or None,
+        "names": plain(list(getattr(transformer, "feature_names_in_", ())), place) or None,
     }
     if kind == "SimpleImputer" and transformer.add_indicator:
-        described["missing"] = _plain(transformer.indicator_.features_.tolist(), place)
+        described["missing"] = plain(transformer.indicator_.features_.tolist(), place)
     return described
 
 
@@ -145,7 +145,7 @@ def _rebuild(described: Any, place: str) -> Any:
             whole.transformers_ = [(name, fitted.get(name, inner), columns) for name, inner, columns in whole.transformers_]
             return _with_names(whole, described)
         case {"kind": str(kind), "settings": dict(settings), "state": dict(state)} if kind in _known():
-            values = {name: _array(value, f"{place}.{name}") for name, value in state.items()}
+            values = {name: array(value, f"{place}.{name}") for name, value in state.items()}
             options = {name: _option(value, f"{place}.{name}") for name, value in settings.items()}
             if values.keys() != set(_known()[kind][1]):
                 raise StoreError(place, wanted=f"{', '.join(_known()[kind][1])}", got=f"{sorted(values)!r:.200}")
@@ -186,11 +186,11 @@ def _example(described: Any, place: str) -> npt.NDArray[Any]:
                 if isinstance(inner, dict):
                     rows[:, columns] = _example(inner, place)
         case {"kind": "OneHotEncoder", "state": {"categories_": categories}}:
-            rows[:] = [values[0] for values in _array(categories, place)]
+            rows[:] = [values[0] for values in array(categories, place)]
         case {"kind": "SimpleImputer", "state": {"statistics_": statistics}, "settings": {"missing_values": missing}}:
-            rows[:] = _array(statistics, place)
-            rows[1, described.get("missing", [])] = _array(missing, place)
-            if _array(statistics, place).dtype == object:
+            rows[:] = array(statistics, place)
+            rows[1, described.get("missing", [])] = array(missing, place)
+            if array(statistics, place).dtype == object:
                 return rows
     try:
         return rows.astype(np.float64)
@@ -198,12 +198,12 @@ def _example(described: Any, place: str) -> npt.NDArray[Any]:
         return rows
 
 
-def _plain(value: Any, place: str) -> Any:
+def plain(value: Any, place: str) -> Any:
     """A setting or a fitted attribute as JSON; NaN as an object, since JSON has none."""
     if isinstance(value, np.ndarray):
         if not _DTYPE.fullmatch(value.dtype.str):
             raise StoreError(place, wanted="numbers or text", got=f"{value.dtype}")
-        return {"dtype": value.dtype.str, "values": [_plain(item, place) for item in value.tolist()]}
+        return {"dtype": value.dtype.str, "values": [plain(item, place) for item in value.tolist()]}
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -211,26 +211,26 @@ def _plain(value: Any, place: str) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
-        return [_plain(item, place) for item in value]
+        return [plain(item, place) for item in value]
     raise StoreError(place, wanted="a plain setting", got=f"{value!r:.80}")
 
 
-def _array(value: Any, place: str) -> Any:
-    """Back from `_plain`."""
+def array(value: Any, place: str) -> Any:
+    """Back from `plain`."""
     match value:
         case {"number": "nan" | "inf" | "-inf" as text, **rest} if not rest:
             return float(text)
         case {"dtype": str(dtype), "values": list(values), **rest} if not rest and _DTYPE.fullmatch(dtype):
-            return np.array([_array(item, place) for item in values], np.dtype(dtype))
+            return np.array([array(item, place) for item in values], np.dtype(dtype))
         case list():
-            return [_array(item, place) for item in value]
+            return [array(item, place) for item in value]
         case None | bool() | int() | float() | str():
             return value
     raise StoreError(place, wanted="numbers or text", got=f"{value!r:.80}")
 
 
 def _option(value: Any, place: str) -> Any:
-    decoded = _array(value, place)
+    decoded = array(value, place)
     return tuple(decoded) if isinstance(decoded, list) else decoded
 
 
