@@ -17,7 +17,7 @@ from advbayes import L2, AttackChannel, Noise, PosteriorPredictive, fit, one_ste
 from advbayes.config import make_config
 from advbayes.datasets import split_rows
 from advbayes.purification import Purifier
-from advbayes.purifier_attacks import Annealed, NearestCentre
+from advbayes.purification.attacks import Annealed, NearestCentre
 from advbayes.runs import Prepared, build_defense, build_model, prepare, record, thetas_of
 from advbayes.types import Predictor
 

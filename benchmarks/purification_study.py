@@ -40,7 +40,7 @@ from advbayes import (
 from advbayes.attacks import APGD, margin
 from advbayes.networks import ConvGenerator, conv_net
 from advbayes.purification import Purifier
-from advbayes.purifier_attacks import Annealed, NearestCentre, StraightThrough
+from advbayes.purification.attacks import Annealed, NearestCentre, StraightThrough
 from advbayes.seeds import generator_for
 from advbayes.types import Predictor
 

@@ -32,7 +32,7 @@ from advbayes.attacks import (
 from advbayes.attacks.parts import settings, text_of
 from advbayes.balls import Ball
 from advbayes.purification import Purifier
-from advbayes.purifier_attacks import Annealed, NearestCentre
+from advbayes.purification.attacks import Annealed, NearestCentre
 from advbayes.seeds import generator_for
 from advbayes.types import Attack, Predictor
 

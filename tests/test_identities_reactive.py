@@ -176,7 +176,7 @@ def test_invariant_to_order_duplicates_chunks_and_constants(update: str, monkeyp
     for purifier in (shuffled, doubled, lifted):
         for found, expected in zip(gradient(purifier), wanted, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-    monkeypatch.setattr("advbayes.purification.small._TABLE", 0)  # in blocks, and in small ones
+    monkeypatch.setattr("advbayes.purification.store._SMALL", 0)  # in blocks, and in small ones
     monkeypatch.setattr("advbayes.purification.banks._TILE", 1)
     monkeypatch.setattr("advbayes.purification.banks.FEWEST_ROWS", 7)
     for found, expected in zip(gradient(Purifier(model, channel, thetas, (reference, labels), update)), wanted, strict=True):

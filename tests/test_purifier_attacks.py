@@ -21,7 +21,7 @@ from advbayes import (
 )
 from advbayes.attacks.gradients import loss_and_gradient
 from advbayes.purification import Purifier
-from advbayes.purifier_attacks import Annealed, NearestCentre, StraightThrough, nearest_centre_radius, neighbours
+from advbayes.purification.attacks import Annealed, NearestCentre, StraightThrough, nearest_centre_radius, neighbours
 from tests.oracles import FLOAT, randn
 
 # Class 0 where the first coordinate is positive, certain of it.
@@ -81,7 +81,7 @@ def test_no_attack_succeeds_within_the_closed_form_radius() -> None:
 
 def test_saturated_weights_hide_from_plain_ascent_but_not_from_these() -> None:
     reference = crowd(400)
-    purifier = Purifier(BayesianModel(nn.Linear(2, 2), Categorical()), Noise(0.03), THETA.float(), reference.float())
+    purifier = Purifier(BayesianModel(nn.Linear(2, 2), Categorical()), Noise(0.015), THETA.float(), reference.float())
     x = crowd(60, seed=3).float()
     y = (x[:, 0] < 0).long()
     ball = L2(1.0)

@@ -28,8 +28,7 @@ _HOMES = {
     "objectives": "ChannelELBO LogitPairing Trades",
     "posteriors": "Ensemble LowRank MeanField PointMass Posterior Samples",
     "predictive": "FreshPredictive PosteriorPredictive",
-    "purification": "Purifier SimulatedPurifier",
-    "purifier_attacks": "Annealed NearestCentre StraightThrough",
+    "purification": "Annealed NearestCentre Purifier SimulatedPurifier StraightThrough",
     "smoothing": "Smoothed",
     "store": "load save",
     "training": "FitResult NonFiniteError fit",
@@ -122,11 +121,11 @@ if TYPE_CHECKING:
     from advbayes.posteriors import Samples as Samples
     from advbayes.predictive import FreshPredictive as FreshPredictive
     from advbayes.predictive import PosteriorPredictive as PosteriorPredictive
+    from advbayes.purification import Annealed as Annealed
+    from advbayes.purification import NearestCentre as NearestCentre
     from advbayes.purification import Purifier as Purifier
     from advbayes.purification import SimulatedPurifier as SimulatedPurifier
-    from advbayes.purifier_attacks import Annealed as Annealed
-    from advbayes.purifier_attacks import NearestCentre as NearestCentre
-    from advbayes.purifier_attacks import StraightThrough as StraightThrough
+    from advbayes.purification import StraightThrough as StraightThrough
     from advbayes.smoothing import Smoothed as Smoothed
     from advbayes.store import load as load
     from advbayes.store import save as save

@@ -9,7 +9,7 @@ import torch
 from advbayes.auditing.case import Case, finding, judged, not_applicable, not_run
 from advbayes.auditing.findings import Finding
 from advbayes.purification import Purifier
-from advbayes.purifier_attacks import Annealed, NearestCentre, StraightThrough
+from advbayes.purification.attacks import Annealed, NearestCentre, StraightThrough
 from advbayes.types import Predictor
 
 KINDS = ("exact", "straight_through", "transfer", "nearest_centre")

@@ -119,7 +119,7 @@ def purifier_for(trained: Trained, data: Prepared, num_thetas: int, update: str)
 def purifier_attacks(ball: Ball, task: str, *, steps: int) -> dict[str, Attack]:
     """The worst of the attacks that know what a purifier is made of."""
     from advbayes.attacks import Suite
-    from advbayes.purifier_attacks import Annealed, NearestCentre
+    from advbayes.purification.attacks import Annealed, NearestCentre
 
     annealed: Attack = Annealed(ball, steps=max(1, steps // 2))
     return {"adaptive": Suite((annealed, NearestCentre(ball)) if task == "classification" else (annealed,))}

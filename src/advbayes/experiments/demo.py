@@ -21,7 +21,7 @@ from advbayes.channels import Noise
 from advbayes.config import ConfigError, RunConfig, make_config
 from advbayes.evaluation import Cell, Evaluation, evaluate
 from advbayes.purification import Purifier
-from advbayes.purifier_attacks import Annealed, NearestCentre
+from advbayes.purification.attacks import Annealed, NearestCentre
 from advbayes.report import make_gallery, write_report
 from advbayes.report.folders import merged
 from advbayes.runs import Prepared, Run, Trained, create_run, load_trained, prepare, record, train

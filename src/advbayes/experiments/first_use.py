@@ -22,7 +22,7 @@ from advbayes.channels import Noise
 from advbayes.evaluation import evaluate
 from advbayes.predictive import FreshPredictive
 from advbayes.purification import Purifier
-from advbayes.purifier_attacks import Annealed, NearestCentre, StraightThrough
+from advbayes.purification.attacks import Annealed, NearestCentre, StraightThrough
 from advbayes.runs import load_trained, prepare, record
 from advbayes.runs.folder import Run
 from advbayes.seeds import generator_for

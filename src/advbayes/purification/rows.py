@@ -56,7 +56,8 @@ class MemoryRows:
         return self.data[groups, rows]
 
     def pick(self, group: int, index: Tensor, columns: slice = slice(None)) -> Tensor:
-        return self.data[group, :, columns].index_select(0, index.reshape(-1)).view(*index.shape, -1)
+        table = self.data[group, :, columns]
+        return table.index_select(0, index.reshape(-1)).view(*index.shape, table.shape[1])
 
     def write(self, group: int, start: int, part: Tensor) -> None:
         self.data[group, start : start + len(part)] = part
@@ -109,7 +110,7 @@ class DiskRows:
     def pick(self, group: int, index: Tensor, columns: slice = slice(None)) -> Tensor:
         # Mapped whole, but only the pages that are touched become resident.
         table = self._map(group, 0, self.shape[1])[:, columns]
-        return table.index_select(0, index.reshape(-1)).view(*index.shape, -1)
+        return table.index_select(0, index.reshape(-1)).view(*index.shape, table.shape[1])
 
     def write(self, group: int, start: int, part: Tensor) -> None:
         with self.path.open("r+b") as file:

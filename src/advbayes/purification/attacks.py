@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution
 
 from advbayes import attacks, checks
@@ -75,7 +74,7 @@ class Annealed:
     ball: Ball
     factors: tuple[float, ...] = (8.0, 4.0, 2.0, 1.0)
     steps: int = 20  # for each factor
-    loss: Loss = margin
+    loss: Loss | None = None  # absent: the margin, in regression the likelihood
     start: Attack | None = None
 
     def __post_init__(self) -> None:
@@ -92,8 +91,8 @@ class Annealed:
         purifier = _purifier(predict)
         if self.ball.eps == 0 or not len(x):
             return x.clone()
-        x, y = entry(purifier, self.ball, x, y, self.loss)
-        loss = self.loss if isinstance(purifier(x[:1]), CategoricalDistribution) or self.loss is not margin else nll
+        loss = self.loss or (nll if purifier.store.num_outputs else margin)
+        x, y = entry(purifier, self.ball, x, y, loss)
         best = Best(x, *score(purifier, loss, x, y))
         starts = [x]
         if self.start is not None:
