@@ -330,13 +330,86 @@ def test_flags_of_an_audit_reach_it(run: str, place: Path, monkeypatch: pytest.M
     told(capsys, argv)
     assert (seen["tier"], str(seen["ball"])[:8], seen["num"], seen["seed"]) == ("quick", "Linf(0.3", 7, 5)
     assert len(seen["predict"].thetas) == 2
-    assert seen["control_ball"].eps == 3
+    assert seen["support"].control_ball.eps == 3
     assert seen["ball"].mask.tolist() == [False, True, True]
     assert float(0.3 * seen["ball"].scale[1] * load_trained(run).scaling.std[1]) == pytest.approx(2)  # type: ignore[union-attr]
-    assert seen["undefended"] is not None
+    assert seen["support"].undefended is not None
     monkeypatch.setattr(Verdict, "level", property(lambda self: "C"))
     for wanted, code in (("A", 3), ("B", 3), ("C", 0)):
         told(capsys, [*argv, "--require", wanted], code)
+
+
+THEIRS = """
+import csv
+from pathlib import Path
+from torch import nn, tensor
+from torch.distributions import Categorical
+
+def rows(name):
+    with (Path(__file__).parent / name).open() as file:
+        return list(csv.reader(file))[1:]
+
+def pipeline():
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+    x = [[float(v) for v in row[:3]] for row in rows("kinds.csv")]
+    return make_pipeline(StandardScaler(), LogisticRegression()).fit(x, [row[3] for row in rows("kinds.csv")])
+
+def net():
+    made = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))
+    made[0].weight.data = tensor([[9.0, 3.0, 0.0], [-9.0, -3.0, 0.0]])  # the first output is yes
+    return made
+
+def line():
+    made = nn.Linear(4, 1)
+    made.weight.data, made.bias.data = tensor([[1.0, -2.0, 0.5, 0.0]]), tensor([0.0])
+    return made
+
+def predictor():
+    return lambda x: Categorical(logits=x[:, :2])
+
+nothing = object
+"""
+
+
+@shows("audit", "model", "data", "target", "task", "classes", "report")
+def test_models_of_others_are_audited(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
+    import advbayes.cli.foreign
+
+    monkeypatch.chdir(place)
+    (place / "options_theirs.py").write_text(THEIRS)
+    seen: dict[str, Any] = {}
+
+    def audit(predict: Any, data: Any, **settings: Any) -> Verdict:
+        seen.update(settings, predict=predict, x=data[0], y=data[1])
+        return Verdict((), settings["tier"])
+
+    monkeypatch.setattr(advbayes.cli.foreign, "audit", audit)
+    argv = ["--data", "kinds.csv", "--target", "kind", "--eps", "0.3", "--norm", "linf", "--tier", "quick", "--seed", "3"]
+
+    def right() -> float:
+        return float((seen["predict"](seen["x"]).probs.argmax(1) == seen["y"]).double().mean())
+
+    told(capsys, ["audit", "--model", "options_theirs:pipeline", *argv])
+    assert (len(seen["x"]), seen["tier"], seen["seed"], str(seen["ball"])) == (80, "quick", 3, "Linf(0.3)")
+    assert right() > 0.9  # string labels, raw units
+    told(capsys, ["audit", "--model", "options_theirs:net", *argv, "--classes", "yes,no", "--num", "50"])
+    assert len(seen["x"]) == 50
+    assert right() > 0.95
+    told(capsys, ["audit", "--model", "options_theirs:net", *argv])
+    assert right() < 0.05  # in the order of the data's classes, no comes first
+    numbers = ["--data", "numbers.csv", "--target", "y", "--task", "regression", "--eps", "0.1", "--tier", "quick"]
+    told(capsys, ["audit", "--model", "options_theirs:line", *numbers])
+    assert torch.allclose(seen["predict"](seen["x"]).mean, seen["y"], atol=1e-3)
+    found = told(capsys, ["audit", "--model", "options_theirs:predictor", *argv, "--num", "8", "--report", str(tmp_path / "r")])
+    assert "<!doctype html>" in Path(found["report"]).read_text()
+    for wrong in (
+        ["audit", *argv],
+        ["audit", "--model", "options_theirs:nothing", *argv],
+        ["audit", "--model", "nowhere", *argv],
+    ):
+        assert main(wrong) == 2
 
 
 # --- certify, predict, report, datasets, show, demo -----------------------------------------------

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from advbayes.cli.screen import Json, Run, Thetas, Trust, emit, say
+from advbayes.cli.screen import Json, Thetas, Trust, emit, say
 from advbayes.cli.signals import watched
 from advbayes.cli.threat import Eps, FeatureEps, Fixed, Norm, ball_for, check_norm
 
@@ -20,7 +20,10 @@ advbayes audit RUN --tier quick --undefended BASELINE
 
 advbayes audit RUN --require B
 
-The last one ends with exit code 3 when the level is below B.
+advbayes audit --model mymodels:make_net --data test.npz --norm linf --eps 0.03
+
+The third one ends with exit code 3 when the level is below B. The last one judges a model of your own: `make_net()` gives a
+torch network, a fitted scikit-learn estimator or a Predictor; eps is then in the data's own units.
 """
 BELOW = 3
 
@@ -30,7 +33,13 @@ def add_to(app: typer.Typer) -> None:
 
 
 def audit(
-    run: Run,
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run folder made by `advbayes train`")] = None,
+    model: Annotated[str | None, typer.Option(metavar="MODULE:FACTORY", help="A model of your own, instead of a run")] = None,
+    data: Annotated[str | None, typer.Option(metavar="DATA", help="Its test data: a .csv or .npz file or a built-in set")] = None,
+    target: Annotated[str | None, typer.Option(help="Target column of a .csv file")] = None,
+    task: Annotated[str | None, typer.Option(metavar="classification|regression", help="Of the file, if not clear")] = None,
+    classes: Annotated[str | None, typer.Option(metavar="A,B,...", help="Classes in the order of a network's outputs")] = None,
+    report: Annotated[str | None, typer.Option(metavar="FOLDER", help="Write a report of the model, too")] = None,
     tier: Annotated[str, typer.Option(metavar="quick|standard|full", help="How much to spend")] = "standard",
     eps: Eps = None,
     norm: Norm = None,
@@ -52,6 +61,16 @@ def audit(
         raise ConfigError(f"tier: must be one of quick, standard, full, got {tier!r}")
     if require not in (None, "A", "B", "C"):
         raise ConfigError(f"require: must be one of A, B, C, got {require!r}")
+
+    foreign = {"--data": data, "--target": target, "--task": task, "--classes": classes, "--report": report}
+    if model is not None:
+        if run is not None or data is None or eps is None or ":" not in model:
+            raise ConfigError("model: must be MODULE:FACTORY, with --data and --eps and without a run")
+        return _foreign(model, data, target, task, classes, report, tier, eps, norm or "l2", num, require, seed, json)
+    if run is None:
+        raise ConfigError("RUN: must be a run folder, or --model and --data must be given, got neither")
+    if extra := [name for name, value in foreign.items() if value is not None]:
+        raise ConfigError(f"{', '.join(extra)}: must go with --model, got a run")
 
     import torch
 
@@ -85,4 +104,39 @@ def audit(
         emit({"run": run, "threat_model": units, "norm": norm or trained.norm, **verdict.json()})
     else:
         say(f"{norm or trained.norm} {said_units(units)}\n{verdict}\nVerdict: {folder.path / 'audit.json'}")
+    return BELOW if require is not None and verdict.level > require else 0
+
+
+def _foreign(
+    model: str,
+    data: str,
+    target: str | None,
+    task: str | None,
+    classes: str | None,
+    report: str | None,
+    tier: str,
+    eps: float,
+    norm: str,
+    num: int | None,
+    require: str | None,
+    seed: int,
+    json: bool,
+) -> int:
+    import shlex
+    import sys
+
+    from advbayes.cli.foreign import load_foreign
+
+    found = load_foreign(model, data, target=target, task=task, classes=classes.split(",") if classes else ())
+    ball = found.ball(norm, eps)
+    verdict = found.audit(ball, tier=tier, num=num, seed=seed)
+    with watched():
+        command = shlex.join(["advbayes", *sys.argv[1:]])
+        paths = report and found.report(report, ball, verdict, num=num or 200, seed=seed, command=command)
+    if json:
+        emit({"model": model, "norm": norm, "eps": eps, **verdict.json(), "report": str(paths.html) if paths else None})
+    else:
+        say(f"{model} on {data} ({found.task}), {norm} eps = {eps:g} in the data's own units\n{verdict}")
+        if paths:
+            say(f"Report: {paths.html}")
     return BELOW if require is not None and verdict.level > require else 0

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -147,18 +148,22 @@ def own_net(network: str, *, trusted: bool = False) -> nn.Module:
     """
     if not trusted:
         raise ConfigError(f"network: {network!r} names code of your own, which runs only with --trust-network")
-    module_name, factory_name = network.split(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        net = getattr(importlib.import_module(module_name), factory_name)()
-    except Exception as error:  # whatever the user's code raises is the user's to mend
-        raise ConfigError(
-            f"network: must be an importable module:factory, got {network!r}: {type(error).__name__}: {error}"
-        ) from error
+    net = import_factory("network", network)
     if not isinstance(net, nn.Module):
         raise ConfigError(f"network: {network!r} must return a torch.nn.Module, got {type(net).__name__}")
     return net
+
+
+def import_factory(key: str, name: str) -> Any:
+    """What the user's `module:factory` gives when called; the module is looked for in the working folder first."""
+    module_name, _, factory_name = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module_name), factory_name)()
+    except Exception as error:  # whatever the user's code raises is the user's to mend
+        wanted = f"{key}: must be an importable module:factory, got {name!r}"
+        raise ConfigError(f"{wanted}: {type(error).__name__}: {error}") from error
 
 
 def build_model(config: RunConfig, data: Prepared, *, trusted: bool = False) -> tuple[BayesianModel, Posterior]:

@@ -1,0 +1,111 @@
+"""Models of other people: a torch net, a fitted scikit-learn estimator or any Predictor, and data in raw units to judge it on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from advbayes.adapters import from_sklearn, from_torch
+from advbayes.auditing import ThreatModel, Verdict, audit
+from advbayes.balls import Ball
+from advbayes.config import ConfigError, make_config
+from advbayes.evaluation import evaluate
+from advbayes.report import ReportPaths, write_report
+from advbayes.runs import make_attack, make_ball, prepare
+from advbayes.runs.building import import_factory
+from advbayes.types import Predictor
+
+
+@dataclass(frozen=True, eq=False)
+class Foreign:
+    """A model, as a Predictor, with the rows that it is judged on."""
+
+    predict: Predictor
+    x: Tensor
+    y: Tensor
+    task: str
+    class_names: tuple[str, ...]
+    feature_names: tuple[str, ...]
+    box: tuple[float, float] | None
+    dataset: str
+
+    def ball(self, norm: str, eps: float) -> Ball:
+        """The ball in the data's own units."""
+        return make_ball(norm, eps, self.box)
+
+    def audit(self, ball: Ball, *, tier: str, num: int | None, seed: int) -> Verdict:
+        """Its audit within the ball."""
+        rows = self.x[:num], self.y[:num]
+        return audit(self.predict, rows, ball=ball, tier=tier, threat_model=ThreatModel(units="raw"), seed=seed)
+
+    def report(self, out: str, ball: Ball, verdict: Verdict, *, num: int, seed: int, command: str) -> ReportPaths:
+        """A report of the usual attacks and of the audit."""
+        attacks = {name: make_attack(name, ball, task=self.task) for name in ("pgd", "pgd_plus", "apgd", "square")}
+        found = evaluate({"model": self.predict}, (self.x[:num], self.y[:num]), attacks=attacks, seed=seed)
+        return write_report(
+            out,
+            title=f"A model on {self.dataset}",
+            evaluation=found,
+            audit={"model": verdict},
+            threat_model={"norm": type(ball).__name__, "eps": ball.eps, "units": "raw"},
+            class_names=self.class_names or None,
+            feature_names=self.feature_names or None,
+            reproduce=[command],
+        )
+
+
+def load_foreign(model: str, data: str, *, target: str | None, task: str | None, classes: Sequence[str] = ()) -> Foreign:
+    """What `module:factory` gives, with all rows of a file or the test set of a built-in one to judge it on."""
+    config = make_config(
+        {"data": data} | {key: value for key, value in (("target", target), ("task", task)) if value is not None}
+    )
+    dataset = prepare(config).dataset
+    x, y = dataset.x_test, dataset.y_test
+    if config.file is not None:
+        x, y = torch.cat([dataset.x_train, x]), torch.cat([dataset.y_train, y])
+    made = import_factory("model", model)
+    names = tuple(classes) or dataset.class_names
+    regression = dataset.task == "regression"
+    if isinstance(made, nn.Module):
+        made.eval()
+        predict: Predictor = from_torch(made, "mean", scale=_rmse(made, x, y)) if regression else from_torch(made)
+    elif hasattr(made, "predict"):
+        predict = from_sklearn(made, scale=_rmse(made.predict, x.numpy(), y) if regression else None)
+        if not regression:
+            names = tuple(str(label) for label in made.classes_)
+    elif callable(made):
+        predict = made
+    else:
+        raise ConfigError(f"model: must give a torch.nn.Module, a fitted estimator or a Predictor, got {type(made).__name__}")
+    return Foreign(
+        predict,
+        x,
+        _places(y, dataset.class_names, names),
+        dataset.task,
+        names,
+        dataset.feature_names,
+        dataset.box,
+        Path(data).stem,
+    )
+
+
+def _places(y: Tensor, given: Sequence[str], wanted: Sequence[str]) -> Tensor:
+    """Labels as places among the model's classes."""
+    if not given or tuple(given) == tuple(wanted):
+        return y
+    missing = [given[label] for label in y.unique().tolist() if given[label] not in wanted]
+    if missing:
+        raise ConfigError(f"data: must hold the model's classes ({', '.join(wanted)}), got {', '.join(missing[:5])} as well")
+    return torch.tensor([wanted.index(name) if name in wanted else -1 for name in given])[y]
+
+
+def _rmse(predict: Any, x: Any, y: Tensor) -> float:
+    """The error that a model without a scale of its own is taken to expect."""
+    with torch.no_grad():
+        said = torch.as_tensor(predict(x)).reshape(y.shape)
+    return max(float((said - y).double().square().mean().sqrt()), 1e-6)
