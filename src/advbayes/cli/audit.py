@@ -83,14 +83,14 @@ def audit(
     config = folder.config
     torch.set_num_threads(config.threads)
     trained = load_trained(run, trusted=trust_network)
-    data = prepare(config)
+    prepared = prepare(config)
     control = None if undefended is None else load_trained(undefended, trusted=trust_network).point()
     ball = ball_for(trained, norm, eps, fixed, feature_eps)
     with watched(), folder.lock():
         verdict = audit_run(
             folder,
             trained,
-            data,
+            prepared,
             ball,
             tier=tier,
             num=num,

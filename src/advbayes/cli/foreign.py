@@ -98,7 +98,7 @@ def _places(y: Tensor, given: Sequence[str], wanted: Sequence[str]) -> Tensor:
     """Labels as places among the model's classes."""
     if not given or tuple(given) == tuple(wanted):
         return y
-    missing = [given[label] for label in y.unique().tolist() if given[label] not in wanted]
+    missing = [given[label] for label in sorted(set(y.tolist())) if given[label] not in wanted]
     if missing:
         raise ConfigError(f"data: must hold the model's classes ({', '.join(wanted)}), got {', '.join(missing[:5])} as well")
     return torch.tensor([wanted.index(name) if name in wanted else -1 for name in given])[y]
