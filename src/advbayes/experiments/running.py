@@ -35,12 +35,13 @@ def run(
     seeds: Sequence[int] | None = None,
     rows: Sequence[str] | None = None,
     jobs: int = 1,
+    again: bool = False,
     quiet: bool = False,
 ) -> Path:
     """Run what is missing of an experiment into `out/name`, collect the records; the folder.
 
     Each unit is written whole or not at all. Units go seed by seed, so that a run that is stopped has every row of the
-    first seeds.
+    first seeds. `again` replaces what is there.
     """
     experiment = spec.experiment()
     folder = out / spec.name
@@ -52,7 +53,7 @@ def run(
     wanted = [(row, seed) for seed in (range(experiment.seeds) if seeds is None else seeds) for row in chosen]
     with store.Lock(folder):
         done = set(finished(folder))
-        left = [unit for unit in wanted if key_of(*unit) not in done]
+        left = [unit for unit in wanted if again or key_of(*unit) not in done]
         board = Board(spec.name, len(wanted), left, quiet)
         for row, seed, seconds in _work_through(spec, folder, out / "models", left, jobs, board):
             board.done(row, seed, seconds)
