@@ -41,6 +41,27 @@ class Bug:
 
 BUGS = (
     Bug(
+        "an altered array passes",
+        "evaluation/files.py",
+        "return not block.array or hashlib",
+        "return True or hashlib",
+        "test_evaluation_files",
+    ),
+    Bug(
+        "what a function closes over is not compared",
+        "evaluation/contents.py",
+        '"closure": cells,',
+        '"closure": {},',
+        "test_evaluation_files",
+    ),
+    Bug(
+        "sources draw from where they are",
+        "evaluation/measuring.py",
+        "return rebuilt(attack, change)",
+        "return attack",
+        "test_evaluation_files",
+    ),
+    Bug(
         "Square's schedule ignores its budget",
         "attacks/black_box.py",
         "sum(query > mark * self.queries for mark in marks)",
@@ -608,9 +629,9 @@ _through = _Shared()""",
     ),
     Bug(
         "later blocks meet the first one's entries",
-        "evaluation/run.py",
-        "attack = on_rows(attack, slice(block.start, block.stop))",
-        "attack = on_rows(attack, slice(0, block.stop - block.start))",
+        "evaluation/measuring.py",
+        "method = _keyed_sources(on_rows(attack, rows),",
+        "method = _keyed_sources(on_rows(attack, slice(0, rows.stop - rows.start)),",
         "test_evaluation_scores",
     ),
     Bug(

@@ -66,6 +66,9 @@ def test_wrong_arguments_are_named() -> None:
 def test_a_torch_regressor_is_attacked_like_ours() -> None:
     net = nn.Linear(3, 1)
     x, y = torch.randn(4, 3), torch.randn(4)
+    for make in (lambda: from_torch(net, "mean"), lambda: from_function(net, "mean")):
+        with pytest.raises(ValueError, match="scale must be given with kind='mean'"):
+            make()
     predict = from_torch(net, "mean", scale=0.5)
     assert predict(x).variance.shape == (4,)
     before = squared_error(predict(x), y)
@@ -324,7 +327,7 @@ def test_art_is_not_stronger(trained: Trained, name: str) -> None:
 def test_art_attacks_a_regressor_as_hard_as_we_do() -> None:
     evasion = importlib.import_module("art.attacks.evasion")
     net = nn.Linear(4, 1)
-    predict = from_torch(net, "mean")
+    predict = from_torch(net, "mean", scale=1.0)
     x, y = torch.randn(20, 4), torch.randn(20)
     attack = evasion.ProjectedGradientDescent(
         to_art(predict, (4,)), norm=2, eps=0.5, eps_step=0.1, max_iter=30, batch_size=20, verbose=False

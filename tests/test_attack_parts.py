@@ -30,6 +30,7 @@ from advbayes.attacks import (
     with_steps,
 )
 from advbayes.attacks.parts import settings, text_of
+from advbayes.auditing import Support
 from advbayes.balls import Ball
 from advbayes.purification import Purifier
 from advbayes.purification.attacks import Annealed, NearestCentre
@@ -188,10 +189,12 @@ def test_an_attack_says_which_predictors_it_is_made_for() -> None:
 def test_an_audit_by_a_purifiers_own_attacks_comes_to_an_end() -> None:
     ball, data, controls = L2(0.5), (X[:16], Y[:16]), ("E13", "E19", "E20")
     attacks = {"a": Annealed(ball, steps=2, start=pgd(ball, 2)), "n": NearestCentre(ball)}
-    verdict = audit(purified(), data, ball=ball, tier="quick", attacks=attacks, undefended=linear)
+    verdict = audit(purified(), data, ball=ball, tier="quick", attacks=attacks, support=Support(undefended=linear))
     assert verdict["E1"].status == "passed"
     assert [verdict[id].status for id in controls] == ["not run"] * 3
-    mixed = audit(purified(), data, ball=ball, attacks={**attacks, "p": APGD(ball)}, undefended=linear, only=controls)
+    mixed = audit(
+        purified(), data, ball=ball, attacks={**attacks, "p": APGD(ball)}, support=Support(undefended=linear), only=controls
+    )
     assert [mixed[id].status != "not run" for id in controls] == [True] * 3
 
 

@@ -13,7 +13,7 @@ from torch.distributions import Categorical, Distribution, Independent, Normal, 
 from torch.utils.data import DataLoader, TensorDataset
 
 from advbayes import L2, evaluate, from_function, load_evaluation, metrics, pgd, rescore, selective_task, squared_error
-from advbayes.attacks import ByLoss, DivergenceFrom, MarginTo, PerExample, Suite, Toward, Transfer, entropy, margin, nll
+from advbayes.attacks import ByLoss, DivergenceFrom, MarginTo, PerExample, Suite, Transfer, entropy, margin, nll
 from advbayes.evaluation import Cell, UnitsWarning, worst
 from advbayes.evaluation.result import REDUCTIONS
 from advbayes.evaluation.selective import _point
@@ -32,6 +32,8 @@ WISH = torch.nn.functional.one_hot(NEXT, 3) * 0.98 + 0.02 / 3
 SLOPE = torch.randn(6, generator=generator(2))
 TARGETS = X @ SLOPE + 0.3 * torch.randn(100, generator=generator(3))
 
+IDLE = pytest.mark.filterwarnings("ignore::advbayes.evaluation.UnchangedWarning")  # an attack that does nothing is meant
+
 
 def predict(x: Tensor) -> Distribution:
     return Categorical(logits=x @ WEIGHT.T)
@@ -48,7 +50,7 @@ HELD = {
     "margin to": pgd(L2(1.0), 20, ByLoss(MarginTo(NEXT))),
     "per example": pgd(L2(1.0), 20, ByLoss(PerExample((nll, entropy), torch.arange(100) % 2))),
     "suite": Suite((pgd(L2(1.0), 20, DivergenceFrom(WISH)),), rank=DivergenceFrom(WISH)),
-    "transfer": Transfer(pgd(L2(1.0), 20, Toward(MarginTo(NEXT))), (predict,), rank=ByLoss(MarginTo(NEXT))),
+    "transfer": Transfer(pgd(L2(1.0), 20, ByLoss(MarginTo(NEXT))), (predict,), rank=ByLoss(MarginTo(NEXT))),
 }
 
 
@@ -128,6 +130,7 @@ def null(predict: Any, x: Tensor, y: Tensor, generator: Any = None) -> Tensor:
     return x.clone()
 
 
+@IDLE
 def test_attacks_that_do_nothing_cost_a_stochastic_predictor_nothing() -> None:
     data = torch.randn(2000, 3, generator=generator(4)), torch.zeros(2000).long()
     attacks = {f"null {number}": null for number in range(4)}
@@ -139,6 +142,7 @@ def test_attacks_that_do_nothing_cost_a_stochastic_predictor_nothing() -> None:
     assert report.columns(attack="worst")["norm"].abs().max() == 0
 
 
+@IDLE
 def test_a_folder_gives_the_worst_of_a_stochastic_predictor_again(tmp_path: Path) -> None:
     report = evaluate(coin, (X, torch.zeros(100).long()), attacks={"a": null, "b": null}, out=tmp_path)
     loaded = load_evaluation(tmp_path)
@@ -163,6 +167,7 @@ def test_the_worst_attack_of_each_example_is_still_found() -> None:
     assert report.estimate("accuracy", attack="worst").value < 0.01
 
 
+@IDLE
 def test_halves_are_those_of_the_scorings_and_deterministic_predictors_have_none() -> None:
     data = torch.randn(50, 3, generator=generator(4)), torch.zeros(50).long()
     rows = evaluate(coin, data, attacks={"null": null}).columns(attack="null")
@@ -176,6 +181,7 @@ def test_halves_are_those_of_the_scorings_and_deterministic_predictors_have_none
         assert torch.equal(union[name], take(torch.stack([rows[name] for rows in each]), 0))
 
 
+@IDLE
 def test_records_without_halves_still_load_and_are_gone_on_with(tmp_path: Path) -> None:
     data = torch.randn(60, 3, generator=generator(4)), torch.zeros(60).long()
     attacks = {"a": null, "b": null}
@@ -193,6 +199,7 @@ def test_records_without_halves_still_load_and_are_gone_on_with(tmp_path: Path) 
     assert torch.equal(resumed.columns(attack="worst")["correct"], torch.stack(each).amin(0))
 
 
+@IDLE
 def test_worst_of_one_column_is_that_column() -> None:
     rows = evaluate(coin, (X, torch.zeros(100).long()), attacks={"null": null}).columns(attack="null")
     assert torch.equal(worst([rows], "classification")["correct"], rows["correct"])

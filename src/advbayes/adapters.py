@@ -45,7 +45,12 @@ class FunctionPredictor:
             raise TypeError(f"function must be callable on a batch x, got {checks.describe(self.function)}")
         checks.choice("kind", self.kind, KINDS)
         if self.kind == "mean":
-            checks.number("scale", 1.0 if self.scale is None else self.scale, low=0, open_low=True)
+            if self.scale is None:
+                raise ValueError(
+                    "scale must be given with kind='mean': the standard deviation of the errors, such as the RMSE on data that "
+                    "the function was not fitted to; likelihoods, CRPS and coverage rest on it, got None"
+                )
+            checks.number("scale", self.scale, low=0, open_low=True)
         elif self.scale is not None:
             raise ValueError(f"scale goes with kind='mean' alone, got kind={self.kind!r}")
 
@@ -61,7 +66,8 @@ class FunctionPredictor:
         if self.kind == "mean":
             self._check(scores, x, 1)
             scores = _as(x, scores)
-            return _normal(scores, torch.full_like(scores, 1.0 if self.scale is None else self.scale))
+            assert self.scale is not None
+            return _normal(scores, torch.full_like(scores, self.scale))
         self._check(scores, x, 2)
         if self.kind == "probs":
             # log of the smallest normal number, so that p = 0 has a finite log-probability and no NaN in its gradient
@@ -138,7 +144,7 @@ def from_function(
 ) -> FunctionPredictor:
     """A function of a batch as a Predictor: `kind` says what it gives.
 
-    Classes: "logits", "log_probs" or "probs", (B, C). Regression: "mean", (B,) or (B, D), with a standard deviation `scale`,
+    Classes: "logits", "log_probs" or "probs", (B, C). Regression: "mean", (B,) or (B, D), which needs a standard deviation `scale`,
     or "mean_and_scale", a pair of them. `numpy`: it takes and gives arrays, and only attacks without gradients reach it.
 
     >>> from_function(lambda x: x.softmax(-1), "logits")(torch.randn(2, 3))
@@ -190,7 +196,7 @@ def from_sklearn(estimator: Any, *, scale: float | None = None) -> FunctionPredi
             UserWarning,
             stacklevel=2,
         )
-    return FunctionPredictor(estimator.predict, "mean", scale, True)
+    return FunctionPredictor(estimator.predict, "mean", 1.0 if scale is None else scale, True)
 
 
 @dataclass(frozen=True, eq=False)

@@ -71,10 +71,31 @@ def loss_and_gradient(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> t
         else:
             gradient = None
             if not _has_gradient(prediction):  # else it is the loss that is flat, as the entropy of a fixed scale
-                warnings.warn(_BLIND, NoGradientWarning, stacklevel=2)
+                _warn_blind()
     with torch.no_grad():
         broken = success(loss, prediction, y)
     return value.detach(), broken, torch.zeros_like(x) if gradient is None else gradient
+
+
+_told: ContextVar[list[bool] | None] = ContextVar("told", default=None)  # whether the warning was given, where once is enough
+
+
+@contextmanager
+def one_blind_warning() -> Iterator[None]:
+    """Within, a `NoGradientWarning` is given once, however many steps meet it."""
+    token = _told.set([])
+    try:
+        yield
+    finally:
+        _told.reset(token)
+
+
+def _warn_blind() -> None:
+    told = _told.get()
+    if not told:
+        warnings.warn(_BLIND, NoGradientWarning, stacklevel=3)
+    if told is not None:
+        told.append(True)
 
 
 def _has_gradient(prediction: Distribution) -> bool:

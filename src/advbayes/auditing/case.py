@@ -19,11 +19,10 @@ from advbayes.auditing.support import Support
 from advbayes.auditing.threat import ThreatModel
 from advbayes.balls import Ball
 from advbayes.certification import Certificates
-from advbayes.evaluation.attackers import with_generator
 from advbayes.evaluation.inputs import Task
-from advbayes.evaluation.scoring import Columns, score, worst
+from advbayes.evaluation.measuring import attacked_in_batches, batches, scored, with_generator
+from advbayes.evaluation.scoring import Columns, worst
 from advbayes.purification import Purifier
-from advbayes.seeds import generator_for, seed_for
 from advbayes.types import Attack, Predictor
 
 T = TypeVar("T")
@@ -97,10 +96,6 @@ class Case:
             self.memory[key] = make()
         return cast(T, self.memory[key])
 
-    def keyed(self, predict: Predictor, purpose: str, step: int = 0) -> Predictor:
-        """The predictor with its randomness keyed."""
-        return with_generator(predict, generator_for(self.seed, f"audit/{purpose}", step))
-
     def attacked(
         self,
         attack: Attack,
@@ -114,14 +109,8 @@ class Case:
         x, y = self.x if centre is None else centre, self.y
         x, y = (x, y) if rows is None else (x[rows], y[rows])
         predict = self.target if through is None else through
-        parts = []
-        for start in range(0, len(x), self.budget.batch_size):
-            part = slice(start, start + self.budget.batch_size)
-            with torch.random.fork_rng():
-                torch.manual_seed(seed_for(self.seed, f"audit/{purpose}/global", start))
-                keyed = self.keyed(predict, f"{purpose}/theta", start)
-                generator = generator_for(self.seed, f"audit/{purpose}", start, x.device)
-                parts.append(attack(keyed, x[part], y[part], generator=generator).detach())
+        options: Any = {"seed": self.seed, "key": f"audit/{purpose}", "batch_size": self.budget.batch_size}
+        parts = list(attacked_in_batches(predict, attack, x, y, **options))
         return torch.cat(parts) if parts else x.clone()
 
     def scored(
@@ -131,14 +120,11 @@ class Case:
         y = self.y if rows is None else self.y[rows]
         predict = self.predict if by is None else by
         repeats = self.rescored if self.stochastic and by is None else 1
-        parts: list[Columns] = []
-        for start in range(0, len(x_adv), self.budget.batch_size):
-            part = slice(start, start + self.budget.batch_size)
-            with torch.random.fork_rng():
-                torch.manual_seed(seed_for(self.seed, f"audit/{purpose}/score", start))
-                keyed = self.keyed(predict, f"{purpose}/score", start)
-                what = f"the scores ({purpose})"
-                parts.append(score(keyed, x_adv[part], y[part], self.task, repeats=repeats, halves=repeats > 1, what=what))
+        options: Any = {"seed": self.seed, "key": f"audit/{purpose}", "repeats": repeats, "what": f"the scores ({purpose})"}
+        parts = [
+            scored(predict, x_adv[part], y[part], self.task, start=part.start, **options)
+            for part in batches(len(x_adv), self.budget.batch_size)
+        ]
         return {name: torch.cat([columns[name] for columns in parts]) for name in parts[0]} if parts else {}
 
     def attacks_on(self, predict: Predictor) -> dict[str, Attack]:

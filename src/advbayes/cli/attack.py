@@ -67,10 +67,10 @@ def attack(
 
     from advbayes.cli.describe import said_units, units_of
     from advbayes.evaluation import score
+    from advbayes.evaluation.measuring import attacked_in_batches
     from advbayes.progress import Progress
     from advbayes.runs import Run as Folder
     from advbayes.runs import load_trained, prepare
-    from advbayes.seeds import generator_for
 
     config = Folder.open(run).config
     torch.set_num_threads(config.threads)
@@ -82,10 +82,9 @@ def attack(
     predict = trained.predict(thetas)
     parts = []
     with Progress("attack", len(x)) as bar:
-        for start in range(0, len(x), _ROWS):
-            rows = slice(start, start + _ROWS)
-            parts.append(method(predict, x[rows], y[rows], generator=generator_for(seed, f"attack/{attack}", start)))
-            bar.advance(num=len(parts[-1]))
+        for part in attacked_in_batches(predict, method, x, y, seed=seed, key=f"attack/{attack}", batch_size=_ROWS):
+            parts.append(part)
+            bar.advance(num=len(part))
     x_adv = torch.cat(parts)
     task = "classification" if trained.task == "classification" else "regression"
     name = "correct" if task == "classification" else "squared_error"

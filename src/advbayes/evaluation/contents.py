@@ -1,19 +1,26 @@
-"""What an attack holds that its repr does not show: a hash of each tensor, a fingerprint of each predictor."""
+"""What an attack holds that its repr does not show: tensors, predictors, and what functions close over."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from advbayes.attacks.parts import LOSSES
+from advbayes.attacks.parts import LOSSES, settings
 from advbayes.types import Predictor
+
+UNKNOWN = "unknown: "  # what cannot be told from another of its kind
+_OPEN = ("advbayes.", "torch.", "numpy.", "math", "builtins")  # known by their names
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, range)
+
+Fingerprint = Callable[[Predictor], list[float]]  # as the predictors under evaluation get
 
 
 def tensor_hash(*values: Tensor) -> str:
@@ -30,44 +37,107 @@ def tensor_hash(*values: Tensor) -> str:
     return digest.hexdigest()
 
 
-def contents_of(
-    attack: object,
-    fingerprint: Callable[[Predictor], list[float]],  # as the predictors under evaluation get
-) -> dict[str, str | list[float]]:
-    """Path in the attack -> hash of the tensor or fingerprint of the predictor that is there.
+def contents_of(attack: object, fingerprint: Fingerprint) -> dict[str, str | list[float]]:
+    """Path in the attack -> hash of the tensor, fingerprint of the predictor, or code and values of the function there.
+
+    Of functions (lambdas, partials, methods) that are not this library's: their code, defaults, what they close over and the
+    global values that they name. What cannot be compared is "unknown".
 
     >>> from advbayes import L2, pgd
     >>> list(contents_of(pgd(L2(1.0, scale=torch.ones(3))), lambda predict: [0.0]))
     ['ball.scale']
+    >>> list(contents_of((lambda power: lambda prediction, y: prediction.mean**power)(2), lambda predict: [0.0]))
+    ['code', 'closure.power']
     """
-    return dict(_found(attack, "", fingerprint, is_loss=False))
+    return dict(_walked(attack, "", fingerprint, False, False, set()))
 
 
-def _found(
-    value: Any, path: str, fingerprint: Callable[[Predictor], list[float]], *, is_loss: bool
+def _walked(
+    value: Any, path: str, fingerprint: Fingerprint, is_loss: bool, hidden: bool, above: set[int]
 ) -> Iterator[tuple[str, str | list[float]]]:
+    """`hidden`: within a function, where the repr shows nothing."""
     if isinstance(value, np.ndarray) and value.dtype != object:
         value = torch.as_tensor(value)
     if isinstance(value, Tensor):
         yield path, tensor_hash(value)
         return
+    if isinstance(value, _PLAIN):
+        if hidden:
+            yield path, repr(value)
+        return
+    if isinstance(value, (type, ModuleType, BuiltinFunctionType)) or _is_open(value):
+        if hidden and not isinstance(value, ModuleType):
+            yield path, f"{value.__module__}.{value.__qualname__}"
+        return
+    if id(value) in above:
+        return
     predicts = None if is_loss else _predicts(value, fingerprint)
     if predicts is not None:
         yield path, predicts  # its own tensors show in what it predicts
         return
-    members: list[tuple[str, Any]] = []
-    if isinstance(value, Mapping):
-        members = [(str(key), member) for key, member in value.items()]
-    elif isinstance(value, (tuple, list)):
-        members = [(str(number), member) for number, member in enumerate(value)]
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        members = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.init]
-    for name, member in members:
+    parts, hidden = _parts(value, hidden)
+    if parts is None:
+        yield path, f"{UNKNOWN}{type(value).__module__}.{type(value).__qualname__}"
+        return
+    for name, member in parts:
         inner = name in LOSSES or (is_loss and name.isdigit())
-        yield from _found(member, f"{path}.{name}".strip("."), fingerprint, is_loss=inner)
+        yield from _walked(member, f"{path}.{name}".strip("."), fingerprint, inner, hidden, above | {id(value)})
 
 
-def _predicts(value: Any, fingerprint: Callable[[Predictor], list[float]]) -> list[float] | None:
+def _is_open(value: Any) -> bool:
+    return isinstance(value, FunctionType) and value.__module__.startswith(_OPEN) and value.__closure__ is None
+
+
+def _parts(value: Any, hidden: bool) -> tuple[list[tuple[str, Any]] | None, bool]:
+    """The named parts of a value, and whether its repr leaves them out; None where they cannot be had."""
+    if isinstance(value, Mapping):
+        return [(str(key), member) for key, member in value.items()], hidden
+    if isinstance(value, (tuple, list)):
+        return [(str(number), member) for number, member in enumerate(value)], hidden
+    if isinstance(value, (set, frozenset)):
+        return [(str(number), member) for number, member in enumerate(sorted(value, key=repr))], hidden
+    if settings(value):
+        return list(settings(value).items()), hidden
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)], True
+    if isinstance(value, MethodType):
+        return [("function", value.__func__), ("self", value.__self__)], True
+    if isinstance(value, FunctionType):
+        return _of_function(value), True
+    held = getattr(value, "__dict__", None)
+    if held is None or isinstance(value, torch.Generator):  # a stream's place moves as it is drawn from
+        return None, True
+    return [("class", type(value)), *held.items()], True
+
+
+def _of_function(value: FunctionType) -> list[tuple[str, Any]]:
+    """Code, defaults, closure and the globals that are named in it."""
+    names = value.__code__.co_freevars
+    cells = dict(zip(names, map(_content, value.__closure__ or ()), strict=True))
+    named = {name: value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__}
+    held = {"defaults": value.__defaults__, "keyword defaults": value.__kwdefaults__, "closure": cells, "globals": named}
+    return [("code", _code(value.__code__)), *((name, part) for name, part in held.items() if part)]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _names(code: CodeType) -> list[str]:
+    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)]
+    return sorted({*code.co_names, *inner})
+
+
+def _code(code: CodeType) -> str:
+    """SHA-256 of what a function does, wherever it stands."""
+    inner = [_code(constant) if isinstance(constant, CodeType) else repr(constant) for constant in code.co_consts]
+    return hashlib.sha256(repr((code.co_code, inner, code.co_names, code.co_varnames)).encode()).hexdigest()
+
+
+def _predicts(value: Any, fingerprint: Fingerprint) -> list[float] | None:
     """The fingerprint of what answers inputs alone; losses and attacks want more than that."""
     if not callable(value) or isinstance(value, type):
         return None

@@ -14,8 +14,8 @@ from torch.distributions import Distribution
 
 import advbayes
 from advbayes import checks
-from advbayes.evaluation.contents import tensor_hash
-from advbayes.store import RecordLog, read_document, versions, write_bytes, write_document
+from advbayes.evaluation.contents import UNKNOWN, tensor_hash
+from advbayes.store import RecordLog, StoreError, read_document, versions, write_bytes, write_document
 from advbayes.store.files import read_bytes
 from advbayes.store.tensors import decode, encode
 
@@ -36,6 +36,12 @@ class Block:
     eps: float | None
     start: int
     stop: int
+    array: str = ""  # SHA-256 of its file as the records name it; older folders do not
+
+    @property
+    def key(self) -> str:
+        """What its randomness is keyed by, beside seed and first row."""
+        return f"{self.predictor}/{self.attack}/{self.eps!r}"
 
     @property
     def file(self) -> str:
@@ -89,6 +95,13 @@ class Folder:
             write_document(file, {**config, "code": code_hash(), "versions": versions()})
             return
         held = self.config()
+        for attack, contents in config.get("contents", {}).items():
+            for place, value in contents.items():
+                if str(value).startswith(UNKNOWN):
+                    raise ValueError(
+                        f"out must be a new folder: the attack {attack!r} holds {str(value).removeprefix(UNKNOWN)} ({place}), "
+                        f"which cannot be compared with what it held when {self.path} was begun"
+                    )
         for key, value in config.items():
             if key == "contents" and key not in held:
                 self._without_contents(value)
@@ -105,7 +118,7 @@ class Folder:
         if needed:
             raise ValueError(
                 f"out must be a new folder or hold the same evaluation, got {self.path}, which does not say what the attacks "
-                f"held ({', '.join(needed)}): an older version made it, and it cannot be gone on with; give a new folder"
+                f"held ({', '.join(needed)}): an older version made it, and it cannot be resumed; give a new folder"
             )
 
     def config(self) -> dict[str, Any]:
@@ -115,12 +128,41 @@ class Folder:
             raise ValueError(f"{self.path / 'config.json'} must hold a dictionary, got {type(held).__name__}")
         return held
 
-    def write_array(self, block: Block, x_adv: Tensor, y: Tensor) -> None:
-        """The very array that is scored, with its targets."""
-        write_bytes(self.path / block.file, encode({"x_adv": x_adv, "y": y}, block.file))
+    def write_array(self, block: Block, x_adv: Tensor, y: Tensor) -> str:
+        """Keep the very array that is scored, with its targets; its SHA-256 goes into the records.
+
+        A block that has a hash already is made again, and refused where the new array is another one.
+        """
+        data = encode({"x_adv": x_adv, "y": y}, block.file)
+        digest = hashlib.sha256(data).hexdigest()
+        if block.array not in ("", digest):
+            raise StoreError(
+                self.path / block.file,
+                wanted="the array that was scored, to the bit, when made again",
+                got="another one; evaluate into a new folder",
+            )
+        write_bytes(self.path / block.file, data)
+        return digest
+
+    def holds(self, block: Block) -> bool:
+        """Whether the block's array is there as it was written."""
+        path = self.path / block.file
+        if not path.is_file():
+            return False
+        return not block.array or hashlib.sha256(read_bytes(path, limit=MAX_ARRAY_BYTES)).hexdigest() == block.array
+
+    def check_array(self, block: Block) -> None:
+        """Refuse a block whose array is missing or another one."""
+        path = self.path / block.file
+        if not self.holds(block):
+            got = "another one" if path.exists() else "no file"
+            raise StoreError(
+                path, wanted="the array that was scored", got=f"{got}; call evaluate with this folder once more to make it again"
+            )
 
     def read_array(self, block: Block) -> tuple[Tensor, Tensor]:
-        """The array of a block and its targets."""
+        """The array of a block and its targets, refused unless it is the one that was scored."""
+        self.check_array(block)
         path = self.path / block.file
         held = decode(read_bytes(path, limit=MAX_ARRAY_BYTES), str(path))
         return held["x_adv"], held["y"]

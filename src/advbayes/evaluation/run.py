@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks import nll
+from advbayes.attacks.gradients import one_blind_warning
 from advbayes.attacks.parts import (
     ball_of,
     check_rows,
@@ -26,7 +29,6 @@ from advbayes.attacks.parts import (
 )
 from advbayes.attacks.suite import for_task
 from advbayes.balls import Ball
-from advbayes.evaluation.attackers import with_generator
 from advbayes.evaluation.contents import contents_of
 from advbayes.evaluation.files import Block, Folder, data_hash, fingerprint
 from advbayes.evaluation.inputs import (
@@ -42,11 +44,11 @@ from advbayes.evaluation.inputs import (
     is_stochastic,
     warn_units,
 )
+from advbayes.evaluation.measuring import attacked, keyed, scored, seeded
 from advbayes.evaluation.result import CLEAN, WORST, Cell, Evaluation
-from advbayes.evaluation.scoring import Columns, column_names, score
+from advbayes.evaluation.scoring import Columns, column_names
 from advbayes.metrics import constant, majority, uniform
 from advbayes.progress import Progress
-from advbayes.seeds import generator_for, seed_for
 from advbayes.store import Lock
 from advbayes.types import Attack, Loss, Predictor
 
@@ -73,7 +75,8 @@ def evaluate(
     `train_y` (absent: from y). A predictor whose answers differ from call to call is scored `rescore` times at each final
     point. A loss that holds one entry for each example holds it for the whole of the data. With `out`, records and
     adversarial arrays are on disk before the next batch starts, and calling again with the same arguments goes on with the
-    first batch that is missing: randomness is keyed by (seed, predictor, attack, eps, batch).
+    first batch that is missing: randomness is keyed by (seed, predictor, attack, eps, batch). The records name the SHA-256 of
+    every array; one that is missing or was altered is made again, and refused if it does not come out the same.
 
     >>> from torch.distributions import Categorical
     >>> from advbayes import L2, pgd
@@ -91,15 +94,15 @@ def evaluate(
     predictors = dict(predict) if isinstance(predict, Mapping) else {"predict": predict}
     budgets = None if radii is None else as_radii(radii)
     jobs = _jobs(attacks, budgets, x)
-    with _seeded(seed, "checks", 0), torch.no_grad():  # predictors without a generator of their own draw from the global stream
+    with seeded(seed, "checks", 0), torch.no_grad():  # predictors without a generator of their own draw from the global stream
         task = _checked(predictors, x, y)
         y = y.reshape(-1).long() if task == "classification" else in_shape_of([each(x[:2]) for each in predictors.values()], y)
         trivial = _trivial(predictors, task, x, y if train_y is None else as_targets("train_y", train_y))
         repeats = {name: rescore if is_stochastic(each, x[:ASKED]) else 1 for name, each in predictors.items()}
 
     def marks(each: Predictor, name: str = "") -> list[float]:
-        with _seeded(seed, f"{name}/fingerprint/global", 0):
-            return fingerprint(_keyed(each, seed, "fingerprint", 0), x[:4])
+        with seeded(seed, f"{name}/fingerprint/global", 0):
+            return fingerprint(keyed(each, seed, "fingerprint", 0), x[:4])
 
     blocks = _blocks(predictors, jobs, trivial, len(x), batch_size)
     iterations = {name: (steps_of(attack) or 0) * restarts_of(attack) for name, attack in attacks.items()}
@@ -131,22 +134,39 @@ def evaluate(
             done = _resumed(folder, blocks, task)
             log.keep(sum(blocks[number].stop - blocks[number].start for number in done))
         bar = stack.enter_context(Progress("evaluate", len(blocks), progress, start=len(done)))
+        stack.enter_context(one_blind_warning())
         for block in blocks:
-            rows = done.get(block.number)
-            if rows is None:
+            known, rows = done.get(block.number, (block, None))
+            if rows is None or (folder is not None and not folder.holds(known)):
                 each = (predictors | trivial)[block.predictor]
                 attack = jobs.get((block.attack, block.eps))
-                part = slice(block.start, block.stop)
-                x_adv, rows = _measure(
-                    each, attack, x[part], y[part], block, task, seed, repeats.get(block.predictor, 1), interval_level
-                )
-                if folder is not None:
-                    folder.write_array(block, x_adv, y[part])
-                    log.append(*_lines(block, rows, seed, iterations.get(block.attack, 0)))
-                bar.advance(f"{block.predictor}, {block.attack}")
+                x_adv, made = _measure(each, attack, x, y, block, task, seed, repeats.get(block.predictor, 1), interval_level)
+                array = "" if folder is None else folder.write_array(known, x_adv, y[block.start : block.stop])
+                if rows is None:
+                    rows = made
+                    if folder is not None:
+                        log.append(*_lines(block, rows, seed, iterations.get(block.attack, 0), array))
+                    bar.advance(f"{block.predictor}, {block.attack}")
             cells.setdefault(Cell(block.predictor, block.attack, block.eps), []).append(rows)
     joined = {cell: _joined(parts, task) for cell, parts in cells.items()}
+    _warn_unchanged(joined)
     return Evaluation(task, joined, tuple(trivial), config, folder.path if folder else None)
+
+
+class UnchangedWarning(UserWarning):
+    """An attack that changed no input: its row is the clean one under another name."""
+
+
+def _warn_unchanged(cells: Mapping[Cell, Columns]) -> None:
+    for cell, rows in cells.items():
+        open_ = cells[Cell(cell.predictor, CLEAN, 0.0)].get("correct", torch.ones(1))  # nothing to do where all are wrong already
+        if cell.attack != CLEAN and cell.eps != 0 and bool(open_.any()) and not bool(rows["norm"].any()):
+            warnings.warn(
+                f"attack {cell.attack!r} changed no input of {cell.predictor!r} (eps = {cell.eps}): what it leaves standing says "
+                "nothing; are its ball and the data in the same units, and does the predictor have gradients?",
+                UnchangedWarning,
+                stacklevel=3,
+            )
 
 
 def _joined(parts: Sequence[Columns], task: Task) -> Columns:
@@ -222,18 +242,6 @@ def _blocks(
     ]
 
 
-def _keyed(predict: Predictor, seed: int, purpose: str, step: int) -> Predictor:
-    return with_generator(predict, generator_for(seed, purpose, step, getattr(getattr(predict, "model", None), "device", "cpu")))
-
-
-@contextmanager
-def _seeded(seed: int, purpose: str, step: int) -> Iterator[None]:
-    """Seed a copy of the global stream, for predictors without a generator of their own, and put it back."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed_for(seed, purpose, step))
-        yield
-
-
 def _measure(
     predict: Predictor,
     attack: Attack | None,
@@ -246,25 +254,17 @@ def _measure(
     interval_level: float,
 ) -> tuple[Tensor, Columns]:
     """The adversarial array of a block and its scores; every draw depends on the block's key alone."""
-    key = f"{block.predictor}/{block.attack}/{block.eps!r}"
-    what = f"the scores of {block.predictor!r} under {block.attack!r} (eps = {block.eps})"
-    with _seeded(seed, f"{key}/global", block.start):
-        x_adv = x
-        loss: Loss = nll
-        if attack is not None:
-            attack = on_rows(attack, slice(block.start, block.stop))
-            through = _keyed(predict, seed, f"{key}/attack theta", block.start)
-            x_adv = attack(through, x, y, generator=generator_for(seed, f"{key}/attack", block.start, x.device)).detach()
-            loss = _recorded_loss(attack, task)
-            if x_adv.shape != x.shape:
-                raise ValueError(f"{block.attack!r} must return inputs of shape {tuple(x.shape)}, got {checks.describe(x_adv)}")
+    rows = slice(block.start, block.stop)
+    x_adv, loss, ball = x[rows], nll, None
+    if attack is not None:
+        x_adv = attacked(predict, attack, x, y, rows, seed=seed, key=block.key)
         checks.finite(f"the adversarial inputs of {block.attack!r}", x_adv)
-    rows = _scored(predict, x_adv, y, block, task, seed, repeats, interval_level, loss=loss, what=what)
-    ball = None if attack is None else ball_of(attack)
-    change = x_adv - x
+        loss, ball = _recorded_loss(on_rows(attack, rows), task), ball_of(attack)
+    columns = _scored(predict, x_adv, y[rows], block, task, seed, repeats, interval_level, loss)
+    change = x_adv - x[rows]
     norm = ball.norm(change) if ball is not None else torch.linalg.vector_norm(change.flatten(1), dim=1)
-    rows["norm"] = norm.detach().cpu().double()
-    return x_adv, _joined([rows], task)
+    columns["norm"] = norm.detach().cpu().double()
+    return x_adv, _joined([columns], task)
 
 
 def _scored(
@@ -276,17 +276,11 @@ def _scored(
     seed: int,
     repeats: int,
     interval_level: float,
-    *,
     loss: Loss = nll,
-    what: str = "the scores",
 ) -> Columns:
-    """The scores of a block's array: the same whenever they are made."""
-    key = f"{block.predictor}/{block.attack}/{block.eps!r}"
-    with _seeded(seed, f"{key}/score", block.start):
-        scored = _keyed(predict, seed, f"{key}/score theta", block.start)
-        return score(
-            scored, x_adv, y, task, loss=loss, repeats=repeats, halves=repeats > 1, interval_level=interval_level, what=what
-        )
+    what = f"the scores of {block.predictor!r} under {block.attack!r} (eps = {block.eps})"
+    options = {"loss": loss, "interval_level": interval_level, "what": what}
+    return scored(predict, x_adv, y, task, seed=seed, key=block.key, start=block.start, repeats=repeats, **options)
 
 
 def _recorded_loss(attack: Attack, task: Task) -> Loss:
@@ -296,7 +290,8 @@ def _recorded_loss(attack: Attack, task: Task) -> Loss:
     return losses[-1] if plain else nll
 
 
-def _lines(block: Block, rows: Columns, seed: int, iterations: int) -> list[dict[str, Any]]:
+def _lines(block: Block, rows: Columns, seed: int, iterations: int, array: str) -> list[dict[str, Any]]:
+    """The records of a block; the first one names its array."""
     table = {name: values.tolist() for name, values in rows.items()}
     return [
         {
@@ -307,16 +302,17 @@ def _lines(block: Block, rows: Columns, seed: int, iterations: int) -> list[dict
             "block": block.number,
             "seed": seed,
             "iterations": iterations,
+            **({} if row else {"array": array}),
             **{name: values[row] for name, values in table.items()},
         }
         for row in range(block.stop - block.start)
     ]
 
 
-def _resumed(folder: Folder, blocks: Sequence[Block], task: Task) -> dict[int, Columns]:
+def _resumed(folder: Folder, blocks: Sequence[Block], task: Task) -> dict[int, tuple[Block, Columns]]:
     """The whole blocks at the head of the log; one that was cut is made again."""
     records = folder.log.read()
-    done: dict[int, Columns] = {}
+    done: dict[int, tuple[Block, Columns]] = {}
     position = 0
     for block in blocks:
         size = block.stop - block.start
@@ -330,7 +326,7 @@ def _resumed(folder: Folder, blocks: Sequence[Block], task: Task) -> dict[int, C
                     f"out must hold the records of this evaluation in its order, got {found[0]!r} under {found[1]!r} where "
                     f"{block.predictor!r} under {block.attack!r} was wanted; give the predictors and attacks in their first order"
                 )
-        done[block.number] = _read(part, task)
+        done[block.number] = replace(block, array=str(part[0].get("array", ""))), _read(part, task)
         position += size
     return done
 
@@ -345,9 +341,12 @@ def _read(records: Sequence[Mapping[str, object]], task: Task) -> Columns:
 
 
 def load_evaluation(folder: str | os.PathLike[str]) -> Evaluation:
-    """The evaluation in a folder, from its records alone."""
+    """The evaluation in a folder, from its records; a missing or altered array is refused."""
     place = Folder(Path(folder))
     config = place.config()
+    for block in saved_blocks(place):
+        if block.array:
+            place.check_array(block)
     task: Task = "classification" if config["task"] == "classification" else "regression"
     cells: dict[Cell, list[Mapping[str, object]]] = {}
     for record in place.log.read():
@@ -388,6 +387,7 @@ def saved_blocks(folder: Folder) -> list[Block]:
     found: dict[int, list[Any]] = {}
     for record in folder.log.read():
         index, number = int(record["index"]), int(record["block"])  # type: ignore[arg-type]
-        held = found.setdefault(number, [record["predictor"], record["attack"], record["eps"], index, index])
-        held[4] = index
-    return [Block(number, held[0], held[1], held[2], held[3], held[4] + 1) for number, held in sorted(found.items())]
+        array = record.get("array", "")
+        held = found.setdefault(number, [record["predictor"], record["attack"], record["eps"], index, index, array])
+        held[4] = index + 1
+    return [Block(number, *held) for number, held in sorted(found.items())]

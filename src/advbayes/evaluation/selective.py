@@ -11,14 +11,12 @@ from torch import Tensor
 
 from advbayes import checks, metrics
 from advbayes.attacks import PGD, ByLoss, certainty, pgd_plus
-from advbayes.attacks.parts import on_rows, with_eps
+from advbayes.attacks.parts import with_eps
 from advbayes.balls import Ball
-from advbayes.evaluation.attackers import with_generator
 from advbayes.evaluation.inputs import ASKED, Data, as_radii, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
-from advbayes.evaluation.scoring import score
+from advbayes.evaluation.measuring import attacked, batches, scored
 from advbayes.metrics import Estimate
 from advbayes.progress import Progress
-from advbayes.seeds import generator_for
 from advbayes.types import Attack, Predictor
 
 
@@ -78,21 +76,20 @@ def selective_task(
     outside_attack = PGD(ball, stages=((ByLoss(certainty), 50),)) if outside_attack is None else outside_attack
     repeats = checks.count("rescore", rescore) if is_stochastic(predict, x[:ASKED]) else 1
     radii = (ball.eps,) if radii is None else as_radii(radii)
-    starts = range(0, num, checks.count("batch_size", batch_size))
+    starts = batches(num, checks.count("batch_size", batch_size))
+    nobody = torch.zeros_like(y)  # an outsider has no class; the entropy does not look at it
     points = []
     with Progress("selective_task", len(radii) * len(starts), progress) as bar:
         for eps in radii:
             sides: dict[str, list[Tensor]] = {"correct": [], "entropy": [], "foreign entropy": []}
-            for start in starts:
-                part = slice(start, min(start + batch_size, num))
-                key = f"selective/{eps!r}"
-                through = with_generator(predict, generator_for(seed, f"{key}/theta", start))
-                attack, decoy = (on_rows(with_eps(each, eps), part) for each in (inside_attack, outside_attack))
-                known = attack(through, x[part], y[part], generator=generator_for(seed, key, start))
-                nobody = torch.zeros_like(y[part])  # an outsider has no class; the entropy does not look at it
-                moved = decoy(through, foreign[part], nobody, generator=generator_for(seed, f"{key}/outside", start))
-                rows = score(through, known, y[part], "classification", repeats=repeats)
-                other = score(through, moved, nobody, "classification", repeats=repeats)
+            attack, decoy = (with_eps(each, eps) for each in (inside_attack, outside_attack))
+            for part in starts:
+                options: Any = {"seed": seed, "key": f"selective/{eps!r}"}
+                known = attacked(predict, attack, x, y, part, **options)
+                rows = scored(predict, known, y[part], "classification", start=part.start, repeats=repeats, **options)
+                options["key"] += "/outside"
+                moved = attacked(predict, decoy, foreign, nobody, part, **options)
+                other = scored(predict, moved, nobody[part], "classification", start=part.start, repeats=repeats, **options)
                 sides["correct"].append(rows["correct"])
                 sides["entropy"].append(rows["entropy"])
                 sides["foreign entropy"].append(other["entropy"])

@@ -207,7 +207,8 @@ def _arrays(evaluation: Evaluation, label: tuple[str, float | None]) -> tuple[tu
         key = str(record["attack"]), None if eps is None else float(eps)  # type: ignore[arg-type]
         if record["predictor"] in first or record["index"] != 0 or key in blocks:
             continue
-        blocks[key] = Block(int(record["block"]), str(record["predictor"]), *key, 0, 1)  # type: ignore[arg-type]
+        array = str(record.get("array", ""))
+        blocks[key] = Block(int(record["block"]), str(record["predictor"]), *key, 0, 1, array)  # type: ignore[arg-type]
     if label not in blocks or ("clean", 0.0) not in blocks:
         return None
     clean = folder.read_array(blocks["clean", 0.0])
