@@ -144,8 +144,8 @@ def from_function(
 ) -> FunctionPredictor:
     """A function of a batch as a Predictor: `kind` says what it gives.
 
-    Classes: "logits", "log_probs" or "probs", (B, C). Regression: "mean", (B,) or (B, D), which needs a standard deviation `scale`,
-    or "mean_and_scale", a pair of them. `numpy`: it takes and gives arrays, and only attacks without gradients reach it.
+    Classes: "logits", "log_probs" or "probs", (B, C). Regression: "mean", (B,) or (B, D), which needs a standard deviation,
+    `scale`, or "mean_and_scale", a pair of them. `numpy`: it takes and gives arrays, and only attacks without gradients reach it.
 
     >>> from_function(lambda x: x.softmax(-1), "logits")(torch.randn(2, 3))
     Traceback (most recent call last):
