@@ -255,7 +255,8 @@ def _measure(
 ) -> tuple[Tensor, Columns]:
     """The adversarial array of a block and its scores; every draw depends on the block's key alone."""
     rows = slice(block.start, block.stop)
-    x_adv, loss, ball = x[rows], nll, None
+    x_adv, ball = x[rows], None
+    loss: Loss = nll
     if attack is not None:
         x_adv = attacked(predict, attack, x, y, rows, seed=seed, key=block.key)
         checks.finite(f"the adversarial inputs of {block.attack!r}", x_adv)
