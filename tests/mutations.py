@@ -800,6 +800,7 @@ _through = _Shared()""",
         "posterior=Samples(last.posterior_.sample(len(last.thetas_)))",
         "test_saved_estimators",
     ),
+    Bug("class weights are ignored", "objectives.py", "if self.class_weight is not None:", "if False:", "test_class_weight"),
     Bug("a child gives its parent's lock away", "store/lock.py", "if pid == os.getpid():", "if True:", "test_store_files"),
     Bug("the learned adversary helps", "training.py", "torch.autograd.grad(-gain", "torch.autograd.grad(gain", "test_training"),
     Bug(

@@ -112,6 +112,7 @@ KEYS: dict[str, tuple[str, dict[str, str], Callable[[Any], Any], Any]] = {
     "num_theta": ("3", {}, None, None),
     "num_channel": ("3", {}, None, None),
     "bound": ("importance_weighted", {"num_channel": "3"}, None, None),
+    "class_weight": ("balanced", {"num_train": "21"}, None, None),
     "kl_weight": ("0", {}, None, None),
     "seed": ("5", {}, lambda t: t.seed, 5),
     "feature_eps": ("a=0.3", {"norm": "linf"}, lambda t: [round(float(v), 3) for v in (t.scale * t.scaling.std)[:1]], [0.3]),

@@ -94,6 +94,7 @@ class RunConfig(BaseModel):
     num_theta: Annotated[Count, Field(le=1000, description="Thetas a step")] = 1
     num_channel: Annotated[Count, Field(le=1000, description="Channel samples a step and theta")] = 1
     bound: Annotated[Literal["surrogate", "importance_weighted"], Field(description="The bound that is maximised")] = "surrogate"
+    class_weight: Annotated[Literal["balanced"] | None, Field(description="balanced: every class counts alike")] = None
     kl_weight: Annotated[NonNegative, Field(description="Weight of the KL term; 1 is the evidence lower bound")] = 1.0
     seed: Annotated[int, Field(ge=0, le=2**62, description="Keys all randomness")] = 0
     compile: Annotated[bool, Field(description="compile the step: slow to start, faster to run")] = False

@@ -109,7 +109,7 @@ class ChannelELBO:
 
     whose gradient is SM-4's self-normalised estimator. The K channel samples of one theta share their attack where the
     channel is an attack plus noise. By default no gradient flows through the attack, as in adversarial training;
-    `through=True` gives the paper's pathwise formula.
+    `through=True` gives the paper's pathwise formula. With `class_weight` an example of class c counts w_c times.
 
     >>> ChannelELBO(60_000, num_channel=5, bound="importance_weighted").num_theta
     1
@@ -122,8 +122,11 @@ class ChannelELBO:
     penalty: Penalty | None = None
     kl_weight: float = 1.0
     through: bool = False
+    class_weight: tuple[float, ...] | None = None  # one for each class; `datasets.class_weights` balances them
 
     def __post_init__(self) -> None:
+        for weight in self.class_weight or ():
+            checks.number("class_weight", weight, low=0)
         checks.count("num_data", self.num_data)
         checks.count("num_theta", self.num_theta)
         checks.count("num_channel", self.num_channel)
@@ -191,7 +194,10 @@ class ChannelELBO:
         else:
             log_p, omega = self._score_with_penalty(model, thetas, x, x_adv, y)
             penalty = scale / (omega.shape[0] * omega.shape[1]) * omega.sum()
-        log_likelihood = scale / len(thetas) * self.reduce(log_p).sum()
+        rows = self.reduce(log_p)
+        if self.class_weight is not None:
+            rows = rows * torch.tensor(self.class_weight, dtype=rows.dtype, device=rows.device)[y]
+        log_likelihood = scale / len(thetas) * rows.sum()
         bound = log_likelihood - kl if self.kl_weight == 1 else log_likelihood - self.kl_weight * kl
         return Terms(bound if self.penalty is None else bound - penalty, log_likelihood, kl, penalty)
 

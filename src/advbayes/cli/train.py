@@ -18,7 +18,7 @@ PANELS = {
     "Model": ("network", "hidden", "posterior", "members", "rank", "prior_scale", "init_scale", "noise_scale"),
     "Defense": ("defense", "norm", "eps", "feature_eps", "fixed", "sigma", "attack_steps", "beta", "adversary_lr"),
     "Training": (
-        *("epochs", "batch_size", "lr", "decay", "num_theta", "num_channel", "bound", "kl_weight"),
+        *("epochs", "batch_size", "lr", "decay", "num_theta", "num_channel", "bound", "class_weight", "kl_weight"),
         *("seed", "compile", "threads", "checkpoint_every"),
     ),
 }

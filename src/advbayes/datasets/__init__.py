@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from advbayes.datasets.dataset import Dataset, Provenance, split_rows
+from advbayes.datasets.dataset import Dataset, Provenance, class_weights, split_rows
 from advbayes.datasets.encoding import Encoding
 from advbayes.datasets.errors import DataError, DataMissingError, DownloadError
 from advbayes.datasets.loading import find_dataset, load_dataset, names
@@ -19,6 +19,7 @@ __all__ = [
     "Encoding",
     "Provenance",
     "Standardize",
+    "class_weights",
     "find_dataset",
     "from_csv",
     "from_npz",

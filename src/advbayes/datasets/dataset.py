@@ -93,6 +93,18 @@ class Dataset:
         return f"Dataset({self.name!r}, {self.task}, {rows}, x {event}, {outputs})"
 
 
+def class_weights(y: Tensor, num_classes: int | None = None) -> tuple[float, ...]:
+    """Weights for `ChannelELBO(class_weight=...)` that make every class count alike: N / (C N_c), whose mean over rows is 1.
+
+    >>> class_weights(torch.tensor([0, 0, 0, 1]))
+    (0.6666666666666666, 2.0)
+    """
+    counts = torch.bincount(y, minlength=num_classes or 0)
+    if y.ndim != 1 or not len(y) or int(counts.min()) == 0:
+        raise ValueError(f"y must hold at least one row of every class, got counts {counts.tolist()}")
+    return tuple(len(y) / (len(counts) * count) for count in counts.tolist())
+
+
 def split_rows(
     num: int,
     *,

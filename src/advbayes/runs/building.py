@@ -18,7 +18,7 @@ from advbayes.attacks import entropy, margin, nll, one_step, pgd, squared_error
 from advbayes.balls import L2, Ball, Linf
 from advbayes.channels import AttackChannel, Learned, Mixture, Noise
 from advbayes.config import ConfigError, RunConfig, parse_feature_eps
-from advbayes.datasets import Dataset, Standardize, from_csv, from_npz, load_dataset
+from advbayes.datasets import Dataset, Standardize, class_weights, from_csv, from_npz, load_dataset
 from advbayes.evaluation.inputs import warn_units
 from advbayes.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian
 from advbayes.model import BayesianModel
@@ -253,8 +253,19 @@ def build_defense(config: RunConfig, data: Prepared) -> tuple[Channel, ChannelEL
         channel = named_channel(config.defense, ball, config.sigma, regression=regression, steps=config.attack_steps)
     penalties: dict[str, Penalty] = {"trades": Trades(config.beta, likelihood="clean"), "alp": LogitPairing(config.beta)}
     penalty = penalties.get(config.defense)
+    weights = None
+    if config.class_weight is not None:
+        if data.dataset.task != "classification":
+            raise ConfigError(f"class_weight: must be left out for regression, got {config.class_weight!r}")
+        weights = class_weights(data.y_train, len(data.dataset.class_names))
     objective = ChannelELBO(
-        len(data.x_train), config.num_theta, config.num_channel, config.bound, penalty, kl_weight=config.kl_weight
+        len(data.x_train),
+        config.num_theta,
+        config.num_channel,
+        config.bound,
+        penalty,
+        kl_weight=config.kl_weight,
+        class_weight=weights,
     )
     return channel, objective
 

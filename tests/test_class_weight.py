@@ -1,0 +1,71 @@
+"""Weights of classes: a class of weight two counts as its rows given twice, and a rare class is no longer passed over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from advbayes import BayesianModel, Categorical, ChannelELBO, MeanField
+from advbayes.config import ConfigError, make_config
+from advbayes.datasets import class_weights
+from advbayes.runs import build_defense, create_run, load_trained, prepare, train
+
+
+def test_a_class_of_weight_two_counts_twice() -> None:
+    model = BayesianModel(nn.Linear(3, 2), Categorical())
+    posterior = MeanField(model)
+    x, y = torch.randn(6, 3), torch.tensor([0, 1, 1, 0, 1, 0])
+    thetas = posterior.sample(2)
+    weighted = ChannelELBO(6, num_theta=2, class_weight=(1.0, 2.0))
+    twice = torch.cat([torch.arange(6), torch.nonzero(y == 1).flatten()])
+    plain = ChannelELBO(len(twice), num_theta=2)
+    one = weighted.terms(model, posterior, thetas, x, x.expand(2, 1, 6, 3), y)
+    other = plain.terms(model, posterior, thetas, x[twice], x[twice].expand(2, 1, len(twice), 3), y[twice])
+    torch.testing.assert_close(one.bound, other.bound)
+    torch.testing.assert_close(one.log_likelihood, other.log_likelihood)
+    equal = ChannelELBO(6, num_theta=2, class_weight=(1.0, 1.0)).terms(model, posterior, thetas, x, x.expand(2, 1, 6, 3), y)
+    none = ChannelELBO(6, num_theta=2).terms(model, posterior, thetas, x, x.expand(2, 1, 6, 3), y)
+    assert torch.equal(equal.bound, none.bound)
+    with pytest.raises(ValueError, match="class_weight"):
+        ChannelELBO(6, class_weight=(-1.0, 1.0))
+
+
+def test_balanced_weights() -> None:
+    y = torch.tensor([0] * 6 + [1] * 3 + [2])
+    weights = torch.tensor(class_weights(y))
+    torch.testing.assert_close(weights * torch.bincount(y), torch.full((3,), 10 / 3))
+    torch.testing.assert_close(weights[y].mean(), torch.tensor(1.0))
+    for wrong, num in ((y, 4), (y[:0], None), (torch.tensor([1, 1]), None)):
+        with pytest.raises(ValueError, match="every class"):
+            class_weights(wrong, num)
+
+
+def test_balanced_in_a_run(tmp_path: Path) -> None:
+    """Five per cent of rows are of the other class, and overlap with the rest: only balanced training finds them."""
+    rng = np.random.default_rng(0)
+    label = np.arange(400) % 20 == 0
+    x = rng.normal(0, 1, (400, 2)) + 1.2 * label[:, None]
+    lines = ["a,b,y"] + [f"{a:.4f},{b:.4f},{'rare' if c else 'usual'}" for (a, b), c in zip(x, label, strict=True)]
+    (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
+    recall = {}
+    for weight in (None, "balanced"):
+        values = {"data": str(tmp_path / "t.csv"), "target": "y", "defense": "none", "hidden": [4], "epochs": 15}
+        config = make_config({**values, "lr": 0.03, "batch_size": 64, "class_weight": weight})
+        with create_run(config, tmp_path / f"run-{weight}") as run:
+            train(run)
+        data = prepare(config)
+        rare = data.y_train == data.dataset.class_names.index("rare")
+        predicted = load_trained(run.path).predict()(data.x_train).probs.argmax(-1)  # type: ignore[attr-defined]
+        recall[weight] = float((predicted == data.y_train)[rare].float().mean())
+    assert recall[None] < 0.3
+    assert recall["balanced"] > 0.6
+
+
+def test_regression_has_no_classes() -> None:
+    config = make_config({"data": "diabetes", "class_weight": "balanced"})
+    with pytest.raises(ConfigError, match="class_weight: must be left out for regression"):
+        build_defense(config, prepare(config))
