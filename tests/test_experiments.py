@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import math
@@ -79,6 +80,17 @@ def test_validation_rows_come_out_of_the_training_rows() -> None:
     assert {tuple(row) for row in together.tolist()} == {tuple(row) for row in whole.x_train.tolist()}
 
 
+def test_least_squares_of_dependent_columns_has_small_weights() -> None:
+    """Rounded to float32, dependent columns look independent: any weights would do on the data, and none beside it."""
+    data, _ = prepared(make_config({"data": "diabetes"}))
+    doubled = torch.cat([data.x_train, data.x_train[:, :1] * 3 + data.x_train[:, 1:2]], 1)
+    reference = DEFENSES["least squares"].reference
+    assert reference is not None
+    predict = reference(dataclasses.replace(data, x_train=doubled), 0)
+    x = torch.eye(11)
+    assert predict(x).mean.abs().max() < 2
+
+
 def test_min_max_units_are_those_of_the_training_rows() -> None:
     data, _ = prepared(make_config({"data": "diabetes"}), "min-max")
     assert torch.allclose(data.x_train.amin(0), torch.zeros(10))
@@ -107,6 +119,9 @@ def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(tmp_path: Path, monk
     assert (stopped / "records.jsonl.gz").read_bytes() == (whole / "records.jsonl.gz").read_bytes()
     run(spec, tmp_path / "stopped", quiet=True)
     assert len(worked) == 6, "what is in the records is not done again"
+    run(spec, tmp_path / "stopped", rows=["MIX"], again=True, quiet=True)
+    assert worked[6:] == [("MIX", 0), ("MIX", 1)]
+    assert (stopped / "records.jsonl.gz").read_bytes() == (whole / "records.jsonl.gz").read_bytes()
 
 
 def test_side_by_side_gives_the_same_records(tmp_path: Path) -> None:

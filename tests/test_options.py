@@ -503,7 +503,7 @@ def test_flags_of_the_demo_reach_it(monkeypatch: pytest.MonkeyPatch, capsys: Pri
     ]
 
 
-@shows("reproduce", "name", "preset", "seeds", "row", "jobs", "out", "changes", "num_test", "quiet")
+@shows("reproduce", "name", "preset", "seeds", "row", "jobs", "out", "changes", "num_test", "again", "quiet")
 @shows("compare", "data", "defense", "seeds", "target", "eps", "jobs", "out", "changes", "num_test", "as_json", "quiet")
 def test_flags_of_experiments_reach_them(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
     import advbayes.experiments.running
@@ -515,11 +515,11 @@ def test_flags_of_experiments_reach_them(place: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(advbayes.experiments.running, "run", lambda *given, **more: seen.append((*given, more)) or tmp_path)
     monkeypatch.setattr(advbayes.experiments.views, "write_views", lambda folder: written)
     argv = ["reproduce", "wine", "--preset", "quick", "--seeds", "3,4", "--row", "MIX", "--jobs", "2", "--out", str(tmp_path)]
-    assert main([*argv, "--set", "epochs=3", "--num-test", "7", "--quiet"]) == 0
+    assert main([*argv, "--set", "epochs=3", "--num-test", "7", "--again", "--quiet"]) == 0
     spec, out, more = seen[0]
     assert (spec.name, spec.preset, spec.num_test, out) == ("wine", "quick", 7, tmp_path)
     assert dict(spec.settings) == {"epochs": 3}
-    assert more == {"seeds": [3, 4], "rows": ["MIX"], "jobs": 2, "quiet": True}
+    assert more == {"seeds": [3, 4], "rows": ["MIX"], "jobs": 2, "again": True, "quiet": True}
     argv = ["compare", "--data", str(place / "kinds.csv"), "--target", "kind", "--defense", "mix", "--defense", "at"]
     argv += ["--seeds", "2", "--eps", "0.3", "--jobs", "2", "--out", str(tmp_path), "--set", "epochs=3", "--num-test", "7"]
     capsys.readouterr()

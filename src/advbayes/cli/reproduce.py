@@ -30,6 +30,7 @@ def reproduce(
     out: Annotated[Path, typer.Option("--out", help="Folder of the results")] = Path("results"),
     changes: Changes = None,
     num_test: NumTest = None,
+    again: Annotated[bool, typer.Option("--again", help="Replace what is there of these rows and seeds")] = False,
     quiet: Quiet = False,
 ) -> int:
     """Make a table or figure of the paper: train, attack, record, compare with the reported numbers.
@@ -56,7 +57,7 @@ def reproduce(
         return 0
     spec = Spec(name, preset, _settings(changes), num_test)
     with watched():
-        table = write_views(run(spec, out, seeds=_seeds(seeds), rows=row, jobs=jobs, quiet=quiet))
+        table = write_views(run(spec, out, seeds=_seeds(seeds), rows=row, jobs=jobs, again=again, quiet=quiet))
     say(str(table))
     return 0
 
