@@ -295,3 +295,33 @@ def test_curves_are_logarithmic_where_a_linear_axis_would_hide_the_small(largest
 
     assert _spans([1.0, largest]) is logarithmic
     assert not _spans([-1.0, largest])
+
+
+# --- reproduction ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_of_a_report_make_the_same_numbers_again(
+    runs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shlex
+
+    from advbayes.report import report_runs
+
+    text = (Path(runs["kinds"]) / "report" / "report.md").read_text()
+    part = text.partition("## How to reproduce this")[2]
+    commands = [line.strip() for line in part.splitlines() if line.startswith("    advbayes evaluate")]
+    assert len(commands) == 1
+    words = shlex.split(commands[0])[1:]
+    assert words[:2] == ["evaluate", runs["kinds"]]
+    words[words.index("--name") + 1] = "again"
+    capsys.readouterr()
+    assert main([*words, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    before = load_evaluation(Path(runs["kinds"]) / "evaluation" / "two").table().json()["rows"]
+    assert rows == before
+    # An evaluation of other examples is not shown, and that is said.
+    assert main(["evaluate", runs["kinds"], "--num", "7", "--attack", "pgd1", "--thetas", "3", "--name", "few"]) == 0
+    paths = report_runs([runs["kinds"]], tmp_path / "report", num_thetas=3)
+    for file in (paths.html, paths.markdown):
+        assert "few (7 examples)" in file.read_text()
+    assert "mix on kinds" in paths.html.read_text()  # the file's name, not its whole path

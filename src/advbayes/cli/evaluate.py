@@ -88,7 +88,9 @@ def evaluate(
     from advbayes.report.folders import merged
     from advbayes.runs import Run as Folder
     from advbayes.runs import load_trained, prepare
+    from advbayes.store import write_document
 
+    command = ["evaluate", run, *(part for name in names for part in ("--attack", name))]
     folder = Folder.open(run)
     config = folder.config
     torch.set_num_threads(config.threads)
@@ -96,6 +98,12 @@ def evaluate(
     data = prepare(config)
     radii = sorted(set(eps)) if eps else [trained.eps]
     ball = ball_for(trained, norm, max(radii), fixed, feature_eps)
+    given = {"norm": norm or trained.norm, "steps": steps, "restarts": restarts, "queries": queries, "num": num, "thetas": thetas}
+    given |= {"batch-size": batch_size, "seed": seed} | ({} if purify is None else {"purify": purify})
+    given |= {} if name is None else {"name": name}
+    many = {"eps": radii, "feature-eps": feature_eps or (), "fixed": fixed or ()}
+    command += [part for flag, values in many.items() for value in values for part in (f"--{flag}", str(value))]
+    command += [part for flag, value in given.items() for part in (f"--{flag}", str(value))]
     settings = f"{'-'.join(names)}-{norm or trained.norm}-{'-'.join(f'{r:g}' for r in radii)}"
     if feature_eps or fixed:
         settings += f"-{hashlib.sha256(repr((feature_eps, fixed)).encode()).hexdigest()[:8]}"
@@ -123,6 +131,8 @@ def evaluate(
             )
             for where, predictors, method in jobs
         ]
+        for where, _, _ in jobs:
+            write_document(where / "command.json", ["advbayes", *command])
     found = merged(measured)
     units = [units_of(radius, trained.scaling, trained.feature_names, ball.mask, ball.scale) for radius in radii]
     result = found.table()

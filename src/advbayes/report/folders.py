@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from advbayes import store
 from advbayes.evaluation import Cell, Evaluation, load_evaluation
 from advbayes.evaluation.files import Block, Folder
 from advbayes.report.pictures import Gallery, is_image, make_gallery
-from advbayes.report.write import ReportPaths, write_report
+from advbayes.report.write import ReportPaths, command_line, write_report
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +70,7 @@ def report_runs(
     trained = {name: load_trained(run.path, trusted=trusted) for name, run in names.items() if _loadable(run, trusted)}
     example = next(iter(trained.values()), None)
     configs = {name: run.config.model_dump(mode="json") for name, run in names.items()}
-    datasets = sorted({str(config["data"]) for config in configs.values()})
+    datasets = sorted({Path(str(config["data"])).stem for config in configs.values()})
     audits = {
         name: store.read_document(run.path / "audit.json") for name, run in names.items() if (run.path / "audit.json").is_file()
     }
@@ -78,6 +79,7 @@ def report_runs(
     return write_report(
         out,
         title=title or f"{', '.join(names)} on {', '.join(datasets)}",
+        left_out=_left_out(evaluation, found),
         evaluation=evaluation,
         audit=audits or None,
         threat_model=_threat(next(iter(audits.values()), None)),
@@ -89,6 +91,16 @@ def report_runs(
         scaling=example.scaling if example else None,
         reproduce={"commands": _commands(names), "folder": ", ".join(str(run.path) for run in runs)},
     )
+
+
+def _left_out(whole: Evaluation, found: Mapping[str, Sequence[Evaluation]]) -> list[str]:
+    """Evaluations that cannot stand in one table with the others, since they are of other examples."""
+    return [
+        f"{name}: {one.folder.name} ({one.config.get('num', '?')} examples)"
+        for name, evaluations in found.items()
+        for one in evaluations
+        if one.folder is not None and one.config.get("data") != whole.config.get("data")
+    ]
 
 
 def _names(runs: Sequence[Run]) -> dict[str, Run]:
@@ -148,16 +160,22 @@ def _threat(audit: Any) -> Any:
 
 
 def _commands(names: Mapping[str, Run]) -> list[str]:
+    """The commands that made the runs and their evaluations, as far as the folders know them."""
     lines = []
     for run in names.values():
-        started = run.manifest.get("started") or {}
-        command = started.get("command")
+        command = (run.manifest.get("started") or {}).get("command")
         if command:
-            from advbayes.report.write import _command
-
-            lines.append(_command(command))
-        lines += [f"advbayes evaluate {run.path}  # {folder.name}" for folder in run.evaluations]
+            lines.append(command_line(command))
+        lines += list(dict.fromkeys(_evaluation_command(run, folder) for folder in run.evaluations))
     return lines
+
+
+def _evaluation_command(run: Run, folder: Path) -> str:
+    path = folder / "command.json"
+    words = store.read_document(path) if path.is_file() else None
+    if isinstance(words, list):
+        return command_line(words)
+    return f"advbayes evaluate {shlex.quote(str(run.path))}  # {folder.name}: with which options was not kept"
 
 
 def _gallery(

@@ -48,6 +48,7 @@ def write_report(
     feature_names: Sequence[str] | None = None,
     scaling: Any = None,
     reproduce: str | Sequence[str] | Mapping[str, Any] | None = None,
+    left_out: Sequence[str] = (),
 ) -> ReportPaths:
     """Write report.html, report.md, report.json and report.csv into the folder `out`.
 
@@ -56,7 +57,7 @@ def write_report(
     `threat_model` is a ThreatModel or a dictionary; `run` holds `config` and `manifest` of a run, or maps names to such;
     `history` is that of `fit` or of a run, or maps predictors to such; `scaling` a Standardize or its dictionary.
     `reproduce` holds commands, or a dictionary with `commands`, `commit`, `versions`, `machine`. None of it, and nothing else
-    that differs between two runs of one seed, is in the JSON file.
+    that differs between two runs of one seed, is in the JSON file. `left_out` names evaluations that the report does not show.
 
     >>> import tempfile, torch
     >>> from torch.distributions import Categorical
@@ -88,7 +89,7 @@ def write_report(
     results = json.dumps(document, sort_keys=True, indent=1, allow_nan=False)
     results = results.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026") + "\n"
     digest = hashlib.sha256(results.encode()).hexdigest()
-    provenance = provenance_of(reproduce, run)
+    provenance = provenance_of(reproduce, run) | {"left_out": [clean(name) for name in left_out]}
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     paths = ReportPaths(folder / "report.html", folder / "report.md", folder / "report.json", folder / "report.csv", digest)
@@ -112,7 +113,7 @@ def provenance_of(reproduce: Any, run: Mapping[str, Any] | None) -> dict[str, An
     runs = [] if run is None else [run] if "config" in run or "manifest" in run else list(run.values())
     started = [dict((one.get("manifest") or {}).get("started") or {}) for one in runs]
     if not lines:
-        lines = [_command(one["command"]) for one in started if one.get("command")]
+        lines = [command_line(one["command"]) for one in started if one.get("command")]
     found: dict[str, Any] = {"commands": [clean(line, 2000) for line in lines]}
     for key in ("commit", "machine"):
         values = dict.fromkeys(clean(one[key]) for one in started if one.get(key))
@@ -126,7 +127,12 @@ def provenance_of(reproduce: Any, run: Mapping[str, Any] | None) -> dict[str, An
     return found
 
 
-def _command(words: Any) -> str:
+def command_line(words: Any) -> str:
+    """Words as a shell takes them, the program by its name.
+
+    >>> command_line(["/usr/bin/advbayes", "train", "--out", "my run"])
+    "advbayes train --out 'my run'"
+    """
     if isinstance(words, str):
         return words
     parts = [str(word) for word in words]
