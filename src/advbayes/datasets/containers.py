@@ -62,8 +62,12 @@ def read_plain(path: Path, limit: int, *, exact: bool = False) -> bytes:
         wanted = f"{'exactly' if exact else 'at most'} {limit} bytes"
         remedy = _REFETCH if exact else "Give a smaller file or raise the limit."
         raise DataError(problem(path, wanted, f"{size} bytes", remedy))
-    with _opened(path) as stream:
-        data = stream.read(size + 1)  # the buffer is as large as what is asked for
+    try:
+        with _opened(path) as stream:
+            data = stream.read(size + 1)  # the buffer is as large as what is asked for
+    except MemoryError:
+        remedy = "Give a smaller file, or free some memory."
+        raise DataError(problem(path, f"{size} bytes of memory to read it", "less", remedy)) from None
     if len(data) != size:
         raise DataError(problem(path, f"{size} bytes", f"{len(data)} bytes: it changes while it is read", _REFETCH))
     return data

@@ -46,6 +46,9 @@ def read_npz(path: Path, keys: Collection[str], max_bytes: int) -> dict[str, npt
                 return {key: _read_array(path, archive, info) for key, info in members.items()}
     except DataError:
         raise
+    except MemoryError as error:
+        got = str(error) or "less"
+        raise DataError(problem(path, f"memory for arrays of a file of {size} bytes", got, "Give a smaller file.")) from None
     except FAULTS as error:
         raise DataError(problem(path, "an intact .npz file", str(error) or type(error).__name__, _REMEDY)) from None
 

@@ -87,7 +87,16 @@ def read_all(
     known: Set[str] | None = None,  # the parts that may be there; absent: any
 ) -> tuple[Manifest, dict[str, dict[str, Tensor]], dict[str, JSON]]:
     """Manifest, tensors and documents of one version of a bundle; see `read_bundle`."""
-    manifest, contents = _read(Path(path), max_bytes, known)
+    try:
+        return _parsed(path, *_read(Path(path), max_bytes, known))
+    except MemoryError:
+        needed = sum(file.stat().st_size for file in (Path(path).iterdir() if Path(path).is_dir() else [Path(path)]))
+        raise StoreError(path, wanted=f"some {2 * needed} bytes of memory to load {needed} bytes", got="less") from None
+
+
+def _parsed(
+    path: str | os.PathLike[str], manifest: Manifest, contents: dict[str, bytes]
+) -> tuple[Manifest, dict[str, dict[str, Tensor]], dict[str, JSON]]:
     documents.check_values(os.fspath(path), *(data for name, data in contents.items() if name.endswith(".json")))
     loaded: dict[str, dict[str, Tensor]] = {}
     texts: dict[str, JSON] = {}
