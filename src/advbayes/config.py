@@ -76,6 +76,9 @@ class RunConfig(BaseModel):
         Literal["none", "noise", "at", "os", "os50", "mix", "pgd", "trades", "alp", "nn", "nn50"],
         Field(description="The channel trained through; docs/defenses.md lists them"),
     ] = "mix"
+    channel: Annotated[
+        str | None, Field(description="module:factory of a channel or attack of your own, in the place of the defense's")
+    ] = None
     norm: Annotated[Literal["l2", "linf"], Field(description="Norm of the training adversary")] = "l2"
     eps: Annotated[NonNegative, Field(description="Budget of the training adversary, in the model's units")] = 1.0
     feature_eps: Annotated[
@@ -130,6 +133,8 @@ class RunConfig(BaseModel):
             raise ValueError(f"task: must be left out for the built-in {self.data!r}, got {self.task!r}")
         if self.network not in NETWORKS and not all(part.strip() for part in _halves(self.network)):
             raise ValueError(f"network: must be auto, conv, mlp or module:factory, got {self.network!r:.60}")
+        if self.channel is not None and not all(part.strip() for part in _halves(self.channel)):
+            raise ValueError(f"channel: must be module:factory, got {self.channel!r:.60}")
         if self.network == "conv" and (self.data in TABLE_SETS or suffix == ".csv"):
             raise ValueError(f"network: must be auto or mlp for a table, got 'conv' for {self.data!r}")
         if self.defense in ("os", "os50", "mix", "noise") and self.sigma == 0:
@@ -156,8 +161,8 @@ def parse_feature_eps(entries: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
-def _halves(network: str) -> tuple[str, str]:
-    module, _, factory = network.partition(":")
+def _halves(name: str) -> tuple[str, str]:
+    module, _, factory = name.partition(":")
     return module, "" if ":" in factory else factory
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text")]
-Trust = Annotated[bool, typer.Option("--trust-network", help="Run the code of a network of your own (module:factory)")]
+Trust = Annotated[bool, typer.Option("--trust-network", help="Run the code of a network or channel of your own (module:factory)")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder made by `advbayes train`")]
 Thetas = Annotated[int, typer.Option("--thetas", min=1, help="Thetas in the predictive")]
 

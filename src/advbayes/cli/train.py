@@ -16,7 +16,7 @@ from advbayes.config import ConfigError, RunConfig, make_config, read_toml
 PANELS = {
     "Data": ("data", "root", "target", "task", "features", "drop", "num_train"),
     "Model": ("network", "hidden", "posterior", "members", "rank", "prior_scale", "init_scale", "noise_scale"),
-    "Defense": ("defense", "norm", "eps", "feature_eps", "fixed", "sigma", "attack_steps", "beta", "adversary_lr"),
+    "Defense": ("defense", "channel", "norm", "eps", "feature_eps", "fixed", "sigma", "attack_steps", "beta", "adversary_lr"),
     "Training": (
         *("epochs", "batch_size", "lr", "decay", "num_theta", "num_channel", "bound", "class_weight", "kl_weight"),
         *("seed", "compile", "threads", "checkpoint_every"),

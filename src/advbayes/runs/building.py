@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from advbayes import checks
 from advbayes.attacks import entropy, margin, nll, one_step, pgd, squared_error
+from advbayes.attacks.parts import is_attack
 from advbayes.balls import L2, Ball, Linf
 from advbayes.channels import AttackChannel, Learned, Mixture, Noise
 from advbayes.config import ConfigError, RunConfig, parse_feature_eps
@@ -146,21 +148,46 @@ def own_net(network: str, *, trusted: bool = False) -> nn.Module:
     ...
     advbayes.config.ConfigError: network: 'os:getcwd' names code of your own, which runs only with --trust-network
     """
-    if not trusted:
-        raise ConfigError(f"network: {network!r} names code of your own, which runs only with --trust-network")
+    _refuse_unless(trusted, "network", network)
     net = import_factory("network", network)
     if not isinstance(net, nn.Module):
         raise ConfigError(f"network: {network!r} must return a torch.nn.Module, got {type(net).__name__}")
     return net
 
 
-def import_factory(key: str, name: str) -> Any:
-    """What the user's `module:factory` gives when called; the module is looked for in the working folder first."""
-    module_name, _, factory_name = name.partition(":")
+def own_channel(name: str, ball: Ball, sigma: float, *, trusted: bool = False) -> Channel:
+    """What the user's `module:factory` makes of the ball and sigma: a channel, or an attack, which sigma makes one."""
+    _refuse_unless(trusted, "channel", name)
+    made = import_factory("channel", name, ball, sigma)
+    if isinstance(made, Channel):
+        return made
+    if is_attack(made):
+        return AttackChannel(made, sigma)
+    raise ConfigError(f"channel: {name!r} must return a channel or an attack, got {type(made).__name__}")
+
+
+def own_classes(name: str, *, trusted: bool = False) -> list[type]:
+    """The classes in the module of the user's channel, which its saved settings may name."""
+    _refuse_unless(trusted, "channel", name)
+    return [value for value in vars(_module(name)).values() if isinstance(value, type)]
+
+
+def _refuse_unless(trusted: bool, key: str, name: str) -> None:
+    if not trusted:
+        raise ConfigError(f"{key}: {name!r} names code of your own, which runs only with --trust-network")
+
+
+def _module(name: str) -> ModuleType:
+    """The module of a `module:factory`, looked for in the working folder first."""
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    return importlib.import_module(name.partition(":")[0])
+
+
+def import_factory(key: str, name: str, *arguments: object) -> Any:
+    """What the user's `module:factory` gives when called; the module is looked for in the working folder first."""
     try:
-        return getattr(importlib.import_module(module_name), factory_name)()
+        return getattr(_module(name), name.partition(":")[2])(*arguments)
     except Exception as error:  # whatever the user's code raises is the user's to mend
         wanted = f"{key}: must be an importable module:factory, got {name!r}"
         raise ConfigError(f"{wanted}: {type(error).__name__}: {error}") from error
@@ -224,8 +251,8 @@ def make_ball(
     return (L2 if norm == "l2" else Linf)(eps, box=box, scale=scale, mask=mask)
 
 
-def build_defense(config: RunConfig, data: Prepared) -> tuple[Channel, ChannelELBO]:
-    """Channel and objective of a named defense (docs/defenses.md).
+def build_defense(config: RunConfig, data: Prepared, *, trusted: bool = False) -> tuple[Channel, ChannelELBO]:
+    """Channel and objective of a named defense (docs/defenses.md); a channel of one's own is made only when `trusted`.
 
     >>> from advbayes.config import make_config
     >>> config = make_config({"data": "diabetes", "defense": "noise", "sigma": 0.5})
@@ -247,8 +274,10 @@ def build_defense(config: RunConfig, data: Prepared) -> tuple[Channel, ChannelEL
             outputs = max(1, data.y_train[0].numel())
             return Learned(FullyConnectedGenerator(math.prod(event), outputs, classes), ball)
 
-    if config.defense in ("nn", "nn50"):
-        channel: Channel = learned() if config.defense == "nn" else Mixture([0.5, 0.5], [Noise(0.0), learned()])
+    if config.channel is not None:
+        channel: Channel = own_channel(config.channel, ball, config.sigma, trusted=trusted)
+    elif config.defense in ("nn", "nn50"):
+        channel = learned() if config.defense == "nn" else Mixture([0.5, 0.5], [Noise(0.0), learned()])
     else:
         channel = named_channel(config.defense, ball, config.sigma, regression=regression, steps=config.attack_steps)
     penalties: dict[str, Penalty] = {"trades": Trades(config.beta, likelihood="clean"), "alp": LogitPairing(config.beta)}

@@ -16,7 +16,7 @@ from advbayes.datasets import Encoding, Standardize
 from advbayes.model import BayesianModel
 from advbayes.posteriors import Ensemble, Samples
 from advbayes.predictive import PosteriorPredictive
-from advbayes.runs.building import own_net
+from advbayes.runs.building import own_classes, own_net
 from advbayes.runs.folder import Run
 from advbayes.store import preprocessing, thetas_of
 from advbayes.types import Channel
@@ -72,9 +72,14 @@ def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trai
     place = Path(path)
     if not place.exists():
         raise store.MissingError(place, wanted="a run folder or a bundle")
-    network = _mapping(store.read_bundle(store.model_file(place))[1].get("extra")).get("network")
+    said = _mapping(store.read_bundle(store.model_file(place))[1].get("extra"))
+    network, channel = said.get("network"), said.get("channel")
     own = isinstance(network, str) and network not in NETWORKS
-    bundle = store.load(place, net=own_net(str(network), trusted=trusted) if own else None)
+    bundle = store.load(
+        place,
+        net=own_net(str(network), trusted=trusted) if own else None,
+        own=() if channel is None else own_classes(str(channel), trusted=trusted),
+    )
     extra, threat = _mapping(bundle.extra), _mapping(bundle.threat_model)
     if (place / "config.toml").is_file():
         Run.open(place).check_sealed(extra.get("config"), "model")

@@ -52,7 +52,7 @@ def train(
     data = prepare(config, downloading=downloading)
     state = read_checkpoint(run)
     model, posterior = build_model(config, data, trusted=trusted)
-    channel, objective = build_defense(config, data)
+    channel, objective = build_defense(config, data, trusted=trusted)
     _begin(run, data, state)
     history = run.history
     history.keep(0 if state is None else state.step)
@@ -166,7 +166,8 @@ def _extra(config: RunConfig, data: Prepared) -> dict[str, Any]:
     return {
         "data": config.data,
         "task": data.dataset.task,
-        "defense": config.defense,
+        "defense": config.channel or config.defense,
+        "channel": config.channel,
         "network": config.network,
         "seed": config.seed,
         "config": config.model_dump(mode="json"),

@@ -140,11 +140,18 @@ def save(
     )
 
 
-def load(path: str | os.PathLike[str], *, net: nn.Module | None = None, device: torch.device | str = "cpu") -> Bundle:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    net: nn.Module | None = None,
+    own: Sequence[type] = (),
+    device: torch.device | str = "cpu",
+) -> Bundle:
     """Load what `save` saved, or the model of a run folder; safe for a stranger's file: hashes first, an explicit list
     of classes, nothing executed.
 
-    A network with code of its own has to be given as `net` (its weights come from the file).
+    A network with code of its own has to be given as `net` (its weights come from the file), and the classes of a
+    channel of one's own, dataclasses, as `own` (their settings come from the file).
 
     >>> load("absent")
     Traceback (most recent call last):
@@ -161,7 +168,7 @@ def load(path: str | os.PathLike[str], *, net: nn.Module | None = None, device: 
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise StoreError(f"{place}:class_names", wanted="a list of names", got=f"{names!r:.80}")
     channel, threat_model = (
-        _decode_part(name, documents.get(name), tensors.get(name, {}), place) for name in ("channel", "threat_model")
+        _decode_part(name, documents.get(name), tensors.get(name, {}), place, own) for name in ("channel", "threat_model")
     )
     if channel is not None and not isinstance(channel, Channel):
         raise StoreError(f"{place}:channel", wanted="a channel", got=type(channel).__name__)
@@ -180,9 +187,9 @@ def load(path: str | os.PathLike[str], *, net: nn.Module | None = None, device: 
     )
 
 
-def _decode_part(name: str, document: JSON, tensors: dict[str, Tensor], place: str) -> Any:
+def _decode_part(name: str, document: JSON, tensors: dict[str, Tensor], place: str, own: Sequence[type]) -> Any:
     try:  # a part's name is also the beginning of its tensors' names, so the file's is added here
-        return (kinds.decode_document if name == "threat_model" else kinds.decode)(document, name, tensors)
+        return (kinds.decode_document if name == "threat_model" else kinds.decode)(document, name, tensors, own)
     except StoreError as error:
         raise StoreError(f"{place}:{error.file}", wanted=error.wanted, got=error.got) from None
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,6 +68,11 @@ def is_kind(value: object) -> bool:
     return type(value) in _KINDS.values() or any(value is loss for loss in _LOSSES.values())
 
 
+def own_name(kind: type) -> str:
+    """What a class of somebody's own is called in a file: `module:name`."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
 def check_number(document: JSON, place: str) -> None:
     """Refuse a document of more than `MAX_KINDS` kinds before the first of them is built.
 
@@ -116,12 +121,18 @@ def encode(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:
     for name, loss in _LOSSES.items():
         if value is loss:
             return {"kind": "loss", "name": name}
+    if is_dataclass(value) and not isinstance(value, type) and "<locals>" not in own_name(type(value)):
+        held = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
+        inner = {name: encode(item, f"{place}/{name}", tensors) for name, item in held.items()}
+        return {"kind": "own", "name": own_name(type(value)), "settings": inner}
     wanted = f"one of {', '.join([*_KINDS, *_LOSSES])}"
     raise StoreError(place, wanted=wanted, got=f"{value!r:.80} ({type(value).__name__})")
 
 
-def decode(value: object, place: str, tensors: Mapping[str, Tensor]) -> Any:
+def decode(value: object, place: str, tensors: Mapping[str, Tensor], own: Sequence[type] = ()) -> Any:
     """Back from `encode`: unknown kinds and fields are refused, and every class checks its own values.
+
+    Dataclasses of somebody's own are made only if they are among `own`: a name in a file imports nothing.
 
     >>> decode({"kind": "L2", "eps": 0.5, "box": [0, 1]}, "ball", {})
     L2(0.5, box=(0, 1))
@@ -134,7 +145,7 @@ def decode(value: object, place: str, tensors: Mapping[str, Tensor]) -> Any:
         case None | bool() | int() | float() | str():
             return value
         case list():
-            return tuple(decode(item, f"{place}/{index}", tensors) for index, item in enumerate(value))
+            return tuple(decode(item, f"{place}/{index}", tensors, own) for index, item in enumerate(value))
         case {"kind": "number", "value": str(text), **rest} if not rest and text in _NUMBERS:
             return _NUMBERS[text]
         case {"kind": "tensor", "name": str(name), **rest} if not rest and name in tensors:
@@ -148,20 +159,25 @@ def decode(value: object, place: str, tensors: Mapping[str, Tensor]) -> Any:
             state = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
             return fill_net(build_net(description, place), state, place)
         case {"kind": str(kind), **arguments} if kind in _KINDS:
-            return _construct(_KINDS[kind], {str(key): item for key, item in arguments.items()}, place, tensors)
+            return _construct(_KINDS[kind], {str(key): item for key, item in arguments.items()}, place, tensors, own)
+        case {"kind": "own", "name": str(name), "settings": dict() as held, **rest} if not rest:
+            for each in own:
+                if own_name(each) == name and is_dataclass(each):
+                    return _construct(each, {str(key): item for key, item in held.items()}, place, tensors, own)
+            raise StoreError(place, wanted="a known kind, or its class by load(..., own=(...,))", got=f"{name!r:.80}")
         case {"kind": kind}:
             raise StoreError(place, wanted="a known kind", got=f"{kind!r:.80}")
     raise StoreError(place, wanted="a setting", got=f"{value!r:.80}")
 
 
-def _construct(kind: Any, arguments: dict[str, Any], place: str, tensors: Mapping[str, Tensor]) -> Any:
-    known = {field.name: field for field in fields(kind)}
+def _construct(kind: Any, arguments: dict[str, Any], place: str, tensors: Mapping[str, Tensor], own: Sequence[type] = ()) -> Any:
+    known = {field.name: field for field in fields(kind) if field.init}
     needed = {name for name, field in known.items() if field.default is MISSING and field.default_factory is MISSING}
     if unknown := arguments.keys() - known.keys():
         raise StoreError(place, wanted=f"{kind.__name__} with {', '.join(known) or 'no fields'}", got=f"{min(unknown):.80}")
     if missing := needed - arguments.keys():
         raise StoreError(place, wanted=f"{kind.__name__} with {min(missing)}", got="none")
-    decoded = {name: decode(item, f"{place}/{name}", tensors) for name, item in arguments.items()}
+    decoded = {name: decode(item, f"{place}/{name}", tensors, own) for name, item in arguments.items()}
     try:
         return kind(**decoded)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -183,7 +199,7 @@ def encode_document(value: object, place: str, tensors: dict[str, Tensor]) -> JS
     return value  # type: ignore[return-value]  # checked where it is written
 
 
-def decode_document(value: JSON, place: str, tensors: Mapping[str, Tensor]) -> Any:
+def decode_document(value: JSON, place: str, tensors: Mapping[str, Tensor], own: Sequence[type] = ()) -> Any:
     """Back from `encode_document`.
 
     >>> decode_document({"loss": {"kind": "loss", "name": "nll"}}, "threat", {})["loss"] is attacks.nll
@@ -191,6 +207,6 @@ def decode_document(value: JSON, place: str, tensors: Mapping[str, Tensor]) -> A
     """
     if isinstance(value, dict):
         if "kind" in value:
-            return decode(value, place, tensors)
-        return {key: decode_document(item, f"{place}/{key}", tensors) for key, item in value.items()}
+            return decode(value, place, tensors, own)
+        return {key: decode_document(item, f"{place}/{key}", tensors, own) for key, item in value.items()}
     return value

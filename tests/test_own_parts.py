@@ -1,0 +1,153 @@
+"""Channels and attacks of one's own in bundles, configurations and run folders: by name, and trusted explicitly."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from advbayes import L2, AttackChannel, Ball, MeanField, Mixture, Noise, load, nll, save
+from advbayes.attacks import loss_and_gradient
+from advbayes.channels import GaussianDensity
+from advbayes.config import ConfigError, make_config
+from advbayes.runs import create_run, load_trained, train
+from advbayes.store import StoreError
+from advbayes.types import Predictor
+from tests.contracts import seeded, small_model
+
+
+@dataclass(frozen=True)
+class Gain:
+    """x' = gain x + sigma noise."""
+
+    gain: float
+    sigma: float
+
+    def sample(
+        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        return self.gain * x + self.sigma * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+    def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> GaussianDensity:
+        return GaussianDensity((0.0,), (self.gain * x,), (self.sigma,))
+
+
+@dataclass(frozen=True)
+class Half:
+    """Half a step."""
+
+    ball: Ball
+
+    def __call__(
+        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        assert y is not None
+        return x + self.ball.ascend(loss_and_gradient(predict, nll, x, y)[2], 0.5 * self.ball.eps)
+
+
+CHANNELS = (
+    Gain(1.5, 0.1),
+    Mixture([0.25, 0.75], [Noise(0.1), Gain(1.5, 0.2)]),
+    AttackChannel(Half(L2(0.5, box=(0.0, 1.0), scale=torch.tensor([1.0, 2.0, 1.0, 1.0]))), 0.1),
+)
+
+
+@pytest.mark.parametrize("channel", CHANNELS, ids=("channel", "within a mixture", "attack"))
+def test_a_bundle_keeps_the_settings_and_needs_the_class(channel: object, tmp_path: Path) -> None:
+    model = small_model("classification", torch.float32)
+    place = tmp_path / "m.advbayes"
+    save(place, model=model, posterior=MeanField(model), channel=channel)  # type: ignore[arg-type]
+    assert load(place, own=(Gain, Half)).channel == channel
+    for own in ((), (Noise,), (dict, int)):
+        with pytest.raises(StoreError, match=r"own=.*tests.test_own_parts:(Gain|Half)"):
+            load(place, own=own)
+
+
+def test_what_a_file_says_of_a_class_is_checked(tmp_path: Path) -> None:
+    from advbayes.store import kinds
+
+    document = kinds.encode(Gain(1.5, 0.1), "channel", {})
+    assert document == {"kind": "own", "name": "tests.test_own_parts:Gain", "settings": {"gain": 1.5, "sigma": 0.1}}
+    for settings in ({"gain": 1.5}, {"gain": 1.5, "sigma": 0.1, "more": 1}):
+        with pytest.raises(StoreError, match="wanted Gain with"):
+            kinds.decode({**document, "settings": settings}, "channel", {}, (Gain,))
+    with pytest.raises(StoreError, match="got 'os:system'"):
+        kinds.decode({**document, "name": "os:system"}, "channel", {}, (Gain,))
+
+    @dataclass(frozen=True)
+    class Hidden:
+        gain: float
+
+    with pytest.raises(StoreError, match="Hidden"):  # nobody could name it again
+        kinds.encode(Hidden(1.0), "channel", {})
+
+
+SOURCE = """
+from dataclasses import dataclass
+import torch
+from advbayes import pgd
+from advbayes.channels import GaussianDensity
+
+@dataclass(frozen=True)
+class Louder:
+    gain: float
+    sigma: float
+    def sample(self, predict, x, y=None, *, generator=None):
+        return self.gain * x + self.sigma * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+    def density(self, predict, x, y=None):
+        return GaussianDensity((0.0,), (self.gain * x,), (self.sigma,))
+
+def louder(ball, sigma):
+    return Louder(1 + ball.eps, sigma)
+
+def steps(ball, sigma):
+    return pgd(ball, 3)
+
+def nothing(ball, sigma):
+    return 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "my_louder_channel.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "my_louder_channel", raising=False)
+    return "my_louder_channel"
+
+
+def small(channel: str) -> object:
+    return make_config({"data": "diabetes", "hidden": [3], "epochs": 1, "eps": 0.5, "sigma": 0.2, "channel": channel})
+
+
+@pytest.mark.parametrize("factory", ["louder", "steps"])
+def test_a_run_trains_through_it_and_is_loaded_when_trusted(factory: str, module: str, tmp_path: Path) -> None:
+    with create_run(small(f"{module}:{factory}"), tmp_path / "run") as run:  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"channel: '{module}:{factory}' names code of your own"):
+            train(run, progress=False)
+        assert train(run, progress=False, trusted=True).skipped == 0
+    with pytest.raises(ConfigError, match="names code of your own"):
+        load_trained(tmp_path / "run")
+    trained = load_trained(tmp_path / "run", trusted=True)
+    assert trained.defense == f"{module}:{factory}"
+    if factory == "louder":
+        assert repr(trained.channel) == "Louder(gain=1.5, sigma=0.2)"
+    else:
+        assert isinstance(trained.channel, AttackChannel)
+        assert trained.channel.attack.ball == L2(0.5)  # type: ignore[attr-defined]
+    drawn = trained.channel.sample(trained.predict(2), torch.zeros(3, 10), torch.zeros(3), generator=seeded())  # type: ignore[union-attr]
+    assert drawn.shape == (3, 10)
+
+
+def test_bad_names_and_factories_are_told(module: str, tmp_path: Path) -> None:
+    for name in ("louder", ":louder", "a:b:c"):
+        with pytest.raises(ConfigError, match="channel: must be module:factory"):
+            small(name)
+    for name, message in ((f"{module}:nothing", "must return a channel or an attack, got int"), (f"{module}:absent", "absent")):
+        with create_run(small(name), tmp_path / name.split(":")[1]) as run, pytest.raises(ConfigError, match=message):  # type: ignore[arg-type]
+            train(run, progress=False, trusted=True)
