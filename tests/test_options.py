@@ -178,6 +178,16 @@ def test_a_network_of_ones_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert main(training(place, place / "conv", network="conv")) == 2
 
 
+@shows("train", "channel")
+def test_a_channel_of_ones_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    (place / "options_channel.py").write_text("from advbayes import Noise\nmake = lambda ball, sigma: Noise(7 * sigma)\n")
+    argv = training(place, place / "own-channel", channel="options_channel:make", sigma="0.5")
+    assert main(argv) == 2
+    assert main([*argv[: argv.index("--out")], "--out", str(place / "own-channel2"), "--quiet", "--trust-network"]) == 0
+    assert load_trained(place / "own-channel2", trusted=True).channel == Noise(3.5)
+
+
 @shows("train", "compile", "threads", "checkpoint_every")
 def test_keys_of_the_machine_reach_the_training(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, seen = advbayes.runs.training.fit, []

@@ -97,7 +97,7 @@ class PurifierContract(PredictorContract):
         return Purifier(model, self.channel(task), thetas(model, 4), (x, y), self.update, **settings)
 
     def same(self, model: BayesianModel) -> Sequence[Predictor]:
-        with mock.patch("advbayes.purification.small._TABLE", 0):
+        with mock.patch("advbayes.purification.store._SMALL", 0):
             in_memory = self.make(model)
         folder = tempfile.mkdtemp(prefix="contract-")
         atexit.register(shutil.rmtree, folder, True)
@@ -110,6 +110,13 @@ class TestOnlinePurifier(PurifierContract):
 
 class TestOfflinePurifier(PurifierContract):
     update = "offline"
+
+
+class TestSharpPurifier(PurifierContract):
+    """Where the weights saturate: gradients fall to 1e-29, and their direction is kept down to 1e-10."""
+
+    sigma = 0.02
+    least = 1e-10
 
 
 class TestSimulatedPurifier(PredictorContract):

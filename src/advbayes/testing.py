@@ -369,15 +369,17 @@ def answer(predict: Predictor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return said
 
 
-def assert_same(answer: dict[str, Tensor], wanted: dict[str, Tensor], units: float) -> None:
-    """Equal up to `units` in the last place of the row's largest entry (gradients), or of the largest of all, or of 1."""
+def assert_same(answer: dict[str, Tensor], wanted: dict[str, Tensor], units: float, least: float = 0.0) -> None:
+    """Equal up to `units` in the last place of a gradient's row, and a tenth of `least`; of the largest answer, or of 1."""
     assert answer.keys() == wanted.keys()
     for name, value in answer.items():
         goal = wanted[name]
         assert value.shape == goal.shape
         assert value.dtype == goal.dtype
-        size = goal.abs().amax(1, keepdim=True) if "gradient" in name else goal.abs().max().clamp_min(1.0)
-        over = (value - goal).abs() - units * torch.finfo(value.dtype).eps * size
+        is_gradient = "gradient" in name
+        size = goal.abs().amax(1, keepdim=True) if is_gradient else goal.abs().max().clamp_min(1.0)
+        allowed = units * torch.finfo(value.dtype).eps * size + (0.1 * least if is_gradient else 0.0)
+        over = (value - goal).abs() - allowed
         worst = over.argmax()
         assert bool((over <= 0).all()), f"{name} is {value.flatten()[worst]:.9g}, not {goal.flatten()[worst]:.9g}"
 
@@ -398,6 +400,7 @@ class PredictorContract(_Contract):
     has_gradient = True
     num = 33  # examples asked of it
     units = 16.0  # in the last place: what other orders of sums cost, the more the worse conditioned it is
+    least = 0.0  # the smallest gradient whose direction counts
     chunks: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def make(self, model: BayesianModel) -> Predictor:
@@ -443,7 +446,7 @@ class PredictorContract(_Contract):
             order = torch.randperm(len(x), generator=seeded(11))
             for rows in (order, order[:1], order[1:2], order[2:4], order[4:12], order[12:]):
                 with case(task, dtype, f"{len(rows)} rows"):
-                    assert_same(ask(x[rows], y[rows]), _rows(whole, rows), self.units)
+                    assert_same(ask(x[rows], y[rows]), _rows(whole, rows), self.units, self.least)
 
     def test_answer_and_gradient_do_not_depend_on_chunks_or_tables(self) -> None:
         for task, dtype in self.cases():
@@ -452,11 +455,11 @@ class PredictorContract(_Contract):
             whole = answer(self.make(model), x, y)
             for k, other in enumerate(self.same(model)):
                 with case(task, dtype, f"same {k}"):
-                    assert_same(answer(other, x, y), whole, self.units)
+                    assert_same(answer(other, x, y), whole, self.units, self.least)
             for place, sizes in self.chunks:
                 for size in sizes:
                     with mock.patch(place, size), case(task, dtype, place, size):
-                        assert_same(answer(self.make(model), x, y), whole, self.units)
+                        assert_same(answer(self.make(model), x, y), whole, self.units, self.least)
 
     def test_answer_and_gradient_do_not_depend_on_threads(self) -> None:
         """Asked by four threads at once the answers keep every bit; other numbers of torch's threads may round anew."""
@@ -474,7 +477,7 @@ class PredictorContract(_Contract):
                 for num in (1, 3):
                     torch.set_num_threads(num)
                     with case(task, dtype, f"{num} threads of torch"):
-                        assert_same(ask(x, y), alone[0], self.units)
+                        assert_same(ask(x, y), alone[0], self.units, self.least)
             finally:
                 torch.set_num_threads(before)
 
