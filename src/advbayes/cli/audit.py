@@ -98,6 +98,7 @@ def audit(
             undefended=control,
             control_ball=None if control_eps is None else ball_for(trained, norm, control_eps, fixed, feature_eps),
             seed=seed,
+            tell=None if json else say,
         )
     units = units_of(ball.eps, trained.scaling, trained.feature_names, ball.mask, ball.scale)
     if json:
