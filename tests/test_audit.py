@@ -114,7 +114,7 @@ def test_a_verdict_is_text_and_json_and_goes_under_a_table() -> None:
     assert json.loads(json.dumps(verdict.json()))["level"] == "D"
     assert verdict.text().splitlines()[-1] == verdict.line()
     absent = len(verdict.not_run)
-    sentence = f"Nothing is settled yet: {absent} checks did not run, and one check failed"
+    sentence = f"The attacked numbers must not be quoted as they are: one check failed, and {absent} checks did not run"
     assert verdict.line().startswith(f"audit (custom): level D. {sentence}; failed E0 †; not run E2, E3")
     table = evaluate(MODEL, (X, Y), attacks={"PGD": pgd(BALL, 5)}).table(verdict=verdict)
     assert table.text().splitlines()[-1] == verdict.line()

@@ -565,8 +565,10 @@ def test_levels_and_sentences_say_the_same_as_the_numbers() -> None:
     assert verdict("failed", "failed").sentence().endswith("2 checks failed.")
     assert (
         verdict("failed", "not run", "not run").sentence()
-        == "Nothing is settled yet: 2 checks did not run, and one check failed."
+        == "The attacked numbers must not be quoted as they are: one check failed, and 2 checks did not run."
     )
+    quiet = verdict("passed", "not run").sentence()
+    assert quiet == "Nothing speaks against the attacked numbers so far, but one check did not run."
     assert "0.4375" in verdict("not run", certified=True).sentence()
     assert "†" not in verdict("not run", "passed").line()
     assert "†" not in verdict("failed", "passed", mandatory=False).line()

@@ -48,7 +48,7 @@ from advbayes.smoothing import Smoothed
 BALL = L2(0.5, box=(0, 1))
 CONTROL = L2(1.5, box=(0, 1))
 QUERIES = 60  # of the black box: 5,000 are tested apart
-SMALL = Budget(num=50, steps=10, restarts=1, random_points=10, queries=QUERIES, max_steps=200, max_thetas=40)
+SMALL = Budget(num=50, steps=10, restarts=1, random_points=10, queries=QUERIES, max_steps=200, max_thetas=80)
 RAW = ThreatModel(units="raw")
 
 
@@ -454,7 +454,8 @@ def honest(predict: Any, folder: Path, **options: Any) -> Verdict:
     attack = options.pop("recorded", pgd(ball, 10))
     evaluation = evaluate(predict, data, attacks={"PGD": attack}, out=folder, progress=False)
     support = Support(**({"channel": Noise(0.0), "evaluation": evaluation} | options.pop("support")))
-    chosen = {"threat_model": RAW, "tier": SMALL, "progress": False} | options
+    attacks = {"nll": APGD(ball, nll, 10), "margin": APGD(ball, margin, 10, 1, 2)}  # the default list takes twice as long
+    chosen = {"threat_model": RAW, "tier": SMALL, "progress": False, "attacks": attacks} | options
     return audit(predict, data, ball=ball, support=support, **chosen)
 
 
@@ -517,9 +518,8 @@ def honest_black_box(folder: Path) -> Verdict:
     """Answers without any gradient."""
     support = {"undefended": linear(discriminant(1)), "baseline": linear(torch.tensor([3.0, 0, 0, 0])), "control_ball": L2(0.6)}
     data, ball = blobs(40, 5), L2(0.1)
-    return honest(
-        linear(discriminant(0), detached=True), folder, data=data, ball=ball, recorded=Square(ball, 50), support=support
-    )
+    options: dict[str, Any] = {"data": data, "ball": ball, "recorded": Square(ball, 50), "support": support, "attacks": None}
+    return honest(linear(discriminant(0), detached=True), folder, **options)
 
 
 def regression_training() -> tuple[Tensor, Tensor]:
@@ -550,7 +550,7 @@ def honest_regression(folder: Path) -> Verdict:
     predict, fresh, x, y = regression()
     ball = L2(0.3)
     support = {"fresh": fresh, "siblings": {"fresh": fresh}, "training": regression_training()}
-    return honest(predict, folder, data=(x, y), ball=ball, recorded=APGD(ball, nll, 10), support=support)
+    return honest(predict, folder, data=(x, y), ball=ball, recorded=APGD(ball, nll, 10), support=support, attacks=None)
 
 
 HONEST: dict[str, Callable[[Path], Verdict]] = {

@@ -31,6 +31,7 @@ LEFT, NEAR = 0.05, 0.03  # E20: what the control may keep; how near its clean ac
 BEHIND = 0.05  # E21: how far below its published figure the recipe may be
 GROWTH = 2.0**0.5  # of the control ball, where none is given
 CHECKED = 20  # times that a control's clean accuracy is looked at while it trains
+COMPARED = 256  # examples, at least, on which baseline and control are compared (where there are as many)
 ALL = 2000  # examples on which clean accuracies are compared
 
 
@@ -127,8 +128,12 @@ def credible_baseline(case: Case) -> Finding:
     pairs = (("undefended", support.undefended), ("baseline", baseline))
     figures: dict[str, Any] = {}
     better = False
+    balls = dict.fromkeys((case.ball, _control(case, support.undefended)[0]))
+    if len(case.x) < COMPARED:  # a comparison wants more examples than a look
+        x, y = (part[:COMPARED] for part in case.whole)
+        case = replace(case, x=x, y=y, memory={})
     clean, own = (case.scored(case.x, f"{name} clean", by=each) for name, each in pairs)
-    for ball in dict.fromkeys((case.ball, _control(case, support.undefended)[0])):
+    for ball in balls:
         attacks = {name: with_ball(attack, ball) for name, attack in case.attacks_on(baseline).items()}
         both = [
             worst([start, case.union(attacks, f"{name} {ball.eps:g}", through=each, by=each)], case.task)
@@ -179,21 +184,21 @@ class Recipe:
 def with_controls(case: Case, *, progress: bool | None = None) -> Support:
     """The case's support with the controls that it lacks, trained on its `training` data: an undefended point estimate of the
     predictor's own architecture, stopped where its clean accuracy is nearest to the audited model's, and adversarial training
-    in the ball (unless a published recipe is asked for).
+    in the ball that breaks it (unless a published recipe is asked for).
     """
     support, model = case.support, model_of(case.predict)
-    if support.training is None or model is None or not support.lacks_controls:
+    if support.training is None or model is None or not support.lacks_controls or not case.attacks:
         return support
     x, y = as_tensors(support.training, model.dtype)
     data = x, y.reshape(-1).long() if case.task == "classification" else y.reshape(len(y), *case.y.shape[1:]).to(x.dtype)
-    made: dict[str, Any] = {}
-    if support.undefended is None:
+    control, baseline = support.undefended, support.baseline
+    if control is None:
         near = case if case.task == "classification" else None
-        made["undefended"] = trained_control(model, Noise(0.0), data, near, seed=case.seed, progress=progress)
-    if support.baseline is None and published_for(support.dataset, case.ball) is None:
-        channel = AttackChannel(pgd(case.ball, Recipe.attack_steps), 0.0)
-        made["baseline"] = trained_control(model, channel, data, None, seed=case.seed, progress=progress)
-    return support.but(**made)
+        control = trained_control(model, Noise(0.0), data, near, seed=case.seed, progress=progress)
+    if baseline is None and published_for(support.dataset, case.ball) is None:
+        channel = AttackChannel(pgd(_control(case, control)[0], Recipe.attack_steps), 0.0)
+        baseline = trained_control(model, channel, data, None, seed=case.seed, progress=progress)
+    return support.but(undefended=control, baseline=baseline)
 
 
 def training_passes(case: Case) -> float:

@@ -11,12 +11,13 @@ from typing import Any, cast
 from torch import Tensor
 from torch.distributions import Distribution
 
+from advbayes.purification import Purifier
 from advbayes.types import Predictor
 
 SHARED = (ModuleType, type, BuiltinFunctionType)
 
 
-def copied(value: Any) -> Any:
+def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
     """A deep copy; of a function one with copies of what it closes over and of the global objects that it names.
 
     >>> seen = []
@@ -27,10 +28,7 @@ def copied(value: Any) -> Any:
     >>> predict(0), predict(0), other(0)
     (1, 2, 1)
     """
-    return _copied(value, {})
-
-
-def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    memo = {} if memo is None else memo
     if not isinstance(value, FunctionType):
         return copy.deepcopy(value, memo)
     if id(value) in memo:
@@ -40,9 +38,9 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     memo[id(value)] = made
     for name in value.__code__.co_names:
         if name in space and not isinstance(space[name], SHARED):
-            space[name] = _copied(space[name], memo)
+            space[name] = copied(space[name], memo)
     for cell, new in zip(value.__closure__ or (), made.__closure__ or (), strict=True):
-        new.cell_contents = cell.cell_contents if isinstance(cell.cell_contents, SHARED) else _copied(cell.cell_contents, memo)
+        new.cell_contents = cell.cell_contents if isinstance(cell.cell_contents, SHARED) else copied(cell.cell_contents, memo)
     made.__defaults__ = copy.deepcopy(value.__defaults__, memo)
     made.__kwdefaults__ = copy.deepcopy(value.__kwdefaults__, memo)
     return made
@@ -60,11 +58,12 @@ def copies_of(predict: Predictor, factory: Callable[[], Predictor] | None) -> Co
     """Copies made by the factory, or of the predictor as it is now."""
     if factory is not None:
         return Copies(factory)
+    shared = {id(predict.store): predict.store} if isinstance(predict, Purifier) else {}  # large, and never written to
     try:
-        unasked = copied(predict)
+        unasked = copied(predict, dict(shared))
     except Exception as error:  # whatever a foreign object raises when copied
         return Copies(None, f"{type(error).__name__}: {error}")
-    return Copies(lambda: cast(Predictor, copied(unasked)))
+    return Copies(lambda: cast(Predictor, copied(unasked, dict(shared))))
 
 
 @dataclass(frozen=True)

@@ -115,11 +115,11 @@ class Verdict:
         if self.level == "B":
             return "Every check that must pass did: the attacked numbers may be quoted."
         failed, absent = len(self.failed_mandatory), len(self.not_run)
-        broken = f"{_count(failed)} failed" if failed else ""
-        if self.level == "C":
-            return f"The attacked numbers must not be quoted as they are: {broken}."
-        and_failed = f", and {broken}" if failed else ""
-        return f"Nothing is settled yet: {_count(absent)} did not run{and_failed}."
+        missing = f"{_count(absent)} did not run"
+        if not failed:
+            return f"Nothing speaks against the attacked numbers so far, but {missing}."
+        also = f", and {missing}" if absent else ""
+        return f"The attacked numbers must not be quoted as they are: {_count(failed)} failed{also}."
 
     def line(self) -> str:
         """The line beneath a table."""

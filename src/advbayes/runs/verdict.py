@@ -10,7 +10,7 @@ from torch import Tensor
 
 from advbayes import store
 from advbayes.attacks import pgd
-from advbayes.auditing import Support, ThreatModel, Verdict, audit, audit_cost
+from advbayes.auditing import Budget, Support, ThreatModel, Verdict, audit, audit_cost
 from advbayes.balls import Ball
 from advbayes.evaluation import evaluate
 from advbayes.evaluation.files import fingerprint
@@ -27,7 +27,7 @@ def audit_run(
     data: Prepared,
     ball: Ball,
     *,
-    tier: str = "standard",
+    tier: str | Budget = "standard",
     num: int | None = None,
     num_thetas: int = 20,
     undefended: Predictor | None = None,
