@@ -82,7 +82,7 @@ def _saved(run: Run, predict: Predictor, x: Tensor, ball: Ball) -> Path | None:
 
     def fits(path: Path) -> bool:
         config: Any = store.read_document(path / "config.json")
-        marks = next(iter(config.get("predictors", {}).values()), [])
+        marks: list[float] = next(iter(config.get("predictors", {}).values()), [])
         near = len(marks) == len(own) and all(abs(a - b) <= 1e-4 * (1 + abs(b)) for a, b in zip(marks, own, strict=True))
         norm = any(f"{type(ball).__name__}(" in text for text in config.get("attacks", {}).values())
         return near and norm and ball.eps in (config.get("radii") or [])
