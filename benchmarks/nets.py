@@ -1,9 +1,10 @@
-"""Nets beside the paper's two: a residual net with GroupNorm, and a user's module with a forward of its own."""
+"""Nets beside the paper's two: a residual net with GroupNorm, and users' modules with a forward of their own."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 class Block(nn.Module):
@@ -37,7 +38,25 @@ def residual_net() -> nn.Module:
     )
 
 
-class LayerNormNet(nn.Module):
+class UserNet(nn.Module):
+    """Convolutions, then LayerNorm and a way round a linear layer, in a forward of its own, for images of 1x28x28."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body = nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
+        self.norms = nn.ModuleList(nn.LayerNorm(32 * 7 * 7 if k == 0 else 32) for k in range(2))
+        self.narrow, self.mixed, self.last = nn.Linear(32 * 7 * 7, 32), nn.Linear(32, 32), nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = functional.avg_pool2d(functional.gelu(self.stem(x)), 2)
+        h = functional.avg_pool2d(functional.gelu(self.body(h)), 2)
+        h = self.narrow(self.norms[0](h.flatten(1)))
+        h = h + functional.gelu(self.mixed(self.norms[1](h)))
+        out: Tensor = self.last(h)
+        return out
+
+
+class LinearNet(nn.Module):
     """Linear layers with LayerNorm and a way round the second, for images of 1x28x28."""
 
     def __init__(self, width: int = 64) -> None:
@@ -46,7 +65,7 @@ class LayerNormNet(nn.Module):
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = nn.functional.gelu(self.norms[0](self.first(x.flatten(1))))
-        h = h + nn.functional.gelu(self.norms[1](self.second(h)))
+        h = functional.gelu(self.norms[0](self.first(x.flatten(1))))
+        h = h + functional.gelu(self.norms[1](self.second(h)))
         out: Tensor = self.last(h)
         return out

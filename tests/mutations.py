@@ -182,7 +182,7 @@ _through = _Shared()""",
     Bug(
         "small gradients floored by their square",
         "balls.py",
-        "    flat = flat / _tiny_floor(flat.abs().amax(1, keepdim=True))\n    return (flat / _tiny_floor(torch.linalg.vector_norm(flat, dim=1, keepdim=True))).view_as(d)",
+        "    flat = flat / _or_infinite(flat.abs().amax(1, keepdim=True))\n    return (flat / _or_infinite(torch.linalg.vector_norm(flat, dim=1, keepdim=True))).view_as(d)",
         "    return (flat / flat.square().sum(1, keepdim=True).clamp_min(1e-12).sqrt()).view_as(d)",
         "test_balls",
     ),

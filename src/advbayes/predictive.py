@@ -98,7 +98,7 @@ def _predict(model: BayesianModel, thetas: Tensor, x: Tensor) -> Distribution:
         return mix(model.at_each(thetas)(x))
     with torch.no_grad():
         if _is_accelerated():
-            parts = accelerated.in_parts(lambda rows: _outputs(model, thetas, x[rows]), thetas, x)
+            parts = accelerated.in_parts(lambda rows: _outputs(model, thetas, x[rows]), model, thetas, x)
             return _mixture(model, thetas, torch.cat(parts, dim=1))
         return _mixture(model, thetas, _outputs(model, thetas, x))
 
@@ -112,7 +112,7 @@ def _loss_and_gradient(model: BayesianModel, thetas: Tensor, loss: Loss, x: Tens
 
     if not _is_accelerated():
         return part(slice(0, len(x)))
-    parts = accelerated.in_parts(part, thetas, x)
+    parts = accelerated.in_parts(part, model, thetas, x)
     values, broken, gradients = zip(*parts, strict=True)
     return (torch.cat(values), torch.cat(broken), torch.cat(gradients)) if len(parts) > 1 else parts[0]
 

@@ -24,6 +24,7 @@ from advbayes.model import BayesianModel, Vjp, vjp_of
 
 _NUMBERS = 1 << 20  # rows x thetas x input size worked on at once: activations then stay near the cache
 _ROWS = 16  # of a batch; fewer are not worth a call
+_RESHAPES = (torch.flatten, Tensor.flatten, torch.reshape, Tensor.reshape, Tensor.view)
 _THIN = 2  # channels up to which a product is the faster input gradient (docs/performance.md)
 
 _R = TypeVar("_R")
@@ -56,14 +57,17 @@ def run(
     return _theta_by_theta(model, thetas, x)
 
 
-def in_parts(work: Callable[[slice], _R], thetas: Tensor, x: Tensor) -> list[_R]:
+def in_parts(work: Callable[[slice], _R], model: BayesianModel, thetas: Tensor, x: Tensor) -> list[_R]:
     """The work on parts of a batch, side by side on torch's threads: layers gain less from threads of their own.
 
-    >>> in_parts(lambda rows: rows, torch.zeros(2, 3), torch.zeros(5, 4))
+    >>> from advbayes import Categorical
+    >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
+    >>> in_parts(lambda rows: rows, model, torch.zeros(2, 15), torch.zeros(5, 4))
     [slice(0, 5, None)]
     """
     recycle_blocks()
-    most = max(_ROWS, _NUMBERS // (max(1, math.prod(x.shape[1:])) * len(thetas)))
+    numbers = _NUMBERS if _is_convolutional(model) else 4 * _NUMBERS
+    most = max(_ROWS, numbers // (max(1, math.prod(x.shape[1:])) * len(thetas)))
     rows = math.ceil(len(x) / math.ceil(len(x) / most)) if len(x) else 1  # as equal parts as few as may be
     slices = [slice(start, min(start + rows, len(x))) for start in range(0, max(1, len(x)), rows)]
     num_threads = min(torch.get_num_threads(), len(slices))
@@ -81,7 +85,11 @@ def in_parts(work: Callable[[slice], _R], thetas: Tensor, x: Tensor) -> list[_R]
 def _is_flat(model: BayesianModel) -> bool:
     """Whether all parameters are matrices and vectors, and nobody looks at what passes through the layers."""
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.net.modules())
-    return not hooked and all(len(shape) <= 2 for shape in model.shapes)
+    return not hooked and not _is_convolutional(model)
+
+
+def _is_convolutional(model: BayesianModel) -> bool:
+    return any(len(shape) > 2 for shape in model.shapes)
 
 
 def _as_one_batch(model: BayesianModel, thetas: Tensor, x: Tensor) -> tuple[Tensor, Vjp]:
@@ -113,7 +121,7 @@ def _sum_of_vjps(each: list[Tensor], leaf: Tensor, cotangent: Tensor) -> Tensor:
 
 def _is_thin(model: BayesianModel, x: Tensor) -> bool:
     is_image = x.ndim == 4 and 0 < x.shape[1] <= _THIN and len(x) > 0
-    return is_image and any(len(shape) == 4 for shape in model.shapes)
+    return is_image and _is_convolutional(model) and model.laid_out(x) is not x  # products want channels_last
 
 
 class _Patches(dict[tuple[int, ...], Tensor]):
@@ -122,7 +130,7 @@ class _Patches(dict[tuple[int, ...], Tensor]):
     def add(self, gradient: Tensor, weight: Tensor, padding: tuple[int, int]) -> None:
         rows = gradient.permute(0, 2, 3, 1).reshape(-1, len(weight))  # a view in channels_last
         key, product = (*weight.shape[2:], *padding), (weight.reshape(len(weight), -1).T, rows.T)
-        self[key] = torch.addmm(self[key], *product) if key in self else torch.mm(*product)
+        self[key] = self[key].addmm_(*product) if key in self else torch.mm(*product)
 
 
 class _GraphBegins(torch.autograd.Function):
@@ -140,14 +148,24 @@ class _GraphBegins(torch.autograd.Function):
         return None, None, None, None, None
 
 
+def _is_channels_last(x: Tensor) -> bool:
+    return x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def _channels_last_again(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.contiguous(memory_format=torch.channels_last)
+
+
 class _FirstConvolutions(TorchFunctionMode):
-    """Lets the graph begin after the convolutions of x itself."""
+    """Lets the graph begin after the convolutions of x itself, and gradients in channels_last where the net is."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
         self.x, self.patches = x, _Patches()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _RESHAPES and args and args[0].requires_grad and _is_channels_last(args[0]):
+            args[0].register_hook(_channels_last_again)  # else a pooling before it copies its whole input
         if func is not torch.conv2d or kwargs or len(args) != 7:
             return func(*args, **(kwargs or {}))
         x, weight, _, stride, padding, dilation, groups = args
