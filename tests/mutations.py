@@ -1034,6 +1034,8 @@ _through = _Shared()""",
         "not bool(torch.isfinite(block).all()) or not bool((positive > 0).all())",
         "False",
         "test_purifier_saving",
+    ),
+    Bug(
         "displaced centre: nothing is taken off",
         "auditing/remembering.py",
         "[: int(ALLOWED * len(broken))]",

@@ -92,23 +92,34 @@ def apart(case: Case) -> float:
 
 
 def _control(case: Case, control: Predictor) -> tuple[Ball, Columns]:
-    """The control under attack, and in which ball: the one given; the audited one where a figure is published for it; else the
-    audited one widened until the control falls, up to half the distance between two examples."""
+    """The control under attack, and in which ball: the one given, the audited one where a figure is published for it, else the
+    one that breaks it."""
+    if case.support.control_ball is None and published_for(case.support.dataset, case.ball) is None:
+        return breaking(case, control)
+    ball = case.support.control_ball or case.ball
+    return case.once("control", lambda: (ball, _left(case, control, ball)))
+
+
+def breaking(case: Case, control: Predictor) -> tuple[Ball, Columns]:
+    """The audited ball widened until the control falls, up to half the distance between two examples; and what it leaves."""
 
     def make() -> tuple[Ball, Columns]:
-        clean = case.scored(case.x, "control clean", by=control)
-        ball, last = case.ball if case.support.control_ball is None else case.support.control_ball, False
+        ball, half = case.ball, 0.5 * apart(case)
+        most = half if 0 < ball.eps and half < math.inf else ball.eps
         while True:
-            attacks = {name: with_ball(attack, ball) for name, attack in case.attacks_on(control).items()}
-            found = worst([clean, case.union(attacks, f"control {ball.eps:g}", through=control, by=control)], case.task)
-            fixed = case.support.control_ball is not None or published_for(case.support.dataset, case.ball) is not None
-            if fixed or last or case.task == "regression" or case.value(found) <= LEFT:
-                return ball, found
-            eps = min(ball.eps * GROWTH, 0.5 * apart(case))
-            last = eps <= ball.eps * (1 + 1e-9)
-            ball = replace(ball, eps=max(eps, ball.eps))
+            columns = _left(case, control, ball)
+            if case.task == "regression" or case.value(columns) <= LEFT or ball.eps >= most:
+                return ball, columns
+            ball = replace(ball, eps=min(ball.eps * GROWTH, most))
 
-    return case.once("control", make)
+    return case.once("breaking", make)
+
+
+def _left(case: Case, predict: Predictor, ball: Ball) -> Columns:
+    """The union of clean and the attacks under audit, on another predictor in some ball."""
+    attacks = {name: with_ball(attack, ball) for name, attack in case.attacks_on(predict).items()}
+    parts = [case.scored(case.x, "control clean", by=predict)]
+    return worst([*parts, case.union(attacks, f"control {ball.eps:g}", through=predict, by=predict)], case.task)
 
 
 def credible_baseline(case: Case) -> Finding:
@@ -125,23 +136,15 @@ def credible_baseline(case: Case) -> Finding:
         return not_run("E21", f"the record is of {baseline.dataset}, {baseline.norm}, eps {baseline.eps:g}: give a baseline here")
     if support.undefended is None or not case.attacks_on(baseline):
         return not_run("E21", "there is no published figure: give the undefended control too, which the baseline must beat")
-    pairs = (("undefended", support.undefended), ("baseline", baseline))
-    figures: dict[str, Any] = {}
-    better = False
-    balls = dict.fromkeys((case.ball, _control(case, support.undefended)[0]))
+    ball, _ = breaking(case, support.undefended)
     if len(case.x) < COMPARED:  # a comparison wants more examples than a look
         x, y = (part[:COMPARED] for part in case.whole)
         case = replace(case, x=x, y=y, memory={})
-    clean, own = (case.scored(case.x, f"{name} clean", by=each) for name, each in pairs)
-    for ball in balls:
-        attacks = {name: with_ball(attack, ball) for name, attack in case.attacks_on(baseline).items()}
-        both = [
-            worst([start, case.union(attacks, f"{name} {ball.eps:g}", through=each, by=each)], case.task)
-            for start, (name, each) in zip((clean, own), pairs, strict=True)
-        ]
-        regression = case.task == "regression"  # the slope of the truth itself bounds what training can gain there
-        better |= case.value(both[1]) > case.value(both[0]) if regression else breaks_more(case, *both)[0]
-        figures |= {f"{name} at {ball.eps:.3g}": case.value(columns) for columns, (name, _) in zip(both, pairs, strict=True)}
+    plain, trained = (_left(case, each, ball) for each in (support.undefended, baseline))
+    better = breaks_more(case, plain, trained)[0]
+    if case.task == "regression":  # the slope of the truth itself bounds what training can gain
+        better = case.value(trained) > case.value(plain)
+    figures = {"undefended": case.value(plain), "baseline": case.value(trained), "eps": float(ball.eps), "examples": len(case.x)}
     advice = "adversarial training must beat the undefended net under the same attack before anything else may"
     return judged("E21", not better, advice, **figures)
 
@@ -154,8 +157,7 @@ def _published(case: Case, baseline: Predictor | Baseline, published: tuple[floa
     elif not case.attacks_on(baseline):
         return not_run("E21", "give the attacks, not only their arrays")
     else:
-        first = case.scored(case.x, "baseline clean", by=baseline)
-        columns = worst([first, case.union(case.attacks_on(baseline), "baseline", through=baseline, by=baseline)], case.task)
+        first, columns = case.scored(case.x, "baseline clean", by=baseline), _left(case, baseline, case.ball)
         clean, left, num, source = case.value(first), case.value(columns), len(case.x), "attacked here"
     bad = clean < published[0] - BEHIND - 1e-9 or left < published[1] - BEHIND - 1e-9
     advice = "train the baseline as its authors do before beating it"
@@ -196,7 +198,7 @@ def with_controls(case: Case, *, progress: bool | None = None) -> Support:
         near = case if case.task == "classification" else None
         control = trained_control(model, Noise(0.0), data, near, seed=case.seed, progress=progress)
     if baseline is None and published_for(support.dataset, case.ball) is None:
-        channel = AttackChannel(pgd(_control(case, control)[0], Recipe.attack_steps), 0.0)
+        channel = AttackChannel(pgd(breaking(case, control)[0], Recipe.attack_steps), 0.0)
         baseline = trained_control(model, channel, data, None, seed=case.seed, progress=progress)
     return support.but(undefended=control, baseline=baseline)
 
