@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from advbayes.cli.screen import Json, Thetas, Trust, emit, say
 from advbayes.cli.signals import watched
 from advbayes.cli.threat import Eps, FeatureEps, Fixed, Norm, ball_for, check_norm
+
+if TYPE_CHECKING:
+    from advbayes.auditing import Verdict
 
 HELP = """Check whether a run's robustness may be believed: each check with its figure, and a level from A to D.
 
@@ -104,8 +107,17 @@ def audit(
     if json:
         emit({"run": run, "threat_model": units, "norm": norm or trained.norm, **verdict.json()})
     else:
-        say(f"{norm or trained.norm} {said_units(units)}\n{verdict}\nVerdict: {folder.path / 'audit.json'}")
+        say(f"{norm or trained.norm} {said_units(units)}\n{verdict}\n{plain(verdict)}\nVerdict: {folder.path / 'audit.json'}")
     return BELOW if require is not None and verdict.level > require else 0
+
+
+def plain(verdict: Verdict) -> str:
+    """What the level means."""
+    from advbayes.report.words import sentence
+
+    passed = sum(finding.status == "passed" for finding in verdict.findings)
+    failed, missing = len(verdict.failed), len(verdict.not_run)
+    return f"Level {verdict.level}: {sentence(verdict.level, verdict.tier, passed=passed, failed=failed, missing=missing)}"
 
 
 def _foreign(
@@ -137,7 +149,7 @@ def _foreign(
     if json:
         emit({"model": model, "norm": norm, "eps": eps, **verdict.json(), "report": str(paths.html) if paths else None})
     else:
-        say(f"{model} on {data} ({found.task}), {norm} eps = {eps:g} in the data's own units\n{verdict}")
+        say(f"{model} on {data} ({found.task}), {norm} eps = {eps:g} in the data's own units\n{verdict}\n{plain(verdict)}")
         if paths:
             say(f"Report: {paths.html}")
     return BELOW if require is not None and verdict.level > require else 0

@@ -10,6 +10,7 @@ from advbayes.datasets import Standardize
 from advbayes.evaluation.tables import Row, shown
 
 SHOWN = {"classification": ("accuracy", "nll", "ece"), "regression": ("rmse", "nll", "coverage")}  # --json has all
+_ORDER = ("accuracy", "rmse", "nll", "brier", "coverage", "ece", "crps", "selective_accuracy", "aurc")
 _NAMES = {
     "nll": "NLL (nats)",
     "brier": "Brier score",
@@ -88,5 +89,5 @@ def said_scores(values: Mapping[str, Any], scaling: Standardize | None, targets:
     """
     return ", ".join(
         f"{(score := score_of(name, scaling, targets, level)).name} {score.said(each['value'], each['low'], each['high'])}"
-        for name, each in values.items()
+        for name, each in sorted(values.items(), key=lambda item: _ORDER.index(item[0]))
     )

@@ -24,6 +24,7 @@ from advbayes.purification import Purifier
 from advbayes.purification.attacks import Annealed, NearestCentre
 from advbayes.report import make_gallery, write_report
 from advbayes.report.folders import merged
+from advbayes.report.words import sentence
 from advbayes.runs import Prepared, Run, Trained, create_run, load_trained, prepare, record, train
 from advbayes.runs.verdict import audit_run
 from advbayes.seeds import generator_for
@@ -88,7 +89,9 @@ def run_demo(
             evaluation=run.path / "evaluation" / "demo",
             seed=seed,
         )
-    tell(verdict.line())
+    passed = sum(finding.status == "passed" for finding in verdict.findings)
+    counts = {"passed": passed, "failed": len(verdict.failed), "missing": len(verdict.not_run)}
+    tell(f"audit of MIX, level {verdict.level}: {sentence(verdict.level, verdict.tier, **counts)}")
 
     tell("writing the report")
     runs = {name: Run(each.path) for name, each in trained.items()}

@@ -22,8 +22,8 @@ def render(document: Mapping[str, Any], provenance: Mapping[str, Any], *, digest
     if any(row["dagger"] for row in document["table"]):
         lines += ["† Not to be believed yet: the audit of this predictor failed, is incomplete or is missing.", ""]
     if provenance.get("left_out"):
-        said = ", ".join(map(markdown, provenance["left_out"]))
-        lines += [f"Not shown, since they are of other examples: {said}.", ""]
+        names = ", ".join(map(markdown, provenance["left_out"]))
+        lines += [f"Not shown, since they are of other examples: {names}.", ""]
     lines += [f"- {METRICS[metric].label}: {METRICS[metric].meaning}." for metric in document["metrics"]] + [""]
     lines += _calibration(document)
     lines += _examples(document)

@@ -7,7 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from advbayes.report.text import number, percent, short
-from advbayes.report.words import DEFENSES, KNOWLEDGE, LEVELS, METRICS, NORMS, PARTIAL, POSTERIORS, TRIVIAL, UNAUDITED, norm_name
+from advbayes.report.words import (
+    DEFENSES,
+    FIRST_LOOK,
+    KNOWLEDGE,
+    LEVELS,
+    METRICS,
+    NORMS,
+    PARTIAL,
+    POSTERIORS,
+    TRIVIAL,
+    UNAUDITED,
+    norm_name,
+)
 
 Document = Mapping[str, Any]
 MOST_FEATURES = 20
@@ -168,6 +180,10 @@ def verdicts(document: Document) -> list[dict[str, Any]]:
         if missing and level == "B":
             head, meaning = PARTIAL[0], PARTIAL[1].format(level=level, missing=missing)
         checks = list(audit["findings"])
+        ran = {status: sum(one["status"] == status for one in checks) for status in ("passed", "failed", "not run")}
+        if level == "D" and audit.get("tier") == "quick" and not ran["failed"]:
+            head = "A first look"
+            meaning = FIRST_LOOK.format(passed=ran["passed"], missing=ran["not run"])
         optional = [one for one in checks if one["status"] == "failed" and not one.get("mandatory", True)]
         found.append(
             {

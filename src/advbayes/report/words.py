@@ -54,6 +54,10 @@ LEVELS = {
         "numbers marked † as upper bounds until the audit is complete.",
     ),
 }
+FIRST_LOOK = (
+    "None of the {passed} checks that ran failed, and {missing} were left out for the sake of speed: a first look, not yet a "
+    "verdict. The tier standard runs them all."
+)
 PARTIAL = (
     "Only part of the audit was asked for",
     "The checks that ran say level {level}, but {missing} mandatory checks were never asked for, and a check that did not run "
@@ -110,3 +114,14 @@ def norm_name(norm: object) -> str:
     ('L∞', 'other')
     """
     return NORMS.get(str(norm).lower(), (str(norm), ""))[0]
+
+
+def sentence(level: str, tier: str, *, passed: int, failed: int, missing: int) -> str:
+    """What a level means, in one or two plain sentences.
+
+    >>> sentence("D", "quick", passed=9, failed=0, missing=10)[:34]
+    'None of the 9 checks that ran fail'
+    """
+    if level == "D" and tier == "quick" and not failed:
+        return FIRST_LOOK.format(passed=passed, missing=missing)
+    return LEVELS[level][1].replace(" marked †", "")

@@ -1,6 +1,6 @@
 """A first real use: five defenses on MNIST, the paper's attacks beside the strong suite at L2 eps = 2, and an audit of each.
 
-    python -m advbayes.experiments.first_use RUNS OUT [evaluate | audit | all] [row ...]
+    python benchmarks/first_use.py RUNS OUT [evaluate | audit | all] [row ...]
 
 RUNS holds the folders `none`, `at`, `mix` and `pgd` made by `advbayes train` (docs/first-use.md has the commands); OUT gets the
 records, the tables and the verdicts. An interrupted evaluation goes on where it stopped.
