@@ -41,6 +41,41 @@ class Bug:
 
 BUGS = (
     Bug(
+        "Wilson's interval of a lower level",
+        "metrics/intervals.py",
+        "p, z2 = successes / num, normal_quantile(level) ** 2",
+        "p, z2 = successes / num, normal_quantile(1 - 2 * (1 - level)) ** 2",
+        "test_interval_coverage",
+    ),
+    Bug(
+        "bootstrap quantiles of a lower level",
+        "metrics/intervals.py",
+        "0.5 - 0.5 * confidence_level(level), 0.5 + 0.5 * level)",
+        "0.55 - 0.5 * confidence_level(level), 0.45 + 0.5 * level)",
+        "test_interval_coverage",
+    ),
+    Bug(
+        "an odd call is in neither half",
+        "evaluation/scoring.py",
+        '"_second": repeats - repeats // 2}',
+        '"_second": repeats // 2}',
+        "test_interval_coverage",
+    ),
+    Bug(
+        "the conformal quantile forgets the new example",
+        "conformal.py",
+        "(len(scores) + 1) * level",
+        "(len(scores) - 1) * level",
+        "test_decisions_and_conformal",
+    ),
+    Bug(
+        "the worst case of an action is its best",
+        "decisions.py",
+        "return -self.choices.expected(prediction)[:, self.action]",
+        "return self.choices.expected(prediction)[:, self.action]",
+        "test_decisions_and_conformal",
+    ),
+    Bug(
         "an altered array passes",
         "evaluation/files.py",
         "return not block.array or hashlib",

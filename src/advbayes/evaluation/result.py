@@ -43,7 +43,20 @@ REDUCTIONS: dict[Task, dict[str, Callable[[Columns], Estimate]]] = {
     },
 }
 
-NEEDED = {"crps": "crps", "coverage": "inside", "aurc": "entropy"}  # columns that not every prediction can give
+ON_REQUEST: dict[Task, dict[str, Callable[[Columns], Estimate]]] = {  # not in a table unless named
+    "classification": {
+        "balanced_accuracy": lambda rows: metrics.balanced_accuracy(rows["correct"], rows["label"]),
+        "recall": lambda rows: metrics.recall(rows["correct"], rows["label"], of=1),
+        "auroc": lambda rows: metrics.auroc(rows["positive"], rows["label"]),
+        "auprc": lambda rows: metrics.auprc(rows["positive"], rows["label"]),
+    },
+    "regression": {},
+}
+
+NEEDED = {"crps": "crps", "coverage": "inside", "aurc": "entropy", "balanced_accuracy": "label", "recall": "label"} | {
+    "auroc": "positive",
+    "auprc": "positive",
+}  # columns that not every prediction can give
 
 
 @dataclass(frozen=True)
@@ -142,7 +155,7 @@ class Evaluation:
 
     def estimate(self, metric: str, predictor: str | None = None, attack: str = WORST, eps: float | None = None) -> Estimate:
         """One number with its confidence interval."""
-        reductions = REDUCTIONS[self.task]
+        reductions = REDUCTIONS[self.task] | ON_REQUEST[self.task]
         checks.choice("metric", metric, tuple(reductions))
         rows = self.columns(predictor, attack, eps)
         if not gives(rows, metric):

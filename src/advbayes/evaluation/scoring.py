@@ -19,7 +19,13 @@ Columns = dict[str, Tensor]  # name -> (N,), float64
 
 # name -> what is worse: -1 the smaller, +1 the larger, 0 goes with the example's worst attack
 WORSE: dict[Task, dict[str, int]] = {
-    "classification": {"loss": 1, "correct": -1, "log_prob": -1, "brier": 1, "entropy": 0, "confidence": 0, "norm": 0},
+    "classification": {
+        "loss": 1,
+        "correct": -1,
+        "log_prob": -1,
+        "brier": 1,
+        **dict.fromkeys(("entropy", "confidence", "norm", "label", "positive"), 0),
+    },
     "regression": {"loss": 1, "squared_error": 1, "log_prob": -1, "crps": 1, "inside": -1, "entropy": 0, "norm": 0},
 }
 
@@ -33,7 +39,7 @@ def column_names(task: Task) -> tuple[str, ...]:
     >>> column_names("regression")[:3]
     ('loss', 'squared_error', 'log_prob')
     """
-    scored = [name for name in WORSE[task] if name != "norm"]
+    scored = [name for name in WORSE[task] if name not in ("norm", "label")]
     return (*WORSE[task], *(f"{name}_{half}" for half in HALVES for name in scored))
 
 
@@ -88,6 +94,9 @@ def _scores(prediction: Distribution, y: Tensor, loss: Loss, interval_level: flo
         found["correct"] = metrics.correct(prediction, y)
         found["confidence"] = metrics.confidence(prediction)
         found["brier"] = metrics.brier(prediction, y)
+        found["label"] = y
+        if prediction.probs.shape[-1] == 2:
+            found["positive"] = prediction.probs[:, 1]
     else:
         found["squared_error"] = metrics.squared_error(prediction, y)
         with suppress(NotImplementedError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from advbayes.metrics.classes import auprc, balanced_accuracy, recall
 from advbayes.metrics.comparison import holm, mcnemar, paired_difference, paired_t
 from advbayes.metrics.intervals import Estimate, bootstrap, clopper_pearson, incomplete_beta, wilson
 from advbayes.metrics.marginals import Interval, crps, interval, quantile
@@ -18,8 +19,10 @@ __all__ = [
     "Interval",
     "RiskCoverage",
     "accuracy",
+    "auprc",
     "aurc",
     "auroc",
+    "balanced_accuracy",
     "bootstrap",
     "brier",
     "clopper_pearson",
@@ -41,6 +44,7 @@ __all__ = [
     "paired_difference",
     "paired_t",
     "quantile",
+    "recall",
     "reliability",
     "risk_coverage",
     "rmse",

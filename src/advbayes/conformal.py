@@ -1,0 +1,134 @@
+"""Split conformal prediction on top of any predictive: intervals and sets with a coverage that holds for finite samples.
+
+The guarantee is about new examples that are drawn as the calibration examples were. Under attack that means calibrating on
+attacked examples: `attack=` makes them, and the coverage then holds for inputs attacked the same way, on average over
+examples; on clean inputs the intervals are wider than they need be.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Distribution
+
+from advbayes import checks
+from advbayes.types import Attack, Predictor
+
+
+def conformal_quantile(scores: Tensor, level: float) -> float:
+    """The ceil((n + 1) level)-th smallest of n scores, infinity where there are too few: P(new score <= it) >= level.
+
+    >>> conformal_quantile(torch.tensor([3.0, 1.0, 2.0, 4.0]), 0.75), conformal_quantile(torch.tensor([1.0]), 0.9)
+    (4.0, inf)
+    """
+    checks.number("level", level, low=0, high=1, open_low=True, open_high=True)
+    rank = math.ceil(round((len(scores) + 1) * level, 9))
+    return math.inf if rank > len(scores) else float(scores.double().sort().values[rank - 1])
+
+
+@dataclass(frozen=True, eq=False)
+class ConformalIntervals:
+    """mean +- factor * standard deviation of the predictive; see `conformal_intervals`."""
+
+    predict: Predictor
+    factor: float
+    level: float
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (B,) or (B, D) each
+        """Lower and upper ends."""
+        prediction = self.predict(x)
+        half = self.factor * prediction.stddev
+        return prediction.mean - half, prediction.mean + half
+
+    def covers(self, x: Tensor, y: Tensor) -> Tensor:  # (B,) bool
+        """Whether y lies inside, in every output."""
+        low, high = self(x)
+        y = y.reshape(low.shape)
+        return ((low <= y) & (y <= high)).reshape(len(y), -1).all(1)
+
+
+@dataclass(frozen=True, eq=False)
+class ConformalSets:
+    """The classes with p(c) >= 1 - threshold, never none; see `conformal_sets`."""
+
+    predict: Predictor
+    threshold: float
+    level: float
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> Tensor:  # (B, C) bool
+        """Which classes are in the set of each input."""
+        probs = _classes(self.predict(x)).probs
+        return (1 - probs <= self.threshold) | (probs == probs.amax(1, keepdim=True))
+
+    def covers(self, x: Tensor, y: Tensor) -> Tensor:  # (B,) bool
+        """Whether the class is in the set."""
+        return self(x).gather(1, y.unsqueeze(1)).squeeze(1)
+
+
+@torch.no_grad()
+def conformal_intervals(
+    predict: Predictor,
+    data: tuple[Tensor, Tensor],  # calibration examples that the predictor was not trained on
+    *,
+    level: float = 0.9,
+    attack: Attack | None = None,
+    generator: torch.Generator | None = None,
+) -> ConformalIntervals:
+    """Intervals that hold y with probability >= `level`: the score is |y - mean| / sd, the largest over outputs.
+
+    >>> predict = lambda x: torch.distributions.Normal(x[:, 0], 1.0)
+    >>> x = torch.zeros(9, 1)
+    >>> intervals = conformal_intervals(predict, (x, torch.arange(9.0)), level=0.8)
+    >>> intervals(torch.ones(1, 1))
+    (tensor([-6.]), tensor([8.]))
+    """
+    x, y = _calibration(predict, data, attack, generator)
+    prediction = predict(x)
+    if isinstance(prediction, Categorical):
+        raise TypeError("predict must be a regression predictor, got classes; see conformal_sets")
+    scores = (y.reshape(prediction.mean.shape) - prediction.mean).abs() / prediction.stddev
+    return ConformalIntervals(predict, conformal_quantile(scores.reshape(len(y), -1).amax(1), level), level)
+
+
+@torch.no_grad()
+def conformal_sets(
+    predict: Predictor,
+    data: tuple[Tensor, Tensor],
+    *,
+    level: float = 0.9,
+    attack: Attack | None = None,
+    generator: torch.Generator | None = None,
+) -> ConformalSets:
+    """Sets of classes that hold y with probability >= `level`: the score is 1 - p(y).
+
+    >>> predict = lambda x: Categorical(probs=torch.tensor([[0.7, 0.2, 0.1]]).expand(len(x), 3))
+    >>> sets = conformal_sets(predict, (torch.zeros(9, 1), torch.tensor([0] * 7 + [1, 1])), level=0.8)
+    >>> sets(torch.zeros(1, 1))
+    tensor([[ True,  True, False]])
+    """
+    x, y = _calibration(predict, data, attack, generator)
+    probs = _classes(predict(x)).probs
+    return ConformalSets(predict, conformal_quantile(1 - probs.gather(1, y.unsqueeze(1)).squeeze(1), level), level)
+
+
+def _classes(prediction: Distribution) -> Categorical:
+    if not isinstance(prediction, Categorical):
+        raise TypeError(f"predict must predict classes, got {type(prediction).__name__}; see conformal_intervals")
+    return prediction
+
+
+def _calibration(
+    predict: Predictor, data: tuple[Tensor, Tensor], attack: Attack | None, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    x, y = data
+    if not len(x) or len(x) != len(y):
+        raise ValueError(f"data must hold one y for each x, and at least one, got {len(x)} and {len(y)}")
+    if attack is None:
+        return x, y
+    with torch.enable_grad():
+        return attack(predict, x, y, generator=generator), y

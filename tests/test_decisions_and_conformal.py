@@ -1,0 +1,143 @@
+"""Decisions by expected and worst-case utility, and conformal sets and intervals with the coverage that they promise."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, Distribution, Normal
+
+from advbayes import L2, pgd, squared_error
+from advbayes.conformal import conformal_intervals, conformal_quantile, conformal_sets
+from advbayes.decisions import Choices, Spoiling, decide, utility_under, worst_case_utility
+from advbayes.seeds import generator_for
+
+WEIGHT = torch.randn(3, 4, generator=generator_for(0, "weight"))
+SLOPE = torch.randn(4, generator=generator_for(0, "slope"))
+
+
+def classes(x: Tensor) -> Distribution:
+    return Categorical(logits=x @ WEIGHT.T)
+
+
+def line(x: Tensor) -> Distribution:
+    return Normal(x @ SLOPE, 0.3)  # too sure of itself: the noise is 0.5
+
+
+def examples(seed: int, num: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = generator_for(seed, "examples")
+    x = torch.randn(num, 4, generator=generator)
+    y = torch.multinomial((x @ WEIGHT.T).softmax(1), 1, generator=generator).squeeze(1)
+    return x, y, x @ SLOPE + 0.5 * torch.randn(num, generator=generator)
+
+
+@pytest.mark.parametrize("level", [0.8, 0.9])
+@pytest.mark.parametrize("attacked", [False, True])
+def test_conformal_coverage_is_what_was_asked_for(level: float, attacked: bool) -> None:
+    """On average over calibration sets of n the coverage lies in [level, level + 1 / (n + 1)], attacked or not."""
+    num = 60
+    attack, error = (pgd(L2(0.5), 5), pgd(L2(0.5), 5, squared_error)) if attacked else (None, None)
+    shares: dict[str, list[float]] = {"sets": [], "intervals": []}
+    for seed in range(60):
+        x, y, target = examples(seed, num + 150)
+        sets = conformal_sets(classes, (x[:num], y[:num]), level=level, attack=attack)
+        intervals = conformal_intervals(line, (x[:num], target[:num]), level=level, attack=error)
+        new = x[num:]
+        here = new if attack is None else attack(classes, new, y[num:])
+        there = new if error is None else error(line, new, target[num:])
+        shares["sets"].append(float(sets.covers(here, y[num:]).double().mean()))
+        shares["intervals"].append(float(intervals.covers(there, target[num:]).double().mean()))
+    for name, each in shares.items():
+        average = sum(each) / len(each)
+        # the spread of one coverage is that of Beta(k, n + 1 - k) and of 150 new examples
+        error_of_mean = (level * (1 - level) * (1 / (num + 2) + 1 / 150) / len(each)) ** 0.5
+        assert level - 3 * error_of_mean <= average, name
+        if name == "intervals":
+            assert average <= level + 1 / (num + 1) + 3 * error_of_mean
+
+
+def test_clean_calibration_does_not_cover_attacked_inputs() -> None:
+    x, _, target = examples(0, 800)
+    attack = pgd(L2(0.5), 5, squared_error)
+    clean = conformal_intervals(line, (x[:400], target[:400]))
+    robust = conformal_intervals(line, (x[:400], target[:400]), attack=attack)
+    x_adv = attack(line, x[400:], target[400:])
+    assert float(clean.covers(x[400:], target[400:]).double().mean()) == pytest.approx(0.9, abs=0.05)
+    assert float(clean.covers(x_adv, target[400:]).double().mean()) < 0.6
+    assert float(robust.covers(x_adv, target[400:]).double().mean()) == pytest.approx(0.9, abs=0.05)
+
+
+def test_conformal_quantiles_and_bad_input() -> None:
+    scores = torch.arange(1.0, 10.0)
+    assert [conformal_quantile(scores, level) for level in (0.1, 0.5, 0.9)] == [1.0, 5.0, 9.0]
+    assert conformal_quantile(scores, 0.91) == float("inf")
+    with pytest.raises(ValueError, match="level"):
+        conformal_quantile(scores, 1.0)
+    with pytest.raises(TypeError, match="see conformal_sets"):
+        conformal_intervals(classes, (torch.zeros(3, 4), torch.zeros(3)))
+    with pytest.raises(TypeError, match="see conformal_intervals"):
+        conformal_sets(line, (torch.zeros(3, 4), torch.zeros(3, dtype=torch.long)))
+
+
+def test_the_action_of_largest_expected_utility_is_taken() -> None:
+    x, _, _ = examples(0, 50)
+    utility = torch.randn(3, 5, generator=generator_for(0, "utility"))
+    probs: Tensor = classes(x).probs  # type: ignore[attr-defined]
+    assert torch.equal(decide(classes, x, utility), (probs @ utility).argmax(1))
+    assert torch.equal(decide(classes, x, torch.eye(3)), probs.argmax(1))
+    held = decide(classes, x, torch.eye(3), abstain=-0.6)  # abstaining is worth 0.6
+    assert torch.equal(held == 3, probs.amax(1) < 0.6)
+
+
+def test_decisions_in_regression_follow_the_loss() -> None:
+    """Squared error: the mean; absolute error with weights 3 and 1: the 25 % quantile."""
+    x, _, _ = examples(0, 6)
+    grid = torch.linspace(-8, 8, 801)
+    squared = grid[decide(line, x, lambda action, y: -((action - y) ** 2), actions=grid)]
+    torch.testing.assert_close(squared, line(x).mean, atol=0.07, rtol=0)
+    tilted = grid[decide(line, x, lambda a, y: -torch.where(a > y, 3 * (a - y), y - a), actions=grid)]
+    torch.testing.assert_close(tilted, line(x).mean - 0.6745 * 0.3, atol=0.1, rtol=0)
+
+
+def test_the_worst_case_is_below_the_expectation_and_exact_on_two_classes() -> None:
+    def two(x: Tensor) -> Distribution:
+        return Categorical(logits=torch.stack([x @ SLOPE, torch.zeros(len(x))], 1))
+
+    x, _, _ = examples(0, 40)
+    choices, ball = Choices(torch.eye(2), abstain=0.1), L2(0.4)
+    found = worst_case_utility(two, x, choices, ball)
+    shift = 0.4 * SLOPE.norm()
+    exact = torch.stack([torch.sigmoid(x @ SLOPE - shift), torch.sigmoid(-(x @ SLOPE) - shift), torch.full((40,), -0.1)], 1)
+    torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-3)
+    assert bool((found <= choices.expected(two(x)) + 1e-6).all())
+
+
+def test_deciding_robustly_pays_under_attack_and_costs_a_little_without() -> None:
+    """Acting is worth 1 when right and costs 4 when wrong; leaving it alone is worth nothing."""
+    x, y, _ = examples(1, 600)
+    choices, ball = Choices(11 * torch.eye(3) - 10, abstain=0.0), L2(0.5)
+    attack = pgd(ball, 20, Spoiling(choices))
+    plain, robust = (utility_under(classes, (x, y), choices, attack=attack, worst_case=each) for each in (None, ball))
+    assert robust.low > plain.high
+    assert robust.high >= 0  # never acts at a loss that the model can see
+    clean, careful = (utility_under(classes, (x, y), choices, worst_case=each) for each in (None, ball))
+    assert careful.value <= clean.value + 0.05
+
+
+def test_bad_utilities_are_named() -> None:
+    with pytest.raises(ValueError, match="utility must be a matrix"):
+        decide(classes, torch.zeros(1, 4), torch.ones(3))
+    with pytest.raises(ValueError, match="with actions"):
+        decide(line, torch.zeros(1, 4), lambda a, y: a - y)
+    with pytest.raises(TypeError, match="predict must give 2 classes"):
+        decide(classes, torch.zeros(1, 4), torch.eye(2))
+
+
+def test_the_page_runs_as_printed() -> None:
+    page = Path(__file__).parent.parent / "docs" / "decisions.md"
+    scope: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(compile(block, str(page), "exec"), scope)
