@@ -14,7 +14,7 @@ import advbayes
 ROOT = Path(advbayes.__file__).parent
 LAYOUT = """
 seeds checks progress types likelihoods model posteriors balls attacks channels objectives
-batches accelerated predictive purification smoothing adapters training metrics conformal decisions
+accelerated predictive purification smoothing adapters training metrics conformal decisions
 certification store evaluation auditing datasets networks config runs report experiments estimators testing cli
 """
 ORDER = LAYOUT.split()

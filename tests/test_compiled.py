@@ -30,8 +30,9 @@ from advbayes.accelerated import CompiledStep, CompileError, compiling
 from advbayes.accelerated.draws import Draws, draws, sample_at
 from advbayes.accelerated.step import adam
 from advbayes.attacks import entropy, margin, nll, one_step, pgd, squared_error
-from advbayes.batches import Batch
-from advbayes.training import SkippedStepWarning, _adam, _eager_step
+from advbayes.training import SkippedStepWarning
+from advbayes.training.batches import Batch
+from advbayes.training.steps import adam_for, eager_step
 from advbayes.types import Channel
 
 
@@ -188,7 +189,7 @@ def test_its_adam_is_torch_s() -> None:
 def test_a_compiled_step_that_is_not_finite_changes_nothing() -> None:
     model = regressor()
     posterior, other = MeanField(model), MeanField(model)
-    step = CompiledStep(model, posterior, Noise(0.0), ChannelELBO(70), _adam(posterior, 1e-2))
+    step = CompiledStep(model, posterior, Noise(0.0), ChannelELBO(70), adam_for(posterior, 1e-2))
     rows = torch.arange(16)
     assert all(map(math.isfinite, step(Batch(*ROWS, rows), generator(0), 1e-2)))
     before = [tensor.clone() for tensor in step.state]
@@ -199,7 +200,7 @@ def test_a_compiled_step_that_is_not_finite_changes_nothing() -> None:
     # And the next good one goes on as if the bad one had never been.
     assert all(map(math.isfinite, step(Batch(*ROWS, rows), generator(2), 1e-2)))
     assert len(step.programs) == 1
-    eager = _eager_step(model, other, Noise(0.0), ChannelELBO(70), _adam(other, 1e-2))
+    eager = eager_step(model, other, Noise(0.0), ChannelELBO(70), adam_for(other, 1e-2))
     for seed in (0, 2):
         eager(Batch(*ROWS, rows), generator(seed), 1e-2)
     torch.testing.assert_close(posterior.mu, other.mu, rtol=1e-4, atol=1e-5)

@@ -30,9 +30,9 @@ from advbayes import (
     nll,
     one_step,
 )
-from advbayes.batches import Batch
 from advbayes.seeds import generator_for
-from advbayes.training import _adam, _eager_step
+from advbayes.training.batches import Batch
+from advbayes.training.steps import adam_for, eager_step
 from advbayes.types import Channel
 from tests.oracles import (
     FLOAT,
@@ -339,7 +339,7 @@ def test_11_the_gradient_that_fit_uses_is_that_of_the_bound(likelihood: str, pos
         trained = POSTERIORS[posterior](model)
         terms = objective(model, trained, channel, x, y, generator=generator_for(0, "step", 0))
         wanted = torch.autograd.grad(-terms.bound / 21, list(trained.parameters()))
-        step = _eager_step(model, trained, channel, objective, _adam(trained, 1e-3))
+        step = eager_step(model, trained, channel, objective, adam_for(trained, 1e-3))
         before = [p.detach().clone() for p in trained.parameters()]
         numbers = step(Batch(x, y), generator_for(0, "step", 0), 1e-3)
         assert numbers[:4] == pytest.approx([term.item() for term in terms], rel=1e-10)

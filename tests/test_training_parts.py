@@ -26,8 +26,8 @@ from advbayes import (
     fit,
     one_step,
 )
-from advbayes.batches import TensorBatches
 from advbayes.seeds import generator_for
+from advbayes.training.batches import TensorBatches
 from tests.contracts import seeded
 
 X = torch.randn(40, 5, generator=seeded(1))
@@ -163,3 +163,16 @@ def test_posteriors_say_what_they_are() -> None:
     assert repr(LowRank(model, rank=2)) == "LowRank(rank=2, num_params=57)"
     assert repr(Ensemble(model, num=3)) == "Ensemble(num=3, num_params=57)"
     assert repr(Samples(torch.zeros(4, 57))) == "Samples(num=4, num_params=57)"
+
+
+def test_a_state_has_the_names_of_every_run_folder_so_far() -> None:
+    """What older checkpoints hold is what this reads: these names are a file format."""
+    model = regressor()
+    state = fit(model, MeanField(model), Noise(0.1), (X, Y), steps=2, progress=False).state
+    slots = ("exp_avg", "exp_avg_sq", "step")
+    wanted = {"posterior/mu", "posterior/rho"} | {f"posterior/adam/{k}/{name}" for k in (0, 1) for name in slots}
+    assert set(state.tensors) == wanted
+    assert [float(state.tensors[f"posterior/adam/{k}/step"]) for k in (0, 1)] == [2.0, 2.0]
+    del state.tensors["posterior/adam/1/exp_avg"]
+    with pytest.raises(ValueError, match="state must hold the optimiser's tensor 'posterior/adam/1/exp_avg'"):
+        fit(model, MeanField(model), Noise(0.1), (X, Y), steps=3, state=state, progress=False)

@@ -70,15 +70,3 @@ class Channel(Protocol):
         x: Tensor,  # (N, *event)
         y: Tensor | None = None,
     ) -> ChannelDensity: ...
-
-
-class Posterior(Protocol):
-    """A distribution over theta, one flat vector of `num_params` numbers."""
-
-    num_params: int
-
-    def rsample(self, num: int = 1, *, generator: torch.Generator | None = None) -> Tensor: ...  # (S, P)
-
-    def sample(self, num: int = 1, *, generator: torch.Generator | None = None) -> Tensor: ...  # (S, P)
-
-    def kl(self, prior_scale: float) -> Tensor: ...  # ()

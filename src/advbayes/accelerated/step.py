@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +15,13 @@ from torch.func import functional_call
 
 from advbayes.accelerated.compiling import Program, compiled
 from advbayes.accelerated.draws import Draws, draws, sample_at
-from advbayes.batches import Batch
 from advbayes.model import BayesianModel
 from advbayes.objectives import ChannelELBO, Terms
 from advbayes.posteriors import Posterior
 from advbayes.types import Channel
+
+if TYPE_CHECKING:
+    from advbayes.training.batches import Batch
 
 
 class CompiledStep:

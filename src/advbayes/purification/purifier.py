@@ -14,6 +14,7 @@ from torch.distributions import Distribution
 
 from advbayes import checks
 from advbayes.model import BayesianModel
+from advbayes.posteriors import Posterior
 from advbayes.predictive import PosteriorPredictive
 from advbayes.purification import saving
 from advbayes.purification import store as stores
@@ -25,7 +26,7 @@ from advbayes.purification.rows import spans
 from advbayes.purification.small import Small
 from advbayes.purification.store import Features, Store
 from advbayes.purification.sweep import Evidence, sweep, weights
-from advbayes.types import Channel, Posterior
+from advbayes.types import Channel
 
 _QUERIES = 512  # at a time; more are answered one block after the other
 _TOLERATED = 1e-3  # rounding of log-weights that float32 products may have; beyond it they are float64

@@ -16,7 +16,7 @@ from advbayes import posteriors
 from advbayes.likelihoods import Likelihood
 from advbayes.model import BayesianModel
 from advbayes.predictive import PosteriorPredictive
-from advbayes.types import Channel, Posterior
+from advbayes.types import Channel
 
 from . import kinds
 from .documents import JSON
@@ -93,7 +93,7 @@ def save(
     path: str | os.PathLike[str],
     *,
     model: BayesianModel,
-    posterior: Posterior,
+    posterior: posteriors.Posterior,
     channel: Channel | None = None,
     scaling: Mapping[str, Tensor] | None = None,
     class_names: Sequence[str] | None = None,

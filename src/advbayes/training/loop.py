@@ -12,22 +12,22 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from advbayes import checks
 from advbayes.attacks.gradients import refuse_inference_mode
-from advbayes.batches import Batch, Batches, Data, batches_of
 from advbayes.channels import Learned, learned_in
 from advbayes.model import BayesianModel
 from advbayes.objectives import ChannelELBO
 from advbayes.posteriors import Posterior, Samples
 from advbayes.progress import Progress
 from advbayes.seeds import seed_for
+from advbayes.training.batches import Batch, Batches, Data, batches_of
+from advbayes.training.steps import Step, Taken, adam_for, compiled_step, descend, eager_step
 from advbayes.types import Channel
 
 try:
@@ -126,11 +126,11 @@ def fit(
     if checkpoint_every is not None:
         checks.count("checkpoint_every", checkpoint_every)
 
-    optimiser = _adam(posterior, lr)
+    optimiser = adam_for(posterior, lr)
     adversaries = [_Adversary(learned, adversary_lr) for learned in learned_in(channel)]
     held = _Held(posterior, optimiser, adversaries)
     state = State() if state is None else held.restore(state)
-    take_step: Step = (_compiled_step if compile else _eager_step)(model, posterior, channel, objective, optimiser)
+    take_step: Step = (compiled_step if compile else eager_step)(model, posterior, channel, objective, optimiser)
     generator = torch.Generator(model.device)
     skipped_in_a_row = 0
     has_warned = interrupted = False
@@ -216,85 +216,6 @@ def _total_steps(epochs: float | None, steps: int | None, batches: Batches) -> i
     return max(1, math.ceil(round(epochs * batches.steps_per_epoch, 9)))
 
 
-# --- A step ------------------------------------------------------------------------------------------------------------
-
-
-class Taken(NamedTuple):
-    """The bound and its parts for the whole data set, and the norm of the gradient of -bound / N."""
-
-    bound: float
-    log_likelihood: float
-    kl: float
-    penalty: float
-    norm: float
-
-    def is_finite(self) -> bool:
-        """Whether the step was taken: one that is not finite leaves posterior and optimiser as they were."""
-        return math.isfinite(self.bound) and math.isfinite(self.norm)
-
-
-# (batch, generator seeded for the step, learning rate) -> the fields of `Taken`
-Step = Callable[[Batch, torch.Generator, float], list[float]]
-
-
-def _eager_step(
-    model: BayesianModel,
-    posterior: Posterior,
-    channel: Channel,
-    objective: ChannelELBO,
-    optimiser: torch.optim.Adam,
-) -> Step:
-    """One estimate of the bound, its gradient by autograd, and Adam along it where everything is finite."""
-    parameters = [p for p in posterior.parameters() if p.requires_grad]
-
-    def step(batch: Batch, generator: torch.Generator, lr: float) -> list[float]:
-        x, y, _ = batch.gathered()
-        terms = objective(model, posterior, channel, x, y, generator=generator)
-        gradients = torch.autograd.grad(-terms.bound / objective.num_data, parameters, materialize_grads=True)
-        norm = math.hypot(*(torch.linalg.vector_norm(gradient).item() for gradient in gradients))
-        numbers = [*(term.item() for term in terms), norm]
-        if Taken(*numbers).is_finite():
-            _descend(optimiser, parameters, gradients, lr)
-        return numbers
-
-    return step
-
-
-def _compiled_step(
-    model: BayesianModel,
-    posterior: Posterior,
-    channel: Channel,
-    objective: ChannelELBO,
-    optimiser: torch.optim.Adam,
-) -> Step:
-    if accelerated is None:
-        raise ImportError("compile must be False without the package advbayes.accelerated, which cannot be imported")
-    return accelerated.CompiledStep(model, posterior, channel, objective, optimiser)
-
-
-def _adam(module: nn.Module, lr: float) -> torch.optim.Adam:
-    """Adam for the module's trainable parameters, its state in place before the first step."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    optimiser = torch.optim.Adam(parameters, lr=lr, fused=True)
-    for p in parameters:
-        optimiser.state[p] = {
-            "step": torch.zeros((), dtype=torch.float32, device=p.device),
-            "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
-        }
-    return optimiser
-
-
-def _descend(optimiser: torch.optim.Adam, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], lr: float) -> None:
-    """One step of the optimiser along given gradients."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    optimiser.param_groups[0]["lr"] = lr
-    optimiser.step()
-    for parameter in parameters:
-        parameter.grad = None
-
-
 # --- The adversary of a learned channel -----------------------------------------------------------------------------
 
 
@@ -303,7 +224,7 @@ class _Adversary:
 
     def __init__(self, channel: Learned, lr: float) -> None:
         self.channel, self.lr = channel, lr
-        self.adam = _adam(channel.generator, lr)
+        self.adam = adam_for(channel.generator, lr)
         self.parameters = [p for p in channel.generator.parameters() if p.requires_grad]
 
     def step(self, model: BayesianModel, posterior: Posterior, batch: Batch, generator: torch.Generator) -> None:
@@ -315,7 +236,7 @@ class _Adversary:
         gain = gain + self.channel.entropy_bonus * std.log().mean()
         gradients = torch.autograd.grad(-gain, self.parameters, materialize_grads=True)
         if all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
-            _descend(self.adam, self.parameters, gradients, self.lr)
+            descend(self.adam, self.parameters, gradients, self.lr)
 
 
 # --- State ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,98 @@
+"""One step of `fit`: a gradient of -bound / N, and Adam along it where everything is finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from advbayes.model import BayesianModel
+from advbayes.objectives import ChannelELBO
+from advbayes.posteriors import Posterior
+from advbayes.training.batches import Batch
+from advbayes.types import Channel
+
+try:
+    from advbayes import accelerated
+except ImportError:  # a package without it trains the same, but for compile=True
+    accelerated = None  # type: ignore[assignment]
+
+
+class Taken(NamedTuple):
+    """The bound and its parts for the whole data set, and the norm of the gradient of -bound / N."""
+
+    bound: float
+    log_likelihood: float
+    kl: float
+    penalty: float
+    norm: float
+
+    def is_finite(self) -> bool:
+        """Whether the step was taken: one that is not finite leaves posterior and optimiser as they were."""
+        return math.isfinite(self.bound) and math.isfinite(self.norm)
+
+
+# (batch, generator seeded for the step, learning rate) -> the fields of `Taken`
+Step = Callable[[Batch, torch.Generator, float], list[float]]
+
+
+def eager_step(
+    model: BayesianModel,
+    posterior: Posterior,
+    channel: Channel,
+    objective: ChannelELBO,
+    optimiser: torch.optim.Adam,
+) -> Step:
+    """One estimate of the bound, its gradient by autograd, and Adam along it where everything is finite."""
+    parameters = [p for p in posterior.parameters() if p.requires_grad]
+
+    def step(batch: Batch, generator: torch.Generator, lr: float) -> list[float]:
+        x, y, _ = batch.gathered()
+        terms = objective(model, posterior, channel, x, y, generator=generator)
+        gradients = torch.autograd.grad(-terms.bound / objective.num_data, parameters, materialize_grads=True)
+        norm = math.hypot(*(torch.linalg.vector_norm(gradient).item() for gradient in gradients))
+        numbers = [*(term.item() for term in terms), norm]
+        if Taken(*numbers).is_finite():
+            descend(optimiser, parameters, gradients, lr)
+        return numbers
+
+    return step
+
+
+def compiled_step(
+    model: BayesianModel,
+    posterior: Posterior,
+    channel: Channel,
+    objective: ChannelELBO,
+    optimiser: torch.optim.Adam,
+) -> Step:
+    """The same as one native program."""
+    if accelerated is None:
+        raise ImportError("compile must be False without the package advbayes.accelerated, which cannot be imported")
+    return accelerated.CompiledStep(model, posterior, channel, objective, optimiser)
+
+
+def adam_for(module: nn.Module, lr: float) -> torch.optim.Adam:
+    """Adam for the module's trainable parameters, its state in place before the first step."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    optimiser = torch.optim.Adam(parameters, lr=lr, fused=True)
+    for p in parameters:
+        optimiser.state[p] = {
+            "step": torch.zeros((), dtype=torch.float32, device=p.device),
+            "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+        }
+    return optimiser
+
+
+def descend(optimiser: torch.optim.Adam, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], lr: float) -> None:
+    """One step of the optimiser along given gradients."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimiser.param_groups[0]["lr"] = lr
+    optimiser.step()
+    for parameter in parameters:
+        parameter.grad = None
