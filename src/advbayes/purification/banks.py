@@ -41,6 +41,7 @@ class Query:
     flat: Tensor  # (B, d) float64: x or its features; may carry a graph
     origin: Tensor  # (d,) float64: close to the centres, which keeps the expansion's rounding small
     dtype: torch.dtype
+    nearest: tuple[Tensor, ...] | None = None  # (G, B, k) for each bank: rows to answer from, -1 for none
 
     def __len__(self) -> int:
         return len(self.flat)
@@ -54,7 +55,8 @@ class Query:
         return (self.points - self.origin).to(self.dtype)
 
     def take(self, rows: Tensor | slice) -> Query:
-        return replace(self, x=self.x[rows], flat=self.flat[rows])
+        nearest = None if self.nearest is None else tuple(index[:, rows] for index in self.nearest)
+        return replace(self, x=self.x[rows], flat=self.flat[rows], nearest=nearest)
 
 
 class Room:
@@ -141,24 +143,24 @@ class GaussianBank:
 
     def _differences(
         self,
-        query: Query,
+        points: Tensor,  # (B, d) float64
         group: int,
         index: Tensor,  # (B, k)
     ) -> Iterator[tuple[slice, Tensor, float | Tensor]]:
         """centre - x' and the scales of a few reference points, in float64, some queries at a time."""
-        size = max(1, _DIFFERENCES // max(1, index.shape[1] * query.points.shape[1]))
-        for start, stop in spans(len(query), size):
+        size = max(1, _DIFFERENCES // max(1, index.shape[1] * points.shape[1]))
+        for start, stop in spans(len(points), size):
             part = slice(start, stop)
-            away = self.centres.pick(group, index[part]) - query.points[part].unsqueeze(1)
+            away = self.centres.pick(group, index[part]) - points[part].unsqueeze(1)
             if isinstance(self.scale, float):
                 yield part, away, self.scale * self.factor
             else:
                 yield part, away, self.scale.pick(group, index[part]).double() * self.factor
 
-    def exact(self, query: Query, group: int, index: Tensor) -> Tensor:  # (B, k) float64: logits + offset
-        """The log-densities of a few reference points from differences, exact to rounding."""
-        width, out = query.points.shape[1], query.points.new_empty(index.shape)
-        for part, away, scale in self._differences(query, group, index):
+    def exact_at(self, points: Tensor, group: int, index: Tensor) -> Tensor:  # (B, d), (B, k) -> (B, k) float64
+        """The log-densities of a few reference points from differences, exact to rounding: logits + offset."""
+        width, out = points.shape[1], points.new_empty(index.shape)
+        for part, away, scale in self._differences(points, group, index):
             log_scale = width * math.log(scale) if isinstance(scale, float) else scale.log().sum(-1)
             out[part] = -0.5 * _norm(away, scale).square() - log_scale
         return out + (self.log_weight - 0.5 * width * _LOG_TWO_PI)
@@ -172,7 +174,7 @@ class GaussianBank:
     ) -> Tensor:  # (B, d) float64
         """sum over k of coefficients * d log-density / d x', from differences."""
         out = torch.zeros_like(query.points)
-        for part, away, scale in self._differences(query, group, index):
+        for part, away, scale in self._differences(query.points, group, index):
             if isinstance(scale, float):
                 out[part] = torch.einsum("bk,bkd->bd", coefficients[part] / scale**2, away)
             else:
@@ -206,7 +208,7 @@ class GaussianBank:
     ) -> tuple[Tensor, Tensor]:  # (B, k), (B, k), float64
         """Euclidean, and in units of the channel's noise."""
         plain, scaled = (query.points.new_empty(index.shape) for _ in range(2))
-        for part, away, scale in self._differences(query, group, index):
+        for part, away, scale in self._differences(query.points, group, index):
             plain[part], scaled[part] = _norm(away, 1.0).square(), _norm(away, scale).square()
         return plain, scaled
 

@@ -28,6 +28,7 @@ class Diagnosis:
     nearest: Tensor  # (B,) int64: the reference point of the likeliest centre
     distance: Tensor  # (B,): to that centre (infinite for a channel that has no centres)
     out_of_support: Tensor  # (B,) bool: no centre's noise explains the query
+    left_out: Tensor  # (B,) float64: at most this share of the evidence was left out (0 without an index)
 
 
 def merge(parts: list[Diagnosis], join: Callable[[list[Tensor]], Tensor]) -> Diagnosis:
@@ -70,6 +71,7 @@ def diagnose(store: Store, query: Query, log_shares: Callable[[Tensor], Tensor])
         nearest=nearest,
         distance=distance.to(dtype),
         out_of_support=far | (best == -math.inf),
+        left_out=torch.zeros_like(best),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from advbayes.purification import store as stores
 from advbayes.purification import sweep as sweeps
 from advbayes.purification.banks import GaussianBank, Query
 from advbayes.purification.diagnosis import Diagnosis, diagnose, merge
+from advbayes.purification.index import NearestIndex
 from advbayes.purification.regression import PurifiedMixture
 from advbayes.purification.rows import spans
 from advbayes.purification.small import Small
@@ -30,6 +32,7 @@ from advbayes.types import Channel
 
 _QUERIES = 512  # at a time; more are answered one block after the other
 _TOLERATED = 1e-3  # rounding of log-weights that float32 products may have; beyond it they are float64
+_NARROW, _WIDE, _INDEXED = range(3)  # how a row is answered
 _FARTHEST = 1e6  # in radii of the centres; float32 tells no directions apart beyond
 
 
@@ -42,6 +45,10 @@ class Purifier:
     `num_samples` are drawn. All that does not depend on x' is computed here, once: in memory up to `memory_limit` bytes,
     in a folder beyond it. `features` compares x' and centres after a map of the user's, differentiable in x'. `posterior`
     is where `with_thetas` draws from.
+
+    `index="faiss"` answers from the `num_nearest` centres of each theta that a FAISS index gives (extra `scale`), wherever the
+    share of the evidence that they leave out is proven to be at most `left_out`, and from all centres elsewhere;
+    `diagnose(x).left_out` says the bound. For millions of reference points.
 
     The gradient through a prediction is exact, at the memory of one block and at most 128 MB (more is computed again, not
     stored), so every attack on a Predictor is an adaptive attack on this one. Inputs farther than a million radii of the
@@ -56,6 +63,8 @@ class Purifier:
     """
 
     _redraw: Callable[[int, torch.Generator | None], Purifier] | None
+    _index: NearestIndex | None
+    _small: Small | None
 
     def __init__(
         self,
@@ -70,6 +79,9 @@ class Purifier:
         folder: str | Path | None = None,
         features: Features | None = None,
         posterior: Posterior | None = None,
+        index: str | None = None,
+        num_nearest: int = 64,
+        left_out: float = 1e-6,
     ) -> None:
         if not isinstance(model, BayesianModel):
             raise TypeError(f"model must be a BayesianModel, got {checks.describe(model)}")
@@ -95,12 +107,17 @@ class Purifier:
         base = PosteriorPredictive(model, thetas)
         note = f"Purifier({model}, {channel}, num_thetas={len(thetas)}, num_reference={len(x)}, update={update!r})"
         self._set(store, update, features, base, note)
+        if index is not None:
+            checks.choice("index", index, ("faiss",))
+            self._index = NearestIndex(store, min(checks.count("num_nearest", num_nearest), len(x)))
+            self._left_out, self._small = checks.number("left_out", left_out, low=0), None
         if posterior is not None:
 
             def redraw(num: int, generator: torch.Generator | None) -> Purifier:
                 fresh = posterior.sample(num, generator=generator)
                 given = x if y is None else (x, y)
                 options: dict[str, Any] = {"memory_limit": memory_limit, "features": features, "posterior": posterior}
+                options |= {"index": index, "num_nearest": num_nearest, "left_out": left_out}
                 return Purifier(model, channel, fresh, given, update, **options)
 
             self._redraw = redraw
@@ -108,6 +125,8 @@ class Purifier:
     def _set(self, store: Store, update: str, features: Features | None, base: PosteriorPredictive | None, note: str) -> Purifier:
         self.store, self.update, self.features, self.base, self._note = store, update, features, base, note
         self._redraw = None
+        self._index = None
+        self._left_out = 0.0
         gaussians = [bank for bank in store.banks if isinstance(bank, GaussianBank)]
         self._reach = max((bank.reach for bank in gaussians), default=0.0)
         largest = torch.finfo(store.dtype).max
@@ -182,19 +201,31 @@ class Purifier:
     def queries(self, x: Tensor) -> Queries:
         """Blocks of inputs as the banks want them; a row's precision depends on that row alone."""
         flat, origin = self.flat(x), self.store.origin
+        kinds = self._precisions(flat.detach())
+        nearest: tuple[Tensor, ...] | None = None
+        if self._index is not None:
+            nearest, bound = self._index.search(self.store, flat.detach())
+            kinds = torch.where(bound <= self._left_out, _INDEXED, kinds)
+        found = sorted(set(kinds.tolist()))
+        parts: list[tuple[slice | Tensor, int]] = [(rows, kind) for kind in found for rows in _slices(len(x))]
+        if len(found) > 1:
+            places = [(torch.nonzero(kinds == kind).squeeze(1), kind) for kind in found]
+            parts = [(rows, kind) for index, kind in places for rows in torch.split(index, _QUERIES)]
+        blocks = []
+        for rows, kind in parts:
+            dtype = torch.float32 if kind == _NARROW else torch.float64
+            rest = tuple(index[:, rows] for index in nearest) if nearest is not None and kind == _INDEXED else None
+            blocks.append((rows, Query(x[rows], flat[rows], origin, dtype, rest)))
+        return Queries(blocks)
+
+    def _precisions(self, points: Tensor) -> Tensor:  # (B, d) -> (B,)
+        """The precision of each row's products: float64 unless the store is large and float32 will do."""
+        kinds = torch.full((len(points),), _WIDE, device=points.device)
         if self._exact:
-            return Queries([(rows, Query(x[rows], flat[rows], origin, torch.float64)) for rows in _slices(len(x))])
-        norms = torch.linalg.vector_norm(flat.detach() - origin, dim=1)
-        wide = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-        for bank in self.store.banks:
-            if isinstance(bank, GaussianBank):
-                wide |= bank.rounding(norms) > _TOLERATED
-        if bool(wide.any()) and not bool(wide.all()):
-            parts = [(torch.nonzero(mask).squeeze(1), dtype) for mask, dtype in ((~wide, torch.float32), (wide, torch.float64))]
-            blocks = [(rows, dtype) for index, dtype in parts for rows in torch.split(index, _QUERIES)]
-            return Queries([(rows, Query(x[rows], flat[rows], origin, dtype)) for rows, dtype in blocks])
-        dtype = torch.float64 if bool(wide.any()) else torch.float32
-        return Queries([(rows, Query(x[rows], flat[rows], origin, dtype)) for rows in _slices(len(x))])
+            return kinds
+        norms = torch.linalg.vector_norm(points - self.store.origin, dim=1)
+        rounding = [bank.rounding(norms) for bank in self.store.banks if isinstance(bank, GaussianBank)]
+        return torch.where(torch.stack(rounding).amax(0) > _TOLERATED, kinds, _NARROW) if rounding else kinds
 
     def query(self, x: Tensor) -> Query:
         """All inputs at once, in float64."""
@@ -231,7 +262,11 @@ class Purifier:
         with torch.no_grad():
             queries = self.queries(x)
             parts = [diagnose(self.store, query, self.log_shares) for query in queries]
-        return merge(parts, queries.join)
+            whole = merge(parts, queries.join)
+            if self._index is None:
+                return whole
+            bound = self._index.search(self.store, self.flat(x))[1]
+            return replace(whole, left_out=torch.where(bound <= self._left_out, bound, torch.zeros_like(bound)))
 
     def widened(self, factor: float) -> Purifier:
         """The same purifier with the channel's noise `factor` times as wide, sharing all tables: for annealed attacks.
@@ -244,7 +279,10 @@ class Purifier:
         True
         """
         checks.number("factor", factor, low=0, open_low=True)
-        return self._like(self.store.widened(factor), f"{self._note}.widened({factor:g})")
+        wide = self._like(self.store.widened(factor), f"{self._note}.widened({factor:g})")
+        if self._index is not None:
+            wide._index, wide._left_out, wide._small = self._index, self._left_out, None
+        return wide
 
     def with_thetas(self, num: int, *, generator: torch.Generator | None = None) -> Purifier:
         """The same purifier with `num` thetas drawn anew from the `posterior` given with it: what an attacker who does not

@@ -172,10 +172,32 @@ def _sweep_bank(store: Store, bank: Bank, query: Query, tilt: Tilt | None, value
     if isinstance(bank, GaussianBank) and query.dtype != torch.float64:
         exact = []
         for group in range(own):
-            found = bank.exact(query, group if bank.groups > 1 else 0, lead.index[group]) - offset.unsqueeze(1)
+            found = bank.exact_at(query.points, group if bank.groups > 1 else 0, lead.index[group]) - offset.unsqueeze(1)
             exact.append(found if tilt is None else found + tilt.at(group, store.value_of(group, lead.index[group])))
         lead = Leading(torch.stack(exact), lead.index, lead.values)
     part = BankSums(peak, sums, offset, peaks, lead, kept if keep else None)
+    sums += torch.einsum("gbk,gbkw->gbw", part.leading_terms, lead.values)
+    return part
+
+
+def _nearest_bank(store: Store, bank: GaussianBank, query: Query, tilt: Tilt | None, values: bool, nearest: Tensor) -> BankSums:
+    """The sums over the nearest centres alone, which all count as leading."""
+    own, offset = bank.groups if tilt is None else store.num_thetas, bank.offset(query)
+    parts = []
+    for group in range(own):
+        at = group if bank.groups > 1 else 0
+        index = nearest[at].clamp_min(0)
+        logits = bank.exact_at(query.points, at, index) - offset.unsqueeze(1)
+        if tilt is not None:
+            logits = logits + tilt.at(group, store.value_of(group, index))
+        right = query.points.new_zeros(*index.shape, 0)
+        if values:
+            right = store.value_at(index).flatten(2) if own == 1 else store.value_of(group, index)
+        right = functional.pad(right, (0, 1), value=1.0)
+        parts.append((logits.masked_fill(nearest[at] < 0, -math.inf), index, right))
+    lead = Leading(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
+    sums = query.points.new_zeros(own, len(query), lead.values.shape[-1])
+    part = BankSums(lead.logits.amax(-1), sums, offset, [], lead, None)
     sums += torch.einsum("gbk,gbkw->gbw", part.leading_terms, lead.values)
     return part
 
@@ -197,7 +219,12 @@ def _merge(before: Leading | None, fresh: Leading) -> tuple[Leading, Tensor]:
 
 def sweep(store: Store, query: Query, *, tilt: Tilt | None = None, values: bool = True, keep: bool = False) -> Sums:
     """All banks, added up; `keep` holds on to what `vjp` would compute again."""
-    parts = [_sweep_bank(store, bank, query, tilt, values, keep) for bank in store.banks]
+    if query.nearest is None:
+        parts = [_sweep_bank(store, bank, query, tilt, values, keep) for bank in store.banks]
+    else:
+        gaussians = [bank for bank in store.banks if isinstance(bank, GaussianBank)]
+        pairs = zip(gaussians, query.nearest, strict=True)
+        parts = [_nearest_bank(store, bank, query, tilt, values, nearest) for bank, nearest in pairs]
     num_thetas, batch = store.num_thetas, len(query)
     # Offsets may be so large that float64 leaves little beside them: only their differences count here.
     offset = parts[0].offset
@@ -246,7 +273,7 @@ def vjp(
             for group in range(own):
                 at = group if bank.groups > 1 else 0
                 gradient += bank.gradient_at(query, at, lead.index[group], ahead[group])
-        for number, (groups, rows) in enumerate(bank.tiles(len(query))):
+        for number, (groups, rows) in enumerate(bank.tiles(len(query)) if part.tile_peaks else ()):
             places = slice(0, own) if tilt is not None and bank.groups == 1 else groups
             near = part.tile_peaks[number] - part.level[places] > _LEAST[query.dtype]
             live = torch.nonzero(near.any(0)).squeeze(1)  # for the others the block is nothing
