@@ -22,6 +22,8 @@ _HOMES = {
     "balls": "L2 Ball Linf",
     "certification": "certify",
     "channels": "AttackChannel Learned Mixture Noise eps_prior",
+    "conformal": "conformal_intervals conformal_sets",
+    "decisions": "decide utility_under",
     "evaluation": "Evaluation evaluate load_evaluation rescore selective_task with_eps",
     "likelihoods": "Categorical Gaussian GaussianMixture HeteroscedasticGaussian",
     "model": "BayesianModel",
@@ -99,6 +101,10 @@ if TYPE_CHECKING:
     from advbayes.channels import Mixture as Mixture
     from advbayes.channels import Noise as Noise
     from advbayes.channels import eps_prior as eps_prior
+    from advbayes.conformal import conformal_intervals as conformal_intervals
+    from advbayes.conformal import conformal_sets as conformal_sets
+    from advbayes.decisions import decide as decide
+    from advbayes.decisions import utility_under as utility_under
     from advbayes.evaluation import Evaluation as Evaluation
     from advbayes.evaluation import evaluate as evaluate
     from advbayes.evaluation import load_evaluation as load_evaluation

@@ -105,7 +105,7 @@ def breaking(case: Case, control: Predictor) -> tuple[Ball, Columns]:
 
     def make() -> tuple[Ball, Columns]:
         ball, half = case.ball, 0.5 * apart(case)
-        most = half if 0 < ball.eps and half < math.inf else ball.eps
+        most = half if ball.eps > 0 and half < math.inf else ball.eps
         while True:
             columns = _left(case, control, ball)
             if case.task == "regression" or case.value(columns) <= LEFT or ball.eps >= most:
