@@ -579,6 +579,13 @@ _through = _Shared()""",
         "test_eps_prior",
     ),
     Bug(
+        "an estimator moves the global generator",
+        "estimators.py",
+        "nn.utils.skip_init(nn.Linear, len(bias), len(bias), dtype=bias.dtype)",
+        "nn.Linear(len(bias), len(bias), dtype=bias.dtype)",
+        "test_global_stream",
+    ),
+    Bug(
         "Adam climbs the loss",
         "training/steps.py",
         "parameter.grad = gradient",

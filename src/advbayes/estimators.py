@@ -38,7 +38,7 @@ from advbayes.predictive import PosteriorPredictive
 from advbayes.purification import Purifier
 from advbayes.runs import thetas_of
 from advbayes.runs.building import make_ball, named_channel, named_posterior
-from advbayes.seeds import generator_for, seed_for
+from advbayes.seeds import GlobalStream, generator_for, seed_for
 from advbayes.store import StoreError, bundle, preprocessing, read_bundle
 from advbayes.training import fit
 from advbayes.types import Channel, Predictor
@@ -198,8 +198,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             if shape != (1, num_outputs):
                 raise ValueError(f"net must give {num_outputs} outputs for this y, got shape {shape} for one input")
             return net
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with GlobalStream(seed):
             layers = mlp(x[0].numel(), num_outputs, tuple(self.hidden))
         return (nn.Sequential(nn.Flatten(), *layers) if x.ndim > 2 else layers).to(x.dtype)
 
@@ -392,7 +391,8 @@ class _Standardised:
 
 def _affine(weight: Tensor, bias: Tensor) -> nn.Linear:
     """`weight * x + bias` as a layer that is not trained: the prior is on the weights of the standardised problem."""
-    layer = nn.Linear(len(bias), len(bias), dtype=bias.dtype).requires_grad_(False)
+    layer: nn.Linear = nn.utils.skip_init(nn.Linear, len(bias), len(bias), dtype=bias.dtype)  # type: ignore[no-untyped-call]
+    layer.requires_grad_(False)
     layer.weight.copy_(weight.diag())
     layer.bias.copy_(bias)
     return layer

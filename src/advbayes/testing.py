@@ -28,6 +28,7 @@ from advbayes.attacks.gradients import NoGradientWarning
 from advbayes.balls import L2, Ball, Linf
 from advbayes.likelihoods import Categorical, Gaussian
 from advbayes.model import BayesianModel
+from advbayes.seeds import GlobalStream
 from advbayes.types import Attack, Channel, ChannelDensity, Predictor
 
 DTYPES = (torch.float32, torch.float64)
@@ -53,8 +54,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def small_model(task: str, dtype: torch.dtype) -> BayesianModel:
     """A smooth two-layer net on four features: three classes, or one output."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
+    with GlobalStream(3):
         outputs = 3 if task == "classification" else 1
         net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, outputs)).to(dtype)
     return BayesianModel(net, Categorical() if task == "classification" else Gaussian(0.5))

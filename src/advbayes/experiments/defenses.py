@@ -19,7 +19,7 @@ from advbayes.config import RunConfig
 from advbayes.metrics import constant, majority, uniform
 from advbayes.networks import ConvGenerator, FullyConnectedGenerator
 from advbayes.runs import Prepared, make_ball
-from advbayes.seeds import seed_for
+from advbayes.seeds import GlobalStream, seed_for
 from advbayes.types import Channel, Predictor
 
 MakeChannel = Callable[[RunConfig, Prepared], Channel]
@@ -63,8 +63,7 @@ def _learned(config: RunConfig, data: Prepared) -> Learned:
     """SM-5's generators, drawn from the run's seed."""
     event, ball = tuple(data.x_train.shape[1:]), make_ball(config.norm, config.eps)
     classes = len(data.dataset.class_names) or None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_for(config.seed, "adversary"))
+    with GlobalStream(seed_for(config.seed, "adversary")):
         if len(event) == 3 and classes is not None:
             return Learned(ConvGenerator(classes, event[0], event[1]), ball)
         return Learned(FullyConnectedGenerator(math.prod(event), max(1, data.y_train[0].numel()), classes), ball)

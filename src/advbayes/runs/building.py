@@ -27,7 +27,7 @@ from advbayes.model import BayesianModel
 from advbayes.networks import ConvGenerator, FullyConnectedGenerator, conv_net, mlp
 from advbayes.objectives import ChannelELBO, LogitPairing, Penalty, Trades
 from advbayes.posteriors import Ensemble, LowRank, MeanField, PointMass, Posterior
-from advbayes.seeds import seed_for
+from advbayes.seeds import GlobalStream, seed_for
 from advbayes.types import Channel
 
 Downloading = Callable[[str, int, int | None], None]  # file, bytes so far, bytes in all
@@ -128,8 +128,7 @@ def build_net(config: RunConfig, data: Prepared, *, trusted: bool = False) -> nn
     if dataset.task == "regression" and config.noise_scale == "heteroscedastic":
         outputs *= 2  # means, then log-scales
     kind = ("conv" if images and event[1] == event[2] >= 4 else "mlp") if config.network == "auto" else config.network
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_for(config.seed, "network"))
+    with GlobalStream(seed_for(config.seed, "network")):
         if kind == "conv":
             if not images or event[1] != event[2]:
                 raise ConfigError(f"network: must be auto or mlp for inputs of shape {event}, got 'conv' (for square images)")
@@ -267,8 +266,7 @@ def build_defense(config: RunConfig, data: Prepared, *, trusted: bool = False) -
     def learned() -> Learned:
         event = tuple(data.x_train.shape[1:])
         classes = None if regression else len(data.dataset.class_names)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_for(config.seed, "adversary"))
+        with GlobalStream(seed_for(config.seed, "adversary")):
             if len(event) == 3 and event[1] == event[2] and classes is not None:
                 return Learned(ConvGenerator(classes, event[0], event[1]), ball)
             outputs = max(1, data.y_train[0].numel())
