@@ -1197,7 +1197,7 @@ _through = _Shared()""",
     ),
     Bug(
         "audit: the worst of noise is chosen and reported on the same draws",
-        "auditing/case.py",
+        "evaluation/measuring.py",
         "halves=repeats > 1",
         "halves=False",
         "test_audit_rules",

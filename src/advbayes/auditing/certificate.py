@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
+from torch.distributions import Distribution, Normal
 
 from advbayes import checks
 from advbayes.attacks import with_ball
@@ -27,6 +27,7 @@ ATTACK_CHECKS = ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E8", "E9", "E11", "E
 MUST_PASS = ("E1", "E2", "E17", "E28", "E29")  # a certificate says nothing for a table that fails one of these
 DRAWS, FEWEST = 320_000, 16  # of noise when certifying again; examples certified again however many draws each takes
 CONFIDENCE, EXCHANGES = 0.001, 9999  # of a contradiction; permutations
+NORMAL = Normal(torch.zeros((), dtype=torch.float64), 1.0)
 
 
 def radii_of(certified: Any, num: int, task: Task) -> Certificates | Tensor:
@@ -118,8 +119,8 @@ def certified_again(case: Case, smoothed: Smoothed, claimed: Certificates) -> Ag
     """Some examples with the same n and alpha: old and new radii of an honest certificate are exchangeable.
 
     It falls if one is larger than n votes can certify at all, if one is beyond what the new votes allow (Clopper and Pearson's
-    upper bound, 0.1 % shared among the examples), or if the claimed radii are larger on average (a permutation test that
-    exchanges old and new, 0.1 %).
+    upper bound, 0.1 % shared among the examples), or if the claimed radii are larger on average, weighed by
+    how well they are known (a permutation test that exchanges old and new, 0.1 %).
     """
     order = torch.randperm(len(case.x), generator=generator_for(case.seed, "audit/certified again"))
     most_votes = max(DRAWS // claimed.n, FEWEST)
@@ -135,8 +136,11 @@ def certified_again(case: Case, smoothed: Smoothed, claimed: Certificates) -> Ag
     most = torch.tensor([smoothed.sigma * _quantile(bound) for bound in bounds], dtype=torch.float64)
     cap = smoothed.sigma * _quantile(clopper_pearson(claimed.n, claimed.n, level=1 - claimed.alpha, side="lower")[0])
     excess = said - new.radii.cpu()
+    middle = (said + new.radii.cpu()) / (2 * smoothed.sigma)  # the same whichever of the two is the old one
+    noise = NORMAL.cdf(middle) * NORMAL.cdf(-middle) / NORMAL.log_prob(middle).exp().square()
+    weighed = excess * middle / noise  # most for the examples whose radius is known best
     signs = torch.randint(2, (EXCHANGES, len(rows)), generator=generator_for(case.seed, "audit/exchange")).double() * 2 - 1
-    p = (1 + int((signs @ excess >= excess.sum() - 1e-12).sum())) / (1 + EXCHANGES)
+    p = (1 + int((signs @ weighed >= weighed.sum() - 1e-12).sum())) / (1 + EXCHANGES)
     impossible = int(((said > 0) & (said > torch.clamp(most, max=cap) + 1e-9)).sum())
     above, why = int((excess > 1e-9).sum()), ""
     if impossible:
