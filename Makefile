@@ -3,13 +3,18 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test test-plain lint docs bench clean
 
 demo: $(VENV)/.demo-ready
 	$(BIN)/advbayes demo
 
 test: $(VENV)/.test-ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
+
+# The definitions alone, without what makes them fast.
+test-plain: $(VENV)/.test-ready
+	ADVBAYES_ACCELERATED=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q tests/test_identities_*.py \
+		tests/test_predictor_contract.py tests/test_training.py
 
 lint: $(VENV)/.test-ready
 	$(BIN)/ruff check .
