@@ -286,6 +286,7 @@ def finite_on_disk(run: Run) -> Iterator[bool]:
     yield "NaN" not in (run.path / "history.jsonl").read_text() if (run.path / "history.jsonl").exists() else True
 
 
+@pytest.mark.filterwarnings("ignore::advbayes.training.SkippedStepWarning")
 @pytest.mark.parametrize(
     ("factory", "cause"),
     [("poisoned_output", "the likelihood"), ("poisoned_gradient", "the gradient")],
