@@ -157,6 +157,23 @@ def test_a_purifier_is_never_answered_for_without_it(tmp_path: Path) -> None:
     RobustClassifier("os", defense="reactive", **QUICK).fit(X, LABEL).save(tmp_path / "m")
     with pytest.raises(store.StoreError, match="purifies its inputs"):
         load_trained(tmp_path / "m")
+    with pytest.raises(store.StoreError, match="purifies its inputs"):
+        advbayes.load(tmp_path / "m").predictor()
+
+
+def test_load_gives_a_predictor_of_the_whole_pipeline(tmp_path: Path) -> None:
+    mixed = mixed_pipeline(RobustRegressor("os", **QUICK)).fit(MIXED, SCORE)
+    save_pipeline(mixed, tmp_path / "m.advbayes")
+    predict = advbayes.load(tmp_path / "m.advbayes").predictor()
+    np.testing.assert_array_equal(predict(MIXED).mean.numpy(), mixed.predict(MIXED))
+    seen = torch.from_numpy(np.asarray(mixed[:-1].transform(MIXED)))
+    np.testing.assert_array_equal(predict(seen).mean.numpy(), mixed.predict(MIXED))
+    low, high = predict.interval(MIXED, 0.8)
+    edges = mixed[-1].predict_interval(mixed[:-1].transform(MIXED), 0.8)
+    np.testing.assert_array_equal(np.stack([low.numpy(), high.numpy()]), np.stack(edges))
+    alone = RobustClassifier(**QUICK).fit(X, LABEL)
+    alone.save(tmp_path / "a")
+    assert advbayes.load(tmp_path / "a").predictor().classes(X) == alone.predict(X).tolist()
 
 
 def test_another_process(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from advbayes.model import BayesianModel
 from advbayes.predictive import PosteriorPredictive
 from advbayes.types import Channel
 
-from . import kinds
+from . import kinds, preprocessing
 from .documents import JSON
 from .errors import StoreError
 from .manifest import Manifest
@@ -60,6 +60,9 @@ class Bundle:
         from advbayes.datasets import Encoding, Standardize  # stand below this module in the layout
 
         extra = self.extra if isinstance(self.extra, dict) else {}
+        if isinstance(said := extra.get("estimator"), dict) and said.get("purified"):
+            wanted = "a model that predicts by itself (advbayes.estimators.load_pipeline loads this one)"
+            raise StoreError("predictor", wanted=wanted, got="an estimator that purifies its inputs")
         key = extra.get("seed", 0) if seed is None else seed
         names = {
             name: tuple(map(str, value)) if isinstance(value := extra.get(name), list) else ()
@@ -69,6 +72,7 @@ class Bundle:
             PosteriorPredictive(self.model, thetas_of(self.posterior, num, key if isinstance(key, int) else 0)),
             None if self.scaling is None else Standardize.from_dict(self.scaling),
             self.class_names or (),
+            steps=None if extra.get("steps") is None else preprocessing.decode(extra["steps"], "steps"),
             encoding=None if extra.get("encoding") is None else Encoding.from_json(extra["encoding"]),
             **names,
         )

@@ -51,7 +51,7 @@ def encode(transformer: Any, place: str = "transformer") -> dict[str, JSON]:
     """
     described = _describe(transformer, place)
     rebuilt, probe = decode(described, place), _example(described, place)
-    if not _equal(_dense(rebuilt.transform(probe)), _dense(transformer.transform(probe))):
+    if not _equal(dense(rebuilt.transform(probe)), dense(transformer.transform(probe))):
         raise StoreError(place, wanted="a transformer that its settings and fitted arrays determine", got=repr(transformer))
     return described
 
@@ -234,7 +234,8 @@ def _option(value: Any, place: str) -> Any:
     return tuple(decoded) if isinstance(decoded, list) else decoded
 
 
-def _dense(values: Any) -> npt.NDArray[Any]:
+def dense(values: Any) -> npt.NDArray[Any]:
+    """What a transformer gives, as an array."""
     return np.asarray(values.toarray() if hasattr(values, "toarray") else values)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
@@ -16,6 +17,8 @@ from advbayes.likelihoods import GaussianMixture
 from advbayes.posteriors import Ensemble, PointMass, Samples
 from advbayes.predictive import PosteriorPredictive
 from advbayes.seeds import generator_for
+
+from . import preprocessing
 
 if TYPE_CHECKING:
     from advbayes.datasets import Encoding, Standardize
@@ -56,12 +59,16 @@ class RawPredictor:
     feature_names: tuple[str, ...] = ()
     target_names: tuple[str, ...] = ()
     encoding: Encoding | None = None  # of a table with text or missing values
+    steps: Any = None  # scikit-learn transformers in front of the model
 
     def __call__(self, x: Any) -> Distribution:
         """The predictive at raw rows (a tensor or an array), differentiable in them.
 
-        For a table with text or missing values: rows of numbers and text, or a tensor of encoded features.
+        For a table with text or missing values, or with transformers in front of the model: rows as they come, or a
+        tensor of what the transformers give.
         """
+        if self.steps is not None and not isinstance(x, Tensor):
+            x = preprocessing.dense(self.steps.transform(np.asarray(x))).astype(np.float64)
         if self.encoding is not None and not isinstance(x, Tensor):
             x = self.encoding.transform(x)
         rows = torch.as_tensor(x).to(self.predict.model.device, self.predict.model.dtype)
