@@ -96,9 +96,9 @@ class Annealed:
         best = Best(x, *score(purifier, loss, x, y))
         starts = [x]
         if self.start is not None:
-            found = self.start(purifier, x, y, generator=generator)
-            best = best.or_better(Best(found, *score(purifier, loss, found, y)))
-            starts.append(found)
+            begun = self.start(purifier, x, y, generator=generator)
+            best = best.or_better(Best(begun, *score(purifier, loss, begun, y)))
+            starts.append(begun)
         for start in starts:
             rows = torch.nonzero(~best.broken).squeeze(1)  # what is broken is done with
             if len(rows):
@@ -256,12 +256,12 @@ def _fetch(
     value, place = value.topk(min(num, value.shape[1]), dim=1)
     code = code.gather(1, place)
     total, num_thetas = purifier.store.num_reference, purifier.store.num_thetas
-    found = x.new_full((*code.shape, x[0].numel()), math.nan)
+    centres = x.new_full((*code.shape, x[0].numel()), math.nan)
     for source in torch.unique(code // total).tolist():
         mine = (code // total == source) & (value > -math.inf)
         rows = banks[source // num_thetas].centres.pick(source % num_thetas, code[mine] % total)
-        found[mine] = rows
-    return found.view(len(x), code.shape[1], *x.shape[1:])
+        centres[mine] = rows
+    return centres.view(len(x), code.shape[1], *x.shape[1:])
 
 
 @torch.no_grad()

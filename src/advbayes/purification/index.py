@@ -92,17 +92,17 @@ class NearestIndex:
 
     def search(self, store: Store, points: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:  # (B, d) float64
         """Rows for each bank, (G, B, k), and a bound on the share of the evidence that they leave out, (B,)."""
-        found, log_left, log_evidence = [], [], []
+        nearest, log_left, log_evidence = [], [], []
         for bank, groups in zip(store.banks, self.cells, strict=True):
             assert isinstance(bank, GaussianBank)
             assert isinstance(bank.scale, float)
             scale = bank.scale * bank.factor
             rows, left = zip(*(cells.search(points, self.num, scale) for cells in groups), strict=True)
-            found.append(torch.stack(rows))
+            nearest.append(torch.stack(rows))
             peak = bank.log_weight - points.shape[1] * math.log(scale * math.sqrt(2.0 * math.pi))
             each = [bank.exact_at(points, g, row.clamp_min(0)) for g, row in enumerate(rows)]
-            kept = torch.stack(each).masked_fill(found[-1] < 0, -math.inf)
+            kept = torch.stack(each).masked_fill(nearest[-1] < 0, -math.inf)
             log_left.append((torch.stack(left) + peak).expand(store.num_thetas, -1))
             log_evidence.append(kept.logsumexp(-1).expand(store.num_thetas, -1))
         share = torch.logsumexp(torch.stack(log_left), 0) - torch.logsumexp(torch.stack(log_evidence), 0)
-        return tuple(found), share.amax(0).exp().nan_to_num(nan=math.inf)
+        return tuple(nearest), share.amax(0).exp().nan_to_num(nan=math.inf)

@@ -206,10 +206,10 @@ class Purifier:
         if self._index is not None:
             nearest, bound = self._index.search(self.store, flat.detach())
             kinds = torch.where(bound <= self._left_out, _INDEXED, kinds)
-        found = sorted(set(kinds.tolist()))
-        parts: list[tuple[slice | Tensor, int]] = [(rows, kind) for kind in found for rows in _slices(len(x))]
-        if len(found) > 1:
-            places = [(torch.nonzero(kinds == kind).squeeze(1), kind) for kind in found]
+        present = sorted(set(kinds.tolist()))
+        parts: list[tuple[slice | Tensor, int]] = [(rows, kind) for kind in present for rows in _slices(len(x))]
+        if len(present) > 1:
+            places = [(torch.nonzero(kinds == kind).squeeze(1), kind) for kind in present]
             parts = [(rows, kind) for index, kind in places for rows in torch.split(index, _QUERIES)]
         blocks = []
         for rows, kind in parts:

@@ -83,12 +83,12 @@ class PurifiedMixture(Distribution):
     _cached: dict[int, Sums]
 
     def _log_evidence(self, block: int, query: Query) -> Tensor:  # (S, b)
-        found = self._evidence[block]
+        log_evidence = self._evidence[block]
         # What was computed without a gradient does not serve where one is wanted.
-        if found is None or (query.flat.requires_grad and torch.is_grad_enabled() and not found.requires_grad):
-            found, _ = self._purifier.evidence(query, values=False, num=len(self._x))
-            self._evidence[block] = found
-        return found
+        if log_evidence is None or (query.flat.requires_grad and torch.is_grad_enabled() and not log_evidence.requires_grad):
+            log_evidence, _ = self._purifier.evidence(query, values=False, num=len(self._x))
+            self._evidence[block] = log_evidence
+        return log_evidence
 
     @property
     def mean(self) -> Tensor:
@@ -124,7 +124,7 @@ class PurifiedMixture(Distribution):
 
     def log_prob(self, value: Tensor) -> Tensor:
         y = self._columns(value).double() - self._purifier.store.middle
-        found = []
+        parts = []
         for block, (rows, query) in enumerate(zip(self._queries.rows, self._queries, strict=True)):
             target = _Target(self._purifier.store, y[rows])
             joint, _ = self._purifier.evidence(query, target, values=False, num=len(self._x))
@@ -134,8 +134,8 @@ class PurifiedMixture(Distribution):
             if bool(lost.any()):  # thetas that exclude x' know nothing of it: their plain average
                 joint = torch.where(lost, self._blind(target), joint)
                 evidence = evidence.masked_fill(lost, 0.0)
-            found.append(torch.logsumexp(shares + joint - evidence, 0))
-        return self._queries.join(found).to(self._x.dtype)
+            parts.append(torch.logsumexp(shares + joint - evidence, 0))
+        return self._queries.join(parts).to(self._x.dtype)
 
     def _blind(self, target: _Target) -> Tensor:  # (S, B)
         num, thetas = target.store.num_reference, slice(0, target.store.num_thetas)
@@ -238,6 +238,6 @@ class PurifiedMixture(Distribution):
                 index = torch.where(chosen == first + place, row + block.rows.start, index)
             first += len(mass)
         theta = torch.tensor(owners, device=chosen.device)[chosen]  # (b, num)
-        found = store.value_at(index)  # (b, num, S, 3 D)
-        picked = found.gather(2, theta[:, :, None, None].expand(-1, -1, 1, found.shape[-1])).squeeze(2)
+        values = store.value_at(index)  # (b, num, S, 3 D)
+        picked = values.gather(2, theta[:, :, None, None].expand(-1, -1, 1, values.shape[-1])).squeeze(2)
         return picked.transpose(0, 1)

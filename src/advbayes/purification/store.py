@@ -220,12 +220,12 @@ class _Builder:
             parts = []
             for s, theta in enumerate(self.thetas):
                 predict = self.model.at(theta)
-                found, outputs = _values(predict(self.x[start:stop]))
-                found = checks.finite("the model's prediction at the reference", found).double()
+                predictions, outputs = _values(predict(self.x[start:stop]))
+                predictions = checks.finite("the model's prediction at the reference", predictions).double()
                 if outputs and start == 0 and s == 0:
-                    middle = found[:, :outputs].mean(0)
-                found[:, :outputs] -= middle
-                parts.append(found)
+                    middle = predictions[:, :outputs].mean(0)
+                predictions[:, :outputs] -= middle
+                parts.append(predictions)
                 if s > 0 and gaussian and all(g == 1 for g in groups):
                     continue
                 density, _ = self._density(_refuse if shared else predict, slice(start, stop))

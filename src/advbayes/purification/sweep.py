@@ -172,8 +172,8 @@ def _sweep_bank(store: Store, bank: Bank, query: Query, tilt: Tilt | None, value
     if isinstance(bank, GaussianBank) and query.dtype != torch.float64:
         exact = []
         for group in range(own):
-            found = bank.exact_at(query.points, group if bank.groups > 1 else 0, lead.index[group]) - offset.unsqueeze(1)
-            exact.append(found if tilt is None else found + tilt.at(group, store.value_of(group, lead.index[group])))
+            logits = bank.exact_at(query.points, group if bank.groups > 1 else 0, lead.index[group]) - offset.unsqueeze(1)
+            exact.append(logits if tilt is None else logits + tilt.at(group, store.value_of(group, lead.index[group])))
         lead = Leading(torch.stack(exact), lead.index, lead.values)
     part = BankSums(peak, sums, offset, peaks, lead, kept if keep else None)
     sums += torch.einsum("gbk,gbkw->gbw", part.leading_terms, lead.values)
