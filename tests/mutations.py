@@ -914,7 +914,7 @@ _through = _Shared()""",
         "to {shown(document, metric, found['low'])}",
         "test_readback",
     ),
-    Bug("the seed of an attack is ignored", "cli/attack.py", "generator_for(seed, f", "generator_for(0, f", "test_options"),
+    Bug("the seed of an attack is ignored", "cli/attack.py", "seed=seed", "seed=0", "test_options"),
     Bug(
         "the run's norm whatever is asked for",
         "cli/threat.py",

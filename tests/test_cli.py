@@ -392,7 +392,7 @@ def test_bugs_are_told_from_mistakes(monkeypatch: pytest.MonkeyPatch, run: str, 
         assert main(["show", run]) == 1
         assert "Traceback" in capsys.readouterr().err
         patch.undo()
-        patch.setattr(describe, "_said", None)  # a TypeError in our own code that nobody raised on purpose
+        patch.setattr(describe, "said_scores", None)  # a TypeError in our own code that nobody raised on purpose
         assert main(["show", run]) == 1
         assert "Traceback" in capsys.readouterr().err
     with pytest.raises(ValueError) as caught:

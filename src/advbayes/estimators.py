@@ -217,8 +217,9 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         return x.view(len(x), *self.event_shape)
 
     def _predicted(self, X: ArrayLike) -> Distribution:
+        x = self._checked(X)
         with torch.no_grad():
-            return self.predictor_(self._checked(X))
+            return self.predictor_(x)
 
     def _checked(self, X: ArrayLike) -> Tensor:
         check_is_fitted(self, "predictor_")

@@ -23,9 +23,9 @@ advbayes audit RUN --tier quick --undefended BASELINE
 
 advbayes audit RUN --require B
 
-advbayes audit --model mymodels:make_net --data test.npz --norm linf --eps 0.03
+advbayes audit --model nets:make --data test.npz --eps 0.03
 
-The third one ends with exit code 3 when the level is below B. The last one judges a model of your own: `make_net()` gives a
+The third one ends with exit code 3 when the level is below B. The last one judges a model of your own: `make()` gives a
 torch network, a fitted scikit-learn estimator or a Predictor; eps is then in the data's own units.
 """
 BELOW = 3
