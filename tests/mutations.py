@@ -1209,6 +1209,13 @@ _through = _Shared()""",
         'verdict.level != "B"',
         "test_audit_rules",
     ),
+    Bug(
+        "purifier: an index's cells have no radius",
+        "purification/index.py",
+        "near = (distance - self.radii).clamp_min(0.0)",
+        "near = distance",
+        "test_purifier_index",
+    ),
 )
 
 

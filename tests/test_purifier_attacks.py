@@ -81,7 +81,7 @@ def test_no_attack_succeeds_within_the_closed_form_radius() -> None:
 
 def test_saturated_weights_hide_from_plain_ascent_but_not_from_these() -> None:
     reference = crowd(400)
-    purifier = Purifier(BayesianModel(nn.Linear(2, 2), Categorical()), Noise(0.015), THETA.float(), reference.float())
+    purifier = Purifier(BayesianModel(nn.Linear(2, 2), Categorical()), Noise(0.005), THETA.float(), reference.float())
     x = crowd(60, seed=3).float()
     y = (x[:, 0] < 0).long()
     ball = L2(1.0)
