@@ -30,7 +30,7 @@ from advbayes import (
     pgd,
     pgd_plus,
 )
-from advbayes.auditing.case import Budget
+from advbayes.auditing import Budget, Support
 from advbayes.channels import GaussianDensity
 from advbayes.likelihoods import Likelihood
 from advbayes.networks import FullyConnectedGenerator, mlp
@@ -507,9 +507,9 @@ def test_the_audit_draws_thetas_from_it() -> None:
         (at, purifier(at).probs.argmax(1)),  # type: ignore[attr-defined]
         ball=L2(0.3),
         attacks={"PGD": pgd(L2(0.3), steps=3)},
-        budget=Budget(num=24, steps=3, restarts=1, random_points=2, queries=5, max_steps=6, max_thetas=40),
+        tier=Budget(num=24, steps=3, restarts=1, random_points=2, queries=5, max_steps=6, max_thetas=40),
         only=("E10", "E14", "E15"),
-        fresh=purifier.with_thetas(3, generator=generator(1)),
+        support=Support(fresh=purifier.with_thetas(3, generator=generator(1))),
         progress=False,
     )
     for id in ("E10", "E14", "E15"):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, Normal
+from torch.distributions import Distribution
 
 from advbayes import checks
 from advbayes.attacks import with_ball
@@ -27,7 +27,6 @@ ATTACK_CHECKS = ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E8", "E9", "E11", "E
 MUST_PASS = ("E1", "E2", "E17", "E28", "E29")  # a certificate says nothing for a table that fails one of these
 DRAWS, FEWEST = 320_000, 16  # of noise when certifying again; examples certified again however many draws each takes
 CONFIDENCE, EXCHANGES = 0.001, 9999  # of a contradiction; permutations
-NORMAL = Normal(torch.zeros((), dtype=torch.float64), 1.0)
 
 
 def radii_of(certified: Any, num: int, task: Task) -> Certificates | Tensor:
@@ -137,7 +136,7 @@ def certified_again(case: Case, smoothed: Smoothed, claimed: Certificates) -> Ag
     cap = smoothed.sigma * _quantile(clopper_pearson(claimed.n, claimed.n, level=1 - claimed.alpha, side="lower")[0])
     excess = said - new.radii.cpu()
     middle = (said + new.radii.cpu()) / (2 * smoothed.sigma)  # the same whichever of the two is the old one
-    noise = NORMAL.cdf(middle) * NORMAL.cdf(-middle) / NORMAL.log_prob(middle).exp().square()
+    noise = torch.special.ndtr(middle) * torch.special.ndtr(-middle) * middle.square().exp()  # of a radius, to a factor
     weighed = excess * middle / noise  # most for the examples whose radius is known best
     signs = torch.randint(2, (EXCHANGES, len(rows)), generator=generator_for(case.seed, "audit/exchange")).double() * 2 - 1
     p = (1 + int((signs @ weighed >= weighed.sum() - 1e-12).sum())) / (1 + EXCHANGES)
