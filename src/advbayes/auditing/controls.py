@@ -129,7 +129,7 @@ def credible_baseline(case: Case) -> Finding:
     published = support.published or published_for(support.dataset, case.ball)
     baseline = support.baseline or (recorded_for(support.dataset, case.ball) if published else None)
     if baseline is None:
-        return not_run("E21", "give Support(baseline=...) (--baseline), adversarial training, or Support(training=(x, y))")
+        return not_run("E21", "give Support(baseline=...), adversarial training or its record, or Support(training=(x, y))")
     if published is not None:
         return _published(case, baseline, published)
     if isinstance(baseline, Baseline):
