@@ -59,7 +59,7 @@ def test_limits_of_parts(tmp_path: Path) -> None:
     with pytest.raises(store.StoreError, match="at most 256 parts"):
         store.write_bundle(tmp_path / "n.advbayes", {}, {f"p{index}": 1 for index in range(257)})
     assert tensors.decode(tensors.encode({"a": torch.zeros((1,) * 16)}))["a"].ndim == 16
-    with pytest.raises(store.StoreError, match="'a': a torch.float32 tensor of shape"):
+    with pytest.raises(store.StoreError, match=r"'a': a torch\.float32 tensor of shape"):
         tensors.encode({"a": torch.zeros((1,) * 17)})
 
 
