@@ -106,7 +106,7 @@ BUGS = (
     Bug(
         "steps that creep along the sphere",
         "attacks/ascent.py",
-        "return eps * max(0.02, 0.5 * (1 + math.cos(math.pi * step / steps)))",
+        "return eps * max(0.01, (0.5 * (1 + math.cos(math.pi * step / steps))) ** 1.5)",
         "return 0.05 * eps",
         "test_attack_strength",
     ),
@@ -315,8 +315,8 @@ _through = _Shared()""",
     Bug(
         "KL has no pull on the means",
         "posteriors.py",
-        "+ self.mu.dot(self.mu)) /",
-        "+ self.mean.dot(self.mean)) /",
+        "scale.dot(scale) + self.mu.dot(self.mu)) /",
+        "scale.dot(scale) + self.mean.dot(self.mean)) /",
         "test_identities_proactive",
     ),
     Bug(
@@ -616,8 +616,8 @@ _through = _Shared()""",
     Bug(
         "the same noise at every step",
         "training/loop.py",
-        'seed_for(seed, "step", step)',
-        'seed_for(seed, "step", 0)',
+        'seed_for(seed, "step", step))\n            taken',
+        'seed_for(seed, "step", 0))\n            taken',
         "test_training",
     ),
     Bug(
@@ -651,8 +651,8 @@ _through = _Shared()""",
     Bug(
         "hooks are not called",
         "accelerated/passes.py",
-        "return not hooked and all(",
-        "return all(",
+        "return not hooked and not _is_convolutional",
+        "return not _is_convolutional",
         "test_accelerated",
     ),
     Bug(
@@ -1016,8 +1016,8 @@ _through = _Shared()""",
     Bug(
         "purifier: float32 products at any spread",
         "purification/purifier.py",
-        "bank.rounding(norms) > _TOLERATED",
-        "bank.rounding(norms) > 1e9",
+        "amax(0) > _TOLERATED",
+        "amax(0) > 1e9",
         "test_purifier_same_answer",
     ),
     Bug(
