@@ -185,7 +185,11 @@ def stacked(name: str, dtype: torch.dtype, num: int = 5) -> tuple[BayesianModel,
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_outputs_and_gradients_are_those_of_each_theta(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("pixels", [0, 3072], ids=("theta by theta", "one batch"))
+def test_outputs_and_gradients_are_those_of_each_theta(
+    name: str, dtype: torch.dtype, pixels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("advbayes.accelerated.passes._PIXELS", pixels)
     model, thetas, x = stacked(name, dtype)
     before = x.clone()
     outputs, vjp = accelerated.run(model, thetas, x)

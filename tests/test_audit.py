@@ -105,12 +105,13 @@ def test_levels_follow_the_rules() -> None:
 
 
 def test_a_verdict_is_text_and_json_and_goes_under_a_table() -> None:
-    verdict = audit(MODEL, (X, Y), ball=BALL, tier=SMALL, progress=False, only=("E0", "E1", "E13"))
+    unsaid = ThreatModel(units="standardised")
+    verdict = audit(MODEL, (X, Y), ball=BALL, tier=SMALL, progress=False, threat_model=unsaid, only=("E0", "E1", "E13"))
     assert verdict.level == "D"
     assert {"E2", "E13"} <= set(verdict.not_run)
     assert not {"E0", "E1"} & set(verdict.not_run)
     assert verdict.failed == ("E0",)
-    assert "say units" in verdict["E0"].advice
+    assert "say scale" in verdict["E0"].advice
     assert json.loads(json.dumps(verdict.json()))["level"] == "D"
     assert verdict.text().splitlines()[-1] == verdict.line()
     absent = len(verdict.not_run)
@@ -144,7 +145,7 @@ def test_costs_grow_with_the_tier() -> None:
 
 def test_e0_names_what_is_missing_and_what_contradicts() -> None:
     assert check("E0").status == "passed"
-    assert "say units" in check("E0", threat_model=ThreatModel()).advice
+    assert check("E0", threat_model=ThreatModel()).figures["units"] == "raw"
     standardised = check("E0", threat_model=ThreatModel(units="standardised"))
     assert "scale (of the standardised units)" in standardised.advice
     assert check("E0", threat_model=ThreatModel(units="standardised", scale=0.3)).status == "passed"

@@ -596,7 +596,7 @@ def test_a_dagger_stands_where_a_check_failed_and_not_where_none_ran() -> None:
     quiet = looked_at("E1")
     assert quiet.level == "D"
     assert "†" not in report.table(verdict=quiet).markdown()
-    loud = looked_at("E0", threat_model=ThreatModel())
+    loud = looked_at("E0", threat_model=ThreatModel(units="standardised"))
     assert loud.failed == ("E0",)
     assert "†" in report.table(verdict=loud).markdown()
 
@@ -689,6 +689,7 @@ def test_e4_and_e5_leave_one_percent(id: str, left: int, wanted: str, monkeypatc
     budget = replace(SMALL, num=num)
     found = _case(predict, (x, predict(x).logits.argmax(1)), BALL, budget, {"a": Half(BALL)}, None, Support(), None, None, 0)
     monkeypatch.setattr(Case, "union", lambda self, *_, **__: columns(num, num - left))
+    monkeypatch.setattr(Case, "columns", lambda self: {"a": columns(num, num - left)})
     assert (strength.monotone if id == "E4" else strength.unbounded)(found).status == wanted
 
 

@@ -1,9 +1,10 @@
 """Passes through many thetas at once: `run(model, thetas, x) -> (outputs, vjp)`, as `BayesianModel.run` defines it.
 
 Nets of linear layers and norms run all thetas as one batch (`torch.func.vmap`): a product for each layer instead of S
-small ones. Convolutions run theta by theta, which is then the fastest (grouped convolutions are not); where the images
-have one or two channels, for which a library's input gradient wastes most of a vector register, the first layer's input
-gradients are matrix products that add up over the thetas.
+small ones. So do convolutions of few pixels, where calls cost more than products. Of many pixels they run theta by theta,
+which is then the fastest (grouped convolutions are not); where the images have one or two channels, for which a library's
+input gradient wastes most of a vector register, the first layer's input gradients are matrix products that add up over
+the thetas.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from advbayes.model import BayesianModel, Vjp, vjp_of
 
 _NUMBERS = 1 << 20  # rows x thetas x input size worked on at once: activations then stay near the cache
 _ROWS = 16  # of a batch; fewer are not worth a call
+_PIXELS = 3 << 10  # of a batch of images, up to which a grouped convolution is faster than one for each theta
 _RESHAPES = (torch.flatten, Tensor.flatten, torch.reshape, Tensor.reshape, Tensor.view)
 _THIN = 2  # channels up to which a product is the faster input gradient (docs/performance.md)
 
@@ -47,13 +49,13 @@ def run(
     """
     if torch.is_autocast_enabled(x.device.type):
         return model.run(thetas, x)
-    if _is_thin(model, x) and torch.is_grad_enabled():
-        return _with_thin_first_layer(model, thetas, x)
-    if len(thetas) > 1 and len(x) and model.net not in _one_by_one and _is_flat(model):
+    if len(thetas) > 1 and len(x) and model.net not in _one_by_one and _fits_one_batch(model, x):
         try:
             return _as_one_batch(model, thetas, x)
         except Exception:  # whatever a net does that cannot be vectorised; if it is wrong, it raises again below
             _one_by_one.add(model.net)
+    if _is_thin(model, x) and torch.is_grad_enabled():
+        return _with_thin_first_layer(model, thetas, x)
     return _theta_by_theta(model, thetas, x)
 
 
@@ -82,10 +84,12 @@ def in_parts(work: Callable[[slice], _R], model: BayesianModel, thetas: Tensor, 
             torch.set_num_threads(all_threads)
 
 
-def _is_flat(model: BayesianModel) -> bool:
-    """Whether all parameters are matrices and vectors, and nobody looks at what passes through the layers."""
+def _fits_one_batch(model: BayesianModel, x: Tensor) -> bool:
+    """Whether all parameters are matrices and vectors, or the images are small and few; and nobody looks at what passes
+    through the layers."""
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.net.modules())
-    return not hooked and not _is_convolutional(model)
+    is_small = x.ndim == 4 and len(x) * x.shape[2] * x.shape[3] <= _PIXELS
+    return not hooked and (is_small or not _is_convolutional(model))
 
 
 def _is_convolutional(model: BayesianModel) -> bool:

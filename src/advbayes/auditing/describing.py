@@ -32,7 +32,9 @@ def threat_model(case: Case) -> Finding:
     missing = said.missing()
     wrong = _contradictions(case)
     advice = "; ".join([f"say {', '.join(missing)}"] * bool(missing) + wrong)
-    return judged("E0", bool(missing or wrong), advice, missing=len(missing), contradictions=len(wrong), eps=said.eps)
+    return judged(
+        "E0", bool(missing or wrong), advice, missing=len(missing), contradictions=len(wrong), eps=said.eps, units=said.units
+    )
 
 
 def _contradictions(case: Case) -> list[str]:

@@ -12,7 +12,7 @@ from advbayes import metrics
 from advbayes.auditing.case import Case, Frozen, judged, not_run
 from advbayes.auditing.copies import Forgetful
 from advbayes.auditing.findings import Finding
-from advbayes.auditing.strength import SIGNIFICANT, breaks_more
+from advbayes.auditing.strength import SIGNIFICANT, breaks_more, further
 from advbayes.evaluation.scoring import Columns, worst
 from advbayes.seeds import generator_for
 from advbayes.types import Predictor
@@ -30,8 +30,9 @@ def displaced_centre(case: Case) -> Finding:
         return not_run("E28", "give the attacks, not only their arrays")
     generator = generator_for(case.seed, "audit/displaced", device=case.x.device)
     centre = replace(case.ball, eps=0.5 * case.ball.eps).sphere(case.x, generator=generator)
-    moved = case.scored(centre, "displaced")
-    there = worst([moved, case.union(case.attacks, "displaced", centre=centre)], case.task)
+    there = case.scored(centre, "displaced")
+    for name, attack in case.attacks.items():
+        there = further(case, f"displaced {name}", attack, there, centre)
     here = case.gradient() if case.claim is None else worst([case.clean, case.union(case.attacks, "in place")], case.task)
     lost, figures = loses_more(there, here, case)
     advice = "it is robust around the test points alone: it recognises them"

@@ -324,7 +324,7 @@ def _case(
     if attacks is None and claim is None:
         given = default_attacks(ball, task, steps=budget.steps, restarts=budget.restarts)
         if blind:
-            given = blind_attacks(ball, task, budget.steps, budget.queries)
+            given = blind_attacks(ball, task, budget.steps, budget.blind_queries or budget.queries)
     if not given and claim is None:
         raise ValueError("attacks must hold at least one named attack, got none")
     for name, attack in given.items():
@@ -363,6 +363,8 @@ def _as_predicted(predict: Predictor, x: Tensor, y: Tensor) -> Tensor:
 def _filled(case: Case) -> ThreatModel:
     """What the ball, the attacks and the predictor say by themselves; a claim must speak for its own thetas."""
     model = case.threat_model.filled(**said_by(case.ball, case.attacks))
+    if case.claim is None and case.ball.scale is None and model.scale is None:
+        model = model.filled(units="raw")  # eps is then in the units of x
     fresh = case.support.fresh
     if not case.is_bayesian:
         return model.filled(

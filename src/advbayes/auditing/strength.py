@@ -71,7 +71,14 @@ def _radii(case: Case) -> list[tuple[float, Columns]]:
     radii = sorted({0.5 * case.ball.eps, case.ball.eps, min(2 * case.ball.eps, whole), whole})
 
     def at(eps: float) -> Columns:
-        return case.union({name: with_eps(attack, eps) for name, attack in case.attacks.items()}, f"eps {eps!r}")
+        if eps == case.ball.eps and case.claim is None:
+            return worst(list(case.columns().values()), case.task)
+        attacks = {name: with_eps(attack, eps) for name, attack in case.attacks.items()}
+        first = next(iter(attacks))
+        columns = case.union({first: attacks.pop(first)}, f"eps {eps!r}")
+        for name, attack in attacks.items():
+            columns = further(case, f"eps {eps!r} {name}", attack, columns)
+        return columns
 
     return case.once("radii", lambda: [(eps, at(eps)) for eps in radii])
 
@@ -107,12 +114,12 @@ def unbounded(case: Case) -> Finding:
     return judged("E5", left > 0.01, advice, eps=curve[-1][0], accuracy=left)
 
 
-def _cost_of(case: Case, name: str, attack: Attack, columns: Columns) -> Columns:
+def further(case: Case, name: str, attack: Attack, columns: Columns, centre: Tensor | None = None) -> Columns:
     """The union of what `columns` broke and what `attack` breaks of the rest."""
     rows = torch.arange(len(case.x)) if case.task == "regression" else (columns["correct"] >= 0.5).nonzero().squeeze(1)
     if not len(rows):
         return columns
-    found = case.scored(case.attacked(attack, name, rows=rows), name, rows=rows)
+    found = case.scored(case.attacked(attack, name, rows=rows, centre=centre), name, rows=rows)
     full = {key: value.clone() for key, value in columns.items()}
     part = worst([{key: columns[key][rows] for key in found}, found], case.task)
     for key, value in part.items():
@@ -134,7 +141,7 @@ def converged_in_steps(case: Case) -> Finding:
         factor *= 2
         after = before
         for name, attack in case.attacks.items():
-            after = _cost_of(case, f"steps x{factor} {name}", with_steps(attack, factor), after)
+            after = further(case, f"steps x{factor} {name}", with_steps(attack, factor), after)
         cost = case.value(before) - case.value(after)
         case.join(f"steps x{factor}", after)
         steps = max((steps_of(attack) or 0) * factor for attack in case.attacks.values())
@@ -156,35 +163,49 @@ def converged_in_restarts(case: Case) -> Finding:
     before = case.gradient() if attacks is case.attacks or case.claim is not None else case.worst()
     after = before
     for name, attack in attacks.items():
-        after = _cost_of(case, f"restarts x2 {name}", with_restarts(attack, 2), after)
+        after = further(case, f"restarts x2 {name}", with_restarts(attack, 2), after)
     case.join("restarts x2", after)
     cost = case.value(before) - case.value(after)
     return judged("E7", cost > POINT + 1e-9, "use more restarts until doubling changes nothing", cost=cost)
 
 
 class _Watched:
-    """A predictor that remembers the points at which it was wrong."""
+    """A predictor that remembers the points at which it was wrong, by the example that they belong to: the one in whose ball
+    they are where no two balls meet (`apart`), else the one in whose place they stand, as long as no row leaves the batch."""
 
-    def __init__(self, predict: Predictor, x: Tensor, y: Tensor, case: Case) -> None:
-        self.predict, self.x, self.y, self.case = predict, x, y, case
+    def __init__(self, predict: Predictor, x: Tensor, y: Tensor, case: Case, apart: bool) -> None:
+        self.predict, self.x, self.y, self.case, self.apart = predict, x, y, case, apart
         self.purifier = predict  # for the attacks that are made for one
         self.aligned = True
         self.seen: list[list[Tensor]] = [[] for _ in x]
 
     def __call__(self, x: Tensor) -> Distribution:
         prediction = self.predict(x)
-        if len(self.x) > 1 and len(x) != len(self.x):
-            self.aligned = False
-        elif isinstance(prediction, Categorical):
+        self.aligned &= self.apart or len(x) == len(self.x)
+        probes = self.case.black_box and len(x) > len(self.x)  # of an estimated gradient: no iterates
+        if self.aligned and not probes and isinstance(prediction, Categorical):
             with torch.no_grad():
-                owner = self.x if len(self.x) > 1 else self.x.expand_as(x)
-                y = self.y if len(self.x) > 1 else self.y.expand(len(x))
-                wrong = (prediction.logits.argmax(-1) != y) & self.case.ball.contains(x.detach(), owner)
-                if self.case.black_box and len(x) > len(self.x):  # probes of an estimated gradient are no iterates
-                    wrong &= False
-                for row in wrong.nonzero().squeeze(1).tolist():
-                    self.seen[row if len(self.x) > 1 else 0].append(x[row].detach().clone())
+                wrong = prediction.logits.argmax(-1).unsqueeze(1) != self.y  # (B, N): point, example
+                point, example = (
+                    (wrong if self.apart else wrong & torch.eye(len(x), dtype=torch.bool, device=x.device)).nonzero().unbind(1)
+                )
+                inside = self.case.ball.contains(x.detach()[point], self.x[example])
+                for row, place in zip(example[inside].tolist(), point[inside].tolist(), strict=True):
+                    self.seen[row].append(x[place].detach().clone())
         return prediction
+
+
+def _apart(case: Case, rows: Tensor) -> list[Tensor]:
+    """The rows in groups within which no two balls meet."""
+    groups: list[list[int]] = []
+    for row in rows.tolist():
+        far = (bool((case.ball.norm(case.x[group] - case.x[row]) > 2.001 * case.ball.eps + 1e-6).all()) for group in groups)
+        place = next((index for index, fits in enumerate(far) if fits), None)
+        if place is None:
+            groups.append([row])
+        else:
+            groups[place].append(row)
+    return [torch.tensor(group) for group in groups]
 
 
 def silent_success(case: Case) -> Finding:
@@ -196,21 +217,21 @@ def silent_success(case: Case) -> Finding:
         return not_run("E8", "give the attacks, not only their arrays")
     through = case.target
     rows = torch.arange(min(len(case.x), 32))
+    # Black boxes are asked about one example at a time: the number of inputs tells a probe from an iterate.
+    groups = list(torch.split(rows[:4], 1)) if case.black_box else _apart(case, rows)[:16]
     missed, watched = 0, 0
+
+    def watch(attack: Attack, purpose: str, rows: Tensor, apart: bool) -> tuple[Tensor, _Watched, Tensor]:
+        spy = _Watched(through, case.x[rows], case.y[rows], case, apart)
+        return rows, spy, case.attacked(attack, f"watched {purpose}", through=spy, rows=rows)
+
     for name, attack in case.attacks.items():
-        spy = _Watched(through, case.x[rows], case.y[rows], case)
-        x_adv = case.attacked(attack, f"watched {name}", through=spy, rows=rows)
-        parts = [(rows, spy, x_adv)]
-        if not spy.aligned:  # rows left the batch or were tiled: one example at a time
-            parts = []
-            for row in rows[: 4 if case.black_box else 16]:
-                alone = row.unsqueeze(0)
-                spy = _Watched(through, case.x[alone], case.y[alone], case)
-                parts.append((alone, spy, case.attacked(attack, f"watched {name} {int(row)}", through=spy, rows=alone)))
+        parts = [watch(attack, name, rows, apart=len(groups) == 1)]
+        if not parts[0][1].aligned:
+            parts = [watch(attack, f"{name} {number}", group, apart=True) for number, group in enumerate(groups)]
         for index, spy, final in parts:
             harmless = _harmless(through, final, case.y[index])
-            for row in range(len(index)):
-                points = spy.seen[row]
+            for row, points in enumerate(spy.seen):
                 watched += 1
                 if points and bool(harmless[row]) and not any(torch.equal(final[row], point) for point in points):
                     missed += 1

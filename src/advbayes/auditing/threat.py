@@ -18,8 +18,10 @@ UNITS = ("raw", "standardised")
 
 @dataclass(frozen=True)
 class ThreatModel:
-    """What the attacker may do and knows. `audit` fills in what the ball, the attacks and the predictor say themselves; the
-    units of eps it cannot know: "raw", or "standardised" with the scale that x was divided by.
+    """What the attacker may do and knows. `audit` fills in what the ball, the attacks and the predictor say themselves.
+
+    `units` are those of eps: "raw", or "standardised" with the scale that x was divided by. Where nothing is said, neither
+    here nor by a scale of the ball, `audit` takes x as raw; a claim must say its own.
 
     >>> ThreatModel(norm="L2", eps=2.0, units="raw").missing()[:3]
     ('box', 'goal', 'knowledge')
