@@ -106,7 +106,7 @@ BUGS = (
     Bug(
         "steps that creep along the sphere",
         "attacks/ascent.py",
-        "return eps * max(0.01, (0.5 * (1 + math.cos(math.pi * step / steps))) ** 1.5)",
+        "return eps * max(0.01, math.pow(0.5 * (1 + math.cos(math.pi * step / steps)), 1.5))",
         "return 0.05 * eps",
         "test_attack_strength",
     ),

@@ -180,7 +180,7 @@ def step_length(eps: float, step: int, steps: int) -> float:
     >>> [round(step_length(1.0, step, 4), 2) for step in range(4)]
     [1.0, 0.79, 0.35, 0.06]
     """
-    return eps * max(0.01, (0.5 * (1 + math.cos(math.pi * step / steps))) ** 1.5)
+    return eps * max(0.01, math.pow(0.5 * (1 + math.cos(math.pi * step / steps)), 1.5))
 
 
 def check_ball(ball: object) -> None:
