@@ -1,10 +1,12 @@
-"""Speed of PGD on the posterior predictive: against the code a user would write, and against Foolbox.
+"""Speed of PGD on the posterior predictive: against the code a user would write, and against
+Foolbox.
 
     python benchmarks/attacks.py [--rounds 5] [--steps 50] [--quick]
 
-S = 10 thetas, images of MNIST's size, L2 ball. The conv net of the paper with 256 images against all contestants; a residual
-net with GroupNorm and a user's module with LayerNorm against naive stacking. All contestants are timed in turn, round by round,
-in one process; the figures are medians of the rounds and ratios of medians. Results go to benchmarks/results/attacks.{json,md}.
+S = 10 thetas, images of MNIST's size, L2 ball. The conv net of the paper with 256 images against
+all contestants; a residual net with GroupNorm and a user's module with LayerNorm against naive
+stacking. All contestants are timed in turn, round by round, in one process; the figures are medians
+of the rounds and ratios of medians. Results go to benchmarks/results/attacks.{json,md}.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ EPS, SEED = 2.0, 0
 
 
 def blobs(num: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Images in [0, 1] with ten classes: a bright spot whose place is the class, under noise. Learnable, no download."""
+    """Images in [0, 1] with ten classes: a bright spot whose place is the class, under noise.
+    Learnable, no download."""
     generator = generator_for(seed, "images")
     y = torch.randint(10, (num,), generator=generator)
     x = 0.3 * torch.rand(num, 1, 28, 28, generator=generator)
@@ -48,8 +51,16 @@ def blobs(num: int, seed: int) -> tuple[Tensor, Tensor]:
     return x.clamp(0, 1), y
 
 
-def naive_pgd(net: nn.Module, weights: list[dict[str, Tensor]], x: Tensor, y: Tensor, steps: int, channels_last: bool) -> Tensor:
-    """What a user would write: stack S functional calls, autograd through log-mean-exp, normalised steps, project, clip.
+def naive_pgd(
+    net: nn.Module,
+    weights: list[dict[str, Tensor]],
+    x: Tensor,
+    y: Tensor,
+    steps: int,
+    channels_last: bool,
+) -> Tensor:
+    """What a user would write: stack S functional calls, autograd through log-mean-exp, normalised
+    steps, project, clip.
 
     The weights need no gradient. `channels_last` is the one tuning that such code may well have.
     """
@@ -57,7 +68,9 @@ def naive_pgd(net: nn.Module, weights: list[dict[str, Tensor]], x: Tensor, y: Te
     for _ in range(steps):
         point = point.detach().requires_grad_()
         inputs = point.contiguous(memory_format=torch.channels_last) if channels_last else point
-        log_probs = torch.stack([functional.log_softmax(functional_call(net, w, (inputs,)), -1) for w in weights])
+        log_probs = torch.stack(
+            [functional.log_softmax(functional_call(net, w, (inputs,)), -1) for w in weights]
+        )
         loss = functional.nll_loss(torch.logsumexp(log_probs, 0), y, reduction="sum")
         (gradient,) = torch.autograd.grad(loss, point)
         with torch.no_grad():
@@ -69,7 +82,8 @@ def naive_pgd(net: nn.Module, weights: list[dict[str, Tensor]], x: Tensor, y: Te
 
 
 def peak_memory(num_theta: int, steps: int) -> float:
-    """Peak resident memory in MB of an attack through `num_theta` thetas, in a process of its own, less an idle one's."""
+    """Peak resident memory in MB of an attack through `num_theta` thetas, in a process of its own,
+    less an idle one's."""
 
     def run(what: str) -> float:
         command = [sys.executable, __file__, "--memory", what, "--steps", str(steps)]
@@ -82,7 +96,10 @@ def report_memory(num_theta: int, steps: int) -> None:
     x, y = blobs(256, SEED)
     model = BayesianModel(conv_net(), Categorical())
     if num_theta:
-        predict = PosteriorPredictive(model, MeanField(model).sample(num_theta, generator=generator_for(SEED, "thetas")).detach())
+        predict = PosteriorPredictive(
+            model,
+            MeanField(model).sample(num_theta, generator=generator_for(SEED, "thetas")).detach(),
+        )
         pgd(L2(EPS, box=(0, 1)), steps)(predict, x, y)
     # Not ru_maxrss, which a child process inherits from its parent.
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -90,9 +107,11 @@ def report_memory(num_theta: int, steps: int) -> None:
 
 
 def bfloat16(predict: PosteriorPredictive, x: Tensor, y: Tensor) -> tuple[float, float, float]:
-    """With the network's products in bfloat16: the time of a short attack over float32's, and the accuracy that each leaves.
+    """With the network's products in bfloat16: the time of a short attack over float32's, and the
+    accuracy that each leaves.
 
-    On one thread, for autocast is a setting of the thread. Below 1 and with as much success it would be worth offering.
+    On one thread, for autocast is a setting of the thread. Below 1 and with as much success it
+    would be worth offering.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -116,7 +135,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--quick", action="store_true", help="one round of five steps, nothing written")
+    parser.add_argument(
+        "--quick", action="store_true", help="one round of five steps, nothing written"
+    )
     parser.add_argument("--memory", type=int, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory is not None:
@@ -137,7 +158,9 @@ def main() -> None:
     ball = L2(EPS, box=(0, 1))
     contestants: dict[str, Callable[[], Tensor]] = {
         "advbayes": lambda: pgd(ball, steps)(predict, x, y),
-        "advbayes, broken examples leave": lambda: pgd(ball, steps, stop_at_success=True)(predict, x, y),
+        "advbayes, broken examples leave": lambda: pgd(ball, steps, stop_at_success=True)(
+            predict, x, y
+        ),
         "naive stack": lambda: naive_pgd(bare, weights, x, y, steps, False),
         "naive stack, channels_last": lambda: naive_pgd(bare, weights, x, y, steps, True),
     }
@@ -148,14 +171,18 @@ def main() -> None:
 
             from advbayes.adapters import to_foolbox
 
-            theirs = foolbox.attacks.L2PGD(rel_stepsize=2.5 / steps, steps=steps, random_start=False)
+            theirs = foolbox.attacks.L2PGD(
+                rel_stepsize=2.5 / steps, steps=steps, random_start=False
+            )
             outside = to_foolbox(predict)
         contestants["Foolbox L2PGD"] = lambda: theirs(outside, x, y, epsilons=EPS)[1]
     except ImportError:
         sys.stdout.write("Foolbox is not installed: left out\n")
 
     every = sorted({1, torch.get_num_threads()}, reverse=True)  # numbers of threads
-    seconds: dict[int, dict[str, list[float]]] = {num: {name: [] for name in contestants} for num in every}
+    seconds: dict[int, dict[str, list[float]]] = {
+        num: {name: [] for name in contestants} for num in every
+    }
     results: dict[str, Tensor] = {}
     for num in every:
         torch.set_num_threads(num)
@@ -165,10 +192,16 @@ def main() -> None:
                 results[name] = attack()
                 seconds[num][name].append(time.perf_counter() - start)
     torch.set_num_threads(every[0])
-    medians = {num: {name: statistics.median(values) for name, values in seconds[num].items()} for num in every}
+    medians = {
+        num: {name: statistics.median(values) for name, values in seconds[num].items()}
+        for num in every
+    }
     with torch.no_grad():
         clean = float((predict(x).logits.argmax(-1) == y).double().mean())
-        accuracy = {name: float((predict(x_adv).logits.argmax(-1) == y).double().mean()) for name, x_adv in results.items()}
+        accuracy = {
+            name: float((predict(x_adv).logits.argmax(-1) == y).double().mean())
+            for name, x_adv in results.items()
+        }
         loss = {name: float(-predict(x_adv).log_prob(y).mean()) for name, x_adv in results.items()}
     slowdown, left, left_by_half = bfloat16(predict, x, y)
     memory = {num: peak_memory(num, 2) for num in (10, 40, 160)}
@@ -177,25 +210,40 @@ def main() -> None:
         own, where = medians[num]["advbayes"], f"{num} thread{'s' * (num > 1)}"
         targets.append((f"naive stack / advbayes, {where}", medians[num]["naive stack"] / own, 2.2))
         targets.append(
-            (f"naive stack, channels_last / advbayes, {where}", medians[num]["naive stack, channels_last"] / own, None)
+            (
+                f"naive stack, channels_last / advbayes, {where}",
+                medians[num]["naive stack, channels_last"] / own,
+                None,
+            )
         )
         if "Foolbox L2PGD" in contestants:
-            targets.append((f"Foolbox / advbayes, {where}", medians[num]["Foolbox L2PGD"] / own, 1.0))
+            targets.append(
+                (f"Foolbox / advbayes, {where}", medians[num]["Foolbox L2PGD"] / own, 1.0)
+            )
     others = other_nets(every, rounds)
     for name, by_threads in others.items():
         for num, ratio in by_threads.items():
-            targets.append((f"naive stack / advbayes, {name}, {num} thread{'s' * (num > 1)}", ratio, OTHERS[name][3]))
+            targets.append(
+                (
+                    f"naive stack / advbayes, {name}, {num} thread{'s' * (num > 1)}",
+                    ratio,
+                    OTHERS[name][3],
+                )
+            )
     targets += [
         ("memory of S = 160 / of S = 40 (naive: 4)", memory[160] / memory[40], -1.5),
         ("a five-step attack in bfloat16 / in float32, 1 thread", slowdown, None),
     ]
     lines = [
-        f"PGD, {steps} steps, S = 10, 256 images 1x28x28, conv net; clean accuracy {clean:.3f}; medians of {rounds} rounds.",
+        f"PGD, {steps} steps, S = 10, 256 images 1x28x28, conv net; clean accuracy {clean:.3f}; "
+        f"medians of {rounds} rounds.",
         "",
-        f"| attack | {' | '.join(f's, threads: {num}' for num in every)} | accuracy left | mean NLL |",
+        f"| attack | {' | '.join(f's, threads: {num}' for num in every)} | accuracy left | mean "
+        f"NLL |",
         "|---|" + "---|" * (len(every) + 2),
         *(
-            f"| {name} | {' | '.join(f'{medians[num][name]:.2f}' for num in every)} | {accuracy[name]:.3f} | {loss[name]:.2f} |"
+            f"| {name} | {' | '.join(f'{medians[num][name]:.2f}' for num in every)} | "
+            f"{accuracy[name]:.3f} | {loss[name]:.2f} |"
             for name in contestants
         ),
         "",
@@ -203,9 +251,11 @@ def main() -> None:
         "|---|---|---|",
         *(f"| {name} | {value:.2f} | {_wanted(value, goal)} |" for name, value, goal in targets),
         "",
-        f"Accuracy left by the five-step attack: {left:.3f} in float32, {left_by_half:.3f} in bfloat16.",
+        f"Accuracy left by the five-step attack: {left:.3f} in float32, {left_by_half:.3f} in "
+        f"bfloat16.",
         "",
-        f"Peak memory over an idle process, MB: {', '.join(f'S = {num}: {value:.0f}' for num, value in memory.items())}.",
+        f"Peak memory over an idle process, MB: "
+        f"{', '.join(f'S = {num}: {value:.0f}' for num, value in memory.items())}.",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
     if options.quick:
@@ -213,16 +263,35 @@ def main() -> None:
     where = {
         "command": "python benchmarks/attacks.py " + " ".join(sys.argv[1:]),
         "seed": SEED,
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent).stdout.strip(),
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+        "commit": subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent
+        ).stdout.strip(),
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch "
+        f"{torch.__version__}",
         "load": ", ".join(f"{value:.2f}" for value in os.getloadavg()),
     }
     RESULTS.mkdir(exist_ok=True)
-    record = {**where, "steps": steps, "seconds": seconds, "accuracy": accuracy, "nll": loss, "memory_mb": memory}
+    record = {
+        **where,
+        "steps": steps,
+        "seconds": seconds,
+        "accuracy": accuracy,
+        "nll": loss,
+        "memory_mb": memory,
+    }
     record["other_nets"] = others
-    record["bfloat16"] = {"slowdown": slowdown, "accuracy_float32": left, "accuracy_bfloat16": left_by_half}
+    record["bfloat16"] = {
+        "slowdown": slowdown,
+        "accuracy_float32": left,
+        "accuracy_bfloat16": left_by_half,
+    }
     (RESULTS / "attacks.json").write_text(json.dumps(record, indent=1) + "\n")
-    heading = ["# Speed of the attacks", "", *(f"{key}: `{value}`  " for key, value in where.items()), ""]
+    heading = [
+        "# Speed of the attacks",
+        "",
+        *(f"{key}: `{value}`  " for key, value in where.items()),
+        "",
+    ]
     (RESULTS / "attacks.md").write_text("\n".join([*heading, *lines]) + "\n")
     return None
 
@@ -235,7 +304,8 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], int, int, float]] = {  # net, i
 
 
 def other_nets(every: list[int], rounds: int) -> dict[str, dict[int, float]]:
-    """Naive stacking's time over ours, for each net and number of threads; weights as they are initialised."""
+    """Naive stacking's time over ours, for each net and number of threads; weights as they are
+    initialised."""
     ratios: dict[str, dict[int, float]] = {}
     for name, (make, num, steps, _) in OTHERS.items():
         x, y = blobs(num, SEED)
@@ -259,7 +329,8 @@ def other_nets(every: list[int], rounds: int) -> dict[str, dict[int, float]]:
                     else:
                         naive_pgd(bare, weights, x, y, steps, False)
                     seconds[who].append(time.perf_counter() - start)
-            naive, ours = (statistics.median(seconds[who][1:]) for who in ("naive", "ours"))  # the first warms up
+            # the first warms up
+            naive, ours = (statistics.median(seconds[who][1:]) for who in ("naive", "ours"))
             ratios[name][threads] = naive / ours
     return ratios
 

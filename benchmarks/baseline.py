@@ -1,10 +1,13 @@
-"""The published baseline of rule E21: many-step adversarial training on MNIST at L2 eps = 2, on the published net.
+"""The published baseline of rule E21: many-step adversarial training on MNIST at L2 eps = 2, on the
+published net.
 
     ADVBAYES_DATA=... python benchmarks/baseline.py train FOLDER      # resumes where it stopped
-    ADVBAYES_DATA=... python benchmarks/baseline.py evaluate FOLDER   # 1,000 test images under the strong suite
+    ADVBAYES_DATA=... python benchmarks/baseline.py evaluate FOLDER   # 1,000 test images under the
+    strong suite
 
-Training is `fit` with a point mass, a flat prior and a channel without noise: the objective of adversarial training (Eq. 12).
-The record is benchmarks/results/baseline.json; a reported worst case of 0.692 and a clean accuracy of 0.992 stand beside it.
+Training is `fit` with a point mass, a flat prior and a channel without noise: the objective of
+adversarial training (Eq. 12). The record is benchmarks/results/baseline.json; a reported worst case
+of 0.692 and a clean accuracy of 0.992 stand beside it.
 """
 
 from __future__ import annotations
@@ -57,7 +60,8 @@ class Phase:
     decay: float = 1.0
 
 
-# Few steps teach a net to hide its gradients, so the last epochs take the most; the first ones are a warm-up.
+# Few steps teach a net to hide its gradients, so the last epochs take the most; the first ones are
+# a warm-up.
 PHASES = (
     Phase(1, eps=0.5, steps=3, lr=1e-3),
     Phase(1, eps=1.5, steps=5, lr=1e-3),
@@ -68,13 +72,19 @@ PHASES = (
 
 @dataclass(frozen=True)
 class RandomStart:
-    """PGD on the cross entropy from a random point of the ball; its last iterate, as adversarial training is published."""
+    """PGD on the cross entropy from a random point of the ball; its last iterate, as adversarial
+    training is published."""
 
     ball: L2
     steps: int
 
     def __call__(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         point = self.ball.random(x, generator=generator)
         for _ in range(self.steps):
@@ -99,7 +109,9 @@ def train(folder: Path) -> None:
         state = _read(path) if path.exists() else None
         steps = math.ceil(phase.epochs * len(x) / BATCH)
         if state is not None and state.step >= steps:
-            posterior.load_state_dict({k.split("/", 1)[1]: v for k, v in state.tensors.items() if "adam" not in k})
+            posterior.load_state_dict(
+                {k.split("/", 1)[1]: v for k, v in state.tensors.items() if "adam" not in k}
+            )
             continue
         began = time.time()
         channel = AttackChannel(RandomStart(L2(phase.eps, box=BOX), phase.steps), sigma=0.0)
@@ -120,10 +132,20 @@ def train(folder: Path) -> None:
         if result.interrupted:
             sys.exit(130)
         predict = PosteriorPredictive(model, posterior.sample(1))
-        attacked = RandomStart(L2(EPS, box=BOX), 40)(predict, x_val, y_val, generator=torch.Generator().manual_seed(0))
+        attacked = RandomStart(L2(EPS, box=BOX), 40)(
+            predict, x_val, y_val, generator=torch.Generator().manual_seed(0)
+        )
         with torch.no_grad():
-            clean, robust = (float((predict(v).logits.argmax(-1) == y_val).float().mean()) for v in (x_val, attacked))
-        note = {"phase": repr(phase), "held_out_clean": clean, "held_out_pgd40": robust, "seconds": time.time() - began}
+            clean, robust = (
+                float((predict(v).logits.argmax(-1) == y_val).float().mean())
+                for v in (x_val, attacked)
+            )
+        note = {
+            "phase": repr(phase),
+            "held_out_clean": clean,
+            "held_out_pgd40": robust,
+            "seconds": time.time() - began,
+        }
         done.write_text(json.dumps(note, indent=1))
         print(note, flush=True)
 
@@ -149,17 +171,28 @@ def judge(folder: Path, num: int) -> None:
     posterior = PointMass(model)
     phases = [p for p in range(len(PHASES)) if (folder / f"phase{p}.safetensors").exists()]
     state = _read(folder / f"phase{phases[-1]}.safetensors")
-    posterior.load_state_dict({k.split("/", 1)[1]: v for k, v in state.tensors.items() if "adam" not in k})
+    posterior.load_state_dict(
+        {k.split("/", 1)[1]: v for k, v in state.tensors.items() if "adam" not in k}
+    )
     predict = PosteriorPredictive(model, posterior.sample(1))
     began = time.time()
     ball = L2(EPS, box=BOX)
     attacks = {"strong": strong_suite(ball)}
-    report = evaluate(predict, (data.x_test[:num], data.y_test[:num]), attacks=attacks, seed=SEED, out=folder / "evaluation")
+    report = evaluate(
+        predict,
+        (data.x_test[:num], data.y_test[:num]),
+        attacks=attacks,
+        seed=SEED,
+        out=folder / "evaluation",
+    )
     measured = {name: report.estimate("accuracy", attack=name) for name in ("clean", "worst")}
     print(report)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
+    ).stdout.strip()
     record = {
-        "what": "MNIST, L2 eps 2, adversarial training on four convolutions 32-32-64-64 and two dense layers of 200",
+        "what": "MNIST, L2 eps 2, adversarial training on four convolutions 32-32-64-64 and two "
+        "dense layers of 200",
         "dataset": "MNIST",
         "norm": "L2",
         "eps": EPS,
@@ -168,11 +201,19 @@ def judge(folder: Path, num: int) -> None:
         "clean": measured["clean"].value,
         "worst": measured["worst"].value,
         "reported": {"clean": 0.992, "worst": 0.692},
-        "measured": {k: {"value": e.value, "low": e.low, "high": e.high, "level": e.level} for k, e in measured.items()},
+        "measured": {
+            k: {"value": e.value, "low": e.low, "high": e.high, "level": e.level}
+            for k, e in measured.items()
+        },
         "num_examples": num,
-        "phases": [json.loads((folder / f"phase{p}.json").read_text()) for p in phases if (folder / f"phase{p}.json").exists()],
+        "phases": [
+            json.loads((folder / f"phase{p}.json").read_text())
+            for p in phases
+            if (folder / f"phase{p}.json").exists()
+        ],
         "steps_in_last_phase": state.step,
-        "command": "python benchmarks/baseline.py train FOLDER; python benchmarks/baseline.py evaluate FOLDER",
+        "command": "python benchmarks/baseline.py train FOLDER; python benchmarks/baseline.py "
+        "evaluate FOLDER",
         "seed": SEED,
         "commit": commit,
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
@@ -182,7 +223,9 @@ def judge(folder: Path, num: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("train", "evaluate"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--num", type=int, default=1000, help="test images")

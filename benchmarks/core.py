@@ -1,11 +1,13 @@
-"""How long a step of `fit` takes: against the deterministic net, against itself with attacks, against other libraries.
+"""How long a step of `fit` takes: against the deterministic net, against itself with attacks,
+against other libraries.
 
-    python benchmarks/core.py                 # everything; builds benchmarks/.venv-peers at the first run
-    python benchmarks/core.py --skip-peers
+    python benchmarks/core.py                 # everything; builds benchmarks/.venv-peers at the
+    first run python benchmarks/core.py --skip-peers
 
-One thread. All loops stay alive in turn and take a few steps each, round after round, so that a slow minute of the machine meets
-all of them; a step's time is from the end of one step to the end of the next, all of `fit`'s bookkeeping included. Reported are
-medians over all rounds. Writes benchmarks/results/core.json and core.md.
+One thread. All loops stay alive in turn and take a few steps each, round after round, so that a
+slow minute of the machine meets all of them; a step's time is from the end of one step to the end
+of the next, all of `fit`'s bookkeeping included. Reported are medians over all rounds. Writes
+benchmarks/results/core.json and core.md.
 """
 
 from __future__ import annotations
@@ -30,7 +32,17 @@ from nets import UserNet, residual_net
 from torch import Tensor, nn
 from torch.nn import functional
 
-from advbayes import L2, AttackChannel, BayesianModel, Categorical, Gaussian, MeanField, Mixture, Noise, fit
+from advbayes import (
+    L2,
+    AttackChannel,
+    BayesianModel,
+    Categorical,
+    Gaussian,
+    MeanField,
+    Mixture,
+    Noise,
+    fit,
+)
 from advbayes.attacks import entropy, margin, nll, one_step, squared_error
 from advbayes.networks import conv_net, mlp
 from advbayes.types import Channel
@@ -48,7 +60,8 @@ TITLES = {
 }
 OURS_ALONE = ("resnet", "user")  # a plain step beside the deterministic one
 
-# (net, numerator, denominator, bound, at most or at least): times are divided, so "at least" is a speed-up.
+# (net, numerator, denominator, bound, at most or at least): times are divided, so "at least" is a
+# speed-up.
 TARGETS = [
     ("conv", "plain", "deterministic", 1.15, "<="),
     ("resnet", "plain", "deterministic", 1.1, "<="),
@@ -71,7 +84,9 @@ def data(name: str) -> tuple[Tensor, Tensor]:
     if name == "mlp":
         x = torch.randn(NUM_DATA, 11, generator=generator)
         return x, x[:, 0] + 0.1 * torch.randn(NUM_DATA, generator=generator)
-    return torch.rand(NUM_DATA, 1, 28, 28, generator=generator), torch.randint(10, (NUM_DATA,), generator=generator)
+    return torch.rand(NUM_DATA, 1, 28, 28, generator=generator), torch.randint(
+        10, (NUM_DATA,), generator=generator
+    )
 
 
 def network(name: str, seed: int) -> nn.Module:
@@ -81,18 +96,34 @@ def network(name: str, seed: int) -> nn.Module:
 
 def mix(name: str) -> Channel:
     if name == "mlp":
-        return Mixture([0.4, 0.6], [Noise(0.1), AttackChannel(one_step(L2(1.0), squared_error), 0.1)])
+        return Mixture(
+            [0.4, 0.6], [Noise(0.1), AttackChannel(one_step(L2(1.0), squared_error), 0.1)]
+        )
     attacks = [AttackChannel(one_step(L2(1.0), loss), 0.1) for loss in (nll, margin, entropy)]
     return Mixture([0.4, 0.2, 0.2, 0.2], [Noise(0.1), *attacks])
 
 
-def fit_loop(name: str, channel: Channel, compile: bool, seed: int) -> Callable[[Callable[[], bool]], None]:
+def fit_loop(
+    name: str, channel: Channel, compile: bool, seed: int
+) -> Callable[[Callable[[], bool]], None]:
     """A run of `fit` that calls `stop` after each step."""
 
     def run(stop: Callable[[], bool]) -> None:
-        model = BayesianModel(network(name, seed), Gaussian(0.5) if name == "mlp" else Categorical())
+        model = BayesianModel(
+            network(name, seed), Gaussian(0.5) if name == "mlp" else Categorical()
+        )
         posterior = MeanField(model)
-        fit(model, posterior, channel, data(name), steps=10**9, seed=seed, progress=False, compile=compile, stop=stop)
+        fit(
+            model,
+            posterior,
+            channel,
+            data(name),
+            steps=10**9,
+            seed=seed,
+            progress=False,
+            compile=compile,
+            stop=stop,
+        )
 
     return run
 
@@ -109,7 +140,11 @@ def deterministic_loop(name: str, seed: int) -> Callable[[Callable[[], bool]], N
             index = order[at : at + BATCH]
             at = (at + BATCH) % NUM_DATA
             output, target = net(x[index]), y[index]
-            loss = functional.mse_loss(output.squeeze(-1), target) if name == "mlp" else functional.cross_entropy(output, target)
+            loss = (
+                functional.mse_loss(output.squeeze(-1), target)
+                if name == "mlp"
+                else functional.cross_entropy(output, target)
+            )
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
@@ -253,9 +288,21 @@ def judged(measured: dict[str, Any]) -> list[dict[str, Any]]:
     for name, over, under, bound, sense in TARGETS:
         above, below = (measured[name].get(key, {}).get("median_ms") for key in (over, under))
         ratio = above / below if above and below else None
-        verdict = "not measured" if ratio is None else "pass" if (ratio <= bound if sense == "<=" else ratio >= bound) else "FAIL"
+        verdict = (
+            "not measured"
+            if ratio is None
+            else "pass"
+            if (ratio <= bound if sense == "<=" else ratio >= bound)
+            else "FAIL"
+        )
         rows.append(
-            {"net": name, "ratio": f"{over} / {under}", "value": ratio, "target": f"{sense} {bound:g}", "verdict": verdict}
+            {
+                "net": name,
+                "ratio": f"{over} / {under}",
+                "value": ratio,
+                "target": f"{sense} {bound:g}",
+                "verdict": verdict,
+            }
         )
     return rows
 
@@ -263,16 +310,26 @@ def judged(measured: dict[str, Any]) -> list[dict[str, Any]]:
 def machine() -> dict[str, Any]:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-    return {"cpu": cpu, "cores": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__}
+    cpu = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
 
 
 def table(report: dict[str, Any]) -> str:
     lines = [
         "# A step of `fit`: measured",
         "",
-        f"`{report['command']}`, seed {report['seed']}, commit {report['commit']}, {report['date']}.",
-        f"{report['machine']['cpu']}, one thread of {report['machine']['cores']} cores, torch {report['machine']['torch']}, "
+        f"`{report['command']}`, seed {report['seed']}, commit {report['commit']}, "
+        f"{report['date']}.",
+        f"{report['machine']['cpu']}, one thread of {report['machine']['cores']} cores, torch "
+        f"{report['machine']['torch']}, "
         f"load average {report['load_before']:.2f} before and {report['load_after']:.2f} after. "
         f"Batch {BATCH}; medians of interleaved steps.",
         "",
@@ -284,15 +341,20 @@ def table(report: dict[str, Any]) -> str:
         for name in TITLES:
             one = report["measured"][name].get(loop, {"median_ms": None, "failure": "-"})
             cells.append(
-                f"{one['median_ms']:.3f} ({one['min_ms']:.3f})" if one["median_ms"] else one["failure"] or "not measured"
+                f"{one['median_ms']:.3f} ({one['min_ms']:.3f})"
+                if one["median_ms"]
+                else one["failure"] or "not measured"
             )
         lines.append(f"| {loop} | {' | '.join(cells)} |")
     lines += ["", "| net | ratio | measured | target | verdict |", "|---|---|---|---|---|"]
     for row in report["targets"]:
         value = "" if row["value"] is None else f"{row['value']:.2f}"
-        lines.append(f"| {row['net']} | {row['ratio']} | {value} | {row['target']} | {row['verdict']} |")
+        lines.append(
+            f"| {row['net']} | {row['ratio']} | {value} | {row['target']} | {row['verdict']} |"
+        )
     compiled = ", ".join(
-        f"{name} {loop.removesuffix(' compiled')} {report['measured'][name][loop]['first_steps_s']:.0f} s"
+        f"{name} {loop.removesuffix(' compiled')} "
+        f"{report['measured'][name][loop]['first_steps_s']:.0f} s"
         for name in ("conv", "mlp")
         for loop in ("plain compiled", "MIX compiled")
     )
@@ -303,7 +365,9 @@ def table(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--skip-peers", action="store_true")
@@ -311,7 +375,13 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     missing = "--skip-peers was given" if options.skip_peers else build_peers()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, cwd=HERE)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=HERE,
+    )
     report: dict[str, Any] = {
         "command": " ".join(["python", "benchmarks/core.py", *sys.argv[1:]]),
         "seed": options.seed,
@@ -321,7 +391,9 @@ def main() -> None:
         "load_before": os.getloadavg()[0],
         "peers": missing,
     }
-    report["measured"] = {name: measure(name, options.rounds, options.seed, not missing) for name in TITLES}
+    report["measured"] = {
+        name: measure(name, options.rounds, options.seed, not missing) for name in TITLES
+    }
     report["load_after"] = os.getloadavg()[0]
     report["targets"] = judged(report["measured"])
     options.output.parent.mkdir(parents=True, exist_ok=True)

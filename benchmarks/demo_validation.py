@@ -1,4 +1,5 @@
-"""How the demo's settings were chosen: accuracy on a fifth of the training data; the test set is not looked at.
+"""How the demo's settings were chosen: accuracy on a fifth of the training data; the test set is
+not looked at.
 
 python benchmarks/demo_validation.py
 """
@@ -33,7 +34,12 @@ TRIED: list[dict[str, Any]] = [
     {"defense": "mix", "eps": 1.0, "epochs": 80, "lr": 0.02, "kl_weight": 0.1},
     {"defense": "mix", "eps": 1.0, "epochs": 80, "lr": 0.01, "kl_weight": 0.1, "init_scale": 0.01},
 ]
-CHANNELS = [Noise(0.1), Noise(0.2), Noise(0.3), *(AttackChannel(one_step(L2(0.5)), sigma) for sigma in (0.1, 0.2, 0.3))]
+CHANNELS = [
+    Noise(0.1),
+    Noise(0.2),
+    Noise(0.3),
+    *(AttackChannel(one_step(L2(0.5)), sigma) for sigma in (0.1, 0.2, 0.3)),
+]
 
 
 def halves() -> Prepared:
@@ -41,7 +47,9 @@ def halves() -> Prepared:
     data = prepare(make_config({"data": "digits"}))
     train, held = split_rows(len(data.x_train), seed=1, labels=data.y_train)
     x, y = data.x_train, data.y_train
-    return dataclasses.replace(data, x_train=x[train], y_train=y[train], x_test=x[held], y_test=y[held])
+    return dataclasses.replace(
+        data, x_train=x[train], y_train=y[train], x_test=x[held], y_test=y[held]
+    )
 
 
 def trained(settings: dict[str, Any], data: Prepared) -> PosteriorPredictive:
@@ -74,22 +82,37 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for settings in TRIED:
         predict = trained(settings, data)
-        found = {f"pgd {eps}": accuracy(predict, pgd(L2(eps, box=(0, 1)), 20)(predict, x, y)) for eps in EPS}
+        found = {
+            f"pgd {eps}": accuracy(predict, pgd(L2(eps, box=(0, 1)), 20)(predict, x, y))
+            for eps in EPS
+        }
         rows.append({"settings": settings, "clean": accuracy(predict, x), **found})
         print(rows[-1], flush=True)
     base = trained(TRIED[1], data)
     for channel in CHANNELS:
-        purified = Purifier(base.model, channel, base.thetas, (data.x_train, data.y_train), "online")
+        purified = Purifier(
+            base.model, channel, base.thetas, (data.x_train, data.y_train), "online"
+        )
         found = {}
         for eps in EPS:
             ball = L2(eps, box=(0, 1))
-            attacks = {"pgd": pgd(ball, 20), "annealed": Annealed(ball, steps=10), "nearest": NearestCentre(ball)}
-            found |= {f"{name} {eps}": accuracy(purified, attack(purified, x, y)) for name, attack in attacks.items()}
+            attacks = {
+                "pgd": pgd(ball, 20),
+                "annealed": Annealed(ball, steps=10),
+                "nearest": NearestCentre(ball),
+            }
+            found |= {
+                f"{name} {eps}": accuracy(purified, attack(purified, x, y))
+                for name, attack in attacks.items()
+            }
         rows.append({"purifier": repr(channel), "clean": accuracy(purified, x), **found})
         print(rows[-1], flush=True)
     path = Path(__file__).with_name("results") / "demo_validation.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({**record([Path(sys.executable).name, *sys.argv]), "rows": rows}, indent=1) + "\n")
+    path.write_text(
+        json.dumps({**record([Path(sys.executable).name, *sys.argv]), "rows": rows}, indent=1)
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""A first real use: five defenses on MNIST, the paper's attacks beside the strong suite at L2 eps = 2, and an audit of each.
+"""A first real use: five defenses on MNIST, the paper's attacks beside the strong suite at L2 eps =
+2, and an audit of each.
 
     python benchmarks/first_use.py RUNS OUT [evaluate | audit | all] [row ...]
 
-RUNS holds the folders `none`, `at`, `mix` and `pgd` made by `advbayes train` (docs/first-use.md has the commands); OUT gets the
-records, the tables and the verdicts. An interrupted evaluation goes on where it stopped.
+RUNS holds the folders `none`, `at`, `mix` and `pgd` made by `advbayes train` (docs/first-use.md has
+the commands); OUT gets the records, the tables and the verdicts. An interrupted evaluation goes on
+where it stopped.
 """
 
 from __future__ import annotations
@@ -44,7 +46,11 @@ def predictors(runs: Path) -> tuple[dict[str, Predictor], dict[str, Any], Any]:
     rows: dict[str, Predictor] = {name: each.predict(NUM_THETAS) for name, each in trained.items()}
     base = trained["none"]
     rows["purifier"] = Purifier(
-        base.model, Noise(SIGMA), base.thetas(NUM_THETAS), (data.x_train, data.y_train), posterior=base.posterior
+        base.model,
+        Noise(SIGMA),
+        base.thetas(NUM_THETAS),
+        (data.x_train, data.y_train),
+        posterior=base.posterior,
     )
     return rows, trained, data
 
@@ -56,7 +62,12 @@ def run(runs: Path, out: Path, stage: str = "all", only: tuple[str, ...] = ()) -
     index = torch.randperm(len(data.x_test), generator=generator_for(0, "first use"))[:NUM_TEST]
     x, y = data.x_test[index], data.y_test[index]
     ball = L2(EPS, box=(0.0, 1.0))
-    paper = {"PGD1": one_step(ball), "PGD": pgd(ball, 50), "PGD+": pgd_plus(ball), "ENT": entropy_pgd(ball)}
+    paper = {
+        "PGD1": one_step(ball),
+        "PGD": pgd(ball, 50),
+        "PGD+": pgd_plus(ball),
+        "ENT": entropy_pgd(ball),
+    }
     for name, predict in rows.items():
         if only and name not in only:
             continue
@@ -67,13 +78,22 @@ def run(runs: Path, out: Path, stage: str = "all", only: tuple[str, ...] = ()) -
             if isinstance(predict, Purifier):
                 straight = Transfer(pgd(ball, 50), (StraightThrough(predict), rows["none"]))
                 own, restarts = (Annealed(ball), NearestCentre(ball), straight), 1
-            strong = strong_suite(ball, steps=50, restarts=restarts, targets=3, queries=100, others=own)
+            strong = strong_suite(
+                ball, steps=50, restarts=restarts, targets=3, queries=100, others=own
+            )
             result = evaluate(
-                predict, (x, y), attacks={**paper, "strong": strong}, train_y=data.y_train, out=out / "records" / name
+                predict,
+                (x, y),
+                attacks={**paper, "strong": strong},
+                train_y=data.y_train,
+                out=out / "records" / name,
             )
             table = result.table()
             seconds = round(time.perf_counter() - began)
-            write_document(out / f"{name}.json", {"table": table.json(), **record(), "seconds": seconds, "seed": 0})
+            write_document(
+                out / f"{name}.json",
+                {"table": table.json(), **record(), "seconds": seconds, "seed": 0},
+            )
             (out / f"{name}.md").write_text(f"{table.markdown()}\n")
             print(name, seconds, "s", flush=True)
         if stage in ("audit", "all"):
@@ -94,7 +114,9 @@ def run(runs: Path, out: Path, stage: str = "all", only: tuple[str, ...] = ()) -
                 threat_model=ThreatModel(units="raw"),
                 support=Support(
                     undefended=trained["none"].point(),
-                    siblings={other: row for other, row in rows.items() if other not in (name, "purifier")},
+                    siblings={
+                        other: row for other, row in rows.items() if other not in (name, "purifier")
+                    },
                     dataset="mnist",
                     fresh=fresh,
                     evaluation=recorded if recorded.exists() else None,
@@ -104,10 +126,18 @@ def run(runs: Path, out: Path, stage: str = "all", only: tuple[str, ...] = ()) -
                 ),
             )
             seconds = round(time.perf_counter() - began)
-            write_document(out / f"{name}-audit.json", {"verdict": verdict.json(), **record(), "seconds": seconds, "seed": 0})
+            write_document(
+                out / f"{name}-audit.json",
+                {"verdict": verdict.json(), **record(), "seconds": seconds, "seed": 0},
+            )
             (out / f"{name}-audit.txt").write_text(f"{verdict.text()}\n")
             print(name, verdict.line(), seconds, "s", flush=True)
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "all", tuple(sys.argv[4:]))
+    run(
+        Path(sys.argv[1]),
+        Path(sys.argv[2]),
+        sys.argv[3] if len(sys.argv) > 3 else "all",
+        tuple(sys.argv[4:]),
+    )

@@ -1,4 +1,5 @@
-"""Nets beside the paper's two: a residual net with GroupNorm, and users' modules with a forward of their own."""
+"""Nets beside the paper's two: a residual net with GroupNorm, and users' modules with a forward of
+their own."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ class Block(nn.Module):
         self.second = nn.Conv2d(num_out, num_out, 3, padding=1, bias=False)
         self.norms = nn.ModuleList(nn.GroupNorm(8, num_out) for _ in range(2))
         is_same = stride == 1 and channels == num_out
-        self.round = nn.Identity() if is_same else nn.Conv2d(channels, num_out, 1, stride, bias=False)
+        self.round = (
+            nn.Identity() if is_same else nn.Conv2d(channels, num_out, 1, stride, bias=False)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.relu(self.norms[0](self.first(x)))
@@ -39,13 +42,18 @@ def residual_net() -> nn.Module:
 
 
 class UserNet(nn.Module):
-    """Convolutions, then LayerNorm and a way round a linear layer, in a forward of its own, for images of 1x28x28."""
+    """Convolutions, then LayerNorm and a way round a linear layer, in a forward of its own, for
+    images of 1x28x28."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.body = nn.Conv2d(1, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
         self.norms = nn.ModuleList(nn.LayerNorm(32 * 7 * 7 if k == 0 else 32) for k in range(2))
-        self.narrow, self.mixed, self.last = nn.Linear(32 * 7 * 7, 32), nn.Linear(32, 32), nn.Linear(32, 10)
+        self.narrow, self.mixed, self.last = (
+            nn.Linear(32 * 7 * 7, 32),
+            nn.Linear(32, 32),
+            nn.Linear(32, 10),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = functional.avg_pool2d(functional.gelu(self.stem(x)), 2)
@@ -61,7 +69,11 @@ class LinearNet(nn.Module):
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.first, self.second, self.last = nn.Linear(784, width), nn.Linear(width, width), nn.Linear(width, 10)
+        self.first, self.second, self.last = (
+            nn.Linear(784, width),
+            nn.Linear(width, width),
+            nn.Linear(width, 10),
+        )
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""A plain ELBO step of another library, timed on request; runs in the benchmark's own virtual environment.
+"""A plain ELBO step of another library, timed on request; runs in the benchmark's own virtual
+environment.
 
-`python peers.py LIBRARY NET` reads numbers of steps from standard input, one a line, and answers each with the list of seconds.
-It imports nothing of advbayes: the networks and the data are those of `core.py`, written out again.
+`python peers.py LIBRARY NET` reads numbers of steps from standard input, one a line, and answers
+each with the list of seconds. It imports nothing of advbayes: the networks and the data are those
+of `core.py`, written out again.
 """
 
 from __future__ import annotations
@@ -21,9 +23,12 @@ NUM_DATA, BATCH = 2048, 128
 def network(name: str) -> nn.Sequential:
     torch.manual_seed(0)
     if name == "mlp":
-        return nn.Sequential(nn.Linear(11, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+        return nn.Sequential(
+            nn.Linear(11, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1)
+        )
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2),
         nn.Flatten(), nn.Linear(32 * 49, 10),
     )  # fmt: skip
 
@@ -33,12 +38,18 @@ def data(name: str) -> tuple[Tensor, Tensor]:
     if name == "mlp":
         x = torch.randn(NUM_DATA, 11, generator=generator)
         return x, x[:, 0] + 0.1 * torch.randn(NUM_DATA, generator=generator)
-    return torch.rand(NUM_DATA, 1, 28, 28, generator=generator), torch.randint(10, (NUM_DATA,), generator=generator)
+    return torch.rand(NUM_DATA, 1, 28, 28, generator=generator), torch.randint(
+        10, (NUM_DATA,), generator=generator
+    )
 
 
 def negative_log_likelihood(name: str, output: Tensor, y: Tensor) -> Tensor:
     if name == "mlp":
-        return -torch.distributions.Normal(output.squeeze(-1), 0.5, validate_args=False).log_prob(y).mean()
+        return (
+            -torch.distributions.Normal(output.squeeze(-1), 0.5, validate_args=False)
+            .log_prob(y)
+            .mean()
+        )
     return functional.cross_entropy(output, y)
 
 
@@ -93,7 +104,12 @@ def pyro_step(name: str) -> Callable[[Tensor, Tensor], None]:
             else:
                 pyro.sample("y", dist.Categorical(logits=output), obs=y)
 
-    svi = SVI(model, AutoDiagonalNormal(model, init_scale=0.02), pyro.optim.Adam({"lr": 1e-3}), Trace_ELBO())
+    svi = SVI(
+        model,
+        AutoDiagonalNormal(model, init_scale=0.02),
+        pyro.optim.Adam({"lr": 1e-3}),
+        Trace_ELBO(),
+    )
     return lambda x, y: svi.step(x, y)
 
 

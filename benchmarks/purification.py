@@ -1,12 +1,13 @@
 """How fast purification is, as ratios within one run, and how much memory it takes.
 
-    python benchmarks/purification.py                 # everything: about ten minutes on a quiet core
-    python benchmarks/purification.py query paper     # some parts: query paper attack linear memory
+    python benchmarks/purification.py                 # everything: about ten minutes on a quiet
+    core python benchmarks/purification.py query paper     # some parts: query paper attack linear
+    memory
 
-Inputs are random images of MNIST's shape and sparsity: the time of a matrix product does not depend on what is in it. The
-compared calls alternate, medians are reported, and each target is printed with its verdict. Results go to
-benchmarks/results/purification.json and .md, part by part, each with its command, seed, commit, machine and load; the parts
-that were not run stay as they were.
+Inputs are random images of MNIST's shape and sparsity: the time of a matrix product does not depend
+on what is in it. The compared calls alternate, medians are reported, and each target is printed
+with its verdict. Results go to benchmarks/results/purification.json and .md, part by part, each
+with its command, seed, commit, machine and load; the parts that were not run stay as they were.
 """
 
 from __future__ import annotations
@@ -58,10 +59,16 @@ def images(num: int, purpose: str = "images") -> Tensor:
 
 
 class Shifted:
-    """An attack-like channel whose centres cost nothing: x + 0.01 p(x) differs from theta to theta, as an attack's would."""
+    """An attack-like channel whose centres cost nothing: x + 0.01 p(x) differs from theta to theta,
+    as an attack's would."""
 
     def sample(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         raise NotImplementedError
 
@@ -72,8 +79,11 @@ class Shifted:
 
 def classifier(num_thetas: int) -> tuple[BayesianModel, Tensor]:
     torch.manual_seed(SEED)
-    # A linear net: the reference side is computed once and not timed, and queries never touch the net.
-    model = BayesianModel(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10)), Categorical())
+    # A linear net: the reference side is computed once and not timed, and queries never touch the
+    # net.
+    model = BayesianModel(
+        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10)), Categorical()
+    )
     return model, MeanField(model).sample(num_thetas, generator=generator_for(SEED, "thetas"))
 
 
@@ -99,7 +109,11 @@ def products(purifier: Purifier, x: Tensor) -> Callable[[], None]:
             for groups, rows in bank.tiles(len(flat)):
                 logits = torch.matmul(flat, bank.centres.block(groups, rows).transpose(1, 2))
                 values = purifier.store.value_block(rows).to(flat.dtype)
-                right = values.reshape(1, len(values), -1) if bank.groups == 1 else values[:, groups].transpose(0, 1)
+                right = (
+                    values.reshape(1, len(values), -1)
+                    if bank.groups == 1
+                    else values[:, groups].transpose(0, 1)
+                )
                 torch.matmul(logits, right)
 
     return run
@@ -109,7 +123,11 @@ def ask(predict: Predictor, x: Tensor) -> Callable[[], object]:
     def run() -> object:
         with torch.no_grad():
             prediction = predict(x)
-            return prediction.probs if hasattr(prediction, "probs") else (prediction.mean, prediction.variance)
+            return (
+                prediction.probs
+                if hasattr(prediction, "probs")
+                else (prediction.mean, prediction.variance)
+            )
 
     return run
 
@@ -122,7 +140,14 @@ def query() -> list[dict[str, object]]:
     for name, channel in (("noise", Noise(0.4)), ("per theta", Shifted())):
         purifier = Purifier(model, channel, thetas, reference, memory_limit=4 << 30)
         seconds = timed({"query": ask(purifier, x), "products": products(purifier, x)}, 5)
-        rows.append(row(f"query, N = 60,000, S = 5, 256 images, {name} centres", seconds["query"], seconds["products"], 1.6))
+        rows.append(
+            row(
+                f"query, N = 60,000, S = 5, 256 images, {name} centres",
+                seconds["query"],
+                seconds["products"],
+                1.6,
+            )
+        )
         del purifier
     return rows
 
@@ -172,26 +197,41 @@ def attack() -> list[dict[str, object]]:
             pgd(L2(2.0), steps=50)(purifier, x, y)
 
         seconds = timed({"attack": run, "forwards": forwards}, 2)
-        label = f"50-step attack on 100 images, N = 60,000, sigma {sigma}: attack / 50 forward passes"
+        label = (
+            f"50-step attack on 100 images, N = 60,000, sigma {sigma}: attack / 50 forward passes"
+        )
         rows.append(row(label, seconds["attack"], seconds["forwards"], 3.5))
     return rows
 
 
 def linear() -> list[dict[str, object]]:
-    """Cost against N and S: linear, or better, if the cost of one reference point and theta does not grow."""
+    """Cost against N and S: linear, or better, if the cost of one reference point and theta does
+    not grow."""
     rows = []
     x = images(256, "queries")
     made = {}
     for num, num_thetas in ((1000, 5), (10_000, 5), (FULL, 5), (10_000, 1), (10_000, 20)):
         model, thetas = classifier(num_thetas)
-        made[f"N = {num}, S = {num_thetas}"] = ask(Purifier(model, Shifted(), thetas, images(num), memory_limit=4 << 30), x)
+        made[f"N = {num}, S = {num_thetas}"] = ask(
+            Purifier(model, Shifted(), thetas, images(num), memory_limit=4 << 30), x
+        )
     seconds = timed(made, 3)
     unit = {name: seconds[name] / size_of(name) for name in seconds}
     for name, value in seconds.items():
-        # Against the smaller ones of its own line; below 1 is the fixed cost of a call being shared.
-        least = "N = 1000, S = 5" if name.endswith("S = 5") and "60000" in name else "N = 10000, S = 1"
+        # Against the smaller ones of its own line; below 1 is the fixed cost of a call being
+        # shared.
+        least = (
+            "N = 1000, S = 5" if name.endswith("S = 5") and "60000" in name else "N = 10000, S = 1"
+        )
         least = name if name in ("N = 1000, S = 5", "N = 10000, S = 1") else least
-        rows.append(row(f"{name}, 256 images: cost for each point and theta against {least}", unit[name], unit[least], 1.3))
+        rows.append(
+            row(
+                f"{name}, 256 images: cost for each point and theta against {least}",
+                unit[name],
+                unit[least],
+                1.3,
+            )
+        )
         rows[-1]["seconds"] = value
     return rows
 
@@ -205,16 +245,24 @@ def memory() -> list[dict[str, object]]:
     """Peak memory of a process of its own: in memory, and from disk under a limit."""
     rows = []
     for limit, target in ((4 << 30, 3.0), (500_000_000, 3.0)):
-        done = subprocess.run([sys.executable, __file__, "--child", str(limit)], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, __file__, "--child", str(limit)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         found = json.loads(done.stdout)
         rows.append(
             {
-                "what": f"peak memory, S = 10, N = 60,000, limit {limit // 1_000_000} MB, from {found['place']}",
+                "what": f"peak memory, S = 10, N = 60,000, limit {limit // 1_000_000} MB, from "
+                f"{found['place']}",
                 "seconds": found["seconds"],
                 "ratio": round(found["peak"] / 1e9, 3),
                 "unit": "GB",
                 "target": target,
-                "passed": found["peak"] <= target * 1e9 and found["finite"] and (found["place"] == "disk") == (limit < 1 << 30),
+                "passed": found["peak"] <= target * 1e9
+                and found["finite"]
+                and (found["place"] == "disk") == (limit < 1 << 30),
             }
         )
     return rows
@@ -229,14 +277,24 @@ def child(limit: int) -> None:
         answer = purifier(x).probs
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    place, finite = "memory" if purifier.store.folder is None else "disk", bool(torch.isfinite(answer).all())
+    place, finite = (
+        "memory" if purifier.store.folder is None else "disk",
+        bool(torch.isfinite(answer).all()),
+    )
     print(json.dumps({"peak": peak, "seconds": seconds, "place": place, "finite": finite}))
 
 
 def row(what: str, seconds: float, against: float, target: float | None) -> dict[str, object]:
     ratio = seconds / against
     passed = None if target is None else ratio <= target
-    return {"what": what, "seconds": seconds, "ratio": round(ratio, 3), "unit": "x", "target": target, "passed": passed}
+    return {
+        "what": what,
+        "seconds": seconds,
+        "ratio": round(ratio, 3),
+        "unit": "x",
+        "target": target,
+        "passed": passed,
+    }
 
 
 PARTS: dict[str, Callable[[], list[dict[str, object]]]] = {
@@ -260,7 +318,11 @@ def main() -> None:
     for name in arguments.parts or PARTS:
         rows = PARTS[name]()
         for entry in rows:
-            print(f"{entry['what']}: {entry['ratio']} {entry['unit']} (target {entry['target']}) {verdict(entry)}", flush=True)
+            print(
+                f"{entry['what']}: {entry['ratio']} {entry['unit']} (target {entry['target']}) "
+                f"{verdict(entry)}",
+                flush=True,
+            )
         record(name, rows)
     if any(entry["passed"] is False for part in recorded().values() for entry in part["rows"]):
         sys.exit(1)
@@ -273,12 +335,16 @@ def verdict(entry: dict[str, Any]) -> str:
 def recorded() -> dict[str, dict[str, Any]]:
     """The parts in the results file, by name."""
     path = RESULTS / "purification.json"
-    found: dict[str, dict[str, Any]] = json.loads(path.read_text())["parts"] if path.exists() else {}
+    found: dict[str, dict[str, Any]] = (
+        json.loads(path.read_text())["parts"] if path.exists() else {}
+    )
     return found
 
 
 def about() -> dict[str, object]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     return {
         "command": " ".join(["python", *sys.argv]),
         "seed": SEED,
@@ -298,11 +364,18 @@ def record(name: str, rows: list[dict[str, object]]) -> None:
     (RESULTS / "purification.json").write_text(json.dumps({"parts": parts}, indent=2) + "\n")
     lines = ["# Purification: ratios within one run", ""]
     for part, found in parts.items():
-        lines += [f"## {part}", "", *(f"- {key}: `{value}`" for key, value in found["about"].items())]
+        lines += [
+            f"## {part}",
+            "",
+            *(f"- {key}: `{value}`" for key, value in found["about"].items()),
+        ]
         lines += ["", "| what | seconds | ratio | target | |", "|---|---|---|---|---|"]
         for entry in found["rows"]:
             ratio = f"{entry['ratio']} {entry['unit']}"
-            lines.append(f"| {entry['what']} | {entry['seconds']:.4g} | {ratio} | {entry['target'] or ''} | {verdict(entry)} |")
+            lines.append(
+                f"| {entry['what']} | {entry['seconds']:.4g} | {ratio} | {entry['target'] or ''} "
+                f"| {verdict(entry)} |"
+            )
         lines.append("")
     (RESULTS / "purification.md").write_text("\n".join(lines[:-1]) + "\n")
 

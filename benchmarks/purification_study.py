@@ -1,7 +1,8 @@
 """What makes a purifier robust? Variants on MNIST under the attacks that know it, at L2 eps = 2.
 
-    ADVBAYES_DATA=... python benchmarks/purification_study.py validation     # every variant, on 100 training images held out
-    ADVBAYES_DATA=... python benchmarks/purification_study.py test NAME ...  # the chosen ones, once, on 300 test images
+    ADVBAYES_DATA=... python benchmarks/purification_study.py validation     # every variant, on 100
+    training images held out ADVBAYES_DATA=... python benchmarks/purification_study.py test NAME ...
+    # the chosen ones, once, on 300 test images
 
 Each run writes one JSON record for each variant under benchmarks/results/purification/.
 """
@@ -60,18 +61,28 @@ def read_idx(path: Path) -> np.ndarray:
 
 def mnist(part: str) -> tuple[Tensor, Tensor]:
     folder = Path(os.environ["ADVBAYES_DATA"]) / "mnist"
-    x = torch.from_numpy(read_idx(folder / f"{part}-images-idx3-ubyte.gz").copy()).float().div_(255).unsqueeze(1)
+    x = (
+        torch.from_numpy(read_idx(folder / f"{part}-images-idx3-ubyte.gz").copy())
+        .float()
+        .div_(255)
+        .unsqueeze(1)
+    )
     return x, torch.from_numpy(read_idx(folder / f"{part}-labels-idx1-ubyte.gz").copy()).long()
 
 
 def posterior(kind: str, x: Tensor, y: Tensor, cache: Path) -> tuple[BayesianModel, Tensor]:
-    """The model and five thetas: trained plainly, or against a one-step adversary within the full eps."""
+    """The model and five thetas: trained plainly, or against a one-step adversary within the full
+    eps."""
     torch.manual_seed(SEED)
     model = BayesianModel(conv_net(), Categorical())
     path = cache / f"thetas-{kind}.npy"
     if path.exists():
         return model, torch.from_numpy(np.load(path, allow_pickle=False))
-    channel = Noise(0.0) if kind == "standard" else Mixture([0.3, 0.7], [Noise(0.0), AttackChannel(one_step(BALL), 0.0)])
+    channel = (
+        Noise(0.0)
+        if kind == "standard"
+        else Mixture([0.3, 0.7], [Noise(0.0), AttackChannel(one_step(BALL), 0.0)])
+    )
     trained = MeanField(model)
     fit(model, trained, channel, (x, y), epochs=3, seed=SEED)
     thetas = trained.sample(5, generator=generator_for(SEED, "thetas"))
@@ -80,8 +91,11 @@ def posterior(kind: str, x: Tensor, y: Tensor, cache: Path) -> tuple[BayesianMod
     return model, thetas
 
 
-def learned_channel(model: BayesianModel, x: Tensor, y: Tensor, cache: Path) -> tuple[Tensor, Learned]:
-    """An adversary trained against its own posterior for an epoch, with noise as wide as what does best without it."""
+def learned_channel(
+    model: BayesianModel, x: Tensor, y: Tensor, cache: Path
+) -> tuple[Tensor, Learned]:
+    """An adversary trained against its own posterior for an epoch, with noise as wide as what does
+    best without it."""
     torch.manual_seed(SEED)
     channel = Learned(ConvGenerator(), BALL, sigma_range=(0.5, 1.5), entropy_bonus=0.01)
     path = cache / "learned.npz"
@@ -92,21 +106,29 @@ def learned_channel(model: BayesianModel, x: Tensor, y: Tensor, cache: Path) -> 
         thetas = trained.sample(1, generator=generator_for(SEED, "thetas")).numpy()
         np.savez(path, thetas, **weights)
     with np.load(path, allow_pickle=False) as held:
-        channel.generator.load_state_dict({name: torch.from_numpy(held[name]) for name in channel.generator.state_dict()})
+        channel.generator.load_state_dict(
+            {name: torch.from_numpy(held[name]) for name in channel.generator.state_dict()}
+        )
         return torch.from_numpy(held["arr_0"]), channel
 
 
 class Penultimate:
-    """The robust net's features before its last layer, at one theta, scaled so that distances are of the order of pixels'."""
+    """The robust net's features before its last layer, at one theta, scaled so that distances are
+    of the order of pixels'."""
 
     def __init__(self, model: BayesianModel, theta: Tensor, x: Tensor) -> None:
         weights = torch.split(theta, [shape.numel() for shape in model.shapes])
-        values = {name: w.view(shape) for name, w, shape in zip(model.names, weights, model.shapes, strict=True)}
+        values = {
+            name: w.view(shape)
+            for name, w, shape in zip(model.names, weights, model.shapes, strict=True)
+        }
         self.net = conv_net()
         self.net.load_state_dict(values)
         self.body = nn.Sequential(*list(self.net)[:-1]).requires_grad_(False)
         self.scale = 1.0
-        self.scale = float(torch.pdist(x[:300].flatten(1)).median() / torch.pdist(self(x[:300])).median())
+        self.scale = float(
+            torch.pdist(x[:300].flatten(1)).median() / torch.pdist(self(x[:300])).median()
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.body(x).flatten(1) * self.scale
@@ -132,7 +154,9 @@ def variants(x: Tensor, y: Tensor, cache: Path) -> dict[str, Callable[[], Predic
     found["robust-noise-1.0"] = purified(robust, Noise(1.0))
     found["robust-noise-1.5"] = purified(robust, Noise(1.5))
     found["attack-1.0"] = purified(standard, AttackChannel(step, 1.0), 1)
-    found["mixture-1.0"] = purified(standard, Mixture([0.5, 0.5], [Noise(1.0), AttackChannel(step, 1.0)]), 1)
+    found["mixture-1.0"] = purified(
+        standard, Mixture([0.5, 0.5], [Noise(1.0), AttackChannel(step, 1.0)]), 1
+    )
     found["robust-attack-1.0"] = purified(robust, AttackChannel(step, 1.0), 1)
 
     def learned() -> Predictor:
@@ -141,11 +165,15 @@ def variants(x: Tensor, y: Tensor, cache: Path) -> dict[str, Callable[[], Predic
 
     found["learned"] = learned
     for sigma in (0.5, 1.0, 1.5):
-        found[f"features-{sigma}"] = purified(robust, Noise(sigma), features=Penultimate(robust[0], robust[1][0], x))
+        found[f"features-{sigma}"] = purified(
+            robust, Noise(sigma), features=Penultimate(robust[0], robust[1][0], x)
+        )
     return found
 
 
-def broken_by(predict: Predictor, attacks: dict[str, Callable[[], Tensor]], y: Tensor) -> dict[str, list[bool]]:
+def broken_by(
+    predict: Predictor, attacks: dict[str, Callable[[], Tensor]], y: Tensor
+) -> dict[str, list[bool]]:
     found = {}
     for name, attack in attacks.items():
         with torch.no_grad():
@@ -154,9 +182,16 @@ def broken_by(predict: Predictor, attacks: dict[str, Callable[[], Tensor]], y: T
 
 
 def measure(
-    name: str, predict: Predictor, base: Predictor, x: Tensor, y: Tensor, clean: Tensor, pixels: Purifier | None
+    name: str,
+    predict: Predictor,
+    base: Predictor,
+    x: Tensor,
+    y: Tensor,
+    clean: Tensor,
+    pixels: Purifier | None,
 ) -> dict[str, object]:
-    """Clean accuracy, accuracy under each attack and under their union, and what the diagnostics say."""
+    """Clean accuracy, accuracy under each attack and under their union, and what the diagnostics
+    say."""
     begun = time.process_time()
     with torch.no_grad():
         wrong = (predict(x).logits.argmax(-1) != y).tolist()
@@ -170,7 +205,8 @@ def measure(
     record: dict[str, object] = {}
     if isinstance(predict, Purifier):
         factors = (4.0, 2.0, 1.0)
-        # With features the nearest centres are those in pixels: a transfer, and a start for the ascent.
+        # With features the nearest centres are those in pixels: a transfer, and a start for the
+        # ascent.
         known = predict if pixels is None else pixels
 
         def nearest(*_: object, **__: object) -> Tensor:
@@ -180,7 +216,9 @@ def measure(
 
         attacks["nearest centre"] = nearest
         if predict.features is None:
-            attacks["straight-through"] = lambda: pgd(BALL, STEPS, margin)(StraightThrough(predict), x, y)
+            attacks["straight-through"] = lambda: pgd(BALL, STEPS, margin)(
+                StraightThrough(predict), x, y
+            )
 
         def annealed() -> Tensor:
             if "annealed" not in points:
@@ -197,7 +235,9 @@ def measure(
         record = {
             "ess_reference_median": float(diagnosis.ess_reference.median()),
             "ess_below_2": float((diagnosis.ess_reference < 2).double().mean()),
-            "rejected_of_fooled": float(rejected[fooled].double().mean()) if bool(fooled.any()) else None,
+            "rejected_of_fooled": float(rejected[fooled].double().mean())
+            if bool(fooled.any())
+            else None,
         }
     found = broken_by(predict, attacks, y)
     worst = np.any([wrong, *found.values()], axis=0)
@@ -226,8 +266,14 @@ def main() -> None:
     made = variants(x[kept], y[kept], cache)
     clean = x[held[-1000:]]
     num = NUM[arguments.part]
-    asked, labels = (x[held[:num]], y[held[:num]]) if arguments.part == "validation" else (part[:num] for part in mnist("t10k"))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    asked, labels = (
+        (x[held[:num]], y[held[:num]])
+        if arguments.part == "validation"
+        else (part[:num] for part in mnist("t10k"))
+    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     for name in arguments.names or made:
         predict = made[name]()
         base = made["robust" if "robust" in name or "features" in name else "standard"]()
@@ -245,7 +291,12 @@ def main() -> None:
         }
         RESULTS.mkdir(parents=True, exist_ok=True)
         (RESULTS / f"{arguments.part}-{name}.json").write_text(json.dumps(record, indent=2) + "\n")
-        print(json.dumps({key: record[key] for key in ("variant", "clean", "worst", "robust", "cpu_seconds")}), flush=True)
+        print(
+            json.dumps(
+                {key: record[key] for key in ("variant", "clean", "worst", "robust", "cpu_seconds")}
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

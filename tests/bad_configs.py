@@ -1,4 +1,5 @@
-"""Sixty configurations that must be refused: the TOML text, the key that the message names, what it says of the range."""
+"""Sixty configurations that must be refused: the TOML text, the key that the message names, what it
+says of the range."""
 
 from __future__ import annotations
 
@@ -68,4 +69,11 @@ BAD: list[tuple[str | bytes, str, str]] = [
     ("defense = 'mix'\nsigma = 0", "sigma", "> 0 for defense 'mix'"),
     ("data = 'wine'\nnetwork = 'conv'", "network", "auto or mlp"),
 ]
-MALFORMED: list[str | bytes] = ["epochs = ", "epochs = 1\nepochs = 2", b"\xff\xfe\x00", "a" * 100, "[" * 5000, "x = 1" * 400_000]
+MALFORMED: list[str | bytes] = [
+    "epochs = ",
+    "epochs = 1\nepochs = 2",
+    b"\xff\xfe\x00",
+    "a" * 100,
+    "[" * 5000,
+    "x = 1" * 400_000,
+]

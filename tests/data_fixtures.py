@@ -1,4 +1,5 @@
-"""Small stand-ins for the built-in data sets, and a server on the loopback address that can misbehave."""
+"""Small stand-ins for the built-in data sets, and a server on the loopback address that can
+misbehave."""
 
 from __future__ import annotations
 
@@ -69,7 +70,10 @@ def small_wine(rows: int = 40) -> bytes:
     rng = np.random.default_rng(1)
     names = [f"feature {index}" for index in range(11)] + ["quality"]
     lines = [";".join(f'"{name}"' for name in names)]
-    lines += [";".join(f"{value:.3f}" for value in rng.normal(5, 2, 11)) + f";{rng.integers(3, 9)}" for _ in range(rows)]
+    lines += [
+        ";".join(f"{value:.3f}" for value in rng.normal(5, 2, 11)) + f";{rng.integers(3, 9)}"
+        for _ in range(rows)
+    ]
     return ("\n".join(lines) + "\n").encode()
 
 
@@ -86,7 +90,8 @@ class Server:
 
     url: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
-    cut_after: list[int] = field(default_factory=list)  # bytes of the body after which each connection is dropped
+    # bytes of the body after which each connection is dropped
+    cut_after: list[int] = field(default_factory=list)
     ranges: bool = True
     status: int | None = None  # answer everything with this
     redirect: str | None = None  # where the first request is sent on to
@@ -114,7 +119,9 @@ def serving() -> Iterator[Server]:
             if state.status is not None or data is None:
                 self.send_error(state.status or 404)
                 return
-            start = int(wanted.removeprefix("bytes=").split("-")[0]) if wanted and state.ranges else 0
+            start = (
+                int(wanted.removeprefix("bytes=").split("-")[0]) if wanted and state.ranges else 0
+            )
             if start >= len(data) > 0:
                 self.send_error(416)
                 return
@@ -136,7 +143,9 @@ def serving() -> Iterator[Server]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     state.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     try:
         yield state

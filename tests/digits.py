@@ -30,7 +30,12 @@ def net() -> FunctionPredictor:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layers = nn.Sequential(
-            nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)
+            nn.Conv2d(1, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3, stride=2),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(144, 10),
         )
         x, y, _, _ = data()
         optimiser = torch.optim.Adam(layers.parameters(), 5e-3)

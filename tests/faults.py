@@ -1,4 +1,5 @@
-"""Ways to fail: death at any system call that changes the disk, and files made to harm whoever loads them."""
+"""Ways to fail: death at any system call that changes the disk, and files made to harm whoever
+loads them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,18 @@ import torch
 from advbayes.store import archive, write_bundle
 from advbayes.store import manifest as manifests
 
-CALLS = ("open", "write", "fsync", "close", "replace", "rename", "mkdir", "unlink", "rmdir", "ftruncate")
+CALLS = (
+    "open",
+    "write",
+    "fsync",
+    "close",
+    "replace",
+    "rename",
+    "mkdir",
+    "unlink",
+    "rmdir",
+    "ftruncate",
+)
 MOMENTS = ("before", "halfway", "after")
 
 
@@ -43,7 +55,8 @@ def forked(action: Callable[[], object]) -> int:
 
 
 def kill_points(action: Callable[[], object]) -> list[tuple[int, str, str]]:
-    """(index, call, moment) for every call with which `action` changes the disk; a write can also die halfway."""
+    """(index, call, moment) for every call with which `action` changes the disk; a write can also
+    die halfway."""
     reading, writing = os.pipe()
 
     def traced() -> None:
@@ -57,7 +70,10 @@ def kill_points(action: Callable[[], object]) -> list[tuple[int, str, str]]:
     with os.fdopen(reading) as pipe:
         names = json.load(pipe)
     return [
-        (index, name, moment) for index, name in enumerate(names) for moment in MOMENTS if moment != "halfway" or name == "write"
+        (index, name, moment)
+        for index, name in enumerate(names)
+        for moment in MOMENTS
+        if moment != "halfway" or name == "write"
     ]
 
 
@@ -66,7 +82,9 @@ def killed_at(point: tuple[int, str, str], action: Callable[[], object]) -> bool
     index, wanted, moment = point
     left = [index]
 
-    def maybe(name: str, call: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def maybe(
+        name: str, call: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
         left[0] -= 1
         if left[0] != -1:
             return call(*args, **options)
@@ -89,10 +107,14 @@ def killed_at(point: tuple[int, str, str], action: Callable[[], object]) -> bool
 _ORIGINAL = {name: getattr(os, name) for name in CALLS}
 
 
-def _wrap(around: Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+def _wrap(
+    around: Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
+) -> None:
     for name, call in _ORIGINAL.items():
 
-        def wrapped(*args: Any, _name: str = name, _call: Callable[..., Any] = call, **options: Any) -> Any:
+        def wrapped(
+            *args: Any, _name: str = name, _call: Callable[..., Any] = call, **options: Any
+        ) -> Any:
             return around(_name, _call, args, options)
 
         setattr(os, name, wrapped)
@@ -118,12 +140,25 @@ def header(fields: object, data: bytes = b"", *, length: int | None = None) -> b
 
 
 def sealed(contents: dict[str, bytes], **changes: object) -> tuple[bytes, dict[str, bytes]]:
-    """A manifest with a correct seal over any content, and the parts under the names that it expects."""
-    described = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in contents.items()}
-    fields = {"format": manifests.FORMAT, "parts": described, "schema": 1, "versions": {}, **changes}
+    """A manifest with a correct seal over any content, and the parts under the names that it
+    expects."""
+    described = {
+        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in contents.items()
+    }
+    fields = {
+        "format": manifests.FORMAT,
+        "parts": described,
+        "schema": 1,
+        "versions": {},
+        **changes,
+    }
     body = json.dumps(fields, indent=1).encode().removesuffix(b"\n}")
     seal = b',\n "sha256": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode()
-    files = {manifests.Part(name, hashlib.sha256(data).hexdigest(), len(data)).file: data for name, data in contents.items()}
+    files = {
+        manifests.Part(name, hashlib.sha256(data).hexdigest(), len(data)).file: data
+        for name, data in contents.items()
+    }
     return body + seal, files
 
 
@@ -155,7 +190,9 @@ def hostile(folder: Path, canary: Path) -> dict[str, Path]:
         with made[name].open("ab") as end:
             end.write(tail)
 
-    def member(name: str, method: int = zipfile.ZIP_STORED, mode: int = 0o100644) -> zipfile.ZipInfo:
+    def member(
+        name: str, method: int = zipfile.ZIP_STORED, mode: int = 0o100644
+    ) -> zipfile.ZipInfo:
         info = zipfile.ZipInfo(name)
         info.compress_type, info.external_attr = method, mode << 16
         return info
@@ -177,13 +214,36 @@ def hostile(folder: Path, canary: Path) -> dict[str, Path]:
     path = as_folder("a pickle as manifest", {})
     (path / "manifest.json").write_bytes(program)
     # Names
-    as_zip("a member that climbs", [(member("manifest.json"), manifest), (member(f"../{canary.name}"), b"x")])
-    as_zip("an absolute member", [(member("manifest.json"), manifest), (member(os.fspath(canary)), b"x")])
-    as_zip("a member with backslashes", [(member("manifest.json"), manifest), (member(f"..\\{canary.name}"), b"x")])
-    as_zip("a link as member", [(member("manifest.json"), manifest), (member(part, mode=0o120777), b"/etc/passwd")])
-    as_zip("a member twice", [(member("manifest.json"), manifest), (member(part), theta), (member(part), theta)])
-    as_file("a manifest that names a path", {}, parts={f"../{canary.name}.json": {"bytes": 2, "sha256": 64 * "0"}})
-    as_folder("a manifest that names a device", {}, parts={"/dev/zero": {"bytes": 2**40, "sha256": 64 * "0"}})
+    as_zip(
+        "a member that climbs",
+        [(member("manifest.json"), manifest), (member(f"../{canary.name}"), b"x")],
+    )
+    as_zip(
+        "an absolute member",
+        [(member("manifest.json"), manifest), (member(os.fspath(canary)), b"x")],
+    )
+    as_zip(
+        "a member with backslashes",
+        [(member("manifest.json"), manifest), (member(f"..\\{canary.name}"), b"x")],
+    )
+    as_zip(
+        "a link as member",
+        [(member("manifest.json"), manifest), (member(part, mode=0o120777), b"/etc/passwd")],
+    )
+    as_zip(
+        "a member twice",
+        [(member("manifest.json"), manifest), (member(part), theta), (member(part), theta)],
+    )
+    as_file(
+        "a manifest that names a path",
+        {},
+        parts={f"../{canary.name}.json": {"bytes": 2, "sha256": 64 * "0"}},
+    )
+    as_folder(
+        "a manifest that names a device",
+        {},
+        parts={"/dev/zero": {"bytes": 2**40, "sha256": 64 * "0"}},
+    )
     path = as_folder("a part that is a link", {"posterior.safetensors": theta})
     (path / part).unlink()
     (path / part).symlink_to("/dev/zero")
@@ -198,33 +258,60 @@ def hostile(folder: Path, canary: Path) -> dict[str, Path]:
     nested = io.BytesIO()
     with zipfile.ZipFile(nested, "w", zipfile.ZIP_DEFLATED) as inner:
         inner.writestr("manifest.json", bytes(1 << 26))
-    as_zip("a bomb within a bomb", [(member("manifest.json", zipfile.ZIP_DEFLATED), nested.getvalue())])
+    as_zip(
+        "a bomb within a bomb", [(member("manifest.json", zipfile.ZIP_DEFLATED), nested.getvalue())]
+    )
     as_zip("five thousand members", [(member(f"{index}"), b"") for index in range(5_000)])
-    as_zip("bytes after the end", [(member("manifest.json"), manifest), (member(part), theta)], tail=program)
+    as_zip(
+        "bytes after the end",
+        [(member("manifest.json"), manifest), (member(part), theta)],
+        tail=program,
+    )
     path = as_folder("a sparse terabyte", {"posterior.safetensors": theta})
     os.truncate(path / part, 1 << 40)
-    path = as_folder("half a sparse gigabyte with a false hash", {}, parts={"extra.json": {"bytes": 1 << 29, "sha256": 64 * "0"}})
+    path = as_folder(
+        "half a sparse gigabyte with a false hash",
+        {},
+        parts={"extra.json": {"bytes": 1 << 29, "sha256": 64 * "0"}},
+    )
     (path / f"extra.{16 * '0'}.json").touch()
     os.truncate(path / f"extra.{16 * '0'}.json", 1 << 29)
     as_file("a header of 2^63 bytes", {"posterior.safetensors": header({}, length=2**63)})
-    as_file("a header of two megabytes", {"posterior.safetensors": header(b"{" + (2 << 20) * b" " + b"}")})
+    as_file(
+        "a header of two megabytes",
+        {"posterior.safetensors": header(b"{" + (2 << 20) * b" " + b"}")},
+    )
     huge = {"mean": {"dtype": "F32", "shape": [2**31, 2**31], "data_offsets": [0, 2**64]}}
     as_file("a tensor of 2^62 numbers", {"posterior.safetensors": header(huge)})
-    shared = {f"t{i}": {"dtype": "F32", "shape": [1 << 18], "data_offsets": [0, 1 << 20]} for i in range(9000)}
-    as_file("nine thousand tensors in one place", {"posterior.safetensors": header(shared, bytes(1 << 20))})
+    shared = {
+        f"t{i}": {"dtype": "F32", "shape": [1 << 18], "data_offsets": [0, 1 << 20]}
+        for i in range(9000)
+    }
+    as_file(
+        "nine thousand tensors in one place",
+        {"posterior.safetensors": header(shared, bytes(1 << 20))},
+    )
     as_file("JSON a million deep", {"extra.json": 1_000_000 * b"[" + 1_000_000 * b"]"})
-    as_file("JSON of two megabytes, all dictionaries", {"extra.json": b"[" + 290_000 * b'{"":0},' + b"NaN]"})
+    as_file(
+        "JSON of two megabytes, all dictionaries",
+        {"extra.json": b"[" + 290_000 * b'{"":0},' + b"NaN]"},
+    )
     as_file("a number of a million digits", {"extra.json": 1_000_000 * b"9"})
     for name, contents in hostile_models().items():
         as_file(name, contents)
-    path = as_folder("half a gigabyte of a part that no model has", {}, parts={"x.json": {"bytes": 1 << 29, "sha256": 64 * "0"}})
+    path = as_folder(
+        "half a gigabyte of a part that no model has",
+        {},
+        parts={"x.json": {"bytes": 1 << 29, "sha256": 64 * "0"}},
+    )
     (path / f"x.{16 * '0'}.json").touch()
     os.truncate(path / f"x.{16 * '0'}.json", 1 << 29)
     return made
 
 
 def hostile_models() -> dict[str, dict[str, bytes]]:
-    """The parts of models whose settings and shapes ask for more than the file holds, or for what no layer can be."""
+    """The parts of models whose settings and shapes ask for more than the file holds, or for what
+    no layer can be."""
     linear = {"kind": "Linear", "in_features": 2, "out_features": 2, "bias": True}
     weights = {"weight": (2, 2), "bias": (2,)}
     made: dict[str, dict[str, bytes]] = {}
@@ -234,7 +321,11 @@ def hostile_models() -> dict[str, dict[str, bytes]]:
         fields, offset = {}, 0
         for key, shape in shapes.items():
             size = 4 * math.prod(shape)
-            fields[key] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + size]}
+            fields[key] = {
+                "dtype": "F32",
+                "shape": list(shape),
+                "data_offsets": [offset, offset + size],
+            }
             offset += size
         return header(fields, bytes(offset))
 
@@ -260,7 +351,9 @@ def hostile_models() -> dict[str, dict[str, bytes]]:
         contents |= {f"{key}.json": document for key, document in documents.items()}
         made[name] = {key: json.dumps(document).encode() for key, document in contents.items()}
         made[name]["net.safetensors"] = tensors(shapes)
-        made[name]["posterior.safetensors"] = tensors({"theta": (6,)} if posterior is None else posterior)
+        made[name]["posterior.safetensors"] = tensors(
+            {"theta": (6,)} if posterior is None else posterior
+        )
         if scale is not None:
             made[name]["channel.safetensors"] = tensors({"s": scale})
 
@@ -277,51 +370,108 @@ def hostile_models() -> dict[str, dict[str, bytes]]:
     # Layers
     flat = {"kind": "Sequential", "layers": [[f"{i}", {"kind": "Tanh"}] for i in range(30_000)]}
     model("thirty thousand layers", net=flat)
-    nests = [[f"{i}", {"kind": "Sequential", "layers": [["0", {"kind": "Tanh"}]] * 9}] for i in range(3_000)]
+    nests = [
+        [f"{i}", {"kind": "Sequential", "layers": [["0", {"kind": "Tanh"}]] * 9}]
+        for i in range(3_000)
+    ]
     model("three thousand nests of nine layers", net={"kind": "Sequential", "layers": nests})
     deep: object = linear
     for _ in range(12):
         deep = {"kind": "Sequential", "layers": [["0", deep]]}
     model("layers deeper than documents go", net=deep)
-    model("a layer of width 2^40 over nothing", net={**linear, "in_features": 0, "out_features": 1 << 40, "bias": False},
-          state={"weight": (1 << 40, 0)})  # fmt: skip
+    model(
+        "a layer of width 2^40 over nothing",
+        net={**linear, "in_features": 0, "out_features": 1 << 40, "bias": False},
+        state={"weight": (1 << 40, 0)},
+    )
     model("a width that is text", net={**linear, "in_features": "2"})
     model("a width that is true", net={**linear, "in_features": True})
     model("a width that is a fraction", net={**linear, "in_features": 2.0})
     model("a bias that is text", net={**linear, "bias": "yes"})
-    model("an eps that is text", net={"kind": "GroupNorm", "num_groups": 1, "num_channels": 2, "eps": "1e-5", "affine": True})
+    model(
+        "an eps that is text",
+        net={
+            "kind": "GroupNorm",
+            "num_groups": 1,
+            "num_channels": 2,
+            "eps": "1e-5",
+            "affine": True,
+        },
+    )
     model("a dropout of lists", net={"kind": "Dropout", "p": [0.5], "inplace": False})
     model("a threshold that is nothing", net={"kind": "Softplus", "beta": 1.0, "threshold": None})
-    model("a hundred thousand axes", net={"kind": "LayerNorm", "normalized_shape": [1] * 100_000, "eps": 1e-5,
-                                          "elementwise_affine": True})  # fmt: skip
-    conv = {"kind": "Conv2d", "in_channels": 1, "out_channels": 1, "kernel_size": [1, 1], "stride": [1, 1], "padding": [0, 0],
-            "dilation": [1, 1], "groups": 1, "bias": True, "padding_mode": "zeros"}  # fmt: skip
+    model(
+        "a hundred thousand axes",
+        net={
+            "kind": "LayerNorm",
+            "normalized_shape": [1] * 100_000,
+            "eps": 1e-5,
+            "elementwise_affine": True,
+        },
+    )
+    conv = {
+        "kind": "Conv2d",
+        "in_channels": 1,
+        "out_channels": 1,
+        "kernel_size": [1, 1],
+        "stride": [1, 1],
+        "padding": [0, 0],
+        "dilation": [1, 1],
+        "groups": 1,
+        "bias": True,
+        "padding_mode": "zeros",
+    }
     model("a kernel of text", net={**conv, "kernel_size": ["1", "1"]})
     model("a padding by name of a function", net={**conv, "padding_mode": "os.system"})
-    model("a generator of 2^40 pixels", net={"kind": "ConvGenerator", "num_classes": 2, "channels": 1, "size": 1 << 20})
+    model(
+        "a generator of 2^40 pixels",
+        net={"kind": "ConvGenerator", "num_classes": 2, "channels": 1, "size": 1 << 20},
+    )
     # Likelihoods, channels, documents
-    model("2^40 learned scales", likelihood={"kind": "Gaussian", "scale": 1.0, "learned": True, "num_outputs": 1 << 40})
+    model(
+        "2^40 learned scales",
+        likelihood={"kind": "Gaussian", "scale": 1.0, "learned": True, "num_outputs": 1 << 40},
+    )
     model("a prior of settings", prior_scale={"kind": "Noise", "sigma": 1.0})
     noise = {"kind": "Noise", "sigma": 0.1}
-    model("fifty thousand channels", channel={"kind": "Mixture", "weights": [0.0] * 50_000, "channels": [noise] * 50_000})
+    model(
+        "fifty thousand channels",
+        channel={"kind": "Mixture", "weights": [0.0] * 50_000, "channels": [noise] * 50_000},
+    )
     ball = {"kind": "L2", "eps": 1.0, "scale": {"kind": "tensor", "name": "s"}}
     stage = [{"kind": "loss", "name": "nll"}, 1]
     attack = {"kind": "PGD", "ball": ball, "stages": [stage]}
-    model("2^40 scales of nothing", channel={"kind": "AttackChannel", "attack": attack}, scale=(1 << 40, 0))
+    model(
+        "2^40 scales of nothing",
+        channel={"kind": "AttackChannel", "attack": attack},
+        scale=(1 << 40, 0),
+    )
     long = {**attack, "ball": {"kind": "L2", "eps": 1.0}, "stages": [stage] * 40_000}
     model("forty thousand stages", channel={"kind": "AttackChannel", "attack": long})
     many = [{"": 0}] * 60_000
-    model("six large documents", audit=many, extra=many, class_names=many, threat_model=many, channel=many)
+    model(
+        "six large documents",
+        audit=many,
+        extra=many,
+        class_names=many,
+        threat_model=many,
+        channel=many,
+    )
     return made
 
 
 def small_bundle(path: Path, version: int = 0) -> None:
     """A bundle of four parts whose every number tells its version."""
     tensors = {
-        "theta": {"mean": torch.full((17,), float(version)), "rho": torch.full((17,), float(version))},
+        "theta": {
+            "mean": torch.full((17,), float(version)),
+            "rho": torch.full((17,), float(version)),
+        },
         "moments": {"step": torch.tensor(version)},
     }
-    write_bundle(path, tensors, {"config": {"version": version}, "state": {"history": [version] * 5}})
+    write_bundle(
+        path, tensors, {"config": {"version": version}, "state": {"history": [version] * 5}}
+    )
 
 
 def small_version(loaded: tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]) -> int:
@@ -365,9 +515,43 @@ def _mutated_document(data: bytes, draw: random.Random) -> bytes:
         document = json.loads(data)
     except ValueError:
         return _mutated_bytes(data, draw)
-    junk: list[Any] = [None, True, -1, 0, 2**62, 1e300, -0.5, "", "inf", "nll", "../x", [], {}, [[]], {"kind": "L2"}, "é" * 99]
-    junk += [{"kind": "tensor", "name": "x"}, {"kind": "number", "value": "inf"}, {"kind": "net", "net": None}, ["x", 1]]
-    junk += [{"kind": kind} for kind in ("Mixture", "PGD", "Noise", "Learned", "Sequential", "Linear", "MeanField", "Samples")]
+    junk: list[Any] = [
+        None,
+        True,
+        -1,
+        0,
+        2**62,
+        1e300,
+        -0.5,
+        "",
+        "inf",
+        "nll",
+        "../x",
+        [],
+        {},
+        [[]],
+        {"kind": "L2"},
+        "é" * 99,
+    ]
+    junk += [
+        {"kind": "tensor", "name": "x"},
+        {"kind": "number", "value": "inf"},
+        {"kind": "net", "net": None},
+        ["x", 1],
+    ]
+    junk += [
+        {"kind": kind}
+        for kind in (
+            "Mixture",
+            "PGD",
+            "Noise",
+            "Learned",
+            "Sequential",
+            "Linear",
+            "MeanField",
+            "Samples",
+        )
+    ]
     spots: list[tuple[Any, Any]] = []
 
     def walk(node: Any) -> None:
@@ -387,7 +571,11 @@ def _mutated_document(data: bytes, draw: random.Random) -> bytes:
         node[draw.choice(["more", "kind", "eps", "weights"])] = draw.choice(junk)
     elif action == 2:
         other, place = draw.choice(spots)
-        node[key] = json.loads(json.dumps(other[place])) if place in other or isinstance(other, list) else None
+        node[key] = (
+            json.loads(json.dumps(other[place]))
+            if place in other or isinstance(other, list)
+            else None
+        )
     else:
         node[key] = draw.choice(junk)
     return json.dumps(document).encode()

@@ -1,4 +1,5 @@
-"""Runs that are killed: the command line in a forked child (torch is loaded once), and what a finished run must be equal in."""
+"""Runs that are killed: the command line in a forked child (torch is loaded once), and what a
+finished run must be equal in."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import sklearn.datasets  # noqa: F401  # loaded before the fork, so that a child's time is its own
+import sklearn.datasets  # loaded before the fork, so that a child's time is its own  # noqa: F401
 
 import advbayes.runs  # noqa: F401
 from advbayes.cli import main
@@ -33,7 +34,9 @@ FILES = ("config.toml", "history.jsonl", "metrics.json", "model.advbayes")
 
 def flags(settings: dict[str, str]) -> list[str]:
     """A configuration as flags."""
-    return [part for key, value in settings.items() for part in (f"--{key.replace('_', '-')}", value)]
+    return [
+        part for key, value in settings.items() for part in (f"--{key.replace('_', '-')}", value)
+    ]
 
 
 def start(argv: Sequence[str]) -> int:
@@ -57,7 +60,8 @@ def wait(pid: int) -> int:
 
 
 def signalled(argv: Sequence[str], number: int, when: float) -> tuple[int, float]:
-    """Send a signal after so many seconds; how the child ended and how long that took from the signal."""
+    """Send a signal after so many seconds; how the child ended and how long that took from the
+    signal."""
     pid = start(argv)
     sent: list[float] = []
 
@@ -74,12 +78,15 @@ def signalled(argv: Sequence[str], number: int, when: float) -> tuple[int, float
 
 
 def early(argv: Sequence[str], number: int, when: float) -> tuple[int, str, float]:
-    """Send a signal so long after the first instruction of `python -m advbayes ARGV`; exit code, standard error, seconds.
+    """Send a signal so long after the first instruction of `python -m advbayes ARGV`; exit code,
+    standard error, seconds.
 
     The first instruction is seen from outside: from it on the process catches SIGTERM.
     """
     command = [sys.executable, "-m", "advbayes", *argv]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
         while process.poll() is None and not _catches(process.pid, signal.SIGTERM):
             time.sleep(0.0005)
         time.sleep(when)
@@ -108,8 +115,11 @@ def duration_of(run: Path, settings: dict[str, str]) -> float:
     return time.monotonic() - began
 
 
-def killed_and_resumed(folder: Path, settings: dict[str, str], duration: float, draw: random.Random) -> tuple[Path, int]:
-    """A run killed (SIGKILL) at a random moment, and again while it goes on, until it is done; folder and number of kills."""
+def killed_and_resumed(
+    folder: Path, settings: dict[str, str], duration: float, draw: random.Random
+) -> tuple[Path, int]:
+    """A run killed (SIGKILL) at a random moment, and again while it goes on, until it is done;
+    folder and number of kills."""
     run = folder / f"run-{draw.getrandbits(40):010x}"
     kills = 0
     for share in (1.0, 0.5):  # what is left after the first kill takes less

@@ -1,7 +1,9 @@
-"""Answers that are known beforehand: closed forms, exact quadrature and sequential tests, all in float64.
+"""Answers that are known beforehand: closed forms, exact quadrature and sequential tests, all in
+float64.
 
-Nothing here uses the library, so that a test compares two things written apart. The notation is that of the paper's
-SM-2: x ~ N(0, sx^2); x' = (1 + eps) x + v, v ~ N(0, sd^2); y | x ~ N(t x, sy^2); t ~ N(0, st^2); r = y - theta.x.
+Nothing here uses the library, so that a test compares two things written apart. The notation is
+that of the paper's SM-2: x ~ N(0, sx^2); x' = (1 + eps) x + v, v ~ N(0, sd^2); y | x ~ N(t x,
+sy^2); t ~ N(0, st^2); r = y - theta.x.
 """
 
 from __future__ import annotations
@@ -55,18 +57,28 @@ def normal_log_prob(value: Tensor, mean: Tensor | float, variance: Tensor | floa
     return -0.5 * (torch.log(2 * math.pi * variance) + (value - mean) ** 2 / variance)
 
 
-def normal_kl(mean: Tensor, variance: Tensor, to_mean: Tensor | float, to_variance: Tensor | float) -> Tensor:
+def normal_kl(
+    mean: Tensor, variance: Tensor, to_mean: Tensor | float, to_variance: Tensor | float
+) -> Tensor:
     """KL(N(mean, variance) || N(to_mean, to_variance)), coordinate by coordinate.
 
     >>> normal_kl(torch.tensor(1.0), torch.tensor(1.0), 0.0, 1.0)
     tensor(0.5000, dtype=torch.float64)
     """
     to_variance = torch.as_tensor(to_variance, dtype=FLOAT)
-    return 0.5 * (variance / to_variance + (to_mean - mean) ** 2 / to_variance - 1 - torch.log(variance / to_variance))
+    return 0.5 * (
+        variance / to_variance
+        + (to_mean - mean) ** 2 / to_variance
+        - 1
+        - torch.log(variance / to_variance)
+    )
 
 
-def integrate(log_density: Callable[[Tensor], Tensor], low: float, high: float, num: int = 40_001) -> Quadrature:
-    """A one-dimensional density known up to its constant, by the trapezoid rule (spectrally exact when the tails fit).
+def integrate(
+    log_density: Callable[[Tensor], Tensor], low: float, high: float, num: int = 40_001
+) -> Quadrature:
+    """A one-dimensional density known up to its constant, by the trapezoid rule (spectrally exact
+    when the tails fit).
 
     >>> q = integrate(lambda t: -0.5 * (t - 3) ** 2, -9.0, 15.0)
     >>> round(q.mean, 10), round(q.variance, 10), abs(q.log_z - 0.5 * math.log(2 * math.pi)) < 1e-12
@@ -106,7 +118,8 @@ class Quadrature:
         return float(inside - 0.5 * self.weights[below][-1]) if bool(below.any()) else 0.0
 
 
-# --- sequential tests ------------------------------------------------------------------------------------------------
+# --- sequential tests
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -133,13 +146,19 @@ def mean_test(
     num: int = 4096,
     max_num: int = 2**22,
 ) -> Verdict:
-    """Is E[draw] = expected, in every component? False alarm at most 1e-5 over all stages and components.
+    """Is E[draw] = expected, in every component? False alarm at most 1e-5 over all stages and
+    components.
 
-    The sample doubles until the standard error is below `resolution` (so that an error of some six resolutions cannot
-    pass) and the p-value is not in doubt; at every stage p < 1e-5/stages rejects.
+    The sample doubles until the standard error is below `resolution` (so that an error of some six
+    resolutions cannot pass) and the p-value is not in doubt; at every stage p < 1e-5/stages
+    rejects.
 
-    >>> good, bad = (mean_test(lambda n, g: shift + torch.randn(n, dtype=FLOAT, generator=g), 0.0, resolution=0.01)
-    ...              for shift in (0.0, 0.08))
+    >>> good, bad = (
+    ...     mean_test(
+    ...         lambda n, g: shift + torch.randn(n, dtype=FLOAT, generator=g), 0.0, resolution=0.01
+    ...     )
+    ...     for shift in (0.0, 0.08)
+    ... )
     >>> bool(good), bool(bad)
     (True, False)
     """
@@ -153,10 +172,16 @@ def mean_test(
         fresh = num if stage == 0 else total
         draws = draw(fresh, source).detach().to(FLOAT)
         if draws.shape != (fresh, *expected.shape):
-            raise ValueError(f"draw must return {(fresh, *expected.shape)}, got {tuple(draws.shape)}")
+            raise ValueError(
+                f"draw must return {(fresh, *expected.shape)}, got {tuple(draws.shape)}"
+            )
         batch_mean = draws.mean(0)
         # Chan's merge of two samples' moments
-        squares = squares + ((draws - batch_mean) ** 2).sum(0) + (batch_mean - mean) ** 2 * total * fresh / (total + fresh)
+        squares = (
+            squares
+            + ((draws - batch_mean) ** 2).sum(0)
+            + (batch_mean - mean) ** 2 * total * fresh / (total + fresh)
+        )
         mean = mean + (batch_mean - mean) * fresh / (total + fresh)
         total += fresh
         error = torch.sqrt(squares / (total - 1) / total)
@@ -171,7 +196,9 @@ def mean_test(
             return verdict
     assert verdict is not None
     if bool((verdict.error > resolution).any()):
-        raise RuntimeError(f"inconclusive: the standard error stayed above {resolution} after {verdict.num} draws")
+        raise RuntimeError(
+            f"inconclusive: the standard error stayed above {resolution} after {verdict.num} draws"
+        )
     return verdict
 
 
@@ -187,7 +214,8 @@ def uniform_cells(u: Tensor, num: int = 8) -> Tensor:
 
 
 def standard_normal_features(z: Tensor) -> Tensor:
-    """z, z^2 and the cells of Phi(z): their means are 0, 1 and 1/8 each if and (nearly) only if z ~ N(0, 1).
+    """z, z^2 and the cells of Phi(z): their means are 0, 1 and 1/8 each if and (nearly) only if z ~
+    N(0, 1).
 
     >>> standard_normal_features(torch.zeros(5)).shape
     torch.Size([5, 10])
@@ -199,7 +227,8 @@ def standard_normal_features(z: Tensor) -> Tensor:
 STANDARD_NORMAL_MEANS = torch.tensor([0.0, 1.0] + [1 / 8] * 8, dtype=FLOAT)
 
 
-# --- SM-2: one covariate, one parameter, one training pair ------------------------------------------------------------
+# --- SM-2: one covariate, one parameter, one training pair
+# ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -252,7 +281,9 @@ class LinearGaussian:
 
     def offline_mean(self, x_adv: float, c: float) -> float:
         """E[y | x'] for the same channel when t keeps its clean posterior (identity 2)."""
-        return self.sx**2 / (self.sx**2 + self.sd**2) * (x_adv * self.mu - c * (self.mu**2 + self.v))
+        return (
+            self.sx**2 / (self.sx**2 + self.sd**2) * (x_adv * self.mu - c * (self.mu**2 + self.v))
+        )
 
     def log_marginal(self, t: Tensor) -> Tensor:
         """log r_t(y1 | x1), the channel-marginalised likelihood (identity 8)."""
@@ -262,12 +293,18 @@ class LinearGaussian:
     def mean_log_likelihood(self, t: Tensor) -> Tensor:
         """E log p(y1 | x', t) over the channel: the surrogate's term."""
         residual = self.y1 - (1 + self.eps) * t * self.x1
-        return -0.5 * math.log(2 * math.pi * self.sy**2) - (residual**2 + t**2 * self.sd**2) / (2 * self.sy**2)
+        return -0.5 * math.log(2 * math.pi * self.sy**2) - (residual**2 + t**2 * self.sd**2) / (
+            2 * self.sy**2
+        )
 
     @cached_property
     def proactive_posterior(self) -> Quadrature:
         """p_R(t | D), which is not Gaussian, by quadrature."""
-        return integrate(lambda t: self.log_marginal(t) + normal_log_prob(t, 0.0, self.st**2), -14 * self.st, 14 * self.st)
+        return integrate(
+            lambda t: self.log_marginal(t) + normal_log_prob(t, 0.0, self.st**2),
+            -14 * self.st,
+            14 * self.st,
+        )
 
     def proactive(self, x_adv: float) -> tuple[float, float]:
         """The mean and variance of y given x' under the proactive posterior (identity 8)."""
@@ -275,16 +312,21 @@ class LinearGaussian:
         return x_adv * posterior.mean, self.sy**2 + x_adv**2 * posterior.variance
 
 
-# --- linear regression: conjugate, and its Gibbs posterior under a noise channel --------------------------------------
+# --- linear regression: conjugate, and its Gibbs posterior under a noise channel
+# --------------------------------------
 
 
 @dataclass(frozen=True)
 class LinearRegression:
-    """y ~ N(theta.x, scale^2), theta ~ N(0, prior_scale^2 I), channel x' = gain x + N(0, noise^2 I).
+    """y ~ N(theta.x, scale^2), theta ~ N(0, prior_scale^2 I), channel x' = gain x + N(0, noise^2
+    I).
 
-    The surrogate ELBO's optimum q* is Gaussian (identity 12); with gain 1 and noise 0 it is the conjugate posterior.
+    The surrogate ELBO's optimum q* is Gaussian (identity 12); with gain 1 and noise 0 it is the
+    conjugate posterior.
 
-    >>> one = LinearRegression(torch.tensor([[0.8]], dtype=FLOAT), torch.tensor([1.2], dtype=FLOAT), 0.5, 1.1)
+    >>> one = LinearRegression(
+    ...     torch.tensor([[0.8]], dtype=FLOAT), torch.tensor([1.2], dtype=FLOAT), 0.5, 1.1
+    ... )
     >>> sm2 = LinearGaussian()
     >>> abs(float(one.mean[0]) - sm2.mu) < 1e-12, abs(float(one.covariance[0, 0]) - sm2.v) < 1e-12
     (True, True)
@@ -316,19 +358,27 @@ class LinearRegression:
 
     @cached_property
     def log_z(self) -> float:
-        """log of the integral of p(theta) exp(-sum of the channel-averaged losses); the evidence if noise is 0."""
+        """log of the integral of p(theta) exp(-sum of the channel-averaged losses); the evidence if
+        noise is 0."""
         num, dim = self.x.shape
-        quadratic = float(self.mean @ self.precision @ self.mean - (self.y**2).sum() / self.scale**2)
+        quadratic = float(
+            self.mean @ self.precision @ self.mean - (self.y**2).sum() / self.scale**2
+        )
         log_det = float(torch.logdet(self.precision))
-        return 0.5 * (quadratic - num * math.log(2 * math.pi * self.scale**2) - log_det) - dim * math.log(self.prior_scale)
+        return 0.5 * (
+            quadratic - num * math.log(2 * math.pi * self.scale**2) - log_det
+        ) - dim * math.log(self.prior_scale)
 
     def surrogate(self, mean: Tensor, scale: Tensor) -> Tensor:
-        """The surrogate ELBO of a mean-field Gaussian, written out term by term (not through log_z)."""
+        """The surrogate ELBO of a mean-field Gaussian, written out term by term (not through
+        log_z)."""
         num = len(self.y)
         residual = self.y - self.gain * self.x @ mean
         second = (residual**2).sum() + self.gain**2 * ((self.x**2) @ scale**2).sum()
         second = second + num * self.noise**2 * (mean**2 + scale**2).sum()
-        log_likelihood = -0.5 * num * math.log(2 * math.pi * self.scale**2) - second / (2 * self.scale**2)
+        log_likelihood = -0.5 * num * math.log(2 * math.pi * self.scale**2) - second / (
+            2 * self.scale**2
+        )
         return log_likelihood - normal_kl(mean, scale**2, 0.0, self.prior_scale**2).sum()
 
     def kl_to_optimum(self, mean: Tensor, scale: Tensor) -> Tensor:
@@ -343,7 +393,8 @@ class LinearRegression:
         return self.mean + draws @ factor.T
 
 
-# --- linear worst cases -----------------------------------------------------------------------------------------------
+# --- linear worst cases
+# -----------------------------------------------------------------------------------------------
 
 
 def dual_norm(direction: Tensor, norm: str) -> Tensor:
@@ -355,7 +406,9 @@ def dual_norm(direction: Tensor, norm: str) -> Tensor:
     return direction.norm(dim=-1) if norm == "l2" else direction.abs().sum(-1)
 
 
-def worst_squared_error(theta: Tensor, x: Tensor, y: Tensor, eps: float, norm: str = "l2") -> Tensor:
+def worst_squared_error(
+    theta: Tensor, x: Tensor, y: Tensor, eps: float, norm: str = "l2"
+) -> Tensor:
     """max of (y - theta.(x + d))^2 over the ball: (|r| + eps |theta|_*)^2 (identity 16).
 
     >>> worst_squared_error(torch.tensor([3.0, 4.0]), torch.zeros(1, 2), torch.tensor([-1.0]), 2.0)
@@ -375,7 +428,8 @@ def worst_inputs(theta: Tensor, x: Tensor, y: Tensor, eps: float) -> Tensor:
 
 
 def worst_shift(direction: Tensor, x: Tensor, eps: float, box: tuple[float, float]) -> Tensor:
-    """argmax of direction.d over |d|_2 <= eps and x + d in the box: d = clip(t direction) with t found by bisection.
+    """argmax of direction.d over |d|_2 <= eps and x + d in the box: d = clip(t direction) with t
+    found by bisection.
 
     >>> worst_shift(torch.tensor([1.0, 1.0]), torch.tensor([[1.0, 0.0]]), 0.5, (0.0, 1.0))
     tensor([[0.0000, 0.5000]])
@@ -385,7 +439,10 @@ def worst_shift(direction: Tensor, x: Tensor, eps: float, box: tuple[float, floa
     def clipped(t: Tensor) -> Tensor:
         return torch.minimum(torch.maximum(t * direction, low), high)
 
-    lower, upper = torch.zeros(len(x), 1, dtype=x.dtype), torch.full((len(x), 1), 1e9, dtype=x.dtype)
+    lower, upper = (
+        torch.zeros(len(x), 1, dtype=x.dtype),
+        torch.full((len(x), 1), 1e9, dtype=x.dtype),
+    )
     for _ in range(200):
         middle = 0.5 * (lower + upper)
         inside = clipped(middle).norm(dim=-1, keepdim=True) <= eps
@@ -393,7 +450,8 @@ def worst_shift(direction: Tensor, x: Tensor, eps: float, box: tuple[float, floa
     return clipped(lower)
 
 
-# --- channels with known answers --------------------------------------------------------------------------------------
+# --- channels with known answers
+# --------------------------------------------------------------------------------------
 
 
 class GaussianRows:
@@ -419,7 +477,14 @@ class AffineChannel:
     eps: float
     sigma: float
 
-    def sample(self, predict: Any, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+    def sample(
+        self,
+        predict: Any,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
         noise = torch.randn(x.shape, dtype=x.dtype, generator=generator)
         return (1 + self.eps) * x + self.sigma * noise
 
@@ -429,10 +494,12 @@ class AffineChannel:
 
 @dataclass(frozen=True)
 class ShiftChannel:
-    """x' = x + c theta + v for a one-parameter linear model: theta is the prediction at 1, all that a channel may see.
+    """x' = x + c theta + v for a one-parameter linear model: theta is the prediction at 1, all that
+    a channel may see.
 
     >>> class Double:
-    ...     def __call__(self, x): return torch.distributions.Normal(2 * x[..., 0], 1.0)
+    ...     def __call__(self, x):
+    ...         return torch.distributions.Normal(2 * x[..., 0], 1.0)
     >>> ShiftChannel(0.5).sample(Double(), torch.zeros(3, 1)).flatten()
     tensor([1., 1., 1.])
     """
@@ -444,7 +511,14 @@ class ShiftChannel:
         theta: Tensor = predict(torch.ones_like(x)).mean
         return x + self.c * theta.reshape(x.shape)
 
-    def sample(self, predict: Any, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+    def sample(
+        self,
+        predict: Any,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
         noise = torch.randn(x.shape, dtype=x.dtype, generator=generator) if self.sigma else 0.0
         return self.centres(predict, x) + self.sigma * noise
 

@@ -1,4 +1,5 @@
-"""The faster passes through many thetas are those of `BayesianModel.run`, for every kind of net, and can be switched off."""
+"""The faster passes through many thetas are those of `BayesianModel.run`, for every kind of net,
+and can be switched off."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.kernel = nn.Conv2d(1, 1, 3, padding=1), nn.Parameter(torch.randn(1, 1, 5, 5))
+        self.first, self.kernel = (
+            nn.Conv2d(1, 1, 3, padding=1),
+            nn.Parameter(torch.randn(1, 1, 5, 5)),
+        )
         self.last = nn.Linear(64, 3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,23 +89,37 @@ NETS = {
     "odd after pooling": (lambda: conv_net(3, size=10), (1, 10, 10)),
     "no bias, even kernel, uneven padding": (
         lambda: nn.Sequential(
-            nn.Conv2d(1, 4, (2, 3), padding=(0, 1), bias=False), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(80, 3)
+            nn.Conv2d(1, 4, (2, 3), padding=(0, 1), bias=False),
+            nn.ReLU(),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(80, 3),
         ),
         (1, 9, 10),
     ),
     "odd first output": (
-        lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 3)),
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 3)
+        ),
         (1, 9, 9),
     ),
     "stride, dilation, groups": (
         lambda: nn.Sequential(
-            nn.Conv2d(1, 4, 3, stride=2), nn.Tanh(), nn.Conv2d(4, 6, 2, dilation=2, groups=2), nn.Flatten(), nn.Linear(24, 3)
+            nn.Conv2d(1, 4, 3, stride=2),
+            nn.Tanh(),
+            nn.Conv2d(4, 6, 2, dilation=2, groups=2),
+            nn.Flatten(),
+            nn.Linear(24, 3),
         ),
         (1, 9, 9),
     ),
     "edges that no kernel reaches": (
         lambda: nn.Sequential(
-            nn.Conv2d(1, 4, 3, stride=2), nn.ReLU(), nn.Conv2d(4, 6, 2, stride=2), nn.Flatten(), nn.Linear(36, 3)
+            nn.Conv2d(1, 4, 3, stride=2),
+            nn.ReLU(),
+            nn.Conv2d(4, 6, 2, stride=2),
+            nn.Flatten(),
+            nn.Linear(36, 3),
         ),
         (1, 12, 16),
     ),
@@ -135,16 +153,34 @@ NETS = {
         ),
         (1, 8, 8),
     ),
-    "ends in an activation": (lambda: nn.Sequential(nn.Conv2d(1, 3, 8), nn.Flatten(), nn.ReLU()), (1, 8, 8)),
+    "ends in an activation": (
+        lambda: nn.Sequential(nn.Conv2d(1, 3, 8), nn.Flatten(), nn.ReLU()),
+        (1, 8, 8),
+    ),
     "flatten, linear": (
-        lambda: nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4, bias=False), nn.Tanh(), nn.Linear(4, 3)),
+        lambda: nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(6, 5),
+            nn.ReLU(),
+            nn.Linear(5, 4, bias=False),
+            nn.Tanh(),
+            nn.Linear(4, 3),
+        ),
         (2, 3),
     ),
     "linear alone": (lambda: nn.Linear(6, 3), (6,)),
-    "not a stack": (lambda: nn.Sequential(nn.Sequential(nn.Linear(6, 5), nn.Softplus()), nn.Linear(5, 3)), (6,)),
-    "layer norm": (lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, 3)), (6,)),
+    "not a stack": (
+        lambda: nn.Sequential(nn.Sequential(nn.Linear(6, 5), nn.Softplus()), nn.Linear(5, 3)),
+        (6,),
+    ),
+    "layer norm": (
+        lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, 3)),
+        (6,),
+    ),
     "residual, group norm": (
-        lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), GroupResidual(), nn.Flatten(), nn.Linear(144, 3)),
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), GroupResidual(), nn.Flatten(), nn.Linear(144, 3)
+        ),
         (1, 8, 8),
     ),
     "a module of one's own": (Own, (6,)),
@@ -153,9 +189,16 @@ NETS = {
     "branches on values": (Branching, (6,)),
     "recurrent": (Recurrent, (3, 2)),
     "tied": (lambda: nn.Sequential(*[nn.Linear(3, 3)] * 3), (3,)),
-    "parametrized": (lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 5)), nn.ReLU(), nn.Linear(5, 3)), (6,)),
+    "parametrized": (
+        lambda: nn.Sequential(
+            parametrizations.weight_norm(nn.Linear(6, 5)), nn.ReLU(), nn.Linear(5, 3)
+        ),
+        (6,),
+    ),
     "parametrized convolution": (
-        lambda: nn.Sequential(parametrizations.weight_norm(nn.Conv2d(1, 2, 3)), nn.Flatten(), nn.Linear(72, 3)),
+        lambda: nn.Sequential(
+            parametrizations.weight_norm(nn.Conv2d(1, 2, 3)), nn.Flatten(), nn.Linear(72, 3)
+        ),
         (1, 8, 8),
     ),
 }
@@ -199,7 +242,8 @@ def test_outputs_and_gradients_are_those_of_each_theta(
     wanted = wanted_vjp(cotangent)
     tolerance = 1e-4 if dtype is torch.float32 else 1e-12
     assert torch.allclose(outputs, wanted_outputs, rtol=tolerance, atol=tolerance)
-    # In float32 rounding may put a number on the other side of a ReLU, which changes one path of thousands.
+    # In float32 rounding may put a number on the other side of a ReLU, which changes one path of
+    # thousands.
     off = float((vjp(cotangent) - wanted).norm() / wanted.norm())
     assert off < (1e-2 if dtype is torch.float32 else 1e-12), off
     assert torch.equal(cotangent, kept)
@@ -207,7 +251,9 @@ def test_outputs_and_gradients_are_those_of_each_theta(
     assert not x.requires_grad
     assert not outputs.requires_grad
     with torch.no_grad():
-        assert torch.allclose(accelerated.run(model, thetas, x)[0], outputs, rtol=tolerance, atol=tolerance)
+        assert torch.allclose(
+            accelerated.run(model, thetas, x)[0], outputs, rtol=tolerance, atol=tolerance
+        )
 
 
 def test_the_definition_is_the_network_at_each_theta() -> None:
@@ -222,7 +268,9 @@ def test_the_definition_is_the_network_at_each_theta() -> None:
     apart = torch.stack([net(leaf) for net in nets])
     cotangent = torch.randn(outputs.shape, dtype=torch.float64, generator=generator_for(1, "own"))
     assert torch.allclose(outputs, apart, rtol=1e-12, atol=1e-12)
-    assert torch.allclose(vjp(cotangent), torch.autograd.grad(apart, leaf, cotangent)[0], rtol=1e-12, atol=1e-12)
+    assert torch.allclose(
+        vjp(cotangent), torch.autograd.grad(apart, leaf, cotangent)[0], rtol=1e-12, atol=1e-12
+    )
 
 
 def test_a_hook_sees_every_pass_of_every_theta() -> None:
@@ -267,11 +315,14 @@ def test_an_error_in_a_thread_is_the_callers(two_threads: None) -> None:
         raise ArithmeticError("refused")
 
     with pytest.raises(ArithmeticError, match="refused"):
-        predict.loss_and_gradient(refusing, torch.rand(150, 1, 28, 28), torch.zeros(150, dtype=torch.long))
+        predict.loss_and_gradient(
+            refusing, torch.rand(150, 1, 28, 28), torch.zeros(150, dtype=torch.long)
+        )
     assert torch.get_num_threads() == 2
 
 
-# --- Switched off, blocked, and behind one door ------------------------------------------------------------------------
+# --- Switched off, blocked, and behind one door
+# ------------------------------------------------------------------------
 
 
 def answers() -> list[Tensor]:
@@ -281,11 +332,20 @@ def answers() -> list[Tensor]:
     predict = PosteriorPredictive(model, thetas)
     attacks = [AttackChannel(one_step(L2(0.5), loss), 0.1) for loss in (nll, margin)]
     posterior = MeanField(model, init=thetas[0])
-    fit(model, posterior, Mixture([0.4, 0.3, 0.3], [Noise(0.1), *attacks]), (x, y), steps=4, progress=False)
+    fit(
+        model,
+        posterior,
+        Mixture([0.4, 0.3, 0.3], [Noise(0.1), *attacks]),
+        (x, y),
+        steps=4,
+        progress=False,
+    )
     return [predict(x).logits, pgd(L2(0.5), 3)(predict, x, y), posterior.mu.detach()]
 
 
-def test_switched_off_all_answers_are_those_of_the_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off_all_answers_are_those_of_the_definitions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fast = answers()
     calls: list[object] = []
     monkeypatch.setattr(accelerated, "run", lambda *given: calls.append(given))
@@ -307,7 +367,8 @@ sys.modules["advbayes.accelerated"] = None
 import torch
 from torch import nn
 from advbayes import *
-model = BayesianModel(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2)), Categorical())
+net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+model = BayesianModel(net, Categorical())
 x, y = torch.rand(20, 3), torch.arange(20) % 2
 posterior = MeanField(model)
 ball = L2(0.5, box=(0, 1))
@@ -329,7 +390,11 @@ else:
 
 def test_without_the_folder_everything_but_compiling_works() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", BLOCKED], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-W", "error", "-c", BLOCKED],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
@@ -340,7 +405,8 @@ def test_no_mechanism_is_named_outside_the_folder() -> None:
     private = re.compile(
         r"torch\.(\w+\.)*_[a-z]|torch\.ops|\baten\b|inductor|make_fx|is_compiling|is_tracing|vmap|torch\.compile\b"
     )
-    allowed = {"torch.nn.modules.batchnorm import _NormBase"}  # the base of all layers with batch statistics
+    # the base of all layers with batch statistics
+    allowed = {"torch.nn.modules.batchnorm import _NormBase"}
     named = [
         f"{path.relative_to(root)}: {line.strip()}"
         for path in sorted(root.rglob("*.py"))

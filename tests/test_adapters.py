@@ -12,13 +12,30 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from advbayes import L2, BayesianModel, Categorical, Linf, MeanField, PosteriorPredictive, nll, one_step
-from advbayes.adapters import from_function, from_sklearn, from_torch, to_art, to_autoattack, to_foolbox
+from advbayes import (
+    L2,
+    BayesianModel,
+    Categorical,
+    Linf,
+    MeanField,
+    PosteriorPredictive,
+    nll,
+    one_step,
+)
+from advbayes.adapters import (
+    from_function,
+    from_sklearn,
+    from_torch,
+    to_art,
+    to_autoattack,
+    to_foolbox,
+)
 from advbayes.attacks import APGD, RandomSearch, squared_error, strong_suite
 from advbayes.evaluation import evaluate
 from advbayes.types import Predictor
 
-# --- Into the library -------------------------------------------------------------------------------------------------
+# --- Into the library
+# -------------------------------------------------------------------------------------------------
 
 
 def test_the_three_kinds_of_scores_give_the_same_prediction() -> None:
@@ -47,7 +64,9 @@ def test_the_three_kinds_of_scores_give_the_same_prediction() -> None:
         (lambda x: x[:, 0], "mean_and_scale", "pair"),
     ],
 )
-def test_wrong_outputs_are_named_at_the_first_call(function: Callable[[Tensor], Tensor], kind: str, message: str) -> None:
+def test_wrong_outputs_are_named_at_the_first_call(
+    function: Callable[[Tensor], Tensor], kind: str, message: str
+) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         from_function(function, kind, scale=1.0 if kind == "mean" else None)(
             torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -78,19 +97,27 @@ def test_a_torch_regressor_is_attacked_like_ours() -> None:
 
 
 def test_a_pair_of_mean_and_scale() -> None:
-    prediction = from_function(lambda x: (x[:, 0], x[:, 1].exp()), "mean_and_scale")(torch.tensor([[1.0, 0.0]]))
+    prediction = from_function(lambda x: (x[:, 0], x[:, 1].exp()), "mean_and_scale")(
+        torch.tensor([[1.0, 0.0]])
+    )
     assert float(prediction.mean) == 1.0
     assert float(prediction.stddev) == 1.0
 
 
 def test_scikit_learn_estimators() -> None:
-    linear_model, svm = importlib.import_module("sklearn.linear_model"), importlib.import_module("sklearn.svm")
+    linear_model, svm = (
+        importlib.import_module("sklearn.linear_model"),
+        importlib.import_module("sklearn.svm"),
+    )
     rng = np.random.default_rng(0)
     data = rng.normal(size=(80, 3))
     labels = (data[:, 0] > 0).astype(int)
     x, y = torch.tensor(data, dtype=torch.float32), torch.tensor(labels)
     logistic = linear_model.LogisticRegression().fit(data, labels)
-    torch.testing.assert_close(from_sklearn(logistic)(x).probs, torch.tensor(logistic.predict_proba(data), dtype=torch.float32))
+    torch.testing.assert_close(
+        from_sklearn(logistic)(x).probs,
+        torch.tensor(logistic.predict_proba(data), dtype=torch.float32),
+    )
     decision = from_sklearn(svm.LinearSVC().fit(data, labels))
     assert float((decision(x).logits.argmax(-1) == y).float().mean()) > 0.9
     broken = RandomSearch(L2(3.0), 50)(decision, x, y, generator=torch.Generator().manual_seed(0))
@@ -105,21 +132,30 @@ def three_classes() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 def test_pairwise_decision_values_are_not_taken_for_classes() -> None:
-    svm, pipeline = importlib.import_module("sklearn.svm"), importlib.import_module("sklearn.pipeline")
+    svm, pipeline = (
+        importlib.import_module("sklearn.svm"),
+        importlib.import_module("sklearn.pipeline"),
+    )
     data, labels = three_classes()
     x = torch.tensor(data)
     pairwise = svm.SVC(decision_function_shape="ovo").fit(data, labels)
     with pytest.raises(ValueError, match="decision_function_shape='ovo'"):
         from_sklearn(pairwise)
-    hidden = from_sklearn(pipeline.make_pipeline(svm.SVC(decision_function_shape="ovo")).fit(data, labels))
+    hidden = from_sklearn(
+        pipeline.make_pipeline(svm.SVC(decision_function_shape="ovo")).fit(data, labels)
+    )
     with pytest.raises(ValueError, match="at the class that it predicts"):
         hidden(x)
-    row_by_row = from_sklearn(pipeline.make_pipeline(svm.SVC(decision_function_shape="ovo")).fit(data, labels))
+    row_by_row = from_sklearn(
+        pipeline.make_pipeline(svm.SVC(decision_function_shape="ovo")).fit(data, labels)
+    )
     with pytest.raises(ValueError, match="at the class that it predicts"):
         [row_by_row(row.unsqueeze(0)) for row in x]
     four = np.where(data[:, 0] > 1, "d", labels)
     with pytest.raises(ValueError, match=r"each of its 4 classes, got shape \(150, 6\)"):
-        from_sklearn(pipeline.make_pipeline(svm.SVC(decision_function_shape="ovo")).fit(data, four))(x)
+        from_sklearn(
+            pipeline.make_pipeline(svm.SVC(decision_function_shape="ovo")).fit(data, four)
+        )(x)
 
 
 @pytest.mark.parametrize("name", ["SVC", "LinearSVC"])
@@ -128,10 +164,14 @@ def test_decision_values_of_each_class_predict_what_the_estimator_does(name: str
     data, labels = three_classes()
     fitted = getattr(svm, name)().fit(data, labels)
     ours = fitted.classes_[from_sklearn(fitted)(torch.tensor(data)).logits.argmax(-1).numpy()]
-    assert float((ours == fitted.predict(data)).mean()) > 0.98  # predict breaks a tie of votes by the order of classes
+    # predict breaks a tie of votes by the order of classes
+    assert float((ours == fitted.predict(data)).mean()) > 0.98
     two = np.where(labels == "c", "b", labels)
     binary = svm.SVC(decision_function_shape="ovo").fit(data, two)  # one pair: nothing to confuse
-    assert (binary.classes_[from_sklearn(binary)(torch.tensor(data)).logits.argmax(-1).numpy()] == binary.predict(data)).all()
+    assert (
+        binary.classes_[from_sklearn(binary)(torch.tensor(data)).logits.argmax(-1).numpy()]
+        == binary.predict(data)
+    ).all()
 
 
 def test_a_regressor_without_a_deviation_is_warned_of() -> None:
@@ -157,7 +197,8 @@ def test_a_regressor_with_a_deviation_of_its_own_uses_it() -> None:
         prediction = from_sklearn(estimator)(x)
         torch.testing.assert_close(prediction.mean, torch.tensor(mean))
         torch.testing.assert_close(prediction.stddev, torch.tensor(std))
-        assert bool((from_sklearn(estimator, scale=2.0)(x).stddev == 2).all())  # what is said goes first
+        # what is said goes first
+        assert bool((from_sklearn(estimator, scale=2.0)(x).stddev == 2).all())
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
@@ -169,24 +210,36 @@ def test_scales_that_are_none_are_refused(value: float) -> None:
 
 @pytest.mark.parametrize("mean", [(3,), (3, 1)])
 @pytest.mark.parametrize("scale", [(), (3,), (3, 1)])
-def test_a_column_of_scales_goes_with_a_row_of_means(mean: tuple[int, ...], scale: tuple[int, ...]) -> None:
+def test_a_column_of_scales_goes_with_a_row_of_means(
+    mean: tuple[int, ...], scale: tuple[int, ...]
+) -> None:
     deviations = torch.tensor([1.0, 2.0, 3.0]).reshape(scale) if scale else torch.tensor(2.0)
-    prediction = from_function(lambda x: (x[:, 0].reshape(mean), deviations), "mean_and_scale")(torch.ones(3, 2))
+    prediction = from_function(lambda x: (x[:, 0].reshape(mean), deviations), "mean_and_scale")(
+        torch.ones(3, 2)
+    )
     assert torch.equal(prediction.stddev, deviations.reshape(-1).expand(3))
 
 
 def test_scales_of_two_outputs_and_those_that_do_not_fit() -> None:
-    shared = from_function(lambda x: (x, torch.tensor([1.0, 2.0])), "mean_and_scale")(torch.ones(3, 2))
+    shared = from_function(lambda x: (x, torch.tensor([1.0, 2.0])), "mean_and_scale")(
+        torch.ones(3, 2)
+    )
     assert torch.equal(shared.stddev, torch.tensor([[1.0, 2.0]]).expand(3, 2))
-    with pytest.raises(ValueError, match=r"the function's scale must fit its mean of shape \(3, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"the function's scale must fit its mean of shape \(3, 2\)"
+    ):
         from_function(lambda x: (x, torch.ones(3)), "mean_and_scale")(torch.ones(3, 2))
     with pytest.raises(ValueError, match=r"the function's scale must fit its mean of shape \(3,\)"):
         from_function(lambda x: (x[:, 0], torch.ones(3, 2)), "mean_and_scale")(torch.ones(3, 2))
 
 
-@pytest.mark.parametrize(("of_net", "of_x"), [(torch.float64, torch.float32), (torch.float32, torch.float64)])
+@pytest.mark.parametrize(
+    ("of_net", "of_x"), [(torch.float64, torch.float32), (torch.float32, torch.float64)]
+)
 @pytest.mark.parametrize("kind", ["logits", "mean"])
-def test_the_net_and_the_data_may_differ_in_dtype(of_net: torch.dtype, of_x: torch.dtype, kind: str) -> None:
+def test_the_net_and_the_data_may_differ_in_dtype(
+    of_net: torch.dtype, of_x: torch.dtype, kind: str
+) -> None:
     net = nn.Linear(4, 3 if kind == "logits" else 1).to(of_net)
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)).to(of_x)
     y = torch.arange(6) % 3 if kind == "logits" else torch.linspace(-1, 1, 6, dtype=of_x)
@@ -204,7 +257,8 @@ def test_the_net_and_the_data_may_differ_in_dtype(of_net: torch.dtype, of_x: tor
     assert log_probs.shape == (6,)
 
 
-# --- Out of the library: the others' attacks against our suite ---------------------------------------------------------
+# --- Out of the library: the others' attacks against our suite
+# ---------------------------------------------------------
 
 
 class Trained:
@@ -238,7 +292,9 @@ class Trained:
         self._ours: dict[tuple[str, str], float] = {}
 
     def ball(self, name: str, norm: str) -> L2 | Linf:
-        return L2(self.eps[name], box=(0, 1)) if norm == "L2" else Linf(self.eps[name] / 5, box=(0, 1))
+        return (
+            L2(self.eps[name], box=(0, 1)) if norm == "L2" else Linf(self.eps[name] / 5, box=(0, 1))
+        )
 
     def accuracy(self, name: str, x: Tensor) -> float:
         with torch.no_grad():
@@ -260,7 +316,9 @@ def _train(net: nn.Module, x: Tensor, y: Tensor, ball: L2 | None = None) -> None
     shuffle = torch.Generator().manual_seed(2)
     for _ in range(30):
         for batch in torch.randperm(len(x), generator=shuffle).split(128):
-            points = x[batch] if ball is None else one_step(ball)(from_torch(net), x[batch], y[batch])
+            points = (
+                x[batch] if ball is None else one_step(ball)(from_torch(net), x[batch], y[batch])
+            )
             optimiser.zero_grad()
             nn.functional.cross_entropy(net(points), y[batch]).backward()
             optimiser.step()
@@ -276,11 +334,14 @@ LEEWAY = 0.005
 
 
 def check(trained: Trained, name: str, norm: str, theirs: Tensor, who: str) -> None:
-    """Ours leaves no more than theirs plus half a point, on a case where there is something left to win and to lose."""
+    """Ours leaves no more than theirs plus half a point, on a case where there is something left to
+    win and to lose."""
     left, clean = trained.accuracy(name, theirs), trained.accuracy(name, trained.x)
     assert clean > 0.9
     assert left < clean
-    assert trained.ours(name, norm) <= left + LEEWAY, f"{who} leaves {left:.3f}, ours {trained.ours(name, norm):.3f}"
+    assert trained.ours(name, norm) <= left + LEEWAY, (
+        f"{who} leaves {left:.3f}, ours {trained.ours(name, norm):.3f}"
+    )
 
 
 @pytest.mark.parametrize(("name", "norm"), [*((name, "L2") for name in NAMES), ("dense", "Linf")])
@@ -292,11 +353,15 @@ def test_foolbox_is_not_stronger(trained: Trained, name: str, norm: str) -> None
     kind = foolbox.attacks.L2PGD if norm == "L2" else foolbox.attacks.LinfPGD
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        _, theirs, _ = kind(rel_stepsize=2.5 / 50, steps=50)(model, trained.x, trained.y, epsilons=eps)
+        _, theirs, _ = kind(rel_stepsize=2.5 / 50, steps=50)(
+            model, trained.x, trained.y, epsilons=eps
+        )
     check(trained, name, norm, theirs, "Foolbox")
 
 
-@pytest.mark.parametrize(("name", "norm"), [("dense", "Linf"), ("predictive", "L2"), ("robust", "L2")])
+@pytest.mark.parametrize(
+    ("name", "norm"), [("dense", "Linf"), ("predictive", "L2"), ("robust", "L2")]
+)
 def test_autoattack_is_not_stronger(trained: Trained, name: str, norm: str) -> None:
     importlib.import_module("pyautoattack")
     attack = to_autoattack(trained.predictors[name], trained.ball(name, norm), 10)
@@ -320,7 +385,13 @@ def test_art_is_not_stronger(trained: Trained, name: str) -> None:
     wrapped = to_art(trained.predictors[name], (1, 8, 8), 10, box=(0.0, 1.0))
     eps = trained.ball(name, "L2").eps
     attack = evasion.ProjectedGradientDescent(
-        wrapped, norm=2, eps=eps, eps_step=2.5 * eps / 50, max_iter=50, batch_size=500, verbose=False
+        wrapped,
+        norm=2,
+        eps=eps,
+        eps_step=2.5 * eps / 50,
+        max_iter=50,
+        batch_size=500,
+        verbose=False,
     )
     theirs = torch.tensor(attack.generate(trained.x.numpy(), trained.y.numpy()))
     check(trained, name, "L2", theirs, "ART")
@@ -332,7 +403,13 @@ def test_art_attacks_a_regressor_as_hard_as_we_do() -> None:
     predict = from_torch(net, "mean", scale=1.0)
     x, y = torch.randn(20, 4), torch.randn(20)
     attack = evasion.ProjectedGradientDescent(
-        to_art(predict, (4,)), norm=2, eps=0.5, eps_step=0.1, max_iter=30, batch_size=20, verbose=False
+        to_art(predict, (4,)),
+        norm=2,
+        eps=0.5,
+        eps_step=0.1,
+        max_iter=30,
+        batch_size=20,
+        verbose=False,
     )
     theirs = squared_error(predict(torch.tensor(attack.generate(x.numpy(), y.numpy()))), y)
     ours = squared_error(predict(strong_suite(L2(0.5), queries=0)(predict, x, y)), y)
@@ -359,7 +436,9 @@ def test_autoattack_takes_a_unit_box_of_tensors_and_images_of_the_classes_it_was
     with pytest.raises(ValueError, match="x must have 4 dimensions"):
         to_autoattack(classes, ball, 4).run_standard_evaluation(x.flatten(1), y)
     for wrong in (3, 5):
-        with pytest.raises(ValueError, match=f"num_classes must be the number that predict knows, 4, got {wrong}"):
+        with pytest.raises(
+            ValueError, match=f"num_classes must be the number that predict knows, 4, got {wrong}"
+        ):
             to_autoattack(classes, ball, wrong).run_standard_evaluation(x, y)
     attack = to_autoattack(classes, ball, 4)
     attack.attacks_to_run = ["apgd-ce"]
@@ -372,5 +451,7 @@ def test_autoattack_takes_a_unit_box_of_tensors_and_images_of_the_classes_it_was
 def test_art_is_told_the_number_of_classes() -> None:
     importlib.import_module("art.estimators")
     wrapped = to_art(classes, (9,), 5)
-    with pytest.raises(ValueError, match="num_classes must be the number that predict knows, 4, got 5"):
+    with pytest.raises(
+        ValueError, match="num_classes must be the number that predict knows, 4, got 5"
+    ):
         wrapped.predict(np.zeros((2, 9), dtype=np.float32))

@@ -1,4 +1,5 @@
-"""The package's shape: imports go downward, the core needs three packages, nothing unpickles, public names are documented."""
+"""The package's shape: imports go downward, the core needs three packages, nothing unpickles,
+public names are documented."""
 
 from __future__ import annotations
 
@@ -15,10 +16,13 @@ ROOT = Path(advbayes.__file__).parent
 LAYOUT = """
 seeds checks progress types likelihoods model posteriors balls attacks channels objectives
 accelerated predictive purification smoothing adapters training metrics conformal decisions
-certification store evaluation auditing datasets networks config runs report experiments estimators testing cli
+certification store evaluation auditing datasets networks config runs report experiments
+estimators testing cli
 """
 ORDER = LAYOUT.split()
-CORE_PACKAGES = {"advbayes", "torch", "numpy", "safetensors", "filelock"} | set(sys.stdlib_module_names)
+CORE_PACKAGES = {"advbayes", "torch", "numpy", "safetensors", "filelock"} | set(
+    sys.stdlib_module_names
+)
 CORE = ORDER[: ORDER.index("auditing") + 1]
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -28,7 +32,8 @@ def module_of(path: Path) -> str:
 
 
 def top_imports(tree: ast.Module) -> list[tuple[str, int]]:
-    """Modules imported when the file is imported (those inside functions are optional parts, asked for when used)."""
+    """Modules imported when the file is imported (those inside functions are optional parts, asked
+    for when used)."""
     found: list[tuple[str, int]] = []
 
     def visit(node: ast.AST) -> None:
@@ -62,16 +67,34 @@ def test_imports_go_strictly_downward(path: Path) -> None:
         if parts[0] == "advbayes" and len(parts) > 1:
             assert parts[1] in ORDER, f"{path.name}:{line} imports {name}"
             below = parts[1] == own or ORDER.index(parts[1]) < ORDER.index(own)
-            assert below, f"{path.name}:{line}: {own} imports {parts[1]}, which stands below it in the layout"
+            assert below, (
+                f"{path.name}:{line}: {own} imports {parts[1]}, which stands below it in the layout"
+            )
         elif own in CORE:
             assert parts[0] in CORE_PACKAGES, (
-                f"{path.name}:{line} imports {name}: the core needs torch, numpy, safetensors, filelock alone"
+                f"{path.name}:{line} imports {name}: the core needs torch, numpy, safetensors, "
+                f"filelock alone"
             )
 
 
-FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "yaml"}
+FORBIDDEN_MODULES = {
+    "pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "marshal",
+    "shelve",
+    "yaml",
+}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
-FORBIDDEN_ATTRIBUTES = {("torch", "load"), ("torch", "save"), ("np", "load"), ("numpy", "load"), ("yaml", "load")}
+FORBIDDEN_ATTRIBUTES = {
+    ("torch", "load"),
+    ("torch", "save"),
+    ("np", "load"),
+    ("numpy", "load"),
+    ("yaml", "load"),
+}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -106,8 +129,17 @@ def test_public_names_exist_and_are_documented() -> None:
 def test_type_checkers_see_the_names_that_run_time_has() -> None:
     """The lazy table and the imports for type checkers are one list."""
     tree = ast.parse((ROOT / "__init__.py").read_text())
-    block = next(node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
-    seen = {(alias.name, node.module) for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    block = next(
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    )
+    seen = {
+        (alias.name, node.module)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     assert seen == {(name, f"advbayes.{home}") for name, home in advbayes._HOME_OF.items()}
 
 
@@ -115,7 +147,8 @@ def test_the_core_imports_without_the_extras() -> None:
     """A fresh interpreter in which every optional package is missing still imports and predicts."""
     script = (
         "import sys\n"
-        "for name in ('sklearn', 'pooch', 'typer', 'rich', 'pydantic', 'matplotlib', 'jinja2', 'scipy', 'pandas'):\n"
+        "for name in ('sklearn', 'pooch', 'typer', 'rich', 'pydantic', 'matplotlib', 'jinja2', "
+        "'scipy', 'pandas'):\n"
         "    sys.modules[name] = None\n"
         "import torch, advbayes\n"
         "m = advbayes.BayesianModel(torch.nn.Linear(2, 2), advbayes.Categorical())\n"

@@ -1,4 +1,5 @@
-"""What every attack does with what it is given: shapes and types of y, losses with entries, boxes, large inputs, histories."""
+"""What every attack does with what it is given: shapes and types of y, losses with entries, boxes,
+large inputs, histories."""
 
 from __future__ import annotations
 
@@ -56,14 +57,18 @@ def linear(num_in: int, shift: float = 0.0) -> tuple[Predictor, Tensor]:
     return predict, weights
 
 
-def labelled(num: int, num_in: int, shift: float = 0.0, spread: float = 1.0) -> tuple[Predictor, Tensor, Tensor]:
+def labelled(
+    num: int, num_in: int, shift: float = 0.0, spread: float = 1.0
+) -> tuple[Predictor, Tensor, Tensor]:
     predict, _ = linear(num_in, shift)
     x = shift + spread * torch.randn(num, num_in, generator=generator_for(1, "x"))
     return predict, x, predict(x).logits.argmax(1)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("ball", [L2(0.5), Linf(0.3), L2(0.5, box=(1990.0, 2010.0), scale=0.5)], ids=repr)
+@pytest.mark.parametrize(
+    "ball", [L2(0.5), Linf(0.3), L2(0.5, box=(1990.0, 2010.0), scale=0.5)], ids=repr
+)
 def test_points_stay_in_the_ball_where_x_is_large(name: str, ball: Ball) -> None:
     predict, x, y = labelled(60, 5, shift=2000.0, spread=0.5)
     x_adv = EVERY[name](ball)(predict, x, y, generator=generator_for(0, "attack"))
@@ -125,7 +130,9 @@ def test_one_output_in_either_shape(name: str) -> None:
     wanted = attack(flat, x, y, generator=generator_for(0, "attack"))
     for predict in (flat, column):
         for target in (y, y[:, None], y.double(), y.double()[:, None]):
-            assert torch.allclose(attack(predict, x, target, generator=generator_for(0, "attack")), wanted, atol=1e-5)
+            assert torch.allclose(
+                attack(predict, x, target, generator=generator_for(0, "attack")), wanted, atol=1e-5
+            )
 
 
 def test_targets_of_another_shape_are_named() -> None:
@@ -133,7 +140,9 @@ def test_targets_of_another_shape_are_named() -> None:
         return Normal(x[:, 0], 1.0)
 
     for loss in (nll, squared_error):
-        with pytest.raises(ValueError, match=r"y must have the prediction's shape \(5,\), got .* of shape \(5, 2\)"):
+        with pytest.raises(
+            ValueError, match=r"y must have the prediction's shape \(5,\), got .* of shape \(5, 2\)"
+        ):
             pgd(L2(1.0), 3, loss)(predict, torch.zeros(5, 3), torch.zeros(5, 2))
 
 
@@ -148,27 +157,50 @@ def test_a_wanted_distribution_in_every_shape() -> None:
         return Independent(Normal(x[:, :2], torch.ones(2)), 1)
 
     y = torch.zeros(40)
-    attack = [pgd(L2(1.0), 20, DivergenceFrom(target, 1.0), restarts=2) for target in (wish, wish[:, None])]
+    attack = [
+        pgd(L2(1.0), 20, DivergenceFrom(target, 1.0), restarts=2)
+        for target in (wish, wish[:, None])
+    ]
     first, second = (each(predict, x, y, generator=generator_for(0, "attack")) for each in attack)
     assert torch.equal(first, second)
     nearest = x[:, 0] + (wish - x[:, 0]).clamp(-1, 1)
     assert torch.allclose(first[:, 0], nearest, atol=0.07)  # half a step
-    number, same = (pgd(L2(1.0), 20, DivergenceFrom(t, 1.0))(predict, x, y) for t in (2.0, torch.full((40,), 2.0)))
+    number, same = (
+        pgd(L2(1.0), 20, DivergenceFrom(t, 1.0))(predict, x, y)
+        for t in (2.0, torch.full((40,), 2.0))
+    )
     assert torch.equal(number, same)
     shared, each = (
-        pgd(L2(1.0), 10, DivergenceFrom(t, 1.0), restarts=2)(two, x, torch.zeros(40, 2), generator=generator_for(0, "attack"))
+        pgd(L2(1.0), 10, DivergenceFrom(t, 1.0), restarts=2)(
+            two, x, torch.zeros(40, 2), generator=generator_for(0, "attack")
+        )
         for t in (torch.tensor([[1.0, 2.0]]), torch.tensor([1.0, 2.0]).expand(40, 2).clone())
     )
     assert torch.equal(shared, each)
-    with pytest.raises(ValueError, match=r"target must be a number or \(40, 2\) for these examples, got shape \(40,\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"target must be a number or \(40, 2\) for these examples, got shape \(40,\)",
+    ):
         pgd(L2(1.0), 3, DivergenceFrom(wish, 1.0))(two, x, torch.zeros(40, 2))
 
 
-@pytest.mark.parametrize("make", [lambda c: MarginTo(c), lambda c: Toward(MarginTo(c)), lambda c: DivergenceFrom(c.float(), 1.0)])
-@pytest.mark.parametrize("attack", [lambda loss: pgd(L2(1.0), 3, loss), lambda loss: APGD(L2(1.0), loss, 3)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda c: MarginTo(c),
+        lambda c: Toward(MarginTo(c)),
+        lambda c: DivergenceFrom(c.float(), 1.0),
+    ],
+)
+@pytest.mark.parametrize(
+    "attack", [lambda loss: pgd(L2(1.0), 3, loss), lambda loss: APGD(L2(1.0), loss, 3)]
+)
 def test_losses_for_other_examples_are_refused(make: Callable, attack: Callable) -> None:  # type: ignore[type-arg]
     predict, x, y = labelled(20, 4)
-    with pytest.raises(ValueError, match="loss must hold one entry for each of the 10 examples of x, got one for 20"):
+    with pytest.raises(
+        ValueError,
+        match="loss must hold one entry for each of the 10 examples of x, got one for 20",
+    ):
         attack(make(y))(predict, x[10:], y[10:])
 
 
@@ -186,31 +218,83 @@ def test_a_loss_of_ones_own_needs_rows_alone() -> None:
             return ByWayOf(self.classes[index])
 
     classes = (y + 1) % 3
-    own, ours = (pgd(L2(1.0), 5, loss, restarts=2, stop_at_success=True) for loss in (ByWayOf(classes), MarginTo(classes)))
-    found, wanted = (attack(predict, x, y, generator=generator_for(0, "attack")) for attack in (own, ours))
+    own, ours = (
+        pgd(L2(1.0), 5, loss, restarts=2, stop_at_success=True)
+        for loss in (ByWayOf(classes), MarginTo(classes))
+    )
+    found, wanted = (
+        attack(predict, x, y, generator=generator_for(0, "attack")) for attack in (own, ours)
+    )
     assert torch.equal(found, wanted)
 
 
 BAD: list[tuple[str, Callable[[Predictor, Tensor, Tensor], object], type[Exception], str]] = [
-    ("float labels", lambda p, x, y: pgd(L2(1.0), 3)(p, x, y.float()), TypeError, "y must hold integer class labels"),
-    ("truth values", lambda p, x, y: pgd(L2(1.0), 3)(p, x, y > 0), TypeError, "y must hold integer class labels"),
-    ("no such class", lambda p, x, y: pgd(L2(1.0), 3)(p, x, y + 2), ValueError, "y must hold labels from 0 to 2, got 2 to 4"),
-    ("columns", lambda p, x, y: pgd(L2(1.0), 3)(p, x, y[:, None]), ValueError, r"is y of shape \(B,\)\?"),
-    ("regression's loss", lambda p, x, y: pgd(L2(1.0), 3, squared_error)(p, x, y), TypeError, "is a loss for regression"),
-    ("logits", lambda p, x, y: pgd(L2(1.0), 3)(lambda x: p(x).logits, x, y), TypeError, "predict must return a torch Distrib"),  # type: ignore[attr-defined]
-    ("nothing", lambda p, x, y: pgd(L2(1.0), 3)(None, x, y), TypeError, "predict must be a Predictor"),  # type: ignore[arg-type]
+    (
+        "float labels",
+        lambda p, x, y: pgd(L2(1.0), 3)(p, x, y.float()),
+        TypeError,
+        "y must hold integer class labels",
+    ),
+    (
+        "truth values",
+        lambda p, x, y: pgd(L2(1.0), 3)(p, x, y > 0),
+        TypeError,
+        "y must hold integer class labels",
+    ),
+    (
+        "no such class",
+        lambda p, x, y: pgd(L2(1.0), 3)(p, x, y + 2),
+        ValueError,
+        "y must hold labels from 0 to 2, got 2 to 4",
+    ),
+    (
+        "columns",
+        lambda p, x, y: pgd(L2(1.0), 3)(p, x, y[:, None]),
+        ValueError,
+        r"is y of shape \(B,\)\?",
+    ),
+    (
+        "regression's loss",
+        lambda p, x, y: pgd(L2(1.0), 3, squared_error)(p, x, y),
+        TypeError,
+        "is a loss for regression",
+    ),
+    (
+        "logits",
+        lambda p, x, y: pgd(L2(1.0), 3)(lambda x: p(x).logits, x, y),
+        TypeError,
+        "predict must return a torch Distrib",
+    ),  # type: ignore[attr-defined]
+    (
+        "nothing",
+        lambda p, x, y: pgd(L2(1.0), 3)(None, x, y),
+        TypeError,
+        "predict must be a Predictor",
+    ),  # type: ignore[arg-type]
     (
         "one answer",
         lambda p, x, y: pgd(L2(1.0), 3)(lambda x: Categorical(logits=torch.zeros(3)), x, y),
         ValueError,
         r"of batch shape \(20,\) for 20 inputs, got \(\)",
     ),
-    ("words", lambda p, x, y: L2(1.0, box=("a", "b")), TypeError, "box must hold numbers or tensors, got 'a'"),  # type: ignore[arg-type]
-    ("a word", lambda p, x, y: L2(1.0, scale="a"), TypeError, "scale must hold numbers or tensors, got 'a'"),  # type: ignore[arg-type]
+    (
+        "words",
+        lambda p, x, y: L2(1.0, box=("a", "b")),
+        TypeError,
+        "box must hold numbers or tensors, got 'a'",
+    ),  # type: ignore[arg-type]
+    (
+        "a word",
+        lambda p, x, y: L2(1.0, scale="a"),
+        TypeError,
+        "scale must hold numbers or tensors, got 'a'",
+    ),  # type: ignore[arg-type]
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "words"), [case[1:] for case in BAD], ids=[case[0] for case in BAD])
+@pytest.mark.parametrize(
+    ("call", "error", "words"), [case[1:] for case in BAD], ids=[case[0] for case in BAD]
+)
 def test_bad_input_is_named(call: Callable, error: type[Exception], words: str) -> None:  # type: ignore[type-arg]
     with pytest.raises(error, match=words):
         call(*labelled(20, 4))
@@ -231,7 +315,10 @@ def test_predictors_without_gradients_are_named() -> None:
         return predict(x.detach())
 
     for name in ("one_step", "PGD", "APGD"):
-        with pytest.warns(NoGradientWarning, match="predict gives no gradient, so attacks that need one move at random"):
+        with pytest.warns(
+            NoGradientWarning,
+            match="predict gives no gradient, so attacks that need one move at random",
+        ):
             EVERY[name](L2(0.5))(blind, x, y)
     for name in ("Square", "HardLabel", "RandomSearch"):
         EVERY[name](L2(0.5))(blind, x, y)

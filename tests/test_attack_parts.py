@@ -1,4 +1,5 @@
-"""One walk over an attack: another ball, budget or number of steps reaches every part, and no defense."""
+"""One walk over an attack: another ball, budget or number of steps reaches every part, and no
+defense."""
 
 from __future__ import annotations
 
@@ -11,7 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution
 
-from advbayes import APGD, L2, BayesianModel, HardLabel, Linf, MarginTo, MinimumNorm, Noise, RandomSearch, Square, audit, pgd
+from advbayes import (
+    APGD,
+    L2,
+    BayesianModel,
+    HardLabel,
+    Linf,
+    MarginTo,
+    MinimumNorm,
+    Noise,
+    RandomSearch,
+    Square,
+    audit,
+    pgd,
+)
 from advbayes import Categorical as Classes
 from advbayes.attacks import (
     Suite,
@@ -54,7 +68,12 @@ class Wrapped:
     more: Any
 
     def __call__(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         x_adv: Tensor = self.first(predict, x, y, generator=generator)
         return x_adv
@@ -80,19 +99,28 @@ ATTACKS: dict[str, Callable[[Ball], Any]] = {
     "HardLabel": lambda ball: HardLabel(ball, 6),
     "NearestCentre": lambda ball: NearestCentre(ball, 6),
     "Annealed": lambda ball: Annealed(ball, steps=6, start=pgd(ball, 6, step_size=0.1 * ball.eps)),
-    "suite": lambda ball: strong_suite(ball, steps=6, queries=6, others=(Annealed(ball, start=pgd(ball)),)),
+    "suite": lambda ball: strong_suite(
+        ball, steps=6, queries=6, others=(Annealed(ball, start=pgd(ball)),)
+    ),
     "transfer": lambda ball: Transfer(Suite((pgd(ball, 6), APGD(ball))), (linear,)),
-    "wrapped": lambda ball: Wrapped(pgd(ball, 6, step_size=ball.eps), {"a": [Square(ball, 6)], "b": (pgd(ball),)}["a"]),
+    "wrapped": lambda ball: Wrapped(
+        pgd(ball, 6, step_size=ball.eps), {"a": [Square(ball, 6)], "b": (pgd(ball),)}["a"]
+    ),
     "mapping": lambda ball: Wrapped(pgd(ball, 6), {"a": Square(ball, 6), "b": pgd(ball)}),
 }
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_made_again_in_a_ball_is_the_attack_made_in_it(name: str) -> None:
-    """with_ball, with_eps and the constructor agree on every part: balls, and step sizes in proportion."""
+    """with_ball, with_eps and the constructor agree on every part: balls, and step sizes in
+    proportion."""
     make, old, new = ATTACKS[name], L2(1.0, box=(-5, 5)), Linf(0.25)
     assert with_ball(make(old), new) == make(new)
-    assert with_eps(make(old), 0.25) == with_ball(make(old), replace(old, eps=0.25)) == make(replace(old, eps=0.25))
+    assert (
+        with_eps(make(old), 0.25)
+        == with_ball(make(old), replace(old, eps=0.25))
+        == make(replace(old, eps=0.25))
+    )
     assert text_of(with_eps(make(old), 1.0)) == text_of(make(old))
     assert ball_of(make(old)) == old
 
@@ -103,8 +131,14 @@ def test_steps_are_scaled_in_every_part(name: str) -> None:
     twice = with_steps(attack, 2)
     assert steps_of(twice) == 2 * (steps_of(attack) or 0) > 0
     assert with_steps(twice, 0.5) == attack
-    restarted = [settings(part)["restarts"] for part in parts_of(with_restarts(attack, 3)) if "restarts" in settings(part)]
-    assert restarted == [3 * settings(part)["restarts"] for part in parts_of(attack) if "restarts" in settings(part)]
+    restarted = [
+        settings(part)["restarts"]
+        for part in parts_of(with_restarts(attack, 3))
+        if "restarts" in settings(part)
+    ]
+    assert restarted == [
+        3 * settings(part)["restarts"] for part in parts_of(attack) if "restarts" in settings(part)
+    ]
 
 
 @pytest.mark.parametrize("make", [Square, RandomSearch], ids=lambda make: make.__name__)
@@ -152,7 +186,13 @@ def test_a_defense_keeps_what_it_holds() -> None:
 
 
 def test_a_closed_part_cannot_be_moved_in_silence() -> None:
-    def closed(predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+    def closed(
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
         return x
 
     for attack in (closed, Suite((pgd(L2(1.0)), closed)), Wrapped(pgd(L2(1.0)), (closed,))):
@@ -162,7 +202,8 @@ def test_a_closed_part_cannot_be_moved_in_silence() -> None:
             with_eps(attack, 2.0)
 
 
-# --- which predictors an attack is made for -----------------------------------------------------------------------------
+# --- which predictors an attack is made for
+# -----------------------------------------------------------------------------
 
 
 def purified() -> Purifier:
@@ -189,16 +230,29 @@ def test_an_attack_says_which_predictors_it_is_made_for() -> None:
 def test_an_audit_by_a_purifiers_own_attacks_comes_to_an_end() -> None:
     ball, data, controls = L2(0.5), (X[:16], Y[:16]), ("E13", "E19", "E20")
     attacks = {"a": Annealed(ball, steps=2, start=pgd(ball, 2)), "n": NearestCentre(ball)}
-    verdict = audit(purified(), data, ball=ball, tier="quick", attacks=attacks, support=Support(undefended=linear))
+    verdict = audit(
+        purified(),
+        data,
+        ball=ball,
+        tier="quick",
+        attacks=attacks,
+        support=Support(undefended=linear),
+    )
     assert verdict["E1"].status == "passed"
     assert [verdict[id].status for id in controls] == ["not run"] * 3
     mixed = audit(
-        purified(), data, ball=ball, attacks={**attacks, "p": APGD(ball)}, support=Support(undefended=linear), only=controls
+        purified(),
+        data,
+        ball=ball,
+        attacks={**attacks, "p": APGD(ball)},
+        support=Support(undefended=linear),
+        only=controls,
     )
     assert [mixed[id].status != "not run" for id in controls] == [True] * 3
 
 
-# --- the sphere ---------------------------------------------------------------------------------------------------------
+# --- the sphere -----------------------------------------------------------------------------------
+# ----------------------
 
 
 def test_points_of_the_sphere_heed_scale_and_mask() -> None:
@@ -207,8 +261,10 @@ def test_points_of_the_sphere_heed_scale_and_mask() -> None:
     drawn = L2(2.0, scale=scale, mask=mask).sphere(x, generator=generator_for(0, "sphere")) / scale
     assert torch.allclose(drawn.norm(dim=1), torch.full((4000,), 2.0), atol=1e-5)
     assert not bool(drawn[:, 3].any())
-    share = drawn[:, :3].square().mean(0) / 4  # every direction alike: a third of the budget in each
-    assert float((share - 1 / 3).abs().max()) < 5 * float((4 / 45 / 4000) ** 0.5)  # Var of u^2 on the 2-sphere is 4/45
+    # every direction alike: a third of the budget in each
+    share = drawn[:, :3].square().mean(0) / 4
+    # Var of u^2 on the 2-sphere is 4/45
+    assert float((share - 1 / 3).abs().max()) < 5 * float((4 / 45 / 4000) ** 0.5)
     corners = Linf(0.5, scale=scale, mask=mask).sphere(x[:9], generator=generator_for(0, "sphere"))
     assert torch.equal(corners.abs(), (0.5 * scale * mask).expand(9, 4))
     boxed = L2(2.0, box=(0, 1)).sphere(x[:50], generator=generator_for(0, "sphere"))

@@ -1,4 +1,5 @@
-"""How strong the attacks are: against recorded levels on a small trained net, and against exact maxima."""
+"""How strong the attacks are: against recorded levels on a small trained net, and against exact
+maxima."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ from advbayes.types import Attack, Predictor
 
 from . import digits
 
-# attack -> the share of 120 test images that it breaks, L2 with eps 0.6 and Linf with eps 0.1, as recorded
+# attack -> the share of 120 test images that it breaks, L2 with eps 0.6 and Linf with eps 0.1, as
+# recorded
 LEVELS: dict[str, tuple[Callable[[Ball], Attack], float, float]] = {
     "one step": (one_step, 0.61, 0.475),
     "PGD": (lambda ball: pgd(ball, 10), 0.69, 0.505),
@@ -64,7 +66,8 @@ def broken(attack: Attack, predict: Predictor, num: int = NUM) -> Tensor:
 @pytest.mark.parametrize("name", LEVELS)
 @pytest.mark.parametrize("norm", ["L2", "Linf"])
 def test_an_attack_breaks_as_many_as_it_did(name: str, norm: str) -> None:
-    """From both sides: an attack that breaks more than recorded has changed as well, and its level is to be recorded anew."""
+    """From both sides: an attack that breaks more than recorded has changed as well, and its level
+    is to be recorded anew."""
     make, *levels = LEVELS[name]
     ball: Ball = L2(0.6, box=(0.0, 1.0)) if norm == "L2" else Linf(0.1, box=(0.0, 1.0))
     share = float(broken(make(ball), digits.net()).double().mean())
@@ -84,12 +87,15 @@ class Counted:
 
 @pytest.mark.parametrize("ball", [L2(0.5, box=(0.0, 1.0)), Linf(0.08, box=(0.0, 1.0))], ids=repr)
 def test_the_default_attacks_find_what_the_suite_finds_for_little_more(ball: Ball) -> None:
-    """Beside APGD on two losses and three wrong classes, the five runs of whole length that they were: 1.5 times the work."""
+    """Beside APGD on two losses and three wrong classes, the five runs of whole length that they
+    were: 1.5 times the work."""
     steps, num, counted = 15, 80, Counted(digits.net())
     attacks = default_attacks(ball, "classification", steps=steps).values()
     together = torch.stack([broken(attack, counted, num) for attack in attacks]).any(0)
     assert counted.passes / num <= 1.5 * 5 * 3 * steps
-    assert torch.equal(together, broken(strong_suite(ball, steps=steps, queries=50), digits.net(), num))
+    assert torch.equal(
+        together, broken(strong_suite(ball, steps=steps, queries=50), digits.net(), num)
+    )
 
 
 def test_the_audit_and_the_suite_run_the_same_attacks() -> None:
@@ -103,22 +109,36 @@ def test_the_audit_and_the_suite_run_the_same_attacks() -> None:
     def mean(x: Tensor) -> Distribution:
         return Normal(x[:, 0], 1.0)
 
-    for predict, y, task in ((classes, x[:, :2].argmax(1), "classification"), (mean, x[:, 0], "regression")):
+    for predict, y, task in (
+        (classes, x[:, :2].argmax(1), "classification"),
+        (mean, x[:, 0], "regression"),
+    ):
         attacks = default_attacks(ball, task, steps=budget.steps, restarts=budget.restarts)
         suite = strong_suite(ball, steps=budget.steps, restarts=budget.restarts)
-        assert set(attacks.values()) < set(suite.attacks if task == "classification" else suite.regression)
+        assert set(attacks.values()) < set(
+            suite.attacks if task == "classification" else suite.regression
+        )
         asked = [
-            audit(Counted(predict), (x, y), ball=ball, tier="quick", attacks=each, only=("E0", "E3", "E16"))
+            audit(
+                Counted(predict),
+                (x, y),
+                ball=ball,
+                tier="quick",
+                attacks=each,
+                only=("E0", "E3", "E16"),
+            )
             for each in (None, attacks)
         ]
         assert asked[0].findings == asked[1].findings
 
 
-# --- several outputs ----------------------------------------------------------------------------------------------------
+# --- several outputs ------------------------------------------------------------------------------
+# ----------------------
 
 
 def largest(ball: Ball, weight: Tensor, residual: Tensor) -> Tensor:
-    """max |r + W d|^2 over the ball: in L2 d = (lambda - W'W)^-1 W'r with the lambda that gives |d| = eps; else all corners."""
+    """max |r + W d|^2 over the ball: in L2 d = (lambda - W'W)^-1 W'r with the lambda that gives |d|
+    = eps; else all corners."""
     weight, residual = weight.double(), residual.double()
     if isinstance(ball, L2):
         values, vectors = torch.linalg.eigh(weight.T @ weight)
@@ -133,15 +153,20 @@ def largest(ball: Ball, weight: Tensor, residual: Tensor) -> Tensor:
         d = ball.eps * d / d.norm(dim=1, keepdim=True)
         return (residual + d @ weight.T).square().sum(1)
     num = weight.shape[1]
-    corners = ball.eps * (((torch.arange(2**num).unsqueeze(1) >> torch.arange(num)) & 1).double() * 2 - 1)
+    corners = ball.eps * (
+        ((torch.arange(2**num).unsqueeze(1) >> torch.arange(num)) & 1).double() * 2 - 1
+    )
     return (residual.unsqueeze(1) + corners @ weight.T).square().sum(-1).amax(1)
 
 
 @pytest.mark.parametrize("outputs", [2, 3, 5])
 @pytest.mark.parametrize("noise", [0.3, 3.0])
 @pytest.mark.parametrize("ball", [L2(0.5), L2(3.0), Linf(0.2)], ids=repr)
-def test_errors_of_several_outputs_come_near_the_largest(outputs: int, noise: float, ball: Ball) -> None:
-    """Within a thousandth in L2; in Linf, where the exact answer is among the 2^d corners, within a hundredth on average."""
+def test_errors_of_several_outputs_come_near_the_largest(
+    outputs: int, noise: float, ball: Ball
+) -> None:
+    """Within a thousandth in L2; in Linf, where the exact answer is among the 2^d corners, within a
+    hundredth on average."""
     generator = generator_for(outputs, "linear")
     weight = torch.randn(outputs, 2 * outputs, generator=generator)
     x = torch.randn(100, 2 * outputs, generator=generator)
@@ -172,5 +197,8 @@ def test_one_output_is_pushed_both_ways() -> None:
         return Normal(torch.where(x[:, 0] > 0, x[:, 0], 3 * x[:, 0]), 1.0)
 
     x, y = torch.full((4, 1), 0.1), torch.zeros(4)
-    for attack in (default_attacks(L2(1.0), "regression")["APGD squared_error"], strong_suite(L2(1.0), queries=0)):
+    for attack in (
+        default_attacks(L2(1.0), "regression")["APGD squared_error"],
+        strong_suite(L2(1.0), queries=0),
+    ):
         assert torch.allclose(predict(attack(predict, x, y)).mean, torch.full((4,), -2.7))

@@ -51,7 +51,9 @@ from advbayes.purification import Purifier
 from advbayes.smoothing import Smoothed
 
 IDS = [f"E{number}" for number in range(31)]
-SMALL = Budget(num=60, steps=10, restarts=1, random_points=10, queries=50, max_steps=80, max_thetas=40)
+SMALL = Budget(
+    num=60, steps=10, restarts=1, random_points=10, queries=50, max_steps=80, max_thetas=40
+)
 BALL = L2(0.5)
 
 
@@ -74,9 +76,20 @@ BOTH: dict[str, Any] = {"nll": pgd(BALL, 10), "margin": pgd(BALL, 10, margin)}
 
 
 def check(id: str, predict: Any = MODEL, **options: Any) -> Finding:
-    chosen: dict[str, Any] = {"ball": BALL, "tier": SMALL, "progress": False, "threat_model": ThreatModel(units="raw")}
+    chosen: dict[str, Any] = {
+        "ball": BALL,
+        "tier": SMALL,
+        "progress": False,
+        "threat_model": ThreatModel(units="raw"),
+    }
     data = options.pop("data", (X, Y))
-    support = Support(**{field.name: options.pop(field.name) for field in fields(Support) if field.name in options})
+    support = Support(
+        **{
+            field.name: options.pop(field.name)
+            for field in fields(Support)
+            if field.name in options
+        }
+    )
     return audit(predict, data, only=(id,), support=support, **(chosen | options))[id]
 
 
@@ -84,7 +97,8 @@ def claimed(arrays: dict[str, Tensor], **fields: Any) -> Claim:
     return Claim(arrays, **fields)
 
 
-# --- the table and the levels -------------------------------------------------------------------------------------------
+# --- the table and the levels
+# -------------------------------------------------------------------------------------------
 
 
 def test_every_rule_has_its_check() -> None:
@@ -93,7 +107,9 @@ def test_every_rule_has_its_check() -> None:
 
 def test_levels_follow_the_rules() -> None:
     def level(*statuses: str, certified: bool = False, mandatory: bool = True) -> str:
-        found = tuple(Finding(f"E{i}", "", status, mandatory=mandatory) for i, status in enumerate(statuses))  # type: ignore[arg-type]
+        found = tuple(
+            Finding(f"E{i}", "", status, mandatory=mandatory) for i, status in enumerate(statuses)
+        )  # type: ignore[arg-type]
         return Verdict(found, certified=certified).level
 
     assert level("passed", "not applicable") == "B"
@@ -106,7 +122,15 @@ def test_levels_follow_the_rules() -> None:
 
 def test_a_verdict_is_text_and_json_and_goes_under_a_table() -> None:
     unsaid = ThreatModel(units="standardised")
-    verdict = audit(MODEL, (X, Y), ball=BALL, tier=SMALL, progress=False, threat_model=unsaid, only=("E0", "E1", "E13"))
+    verdict = audit(
+        MODEL,
+        (X, Y),
+        ball=BALL,
+        tier=SMALL,
+        progress=False,
+        threat_model=unsaid,
+        only=("E0", "E1", "E13"),
+    )
     assert verdict.level == "D"
     assert {"E2", "E13"} <= set(verdict.not_run)
     assert not {"E0", "E1"} & set(verdict.not_run)
@@ -115,11 +139,18 @@ def test_a_verdict_is_text_and_json_and_goes_under_a_table() -> None:
     assert json.loads(json.dumps(verdict.json()))["level"] == "D"
     assert verdict.text().splitlines()[-1] == verdict.line()
     absent = len(verdict.not_run)
-    sentence = f"The attacked numbers must not be quoted as they are: one check failed, and {absent} checks did not run"
-    assert verdict.line().startswith(f"audit (custom): level D. {sentence}; failed E0 †; not run E2, E3")
+    sentence = (
+        f"The attacked numbers must not be quoted as they are: one check failed, and "
+        f"{absent} checks did not run"
+    )
+    assert verdict.line().startswith(
+        f"audit (custom): level D. {sentence}; failed E0 †; not run E2, E3"
+    )
     table = evaluate(MODEL, (X, Y), attacks={"PGD": pgd(BALL, 5)}).table(verdict=verdict)
     assert table.text().splitlines()[-1] == verdict.line()
-    marked = [line for line in table.markdown().splitlines() if "†" in line and line.startswith("|")]
+    marked = [
+        line for line in table.markdown().splitlines() if "†" in line and line.startswith("|")
+    ]
     assert len(marked) == 2  # PGD and worst, not clean and not the trivial ones
     with pytest.raises(KeyError, match="no check 'E99'"):
         verdict["E99"]
@@ -132,7 +163,9 @@ def test_the_quick_tier_leaves_checks_out_and_says_so() -> None:
 
 
 def test_costs_grow_with_the_tier() -> None:
-    quick, standard, full = (audit_cost(MODEL, (X, Y), ball=BALL, tier=tier) for tier in ("quick", "standard", "full"))
+    quick, standard, full = (
+        audit_cost(MODEL, (X, Y), ball=BALL, tier=tier) for tier in ("quick", "standard", "full")
+    )
     assert quick.passes < standard.passes < full.passes
     assert quick.by_check["E11"] == 0
     assert standard.by_check["E11"] == 5000
@@ -140,7 +173,8 @@ def test_costs_grow_with_the_tier() -> None:
     assert standard.seconds > 0
 
 
-# --- rule by rule -------------------------------------------------------------------------------------------------------
+# --- rule by rule ---------------------------------------------------------------------------------
+# ----------------------
 
 
 def test_e0_names_what_is_missing_and_what_contradicts() -> None:
@@ -149,8 +183,13 @@ def test_e0_names_what_is_missing_and_what_contradicts() -> None:
     standardised = check("E0", threat_model=ThreatModel(units="standardised"))
     assert "scale (of the standardised units)" in standardised.advice
     assert check("E0", threat_model=ThreatModel(units="standardised", scale=0.3)).status == "passed"
-    assert "eps is said to be 2" in check("E0", threat_model=ThreatModel(units="raw", eps=2.0)).advice
-    assert "norm is said to be Linf" in check("E0", threat_model=ThreatModel(units="raw", norm="Linf")).advice
+    assert (
+        "eps is said to be 2" in check("E0", threat_model=ThreatModel(units="raw", eps=2.0)).advice
+    )
+    assert (
+        "norm is said to be Linf"
+        in check("E0", threat_model=ThreatModel(units="raw", norm="Linf")).advice
+    )
     with pytest.raises(ValueError, match="units must be one of"):
         ThreatModel(units="pixels")
 
@@ -160,7 +199,10 @@ def test_e1_uses_the_exact_tolerance() -> None:
     for factor, wanted in ((1 + 5e-6, "passed"), (1 + 3e-5, "failed")):
         arrays = {"a": (X.double() + 0.5 * factor * direction.double())}
         model = Linear(MODEL.weight.double())
-        assert check("E1", model, data=(X.double(), Y), claim=claimed(arrays), attacks={}).status == wanted
+        assert (
+            check("E1", model, data=(X.double(), Y), claim=claimed(arrays), attacks={}).status
+            == wanted
+        )
     broken = X.clone()
     broken[3] = math.nan
     assert check("E1", claim=claimed({"a": broken}), attacks={}).figures["infeasible"] == 1
@@ -172,7 +214,9 @@ class Restless:
 
     ball: Any
 
-    def __call__(self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+    def __call__(
+        self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None
+    ) -> Tensor:
         return x * (1 + 1e-6)
 
 
@@ -188,7 +232,9 @@ class Backwards:
     ball: Any
     steps: int = 5
 
-    def __call__(self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+    def __call__(
+        self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None
+    ) -> Tensor:
         return 2 * x - pgd(self.ball, self.steps)(predict, x, y)
 
 
@@ -219,7 +265,9 @@ def test_e4_and_e5_want_the_whole_box_to_win() -> None:
 
         ball: Any
 
-        def __call__(self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        def __call__(
+            self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None
+        ) -> Tensor:
             step = min(self.ball.eps, 1.0 / max(self.ball.eps, 1e-9))
             return pgd(L2(step), 10)(predict, x, y)
 
@@ -255,7 +303,9 @@ class RandomStart:
     ball: Any
     restarts: int = 1
 
-    def __call__(self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+    def __call__(
+        self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None
+    ) -> Tensor:
         return RandomSearch(self.ball, self.restarts)(predict, x, y, generator=generator)
 
 
@@ -299,9 +349,16 @@ def test_e14_and_e15_need_both_kinds_of_knowledge() -> None:
     model, posterior = bayesian()
     known = PosteriorPredictive(model, posterior.sample(20, generator=generator(1)))
     fresh = FreshPredictive(model, posterior, 20, generator(2))
-    assert check("E14", known).status == check("E15", known).status == check("E10", known).status == "not run"
+    assert (
+        check("E14", known).status
+        == check("E15", known).status
+        == check("E10", known).status
+        == "not run"
+    )
     options: dict[str, Any] = {"ball": BALL, "tier": SMALL, "progress": False}
-    verdict = audit(known, (X, Y), only=("E10", "E14", "E15"), support=Support(fresh=fresh), **options)
+    verdict = audit(
+        known, (X, Y), only=("E10", "E14", "E15"), support=Support(fresh=fresh), **options
+    )
     assert all(verdict[id].status == "passed" for id in ("E10", "E14", "E15"))
     assert verdict.level == "D", "checks left out never count as passed"
     assert verdict["E15"].figures.keys() == {"thetas known", "thetas fresh"}
@@ -312,8 +369,11 @@ def test_e14_and_e15_need_both_kinds_of_knowledge() -> None:
 
 def test_thetas_are_found_inside_of_wrappers() -> None:
     model, posterior = bayesian()
-    smoothed = Smoothed(PosteriorPredictive(model, posterior.sample(3, generator=generator(1))), sigma=0.1, num=4)
-    assert check("E15", smoothed).status == "not run"  # there is a theta to know, and nobody was given who does not
+    smoothed = Smoothed(
+        PosteriorPredictive(model, posterior.sample(3, generator=generator(1))), sigma=0.1, num=4
+    )
+    # there is a theta to know, and nobody was given who does not
+    assert check("E15", smoothed).status == "not run"
 
 
 def test_e16_wants_a_margin_beside_the_likelihood() -> None:
@@ -324,7 +384,11 @@ def test_e16_wants_a_margin_beside_the_likelihood() -> None:
 def test_e17_wants_the_minimum_of_the_columns() -> None:
     arrays = {"a": X, "b": X}
     correct = {"a": torch.arange(60) < 30, "b": torch.arange(60) < 40}
-    for worst, wanted in ((None, "failed"), (torch.arange(60) < 35, "failed"), (torch.arange(60) < 30, "passed")):
+    for worst, wanted in (
+        (None, "failed"),
+        (torch.arange(60) < 35, "failed"),
+        (torch.arange(60) < 30, "passed"),
+    ):
         claim = claimed(arrays, correct=correct, worst=worst)
         assert check("E17", claim=claim, attacks={}).status == wanted
 
@@ -363,7 +427,8 @@ def test_e22_saying_nothing_is_better_than_saying_wrong() -> None:
     wrong = check("E22", Linear(-9 * MODEL.weight))
     assert "NLL above ln C = 1.099" in wrong.advice
     assert "majority" in wrong.advice
-    assert check("E22", Linear(40 * MODEL.weight), better=True, ball=L2(1.5)).status == "failed"  # under attack it is worse
+    # under attack it is worse
+    assert check("E22", Linear(40 * MODEL.weight), better=True, ball=L2(1.5)).status == "failed"
 
     y = X[:, 0] + 0.1 * torch.randn(60, generator=generator(3))
 
@@ -407,16 +472,23 @@ def test_e25_wants_seeds_and_significance() -> None:
     assert check("E25").status == "not run"
     assert check("E25", num_seeds=4).status == "failed"
     assert check("E25", num_seeds=5).status == "passed"
-    report = evaluate({"a": MODEL, "b": Linear(1.01 * MODEL.weight)}, (X, Y), attacks={"PGD": pgd(BALL, 5)})
+    report = evaluate(
+        {"a": MODEL, "b": Linear(1.01 * MODEL.weight)}, (X, Y), attacks={"PGD": pgd(BALL, 5)}
+    )
     assert "bold" in check("E25", num_seeds=5, better=True, evaluation=report).advice
-    report = evaluate({"a": MODEL, "b": Linear(-MODEL.weight)}, (X, Y), attacks={"PGD": pgd(BALL, 5)})
+    report = evaluate(
+        {"a": MODEL, "b": Linear(-MODEL.weight)}, (X, Y), attacks={"PGD": pgd(BALL, 5)}
+    )
     assert check("E25", num_seeds=5, better=True, evaluation=report).status == "passed"
 
 
 def test_e26_wants_an_attack_on_the_detectors_score() -> None:
     assert check("E26").status == "not applicable"
     assert check("E26", detector="entropy").status == "failed"
-    assert check("E26", detector="entropy", attacks={**BOTH, "entropy": entropy_pgd(BALL, 5)}).status == "passed"
+    assert (
+        check("E26", detector="entropy", attacks={**BOTH, "entropy": entropy_pgd(BALL, 5)}).status
+        == "passed"
+    )
 
 
 def test_e27_scores_the_files_again(tmp_path: Path) -> None:
@@ -440,17 +512,22 @@ def test_e30_wants_a_family_that_training_has_not_seen() -> None:
     assert check("E30", channel=Noise(0.0)).status == "passed"
 
 
-# --- records by others, and bad input -------------------------------------------------------------------------------------
+# --- records by others, and bad input
+# -------------------------------------------------------------------------------------
 
 
 def test_records_by_others_are_judged_from_their_arrays() -> None:
     x_adv = pgd(BALL, 10)(MODEL, X, Y)
     correct = MODEL(x_adv).logits.argmax(1) == Y
     options: dict[str, Any] = {"predict": MODEL, "ball": BALL, "tier": SMALL, "progress": False}
-    verdict = audit_records((X, Y), {"PGD": x_adv}, correct={"PGD": correct}, worst=correct, **options)
+    verdict = audit_records(
+        (X, Y), {"PGD": x_adv}, correct={"PGD": correct}, worst=correct, **options
+    )
     assert verdict["E1"].status == verdict["E17"].status == verdict["E12"].status == "passed"
     assert verdict["E6"].status == "not run"  # nothing is known of the attack
-    boast = audit_records((X, Y), {"PGD": x_adv}, correct={"PGD": torch.ones(60, dtype=torch.bool)}, **options)
+    boast = audit_records(
+        (X, Y), {"PGD": x_adv}, correct={"PGD": torch.ones(60, dtype=torch.bool)}, **options
+    )
     assert {"E17", "E27"} <= set(boast.failed)
 
 

@@ -23,12 +23,15 @@ from advbayes.certification import Certificates, certify
 from advbayes.smoothing import Smoothed
 from tests import zoo
 
-SMALL = Budget(num=40, steps=5, restarts=1, random_points=5, queries=20, max_steps=20, certified_again=40)
+SMALL = Budget(
+    num=40, steps=5, restarts=1, random_points=5, queries=20, max_steps=20, certified_again=40
+)
 WEIGHT = torch.tensor([[1.0, 0.0], [-1.0, 0.0]])
 
 
 def line(x: Tensor) -> Classes:
-    """Two classes on both sides of a line: the smoothed vote's radius is the distance to it, exactly."""
+    """Two classes on both sides of a line: the smoothed vote's radius is the distance to it,
+    exactly."""
     return Classes(logits=20 * x @ WEIGHT.T)
 
 
@@ -44,7 +47,12 @@ def _few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def audited(certified: Any, predict: Any = SMOOTHED, **options: Any) -> Verdict:
-    chosen: dict[str, Any] = {"ball": L2(0.5), "tier": SMALL, "progress": False, "attacks": {"a": pgd(L2(0.5), 5)}}
+    chosen: dict[str, Any] = {
+        "ball": L2(0.5),
+        "tier": SMALL,
+        "progress": False,
+        "attacks": {"a": pgd(L2(0.5), 5)},
+    }
     return audit(predict, options.pop("data", (X, Y)), certified=certified, **(chosen | options))
 
 
@@ -59,9 +67,15 @@ def test_an_honest_certificate_is_level_a_and_its_accuracy_is_reported() -> None
     assert 0 < share < 1
     assert found.level == "A", found.line()
     assert found.summary["certified accuracy"] == pytest.approx(share)
-    assert found.sentence() == f"A share of {share:.4g} of the examples is proven right within eps = 0.5, whatever the attack."
+    assert (
+        found.sentence()
+        == f"A share of {share:.4g} of the examples is proven right within eps = 0.5, whatever "
+        f"the attack."
+    )
     assert found.sentence()[:-1] in found.line()
-    assert json.loads(json.dumps(found.json()))["summary"]["certified accuracy"] == pytest.approx(share)
+    assert json.loads(json.dumps(found.json()))["summary"]["certified accuracy"] == pytest.approx(
+        share
+    )
 
 
 def test_an_overclaim_of_a_tenth_falls() -> None:
@@ -79,7 +93,8 @@ def test_honest_radii_are_confirmed_and_stretched_ones_are_not_whatever_the_seed
 
 
 def test_radii_that_are_larger_on_average_are_found_though_each_is_possible() -> None:
-    """A tenth too large, but none beyond what the votes can certify: old and new cannot be exchanged."""
+    """A tenth too large, but none beyond what the votes can certify: old and new cannot be
+    exchanged."""
     stretched = replace(HELD, radii=torch.where(HELD.radii < 0.9, 1.1 * HELD.radii, HELD.radii))
     why = certified_again(case(stretched), SMOOTHED, stretched).why
     assert "larger than when certified again" in why, why
@@ -94,7 +109,8 @@ def test_a_single_impossible_radius_is_found() -> None:
 
 
 def test_examples_are_attacked_at_their_own_radius() -> None:
-    """On a line the exact radius is the distance: a tenth beyond it every example falls, a tenth within it none does."""
+    """On a line the exact radius is the distance: a tenth beyond it every example falls, a tenth
+    within it none does."""
     exact = torch.where(X[:, 0].abs() > 0.4, X[:, 0].abs(), 0.0).double()
     for factor, wanted in ((0.9, 0), (1.1, int((exact > 0).sum()))):
         held = replace(HELD, radii=factor * exact, classes=Y, n=20_000)
@@ -121,7 +137,10 @@ def test_errors_of_the_predictors_few_draws_do_not_contradict_a_certificate() ->
         ({"predict": Smoothed(line, 0.4, num=32)}, "it is for sigma = 0.5, the predictor has 0.4"),
         ({"ball": Linf(0.5), "attacks": {"a": pgd(Linf(0.5), 5)}}, "the radii are L2 radii"),
         ({"ball": L2(9.0), "attacks": {"a": pgd(L2(9.0), 5)}}, "it certifies nothing at eps"),
-        ({"claim": Claim({"a": X}, correct={"a": torch.ones(40)}, worst=torch.ones(40))}, "did not run"),
+        (
+            {"claim": Claim({"a": X}, correct={"a": torch.ones(40)}, worst=torch.ones(40))},
+            "did not run",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore::advbayes.evaluation.UnitsWarning")
@@ -178,4 +197,10 @@ def test_bad_radii_are_named(certified: Any, message: str) -> None:
 
 def test_regression_has_no_certificate() -> None:
     with pytest.raises(ValueError, match="no meaning in regression"):
-        audit(lambda x: Normal(x[:, 0], 1.0), (X, X[:, 0]), ball=L2(0.5), tier=SMALL, certified=np.ones(40))
+        audit(
+            lambda x: Normal(x[:, 0], 1.0),
+            (X, X[:, 0]),
+            ball=L2(0.5),
+            tier=SMALL,
+            certified=np.ones(40),
+        )

@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
-from advbayes import L2, BayesianModel, Claim, PosteriorPredictive, Square, ThreatModel, audit, from_function, margin, nll
+from advbayes import (
+    L2,
+    BayesianModel,
+    Claim,
+    PosteriorPredictive,
+    Square,
+    ThreatModel,
+    audit,
+    from_function,
+    margin,
+    nll,
+)
 from advbayes import Categorical as Classes
 from advbayes.accelerated import passes
 from advbayes.attacks import APGD
@@ -45,12 +56,18 @@ def points(num: int, spacing: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 def found(*ids: str, model: Predictor | None = None, **options: Any) -> Any:
-    chosen: dict[str, Any] = {"ball": L2(0.3), "tier": SMALL, "progress": False, "data": points(40)} | options
+    chosen: dict[str, Any] = {
+        "ball": L2(0.3),
+        "tier": SMALL,
+        "progress": False,
+        "data": points(40),
+    } | options
     data = chosen.pop("data")
     return audit(Counted() if model is None else model, data, only=ids, **chosen)
 
 
-# --- E0: units ---------------------------------------------------------------------------------------------------------
+# --- E0: units ------------------------------------------------------------------------------------
+# ---------------------
 
 
 @pytest.mark.parametrize("box", [None, (-3.0, 3.0)])
@@ -70,18 +87,24 @@ def test_a_claim_must_say_its_units() -> None:
     x, y = points(40)
     claim = Claim({"a": x + torch.tensor([0.3, 0.0, 0.0, 0.0])})
     for said, missing in ((None, True), ("raw", False)):
-        e0 = found("E0", data=(x, y), claim=claim, attacks={"a": APGD(L2(0.3), nll, 5)}, threat_model=ThreatModel(units=said))[
-            "E0"
-        ]
+        e0 = found(
+            "E0",
+            data=(x, y),
+            claim=claim,
+            attacks={"a": APGD(L2(0.3), nll, 5)},
+            threat_model=ThreatModel(units=said),
+        )["E0"]
         assert ("say units" in e0.advice) == missing
 
 
-# --- E8: many examples watched in one run -------------------------------------------------------------------------------
+# --- E8: many examples watched in one run
+# -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Shrinking:
-    """Moves every example past the boundary and, if `forgets`, returns it where it began; asks about ever fewer rows."""
+    """Moves every example past the boundary and, if `forgets`, returns it where it began; asks
+    about ever fewer rows."""
 
     ball: Ball
     forgets: bool
@@ -89,7 +112,12 @@ class Shrinking:
     steps: int = 2
 
     def __call__(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         broken = APGD(self.ball, self.loss, 20)(predict, x, y, generator=generator)
         for start in range(len(x)):
@@ -111,7 +139,12 @@ class Choosy(Shrinking):
     """Attacks the examples whose second feature is positive, and lets the others alone."""
 
     def __call__(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         x_adv = torch.where(x[:, 1:2] > 0, x - torch.tensor([0.2, 0.0, 0.0]), x)
         for start in range(len(x)):
@@ -120,16 +153,22 @@ class Choosy(Shrinking):
 
 
 def test_e8_does_not_take_a_neighbour_for_the_example() -> None:
-    """Where balls meet, a broken point of one example may lie in another's ball: that one has missed nothing."""
-    x = torch.cartesian_prod(torch.tensor([0.1]), torch.tensor([-0.01, 0.01]), 2 * torch.arange(16.0))
+    """Where balls meet, a broken point of one example may lie in another's ball: that one has
+    missed nothing."""
+    x = torch.cartesian_prod(
+        torch.tensor([0.1]), torch.tensor([-0.01, 0.01]), 2 * torch.arange(16.0)
+    )
     straight = from_function(lambda z: torch.stack([z[:, 0], -z[:, 0]], 1), "logits")
     ball, y = L2(0.3), torch.zeros(32, dtype=torch.long)
-    e8 = found("E8", model=straight, data=(x, y), ball=ball, attacks={"a": Choosy(ball, False)})["E8"]
+    e8 = found("E8", model=straight, data=(x, y), ball=ball, attacks={"a": Choosy(ball, False)})[
+        "E8"
+    ]
     assert (e8.status, e8.figures["watched"]) == ("passed", 32)
 
 
 def test_e8_asks_about_examples_together() -> None:
-    """With balls apart a run of all examples is all that is asked for, whatever leaves the batch."""
+    """With balls apart a run of all examples is all that is asked for, whatever leaves the
+    batch."""
     ball, attack = L2(0.45), APGD(L2(0.45), margin, 10, stop_at_success=True)
     model, alone = Counted(), Counted()
     found("E8", model=model, ball=ball, attacks={"a": attack})
@@ -138,14 +177,16 @@ def test_e8_asks_about_examples_together() -> None:
     assert model.calls <= alone.calls + 15
 
 
-# --- black boxes --------------------------------------------------------------------------------------------------------
+# --- black boxes ----------------------------------------------------------------------------------
+# ----------------------
 
 
 def test_the_quick_tier_spends_a_tenth_of_the_queries_on_black_boxes_and_no_other_does() -> None:
     assert {name: budget.blind_queries or budget.queries for name, budget in TIERS.items()} == {
         "quick": 500, "standard": 5000, "full": 5000
     }  # fmt: skip
-    assert {budget.queries for budget in TIERS.values()} == {5000}  # E11's, which it asks for at any tier
+    # E11's, which it asks for at any tier
+    assert {budget.queries for budget in TIERS.values()} == {5000}
 
 
 def test_a_quick_audit_of_a_black_box_takes_few_calls() -> None:
@@ -155,7 +196,9 @@ def test_a_quick_audit_of_a_black_box_takes_few_calls() -> None:
     assert model.calls < 10_000  # of some 0.3 ms each; 5,000 queries a run made 60,000
 
 
-def test_queries_of_black_box_mode_are_the_budgets_where_nothing_else_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_of_black_box_mode_are_the_budgets_where_nothing_else_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[int] = []
     call = Square.__call__
 
@@ -169,7 +212,8 @@ def test_queries_of_black_box_mode_are_the_budgets_where_nothing_else_is_said(mo
     assert steps_of(blind_attacks(L2(0.3), "classification", 5, 77)["Square"]) == 77
 
 
-# --- passes that are not made twice -------------------------------------------------------------------------------------
+# --- passes that are not made twice
+# -------------------------------------------------------------------------------------
 
 
 def test_e4_takes_the_audited_radius_from_the_table() -> None:
@@ -184,13 +228,18 @@ def test_a_forgetful_copy_has_the_gradient_of_the_original() -> None:
     predict = PosteriorPredictive(model, 0.1 * torch.randn(3, model.num_params))
     x, y = torch.rand(4, 1, 8, 8), torch.arange(4)
     for ours, own in zip(
-        Forgetful(lambda: predict).loss_and_gradient(nll, x, y), predict.loss_and_gradient(nll, x, y), strict=True
+        Forgetful(lambda: predict).loss_and_gradient(nll, x, y),
+        predict.loss_and_gradient(nll, x, y),
+        strict=True,
     ):
         assert torch.equal(ours, own)
 
 
-@pytest.mark.parametrize("rows", [1, 47, 48, 49])  # of 64 pixels: up to 48 all thetas run as one batch
-def test_small_images_run_all_thetas_at_once_and_give_the_same(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+# of 64 pixels: up to 48 all thetas run as one batch
+@pytest.mark.parametrize("rows", [1, 47, 48, 49])
+def test_small_images_run_all_thetas_at_once_and_give_the_same(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
     model = BayesianModel(conv_net(size=8), Classes())
     thetas, x = 0.1 * torch.randn(5, model.num_params), torch.rand(rows, 1, 8, 8)

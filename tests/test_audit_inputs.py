@@ -1,4 +1,5 @@
-"""What an audit takes: arrays and tensors, targets of either shape and dtype; what it cannot take is named."""
+"""What an audit takes: arrays and tensors, targets of either shape and dtype; what it cannot take
+is named."""
 
 from __future__ import annotations
 
@@ -61,11 +62,23 @@ def test_arrays_are_judged_as_tensors_are() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"correct": {"a": torch.ones(3)}}, r"correct\['a'\] must hold one value for each of the 40 examples"),
-        ({"log_prob": {"a": -torch.ones(3)}}, r"log_prob\['a'\] must hold one value for each of the 40 examples"),
+        (
+            {"correct": {"a": torch.ones(3)}},
+            r"correct\['a'\] must hold one value for each of the 40 examples",
+        ),
+        (
+            {"log_prob": {"a": -torch.ones(3)}},
+            r"log_prob\['a'\] must hold one value for each of the 40 examples",
+        ),
         ({"worst": np.ones(3)}, "worst must hold one value for each of the 40 examples"),
-        ({"correct": {"b": torch.ones(40)}}, r"correct must speak of attacks in x_adv \(a\), got b"),
-        ({"correct": {"a": torch.full((40,), math.nan)}}, r"correct\['a'\] must say for each example"),
+        (
+            {"correct": {"b": torch.ones(40)}},
+            r"correct must speak of attacks in x_adv \(a\), got b",
+        ),
+        (
+            {"correct": {"a": torch.full((40,), math.nan)}},
+            r"correct\['a'\] must say for each example",
+        ),
         ({"worst": torch.full((40,), 7)}, "worst must say for each example"),
         ({"correct": torch.ones(40)}, "correct must be a mapping from the names of attacks"),
         ({"correct": {"a": [True] * 40}}, r"correct\['a'\] must be a tensor or an array"),
@@ -80,7 +93,12 @@ def test_claimed_scores_that_do_not_fit_are_named(options: dict[str, Any], messa
 def test_a_list_where_names_are_due(argument: str) -> None:
     given: dict[str, Any] = {argument: [pgd(BALL, 5)]}
     with pytest.raises(TypeError, match=f"{argument} must be a mapping from names"):
-        audit(predict, (X, Y), ball=BALL, **(given if argument == "attacks" else {"support": Support(**given)}))
+        audit(
+            predict,
+            (X, Y),
+            ball=BALL,
+            **(given if argument == "attacks" else {"support": Support(**given)}),
+        )
 
 
 def test_the_cost_of_a_list_is_named_too() -> None:
@@ -94,10 +112,15 @@ def regress(x: Tensor) -> Normal:
 
 @pytest.mark.parametrize("shape", [(40,), (40, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_regression_targets_of_either_shape_and_dtype(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_regression_targets_of_either_shape_and_dtype(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     y = X @ WEIGHT[0] + 0.1 * torch.randn(40, generator=torch.Generator().manual_seed(3))
     options: dict[str, Any] = {"ball": BALL, "tier": SMALL, "progress": False}
-    assert audit(regress, (X, y.to(dtype).reshape(shape)), **options).json() == audit(regress, (X, y), **options).json()
+    assert (
+        audit(regress, (X, y.to(dtype).reshape(shape)), **options).json()
+        == audit(regress, (X, y), **options).json()
+    )
 
 
 def test_regression_targets_of_two_outputs() -> None:
@@ -108,4 +131,9 @@ def test_regression_targets_of_two_outputs() -> None:
     found = audit(two, (X, y), ball=BALL, tier=SMALL, progress=False, only=("E1", "E3", "E12"))
     assert not found.failed
     claim = Claim({"a": X.numpy()})  # type: ignore[dict-item]
-    assert audit(two, (X, y), ball=BALL, claim=claim, tier=SMALL, progress=False, only=("E1",))["E1"].status == "passed"
+    assert (
+        audit(two, (X, y), ball=BALL, claim=claim, tier=SMALL, progress=False, only=("E1",))[
+            "E1"
+        ].status
+        == "passed"
+    )

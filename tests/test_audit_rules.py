@@ -1,4 +1,5 @@
-"""Every threshold of the audit from both sides, and its printed text read back against the numbers."""
+"""Every threshold of the audit from both sides, and its printed text read back against the
+numbers."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ from advbayes.evaluation.files import data_hash
 from tests import zoo
 
 BALL = L2(0.5)
-SMALL = Budget(num=60, steps=5, restarts=1, random_points=5, queries=20, max_steps=20, max_thetas=40)
+SMALL = Budget(
+    num=60, steps=5, restarts=1, random_points=5, queries=20, max_steps=20, max_thetas=40
+)
 WEIGHT = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
 X = torch.randn(60, 5, generator=torch.Generator().manual_seed(2))
 
@@ -57,13 +60,26 @@ Y = predict(X).logits.argmax(1)
 
 
 def looked_at(*ids: str, model: Any = predict, data: Any = (X, Y), **options: Any) -> Verdict:
-    support = Support(**{field.name: options.pop(field.name) for field in fields(Support) if field.name in options})
-    chosen: dict[str, Any] = {"ball": BALL, "tier": SMALL, "progress": False, "threat_model": ThreatModel(units="raw")}
+    support = Support(
+        **{
+            field.name: options.pop(field.name)
+            for field in fields(Support)
+            if field.name in options
+        }
+    )
+    chosen: dict[str, Any] = {
+        "ball": BALL,
+        "tier": SMALL,
+        "progress": False,
+        "threat_model": ThreatModel(units="raw"),
+    }
     return audit(model, data, only=ids, support=support, **(chosen | options))
 
 
 def case(**options: Any) -> Case:
-    found = _case(predict, (X, Y), BALL, SMALL, None, None, Support(), options.pop("claim", None), None, 0)
+    found = _case(
+        predict, (X, Y), BALL, SMALL, None, None, Support(), options.pop("claim", None), None, 0
+    )
     return replace(found, **options)
 
 
@@ -73,7 +89,8 @@ def columns(num: int, wrong: int) -> dict[str, Tensor]:
     return {"correct": correct, "log_prob": correct - 1.5, "loss": 1.5 - correct}
 
 
-# --- E28, E29 -----------------------------------------------------------------------------------------------------------
+# --- E28, E29 -------------------------------------------------------------------------------------
+# ----------------------
 
 
 def mcnemar(only_first: int) -> float:
@@ -82,7 +99,8 @@ def mcnemar(only_first: int) -> float:
 
 @pytest.mark.parametrize(("lost", "wanted"), [(14, False), (15, True)])
 def test_e28_takes_eight_points_off_before_mcnemar(lost: int, wanted: bool) -> None:
-    """100 examples: 8 are taken off, 7 discordant pairs of 7 have p = 1/128 < 1 %, 6 of 6 have 1/64."""
+    """100 examples: 8 are taken off, 7 discordant pairs of 7 have p = 1/128 < 1 %, 6 of 6 have
+    1/64."""
     bad, figures = remembering.loses_more(columns(100, lost), columns(100, 0), case())
     assert figures["p"] == mcnemar(lost - 8)
     assert bad is wanted
@@ -191,13 +209,20 @@ def test_a_copied_function_shares_nothing_that_it_changes() -> None:
     assert copies_of(predict, None).make is not None
 
 
-# --- claims -------------------------------------------------------------------------------------------------------------
+# --- claims ---------------------------------------------------------------------------------------
+# ----------------------
 
 
 def claim(x_adv: Tensor | None = None, **changes: Any) -> Claim:
     x_adv = pgd(BALL, 5)(predict, X, Y) if x_adv is None else x_adv
     correct = predict(x_adv).logits.argmax(1) == Y
-    held = {"correct": {"PGD": correct}, "worst": correct, "seed": 0, "config": {"a": 1}, "code": "0"}
+    held = {
+        "correct": {"PGD": correct},
+        "worst": correct,
+        "seed": 0,
+        "config": {"a": 1},
+        "code": "0",
+    }
     held |= {"test_size": len(X), "test_hash": data_hash(X, Y)}
     return Claim({"PGD": x_adv}, **(held | changes))
 
@@ -207,7 +232,11 @@ def test_e17_and_e27_print_what_is_claimed_beside_what_is_recomputed() -> None:
     verdict = looked_at("E17", "E27", claim=honest, attacks={})
     share = float(honest.correct["PGD"].double().mean())
     assert verdict["E27"].status == verdict["E17"].status == "passed", verdict.text()
-    assert verdict["E27"].figures["claimed PGD"] == verdict["E27"].figures["recomputed PGD"] == pytest.approx(share)
+    assert (
+        verdict["E27"].figures["claimed PGD"]
+        == verdict["E27"].figures["recomputed PGD"]
+        == pytest.approx(share)
+    )
     assert f"claimed_worst = {share:.4g}, recomputed_worst = {share:.4g}" in verdict["E17"].line()
 
 
@@ -243,7 +272,10 @@ def test_e27_names_what_a_claim_lacks(changes: dict[str, Any], said: str) -> Non
 
 
 def test_every_array_needs_its_scores() -> None:
-    two = Claim({"PGD": X, "other": X}, **{f.name: getattr(claim(X), f.name) for f in fields(Claim) if f.name != "x_adv"})
+    two = Claim(
+        {"PGD": X, "other": X},
+        **{f.name: getattr(claim(X), f.name) for f in fields(Claim) if f.name != "x_adv"},
+    )
     found = looked_at("E27", claim=two, attacks={})["E27"]
     assert "the correctness of other" in found.advice
 
@@ -274,7 +306,8 @@ def test_an_array_only_claim_fails_nothing_for_want_of_attacks() -> None:
     assert verdict.failed == ("E0",), verdict.text()  # steps, step size and loss are nowhere said
 
 
-# --- what helps is checked ----------------------------------------------------------------------------------------------
+# --- what helps is checked
+# ----------------------------------------------------------------------------------------------
 
 
 def flipping(num: int) -> Callable[[Tensor], Classes]:
@@ -288,16 +321,21 @@ def flipping(num: int) -> Callable[[Tensor], Classes]:
     return wrong
 
 
-@pytest.mark.parametrize(("off", "wanted"), [(1, "passed"), (2, "failed")])  # 1.7 and 3.3 points of 60
+# 1.7 and 3.3 points of 60
+@pytest.mark.parametrize(("off", "wanted"), [(1, "passed"), (2, "failed")])
 def test_e20_wants_a_control_within_three_points(off: int, wanted: str) -> None:
-    found = looked_at("E20", undefended=flipping(off), control_ball=L2(6.0), attacks={"a": pgd(BALL, 5)})["E20"]
+    found = looked_at(
+        "E20", undefended=flipping(off), control_ball=L2(6.0), attacks={"a": pgd(BALL, 5)}
+    )["E20"]
     assert found.status == wanted, found.line()
     assert ("within 3 points" in found.advice) is (wanted == "failed")
     assert found.figures["clean"] == pytest.approx(1 - off / 60)
 
 
 @pytest.mark.parametrize(("left", "wanted"), [(3, "passed"), (4, "failed")])  # of 60: 5 and 6.7 %
-def test_e20_leaves_the_control_five_percent(left: int, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_e20_leaves_the_control_five_percent(
+    left: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Case, "union", lambda self, *_, **__: columns(60, 60 - left))
     found = looked_at("E20", undefended=predict, control_ball=BALL)["E20"]
     assert found.status == wanted
@@ -313,20 +351,35 @@ def test_e20_prints_the_control_ball_relative_to_the_data() -> None:
 
 def test_e20_widens_the_ball_by_itself_up_to_half_the_distance_between_examples() -> None:
     found = looked_at("E20", undefended=predict, data=(X / 2, Y))["E20"]
-    assert BALL.eps < float(found.figures["eps"]) <= 0.5 * float((X - X.roll(1, 0)).norm(dim=1).median()) / 2 + 1e-6  # type: ignore[arg-type]
+    assert (
+        BALL.eps
+        < float(found.figures["eps"])
+        <= 0.5 * float((X - X.roll(1, 0)).norm(dim=1).median()) / 2 + 1e-6
+    )  # type: ignore[arg-type]
 
 
 def test_e20_wants_one_net() -> None:
     model, posterior = zoo.trained().model, zoo.trained().posterior
     data = zoo.digits()[2:]
-    single = advbayes.PosteriorPredictive(model, posterior.mean.expand(3, -1))  # three times the same net is one net
-    options: dict[str, Any] = {"model": single, "data": data, "ball": zoo.BALL, "control_ball": zoo.CONTROL}
+    # three times the same net is one net
+    single = advbayes.PosteriorPredictive(model, posterior.mean.expand(3, -1))
+    options: dict[str, Any] = {
+        "model": single,
+        "data": data,
+        "ball": zoo.BALL,
+        "control_ball": zoo.CONTROL,
+    }
     assert looked_at("E20", undefended=single, **options)["E20"].status == "passed"
     several = advbayes.PosteriorPredictive(model, posterior.sample(3))
     assert "averages over thetas" in looked_at("E20", undefended=several, **options)["E20"].advice
     other = advbayes.BayesianModel(torch.nn.Linear(64, 10), advbayes.Categorical())
-    narrow = advbayes.PosteriorPredictive(other, torch.zeros(1, other.num_params) + 0.01 * torch.randn(other.num_params))
-    assert "its architecture is another (650 parameters" in looked_at("E20", undefended=narrow, **options)["E20"].advice
+    narrow = advbayes.PosteriorPredictive(
+        other, torch.zeros(1, other.num_params) + 0.01 * torch.randn(other.num_params)
+    )
+    assert (
+        "its architecture is another (650 parameters"
+        in looked_at("E20", undefended=narrow, **options)["E20"].advice
+    )
 
 
 RECORD = Baseline("MNIST", "L2", 2.0, 0.99, 0.68, 1000, "four convolutions", "PGD", "0a1b2c3")
@@ -334,9 +387,16 @@ RECORD = Baseline("MNIST", "L2", 2.0, 0.99, 0.68, 1000, "four convolutions", "PG
 
 @pytest.mark.parametrize(
     ("clean", "worst", "wanted"),
-    [(0.942, 0.642, "passed"), (0.941, 0.7, "failed"), (0.99, 0.641, "failed"), (1.0, 1.0, "passed")],
+    [
+        (0.942, 0.642, "passed"),
+        (0.941, 0.7, "failed"),
+        (0.99, 0.641, "failed"),
+        (1.0, 1.0, "passed"),
+    ],
 )
-def test_e21_allows_five_points_below_the_published_figure(clean: float, worst: float, wanted: str) -> None:
+def test_e21_allows_five_points_below_the_published_figure(
+    clean: float, worst: float, wanted: str
+) -> None:
     record = replace(RECORD, clean=clean, worst=worst)
     found = looked_at("E21", baseline=record, dataset="mnist", ball=L2(2.0))["E21"]
     assert found.status == wanted, found.line()
@@ -346,7 +406,12 @@ def test_e21_allows_five_points_below_the_published_figure(clean: float, worst: 
 
 
 def test_e21_takes_a_record_of_this_threat_model_alone(tmp_path: Path) -> None:
-    assert looked_at("E21", baseline=replace(RECORD, eps=1.0), dataset="mnist", ball=L2(2.0))["E21"].status == "failed"
+    assert (
+        looked_at("E21", baseline=replace(RECORD, eps=1.0), dataset="mnist", ball=L2(2.0))[
+            "E21"
+        ].status
+        == "failed"
+    )
     assert looked_at("E21", baseline=RECORD, dataset="digits")["E21"].status == "not run"
     path = tmp_path / "record.json"
     path.write_text(json.dumps({**RECORD.__dict__, "machine": "x"}))
@@ -359,8 +424,11 @@ def test_e21_takes_a_record_of_this_threat_model_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("more", "wanted"), [(6, "failed"), (7, "passed")])
-def test_e21_elsewhere_wants_a_baseline_that_beats_the_control(more: int, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing is published: significantly (McNemar, 1 %) better than the undefended net under the same attack."""
+def test_e21_elsewhere_wants_a_baseline_that_beats_the_control(
+    more: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is published: significantly (McNemar, 1 %) better than the undefended net under
+    the same attack."""
     other = lambda x: predict(x)  # noqa: E731
 
     def union(self: Case, *_: Any, by: Any = None, **__: Any) -> dict[str, Tensor]:
@@ -380,12 +448,25 @@ def test_e11_reads_the_queries_off_the_attack(queries: int, wanted: str) -> None
 
 
 @pytest.mark.parametrize(("num", "wanted"), [(499, "passed"), (501, "failed")])
-def test_e11_allows_two_tenths_of_a_point(num: int, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_e11_allows_two_tenths_of_a_point(
+    num: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One example in 501 is less than 0.2 %, one in 499 is more."""
     monkeypatch.setattr(others, "QUERIES", 1)
     num = 1000 - num  # 501 or 499 examples
     x = torch.randn(num, 5, generator=torch.Generator().manual_seed(0))
-    found = _case(predict, (x, predict(x).logits.argmax(1)), BALL, replace(SMALL, num=num), None, None, Support(), None, None, 0)
+    found = _case(
+        predict,
+        (x, predict(x).logits.argmax(1)),
+        BALL,
+        replace(SMALL, num=num),
+        None,
+        None,
+        Support(),
+        None,
+        None,
+        0,
+    )
     found.memory |= {"clean": columns(num, 0), "columns": {"a": columns(num, 0)}}
     monkeypatch.setattr(Case, "attacked", lambda self, *_, **__: self.x)
     monkeypatch.setattr(Case, "scored", lambda self, *_, **__: columns(num, 1))
@@ -394,34 +475,52 @@ def test_e11_allows_two_tenths_of_a_point(num: int, wanted: str, monkeypatch: py
 
 def test_e27_wants_an_evaluation_of_these_data_in_this_ball(tmp_path: Path) -> None:
     def saved(name: str, attack: Any, rows: slice = slice(None)) -> Finding:
-        evaluate(predict, (X[rows], Y[rows]), attacks={"PGD": attack}, out=tmp_path / name, progress=False)
+        evaluate(
+            predict,
+            (X[rows], Y[rows]),
+            attacks={"PGD": attack},
+            out=tmp_path / name,
+            progress=False,
+        )
         return looked_at("E27", evaluation=tmp_path / name)["E27"]
 
     assert saved("same", pgd(BALL, 5)).status == "passed"
-    assert saved("part", pgd(BALL, 5), slice(20, 40)).status == "passed"  # some of the audited examples
+    # some of the audited examples
+    assert saved("part", pgd(BALL, 5), slice(20, 40)).status == "passed"
     assert "the evaluation has eps (0.25,), the ball 0.5" in saved("eps", pgd(L2(0.25), 5)).advice
-    assert "no attack of the evaluation stays in a ball of the norm L2" in saved("norm", pgd(Linf(0.5), 5)).advice
-    evaluate(predict, (X + 1, Y), attacks={"PGD": pgd(BALL, 5)}, out=tmp_path / "other", progress=False)
+    assert (
+        "no attack of the evaluation stays in a ball of the norm L2"
+        in saved("norm", pgd(Linf(0.5), 5)).advice
+    )
+    evaluate(
+        predict, (X + 1, Y), attacks={"PGD": pgd(BALL, 5)}, out=tmp_path / "other", progress=False
+    )
     other = looked_at("E27", evaluation=tmp_path / "other")["E27"]
     assert "60 of the evaluation's 60 inputs are not among the 60 audited ones" in other.advice
 
 
-# --- black boxes --------------------------------------------------------------------------------------------------------
+# --- black boxes ----------------------------------------------------------------------------------
+# ----------------------
 
 
 def blind(x: Tensor) -> Classes:
-    return Classes(logits=torch.tensor(x.numpy() @ WEIGHT.T.numpy()))  # an array: a gradient is refused
+    # an array: a gradient is refused
+    return Classes(logits=torch.tensor(x.numpy() @ WEIGHT.T.numpy()))
 
 
 def test_black_box_mode_is_for_predictors_without_any_gradient() -> None:
     assert not gives_gradient(blind, X)
-    assert gives_gradient(lambda x: Classes(logits=0 * x[:, :3]), X)  # zero is a gradient, and E9's business
+    # zero is a gradient, and E9's business
+    assert gives_gradient(lambda x: Classes(logits=0 * x[:, :3]), X)
     verdict = looked_at("E9", "E16", "E1", "E6", model=blind)
     assert verdict["E9"].status == verdict["E16"].status == "not applicable"
     assert any("black-box mode" in note for note in verdict.notes)
     assert verdict["E6"].status == "passed", verdict["E6"].line()
-    masked = looked_at("E9", "E16", model=lambda x: predict(x.detach()), attacks={"a": pgd(BALL, 5)})
-    assert masked["E9"].status == masked["E16"].status == "failed"  # an attack by gradients where there are none
+    masked = looked_at(
+        "E9", "E16", model=lambda x: predict(x.detach()), attacks={"a": pgd(BALL, 5)}
+    )
+    # an attack by gradients where there are none
+    assert masked["E9"].status == masked["E16"].status == "failed"
 
 
 def test_e6_doubles_queries_in_black_box_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,7 +532,9 @@ def test_e6_doubles_queries_in_black_box_mode(monkeypatch: pytest.MonkeyPatch) -
         return called(self, *args, **options)
 
     monkeypatch.setattr(Square, "__call__", watched)
-    looked_at("E6", model=blind, attacks={"Square": Square(BALL, 7)}, tier=replace(SMALL, max_steps=10))
+    looked_at(
+        "E6", model=blind, attacks={"Square": Square(BALL, 7)}, tier=replace(SMALL, max_steps=10)
+    )
     assert set(asked) == {7, 14}
 
 
@@ -441,7 +542,8 @@ def test_e6_doubles_queries_in_black_box_mode(monkeypatch: pytest.MonkeyPatch) -
 def test_estimated_gradients_are_exact_on_linear_models(ball: Any) -> None:
     attack, estimated = APGD(ball, margin, 10), ZerothOrder(APGD(ball, margin, 10))
     by_gradient, by_answers = (
-        predict(each(predict, X, Y, generator=torch.Generator().manual_seed(0))).logits.argmax(1) == Y
+        predict(each(predict, X, Y, generator=torch.Generator().manual_seed(0))).logits.argmax(1)
+        == Y
         for each in (attack, estimated)
     )
     assert torch.equal(by_gradient, by_answers)
@@ -457,20 +559,35 @@ def test_more_features_than_directions_are_asked_along_random_ones() -> None:
     y = model(wide).logits.argmax(1)
     left = {
         name: float(
-            (model(attack(model, wide, y, generator=torch.Generator().manual_seed(1))).logits.argmax(1) == y).float().mean()
+            (
+                model(
+                    attack(model, wide, y, generator=torch.Generator().manual_seed(1))
+                ).logits.argmax(1)
+                == y
+            )
+            .float()
+            .mean()
         )
-        for name, attack in {"blind": ZerothOrder(APGD(L2(1.0), margin, 20)), "noise": RandomSearch(L2(1.0), 20)}.items()
+        for name, attack in {
+            "blind": ZerothOrder(APGD(L2(1.0), margin, 20)),
+            "noise": RandomSearch(L2(1.0), 20),
+        }.items()
     }
     assert left["blind"] < left["noise"] - 0.2
 
 
-# --- one screen ---------------------------------------------------------------------------------------------------------
+# --- one screen -----------------------------------------------------------------------------------
+# ----------------------
 
 
 def test_the_call_fits_on_one_screen() -> None:
     import inspect
 
-    named = [p for p in inspect.signature(audit).parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    named = [
+        p
+        for p in inspect.signature(audit).parameters.values()
+        if p.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
     assert [p.name for p in named][:4] == ["predict", "data", "ball", "tier"]
     assert len(named) <= 12
 
@@ -486,20 +603,41 @@ def test_the_call_fits_on_one_screen() -> None:
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )
-def test_the_keywords_of_the_version_before_still_work_and_name_the_new_ones(old: dict[str, Any], new: str) -> None:
+def test_the_keywords_of_the_version_before_still_work_and_name_the_new_ones(
+    old: dict[str, Any], new: str
+) -> None:
     (name,) = old
-    with pytest.warns(DeprecationWarning, match=re.escape(f"audit({name}=...) will go in the next version: use {new}")):
-        before = audit(predict, (X, Y), ball=BALL, tier="quick", only=("E1", "E13", "E30"), progress=False, **old)
+    with pytest.warns(
+        DeprecationWarning,
+        match=re.escape(f"audit({name}=...) will go in the next version: use {new}"),
+    ):
+        before = audit(
+            predict,
+            (X, Y),
+            ball=BALL,
+            tier="quick",
+            only=("E1", "E13", "E30"),
+            progress=False,
+            **old,
+        )
     tiers = {"budget": SMALL, "batch_size": replace(advbayes.auditing.TIERS["quick"], batch_size=7)}
     support = Support(**old) if name not in tiers else None
     after = audit(
-        predict, (X, Y), ball=BALL, tier=tiers.get(name, "quick"), only=("E1", "E13", "E30"), progress=False, support=support
+        predict,
+        (X, Y),
+        ball=BALL,
+        tier=tiers.get(name, "quick"),
+        only=("E1", "E13", "E30"),
+        progress=False,
+        support=support,
     )
     assert before.json()["findings"] == after.json()["findings"]
 
 
 def test_unknown_keywords_are_refused() -> None:
-    with pytest.raises(TypeError, match="audit takes no argument undefendet; what helps it is Support"):
+    with pytest.raises(
+        TypeError, match="audit takes no argument undefendet; what helps it is Support"
+    ):
         audit(predict, (X, Y), ball=BALL, undefendet=predict)
     with pytest.raises(TypeError, match="support must be a Support"):
         audit(predict, (X, Y), ball=BALL, support={"undefended": predict})  # type: ignore[arg-type]
@@ -523,13 +661,19 @@ def test_a_purifiers_own_attack_can_be_audited() -> None:
     purified = advbayes.Purifier(held.model, Noise(0.3), held.thetas(2), zoo.digits()[0][:100])
     data = tuple(part[:12] for part in zoo.digits()[2:])
     attacks = {"a": advbayes.Annealed(zoo.BALL)}
-    chosen: dict[str, Any] = {"ball": zoo.BALL, "tier": replace(SMALL, num=12), "progress": False, "attacks": attacks}
+    chosen: dict[str, Any] = {
+        "ball": zoo.BALL,
+        "tier": replace(SMALL, num=12),
+        "progress": False,
+        "attacks": attacks,
+    }
     verdict = audit(purified, data, **chosen)
     cut = [finding.line() for finding in verdict.findings if "cut short" in finding.advice]
     assert not cut, cut
 
 
-# --- stochastic predictors ----------------------------------------------------------------------------------------------
+# --- stochastic predictors
+# ----------------------------------------------------------------------------------------------
 
 
 class Coin:
@@ -541,31 +685,47 @@ class Coin:
 
 
 def test_the_worst_of_many_harmless_attacks_on_noise_is_noise() -> None:
-    """Chosen and reported on the same draws, the least of eight coins would be far below one half."""
-    x, y = torch.randn(200, 5, generator=torch.Generator().manual_seed(0)), torch.zeros(200, dtype=torch.long)
+    """Chosen and reported on the same draws, the least of eight coins would be far below one
+    half."""
+    x, y = (
+        torch.randn(200, 5, generator=torch.Generator().manual_seed(0)),
+        torch.zeros(200, dtype=torch.long),
+    )
     attacks = {str(seed): RandomSearch(L2(0.05), 1 + seed) for seed in range(8)}
-    found = _case(Coin(), (x, y), L2(0.05), replace(SMALL, num=200), attacks, None, Support(), None, None, 0)
+    found = _case(
+        Coin(), (x, y), L2(0.05), replace(SMALL, num=200), attacks, None, Support(), None, None, 0
+    )
     assert found.stochastic
     union = strength.worst([found.clean, *found.columns().values()], "classification")
     assert abs(found.value(union) - 0.5) < 0.05
     assert found.value(found.worst()) > 0.4
 
 
-# --- text ---------------------------------------------------------------------------------------------------------------
+# --- text -----------------------------------------------------------------------------------------
+# ----------------------
 
 
 def test_levels_and_sentences_say_the_same_as_the_numbers() -> None:
     def verdict(*statuses: str, mandatory: bool = True, certified: bool = False) -> Verdict:
-        held = tuple(Finding(f"E{i}", f"check {i}", status, mandatory=mandatory) for i, status in enumerate(statuses))  # type: ignore[arg-type]
+        held = tuple(
+            Finding(f"E{i}", f"check {i}", status, mandatory=mandatory)
+            for i, status in enumerate(statuses)
+        )  # type: ignore[arg-type]
         return Verdict(
-            held, certified=certified, summary={"certified accuracy": 0.4375, "certified at eps": 0.5} if certified else {}
+            held,
+            certified=certified,
+            summary={"certified accuracy": 0.4375, "certified at eps": 0.5} if certified else {},
         )
 
-    assert verdict("passed", "passed").sentence() == "Every check that must pass did: the attacked numbers may be quoted."
+    assert (
+        verdict("passed", "passed").sentence()
+        == "Every check that must pass did: the attacked numbers may be quoted."
+    )
     assert verdict("failed", "failed").sentence().endswith("2 checks failed.")
     assert (
         verdict("failed", "not run", "not run").sentence()
-        == "The attacked numbers must not be quoted as they are: one check failed, and 2 checks did not run."
+        == "The attacked numbers must not be quoted as they are: one check failed, and 2 checks "
+        "did not run."
     )
     quiet = verdict("passed", "not run").sentence()
     assert quiet == "Nothing speaks against the attacked numbers so far, but one check did not run."
@@ -577,10 +737,14 @@ def test_levels_and_sentences_say_the_same_as_the_numbers() -> None:
 
 def test_every_figure_of_the_text_is_the_figure_of_the_json() -> None:
     verdict = looked_at("E0", "E1", "E3", "E12", "E20", undefended=predict)
-    lines = {line.split()[0]: line for line in verdict.text().splitlines() if re.match(r"E\d+ ", line)}
+    lines = {
+        line.split()[0]: line for line in verdict.text().splitlines() if re.match(r"E\d+ ", line)
+    }
     for found in verdict.json()["findings"]:
         for name, value in found["figures"].items():
-            shown = re.search(rf"[ ,:]{re.escape(name)} = ([^,.]+(?:\.\d+)?(?:e-?\d+)?)", lines[found["id"]])
+            shown = re.search(
+                rf"[ ,:]{re.escape(name)} = ([^,.]+(?:\.\d+)?(?:e-?\d+)?)", lines[found["id"]]
+            )
             assert shown, (name, lines[found["id"]])
             if isinstance(value, float):
                 assert float(shown[1]) == pytest.approx(value, rel=1e-3)
@@ -588,7 +752,9 @@ def test_every_figure_of_the_text_is_the_figure_of_the_json() -> None:
                 assert shown[1] == str(value)
     head = verdict.text().splitlines()[0]
     for name, value in verdict.summary.items():
-        assert float(head.split(f"{name} ")[1].split(",")[0]) == pytest.approx(float(value or 0), rel=1e-3)
+        assert float(head.split(f"{name} ")[1].split(",")[0]) == pytest.approx(
+            float(value or 0), rel=1e-3
+        )
 
 
 def test_a_dagger_stands_where_a_check_failed_and_not_where_none_ran() -> None:
@@ -604,10 +770,15 @@ def test_a_dagger_stands_where_a_check_failed_and_not_where_none_ran() -> None:
 def test_the_cost_names_what_is_trained_first() -> None:
     held = zoo.trained()
     support = Support(training=zoo.digits()[:2])
-    cost = audit_cost(held.predictive(2), zoo.digits()[2:], ball=zoo.BALL, tier="quick", support=support)
+    cost = audit_cost(
+        held.predictive(2), zoo.digits()[2:], ball=zoo.BALL, tier="quick", support=support
+    )
     assert cost.trained == ("undefended", "baseline")
     assert "trains undefended and baseline first" in str(cost)
-    assert cost.seconds > audit_cost(held.predictive(2), zoo.digits()[2:], ball=zoo.BALL, tier="quick").seconds
+    assert (
+        cost.seconds
+        > audit_cost(held.predictive(2), zoo.digits()[2:], ball=zoo.BALL, tier="quick").seconds
+    )
     assert {check.id for check in CHECKS} == set(cost.by_check)
 
 
@@ -618,7 +789,12 @@ def test_thresholds_are_those_of_the_rules() -> None:
     assert (controls.LEFT, controls.NEAR, controls.BEHIND) == (0.05, 0.03, 0.05)
     assert remembering.ALLOWED == 0.08
     assert {"margin", "dlr"} <= describing.MARGINS
-    assert SimpleNamespace(**{budget: vars(held)["queries"] for budget, held in advbayes.auditing.TIERS.items()}).full == 5000
+    assert (
+        SimpleNamespace(
+            **{budget: vars(held)["queries"] for budget, held in advbayes.auditing.TIERS.items()}
+        ).full
+        == 5000
+    )
 
 
 @dataclass(frozen=True)
@@ -628,12 +804,16 @@ class Half:
     ball: Any
     steps: int = 3
 
-    def __call__(self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+    def __call__(
+        self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None
+    ) -> Tensor:
         return x
 
 
 @pytest.mark.parametrize(("broken", "wanted"), [(1, "passed"), (2, "failed")])
-def test_e12_allows_half_a_percent_of_what_stands(broken: int, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_e12_allows_half_a_percent_of_what_stands(
+    broken: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num = 200
     x = torch.randn(num, 5, generator=torch.Generator().manual_seed(0))
     found = _case(
@@ -655,11 +835,24 @@ def test_e12_allows_half_a_percent_of_what_stands(broken: int, wanted: str, monk
 
 @pytest.mark.parametrize(("broken", "wanted"), [(1, "passed"), (2, "failed")])
 @pytest.mark.parametrize("id", ["E6", "E7"])
-def test_e6_and_e7_allow_half_a_point(id: str, broken: int, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_e6_and_e7_allow_half_a_point(
+    id: str, broken: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num = 200
     x = torch.randn(num, 5, generator=torch.Generator().manual_seed(0))
     budget = replace(SMALL, num=num, max_steps=3)
-    found = _case(predict, (x, predict(x).logits.argmax(1)), BALL, budget, {"a": Half(BALL)}, None, Support(), None, None, 0)
+    found = _case(
+        predict,
+        (x, predict(x).logits.argmax(1)),
+        BALL,
+        budget,
+        {"a": Half(BALL)},
+        None,
+        Support(),
+        None,
+        None,
+        0,
+    )
     found.memory |= {"clean": columns(num, 0), "columns": {"a": columns(num, 0)}}
     monkeypatch.setattr(Case, "scored", lambda self, *_, **__: columns(num, broken))
     run = strength.converged_in_steps if id == "E6" else strength.converged_in_restarts
@@ -683,11 +876,24 @@ def test_e9_allows_one_percent_without_a_gradient(flat: int, wanted: str) -> Non
 
 @pytest.mark.parametrize(("left", "wanted"), [(1, "passed"), (2, "failed")])
 @pytest.mark.parametrize("id", ["E4", "E5"])
-def test_e4_and_e5_leave_one_percent(id: str, left: int, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_e4_and_e5_leave_one_percent(
+    id: str, left: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num = 100
     x = torch.randn(num, 5, generator=torch.Generator().manual_seed(0))
     budget = replace(SMALL, num=num)
-    found = _case(predict, (x, predict(x).logits.argmax(1)), BALL, budget, {"a": Half(BALL)}, None, Support(), None, None, 0)
+    found = _case(
+        predict,
+        (x, predict(x).logits.argmax(1)),
+        BALL,
+        budget,
+        {"a": Half(BALL)},
+        None,
+        Support(),
+        None,
+        None,
+        0,
+    )
     monkeypatch.setattr(Case, "union", lambda self, *_, **__: columns(num, num - left))
     monkeypatch.setattr(Case, "columns", lambda self: {"a": columns(num, num - left)})
     assert (strength.monotone if id == "E4" else strength.unbounded)(found).status == wanted
@@ -697,18 +903,35 @@ def test_e4_and_e5_leave_one_percent(id: str, left: int, wanted: str, monkeypatc
 def test_e4_lets_accuracy_rise_by_chance(rise: int, wanted: str) -> None:
     """Seven discordant pairs of seven have p = 1/128 < 1 %, six of six 1/64."""
     found = case(attacks={"a": Half(BALL)})
-    found.memory["radii"] = [(0.1, columns(60, 30)), (0.5, columns(60, 30 - rise)), (9.0, columns(60, 60))]
+    found.memory["radii"] = [
+        (0.1, columns(60, 30)),
+        (0.5, columns(60, 30 - rise)),
+        (9.0, columns(60, 60)),
+    ]
     assert strength.monotone(found).status == wanted
 
 
 @pytest.mark.parametrize(("weaker", "wanted"), [(1, "passed"), (2, "failed")])
-def test_e14_lets_knowledge_cost_a_point(weaker: int, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_e14_lets_knowledge_cost_a_point(
+    weaker: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     num = 100
     x = torch.randn(num, 5, generator=torch.Generator().manual_seed(0))
     model = lambda x: predict(x)  # noqa: E731
     support = Support(fresh=model)
     data = x, predict(x).logits.argmax(1)
-    found = _case(predict, data, BALL, replace(SMALL, num=num), {"a": Half(BALL)}, None, support, None, None, 0)
+    found = _case(
+        predict,
+        data,
+        BALL,
+        replace(SMALL, num=num),
+        {"a": Half(BALL)},
+        None,
+        support,
+        None,
+        None,
+        0,
+    )
 
     def union(self: Case, attacks: Any, purpose: str, **_: Any) -> dict[str, Tensor]:
         return columns(num, 50 - weaker * (purpose == "thetas known"))

@@ -1,4 +1,5 @@
-"""An ordinary user's audit of an ordinary run: nothing is given, what is missing is trained and made."""
+"""An ordinary user's audit of an ordinary run: nothing is given, what is missing is trained and
+made."""
 
 from __future__ import annotations
 
@@ -14,15 +15,34 @@ from advbayes.config import make_config
 from advbayes.runs import create_run, load_trained, prepare, train
 from advbayes.runs.verdict import audit_run
 
-SMALL = Budget(num=50, steps=10, restarts=1, random_points=10, queries=40, max_steps=160, max_thetas=160)
+SMALL = Budget(
+    num=50, steps=10, restarts=1, random_points=10, queries=40, max_steps=160, max_thetas=160
+)
 SETTINGS: dict[str, dict[str, Any]] = {
-    "classification": {"data": "digits", "network": "mlp", "hidden": [32], "epochs": 6, "lr": 0.02, "defense": "os", "eps": 0.5},
-    "regression": {"data": "diabetes", "hidden": [16], "epochs": 30, "lr": 0.01, "defense": "os", "eps": 0.3},
+    "classification": {
+        "data": "digits",
+        "network": "mlp",
+        "hidden": [32],
+        "epochs": 6,
+        "lr": 0.02,
+        "defense": "os",
+        "eps": 0.5,
+    },
+    "regression": {
+        "data": "diabetes",
+        "hidden": [16],
+        "epochs": 30,
+        "lr": 0.01,
+        "defense": "os",
+        "eps": 0.3,
+    },
 }
 
 
 @pytest.mark.parametrize("task", SETTINGS)
-def test_an_ordinary_audit_of_an_ordinary_run_reaches_b(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ordinary_audit_of_an_ordinary_run_reaches_b(
+    task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(others, "QUERIES", SMALL.queries)
     config = make_config({"batch_size": 64, "sigma": 0.1, **SETTINGS[task]})
     with create_run(config, tmp_path / "run") as run:
@@ -30,7 +50,9 @@ def test_an_ordinary_audit_of_an_ordinary_run_reaches_b(task: str, tmp_path: Pat
         trained, data = load_trained(run.path), prepare(config)
         told: list[str] = []
         ball = L2(trained.eps, box=data.box)
-        verdict = audit_run(run, trained, data, ball, tier=SMALL, num=100, num_thetas=4, tell=told.append)
+        verdict = audit_run(
+            run, trained, data, ball, tier=SMALL, num=100, num_thetas=4, tell=told.append
+        )
     assert verdict.level == "B", verdict.text()
     assert "trains undefended and baseline first" in told[0]
     assert "may be quoted" in verdict.sentence()

@@ -1,4 +1,5 @@
-"""Bad input is refused before any training starts, naming the argument, what was wanted and what came."""
+"""Bad input is refused before any training starts, naming the argument, what was wanted and what
+came."""
 
 from __future__ import annotations
 
@@ -61,20 +62,40 @@ INF = X.clone().index_fill_(0, torch.tensor([2]), math.inf)
         (lambda: L2(-1.0), ValueError, "eps must be a finite number >= 0, got -1.0"),
         (lambda: L2(math.nan), ValueError, "eps"),
         (lambda: Linf("1"), TypeError, "eps must be a finite number >= 0, got '1'"),
-        (lambda: L2(1.0, box=(1, 0)), ValueError, r"box must be a pair \(low, high\) with low < high, got \(1, 0\)"),
+        (
+            lambda: L2(1.0, box=(1, 0)),
+            ValueError,
+            r"box must be a pair \(low, high\) with low < high, got \(1, 0\)",
+        ),
         (lambda: L2(1.0, box=1), ValueError, "box"),
-        (lambda: L2(1.0, scale=torch.tensor([1.0, 0.0])), ValueError, "scale must be finite and positive"),
+        (
+            lambda: L2(1.0, scale=torch.tensor([1.0, 0.0])),
+            ValueError,
+            "scale must be finite and positive",
+        ),
         (lambda: L2(1.0, mask=torch.ones(3)), TypeError, "mask must be a bool tensor"),
         (lambda: Noise(-0.1), ValueError, "sigma must be a finite number >= 0, got -0.1"),
         (lambda: AttackChannel("pgd"), TypeError, "attack must be an attack"),
         (lambda: AttackChannel(one_step(L2(1.0)), sigma=-1), ValueError, "sigma"),
-        (lambda: Mixture([0.5, 0.6], [Noise(), Noise()]), ValueError, r"sum to 1, got \[0.5, 0.6\]"),
+        (
+            lambda: Mixture([0.5, 0.6], [Noise(), Noise()]),
+            ValueError,
+            r"sum to 1, got \[0.5, 0.6\]",
+        ),
         (lambda: Mixture([1.5, -0.5], [Noise(), Noise()]), ValueError, "non-negative"),
         (lambda: Mixture([1.0], [Noise(), Noise()]), ValueError, "1 weights and 2 channels"),
         (lambda: Mixture([1.0], [object()]), TypeError, "channels must have sample and density"),
-        (lambda: Learned(lambda x, y: x, L2(1.0)), TypeError, "generator must be a torch.nn.Module"),
+        (
+            lambda: Learned(lambda x, y: x, L2(1.0)),
+            TypeError,
+            "generator must be a torch.nn.Module",
+        ),
         (lambda: PGD(L2(1.0), stages=()), ValueError, "stages must hold at least one"),
-        (lambda: PGD(L2(1.0), stages=((nll, 0),)), ValueError, "steps must be a whole number >= 1, got 0"),
+        (
+            lambda: PGD(L2(1.0), stages=((nll, 0),)),
+            ValueError,
+            "steps must be a whole number >= 1, got 0",
+        ),
         (lambda: PGD(L2(1.0), step_size=0.0), ValueError, "step_size"),
         (lambda: PGD(L2(1.0), restarts=0), ValueError, "restarts"),
         (lambda: PGD(2.0), TypeError, "ball must be a ball"),
@@ -83,37 +104,69 @@ INF = X.clone().index_fill_(0, torch.tensor([2]), math.inf)
         (lambda: HeteroscedasticGaussian(-1.0), ValueError, "min_scale"),
         (lambda: ChannelELBO(0), ValueError, "num_data"),
         (lambda: ChannelELBO(5, num_theta=0), ValueError, "num_theta"),
-        (lambda: ChannelELBO(5, bound="elbo"), ValueError, "bound must be one of 'surrogate', 'importance_weighted', got 'elbo'"),
+        (
+            lambda: ChannelELBO(5, bound="elbo"),
+            ValueError,
+            "bound must be one of 'surrogate', 'importance_weighted', got 'elbo'",
+        ),
         (lambda: ChannelELBO(5, kl_weight=-1), ValueError, "kl_weight"),
         (lambda: Trades(-1.0), ValueError, "beta"),
         (lambda: Trades(likelihood="both"), ValueError, "likelihood"),
         (lambda: LogitPairing(-1.0), ValueError, "weight"),
-        (lambda: BayesianModel(nn.ReLU(), Categorical()), ValueError, "net must have at least one trainable parameter, got none"),
+        (
+            lambda: BayesianModel(nn.ReLU(), Categorical()),
+            ValueError,
+            "net must have at least one trainable parameter, got none",
+        ),
         (lambda: BayesianModel("net", Categorical()), TypeError, "net must be a torch.nn.Module"),
-        (lambda: BayesianModel(nn.Linear(2, 2), Categorical(), prior_scale=0), ValueError, "prior_scale"),
+        (
+            lambda: BayesianModel(nn.Linear(2, 2), Categorical(), prior_scale=0),
+            ValueError,
+            "prior_scale",
+        ),
         (
             lambda: BayesianModel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), Categorical()),
             ValueError,
             r"'1'.*BatchNorm1d.*with_group_norm",
         ),
         (
-            lambda: BayesianModel(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), Categorical()),
+            lambda: BayesianModel(
+                nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()), Categorical()
+            ),
             TypeError,
             "one dtype",
         ),
         (
-            lambda: BayesianModel(nn.Sequential(nn.Linear(2, 2), nn.FractionalMaxPool2d(2, 1)), Categorical()),
+            lambda: BayesianModel(
+                nn.Sequential(nn.Linear(2, 2), nn.FractionalMaxPool2d(2, 1)), Categorical()
+            ),
             ValueError,
             "random",
         ),
         (lambda: MeanField(classifier(), init_scale=0), ValueError, "init_scale"),
-        (lambda: MeanField(classifier(), init=torch.zeros(3)), ValueError, r"init must be a tensor of shape \(8,\)"),
+        (
+            lambda: MeanField(classifier(), init=torch.zeros(3)),
+            ValueError,
+            r"init must be a tensor of shape \(8,\)",
+        ),
         (lambda: MeanField(classifier(), init=nn.Linear(4, 2)), ValueError, "'weight' of shape"),
         (lambda: LowRank(classifier(), rank=0), ValueError, "rank"),
         (lambda: Samples(torch.full((2, 3), math.nan)), ValueError, "thetas must be finite"),
-        (lambda: PosteriorPredictive(classifier(), torch.zeros(2, 5)), ValueError, r"thetas must be a tensor of shape \(S, 8\)"),
-        (lambda: PosteriorPredictive(classifier(), torch.zeros(2, 8).double()), TypeError, "float32"),
-        (lambda: classifier().at(torch.zeros(8))(torch.zeros(2, 3).double()), TypeError, "x must be torch.float32"),
+        (
+            lambda: PosteriorPredictive(classifier(), torch.zeros(2, 5)),
+            ValueError,
+            r"thetas must be a tensor of shape \(S, 8\)",
+        ),
+        (
+            lambda: PosteriorPredictive(classifier(), torch.zeros(2, 8).double()),
+            TypeError,
+            "float32",
+        ),
+        (
+            lambda: classifier().at(torch.zeros(8))(torch.zeros(2, 3).double()),
+            TypeError,
+            "x must be torch.float32",
+        ),
         (lambda: classifier().at(torch.zeros(8))("x"), TypeError, "x must be a tensor"),
     ],
 )
@@ -141,7 +194,13 @@ BOXED = AttackChannel(one_step(L2(1.0, box=(0.0, 0.5))))
         (classifier(), Noise(), X, TypeError, r"a pair \(x, y\)"),
         (classifier(), "channel", (X, Y), TypeError, "channel must have sample and density"),
         (classifier(), BOXED, (X, Y), ValueError, r"box must contain the data, got box \(0, 0.5\)"),
-        (classifier(), Mixture([0.5, 0.5], [Noise(), BOXED]), (X, Y), ValueError, "box must contain the data"),
+        (
+            classifier(),
+            Mixture([0.5, 0.5], [Noise(), BOXED]),
+            (X, Y),
+            ValueError,
+            "box must contain the data",
+        ),
         (
             classifier(),
             AttackChannel(one_step(L2(1.0, scale=torch.ones(4)))),
@@ -151,14 +210,34 @@ BOXED = AttackChannel(one_step(L2(1.0, box=(0.0, 0.5))))
         ),
         (regressor(), Noise(), (X, Y), TypeError, "floating-point"),
         (regressor(), Noise(), (X, X[:, 0].double()), TypeError, "dtype"),
-        (regressor(), Noise(), (X, X), ValueError, r"y must have the predicted mean's shape \(8,\)"),
+        (
+            regressor(),
+            Noise(),
+            (X, X),
+            ValueError,
+            r"y must have the predicted mean's shape \(8,\)",
+        ),
         (regressor(), Noise(), (X, NAN[:, 0]), ValueError, "y must be finite"),
         (BayesianModel(nn.Linear(3, 1), Categorical()), Noise(), (X, Y), ValueError, "C >= 2"),
-        (BayesianModel(nn.Linear(3, 3), HeteroscedasticGaussian()), Noise(), (X, X[:, 0]), ValueError, "even number"),
-        (BayesianModel(nn.Linear(3, 2), Gaussian(learned=True)), Noise(), (X, X[:, :2]), ValueError, r"\(B, 1\)"),
+        (
+            BayesianModel(nn.Linear(3, 3), HeteroscedasticGaussian()),
+            Noise(),
+            (X, X[:, 0]),
+            ValueError,
+            "even number",
+        ),
+        (
+            BayesianModel(nn.Linear(3, 2), Gaussian(learned=True)),
+            Noise(),
+            (X, X[:, :2]),
+            ValueError,
+            r"\(B, 1\)",
+        ),
     ],
 )
-def test_fit_refuses(model: BayesianModel, channel: object, data: object, error: type[Exception], named: str) -> None:
+def test_fit_refuses(
+    model: BayesianModel, channel: object, data: object, error: type[Exception], named: str
+) -> None:
     posterior = MeanField(model)
     before = posterior.mu.detach().clone()
     with pytest.raises(error, match=named):
@@ -177,10 +256,7 @@ def test_fit_refuses(model: BayesianModel, channel: object, data: object, error:
         ({"steps": 1, "decay": 1.5}, "decay must be a finite number > 0 and <= 1, got 1.5"),
         ({"steps": 1, "batch_size": 0}, "batch_size"),
         ({"steps": 1, "seed": -1}, "seed"),
-        (
-            {"steps": 1, "objective": ChannelELBO(9)},
-            "in one pass over the data, 8, got 9",
-        ),
+        ({"steps": 1, "objective": ChannelELBO(9)}, "in one pass over the data, 8, got 9"),
     ],
 )
 def test_fit_settings(settings: dict[str, object], named: str) -> None:
@@ -193,7 +269,9 @@ def test_posteriors_that_cannot_be_trained_or_belong_elsewhere() -> None:
     model = classifier()
     with pytest.raises(TypeError, match="posterior must be trainable"):
         fit(model, Samples(torch.zeros(2, 8)), Noise(), (X, Y), steps=1)
-    with pytest.raises(ValueError, match="posterior must be over the model's 8 parameters, got one over 4"):
+    with pytest.raises(
+        ValueError, match="posterior must be over the model's 8 parameters, got one over 4"
+    ):
         fit(model, MeanField(regressor()), Noise(), (X, Y), steps=1)
 
 
@@ -206,11 +284,17 @@ def test_empty_loader() -> None:
 
 def test_arrays_follow_the_model_and_column_targets_are_one_output() -> None:
     model = regressor()
-    result = fit(model, MeanField(model), Noise(), (X.numpy().astype(np.float64), X[:, :1].numpy()), steps=2)
+    result = fit(
+        model, MeanField(model), Noise(), (X.numpy().astype(np.float64), X[:, :1].numpy()), steps=2
+    )
     assert result.steps == 2
 
 
-@pytest.mark.parametrize("attack", [pgd(L2(1.0), 2), one_step(L2(1.0)), APGD(L2(1.0), nll, 2), Square(L2(1.0), 2)], ids=repr)
+@pytest.mark.parametrize(
+    "attack",
+    [pgd(L2(1.0), 2), one_step(L2(1.0)), APGD(L2(1.0), nll, 2), Square(L2(1.0), 2)],
+    ids=repr,
+)
 @pytest.mark.parametrize(
     ("x", "y", "error", "named"),
     [
@@ -223,7 +307,9 @@ def test_arrays_follow_the_model_and_column_targets_are_one_output() -> None:
         (X, Y - 5, ValueError, "y must hold labels from 0 to 1"),
     ],
 )
-def test_attacks_refuse(attack: Attack, x: Tensor, y: Tensor, error: type[Exception], named: str) -> None:
+def test_attacks_refuse(
+    attack: Attack, x: Tensor, y: Tensor, error: type[Exception], named: str
+) -> None:
     model = classifier()
     with pytest.raises(error, match=named):
         attack(PosteriorPredictive(model, torch.zeros(2, model.num_params)), x, y)

@@ -1,7 +1,9 @@
-"""Bayesian adversarial learning has no posterior (SM-1): its two conditionals, on a 2x2 table, have no common joint.
+"""Bayesian adversarial learning has no posterior (SM-1): its two conditionals, on a 2x2 table, have
+no common joint.
 
-theta and the perturbed data each take two values, with losses `loss[theta, data]`. A joint has one log-odds ratio, and
-each of its two conditionals has the same one. The learner's is -D and the adversary's +D.
+theta and the perturbed data each take two values, with losses `loss[theta, data]`. A joint has one
+log-odds ratio, and each of its two conditionals has the same one. The learner's is -D and the
+adversary's +D.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ def stationary(sweep: Tensor) -> Tensor:
 
 
 def half_sweeps(given_data: Tensor, given_theta: Tensor) -> tuple[Tensor, Tensor]:
-    """The Gibbs sampler's stationary joints, seen after theta was drawn and after the data were drawn."""
+    """The Gibbs sampler's stationary joints, seen after theta was drawn and after the data were
+    drawn."""
     data = stationary(given_data.T @ given_theta)  # data -> theta -> data
     theta = given_data @ data
     return given_data * data, theta[:, None] * given_theta
@@ -81,8 +84,13 @@ def test_the_joints_after_the_two_half_sweeps_differ() -> None:
 
 @pytest.mark.parametrize("case", ["the adversary helps", "the loss is additive"])
 def test_compatible_conditionals_have_one_joint(case: str) -> None:
-    """The same code finds no fault where there is none: sign flipped, or losses without interaction (D = 0)."""
+    """The same code finds no fault where there is none: sign flipped, or losses without interaction
+    (D = 0)."""
     additive = torch.tensor([[0.3, 1.9], [1.1, 2.7]], dtype=torch.float64)
-    pair = (learner(), adversary(sign=-1)) if case == "the adversary helps" else (learner(additive), adversary(additive))
+    pair = (
+        (learner(), adversary(sign=-1))
+        if case == "the adversary helps"
+        else (learner(additive), adversary(additive))
+    )
     after_theta, after_data = half_sweeps(*pair)
     torch.testing.assert_close(after_theta, after_data, rtol=1e-10, atol=1e-14)

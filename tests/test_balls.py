@@ -24,16 +24,24 @@ def cases(draw: st.DrawFn) -> tuple[object, Tensor, Tensor, Tensor]:
     ball = draw(st.sampled_from(FAMILIES))(
         draw(st.sampled_from([0.0, 1e-8, 0.3, 2.0, 1e4])),
         box=draw(st.sampled_from([None, (0.0, 1.0), (-0.5, 1.5)])),
-        scale=draw(st.sampled_from([None, 0.5 + torch.rand(event, generator=generator, dtype=torch.float64)])),
+        scale=draw(
+            st.sampled_from(
+                [None, 0.5 + torch.rand(event, generator=generator, dtype=torch.float64)]
+            )
+        ),
         mask=draw(st.sampled_from([None, torch.rand(event, generator=generator) > 0.3])),
     )
-    a, b = (x + reach * torch.randn(x.shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    a, b = (
+        x + reach * torch.randn(x.shape, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
     return ball, x, a, b
 
 
 @settings(max_examples=150, deadline=None)
 @given(cases())
-def test_projection_is_feasible_idempotent_and_leaves_the_inside_alone(case: tuple[object, Tensor, Tensor, Tensor]) -> None:
+def test_projection_is_feasible_idempotent_and_leaves_the_inside_alone(
+    case: tuple[object, Tensor, Tensor, Tensor],
+) -> None:
     ball, x, a, _ = case
     once = ball.project(a, x)
     assert bool(ball.contains(once, x).all())
@@ -43,24 +51,31 @@ def test_projection_is_feasible_idempotent_and_leaves_the_inside_alone(case: tup
 
 @settings(max_examples=150, deadline=None)
 @given(cases())
-def test_projection_is_non_expansive_in_the_ball_s_own_euclidean_norm(case: tuple[object, Tensor, Tensor, Tensor]) -> None:
+def test_projection_is_non_expansive_in_the_ball_s_own_euclidean_norm(
+    case: tuple[object, Tensor, Tensor, Tensor],
+) -> None:
     ball, x, a, b = case
     scale = 1.0 if ball.scale is None else ball.scale
     before = torch.linalg.vector_norm(((a - b) / scale).flatten(1), dim=1)
-    after = torch.linalg.vector_norm(((ball.project(a, x) - ball.project(b, x)) / scale).flatten(1), dim=1)
+    after = torch.linalg.vector_norm(
+        ((ball.project(a, x) - ball.project(b, x)) / scale).flatten(1), dim=1
+    )
     assert bool((after <= before * (1 + 1e-9) + 1e-12).all())
 
 
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_ascent_is_the_best_move_of_its_length(case: tuple[object, Tensor, Tensor, Tensor]) -> None:
-    """<g, ascend> is the dual norm times the step, and no random move of that length does better."""
+    """<g, ascend> is the dual norm times the step, and no random move of that length does
+    better."""
     ball, x, a, _ = case
     gradient = a - x
     move = ball.ascend(gradient, 0.7)
     assert bool((ball.norm(move) <= 0.7 * (1 + 1e-9)).all())
     gain = (gradient * move).flatten(1).sum(1)
-    other = type(ball)(0.7, scale=ball.scale, mask=ball.mask).random(torch.zeros_like(x), generator=seeded(3))
+    other = type(ball)(0.7, scale=ball.scale, mask=ball.mask).random(
+        torch.zeros_like(x), generator=seeded(3)
+    )
     assert bool((gain >= (gradient * other).flatten(1).sum(1) - 1e-9).all())
     touched = torch.ones_like(x, dtype=torch.bool) if ball.mask is None else ball.mask.expand_as(x)
     assert bool((move[~touched] == 0).all())
@@ -77,7 +92,8 @@ def test_random_points_are_feasible(case: tuple[object, Tensor, Tensor, Tensor])
 
 @pytest.mark.parametrize("size", [1e-30, 1e-38, 1e-44])
 def test_tiny_gradients_still_give_a_full_step(size: float) -> None:
-    """Flooring the squared norm would hide gradients below 1e-6; in float32 even denormal ones must count."""
+    """Flooring the squared norm would hide gradients below 1e-6; in float32 even denormal ones must
+    count."""
     gradient = torch.full((1, 3), size, dtype=torch.float32)
     assert float(L2(1.0).norm(L2(1.0).ascend(gradient, 1.0))) == pytest.approx(1.0, rel=1e-3)
 

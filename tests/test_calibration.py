@@ -1,7 +1,9 @@
-"""Simulation-based calibration (identity 24): parameters drawn from the prior are uniform within their posteriors.
+"""Simulation-based calibration (identity 24): parameters drawn from the prior are uniform within
+their posteriors.
 
-Thousands of one-parameter regressions stand side by side in one model (output j is weight_j x_j), so one fit is thousands
-of simulated posteriors. Each negative control is a mistake that a library can make, and must fail.
+Thousands of one-parameter regressions stand side by side in one model (output j is weight_j x_j),
+so one fit is thousands of simulated posteriors. Each negative control is a mistake that a library
+can make, and must fail.
 """
 
 from __future__ import annotations
@@ -45,11 +47,13 @@ def simulate(num: int, source: torch.Generator) -> tuple[Tensor, Tensor, Tensor]
     return theta, x, x * theta + SCALE * torch.randn(NUM_DATA, num, dtype=FLOAT, generator=source)
 
 
-# --- exact posteriors -------------------------------------------------------------------------------------------------
+# --- exact posteriors
+# -------------------------------------------------------------------------------------------------
 
 
 def exact_ranks(assumed_prior: float) -> Verdict:
-    """Ranks of a two-parameter draw among 15 draws of its conjugate posterior: uniform on 16 places."""
+    """Ranks of a two-parameter draw among 15 draws of its conjugate posterior: uniform on 16
+    places."""
 
     def draw(num: int, source: torch.Generator) -> Tensor:
         ranks = []
@@ -59,12 +63,17 @@ def exact_ranks(assumed_prior: float) -> Verdict:
             y = x @ theta + SCALE * torch.randn(5, dtype=FLOAT, generator=source)
             draws = LinearRegression(x, y, SCALE, assumed_prior).sample(15, source)
             # two coordinates and a length, which sees the spread that coordinates of mean zero hide
-            statistic, drawn = (torch.stack([t[..., 0], t[..., 0] + t[..., 1], t.norm(dim=-1)], -1) for t in (theta, draws))
+            statistic, drawn = (
+                torch.stack([t[..., 0], t[..., 0] + t[..., 1], t.norm(dim=-1)], -1)
+                for t in (theta, draws)
+            )
             ranks.append((drawn < statistic).sum(0))
         place = (torch.stack(ranks) + 0.5) / 16
         return torch.stack([uniform_cells(column, 16) for column in place.T], 1)
 
-    return mean_test(draw, torch.full((3, 16), 1 / 16, dtype=FLOAT), resolution=0.006, num=2048, max_num=8192)
+    return mean_test(
+        draw, torch.full((3, 16), 1 / 16, dtype=FLOAT), resolution=0.006, num=2048, max_num=8192
+    )
 
 
 def test_24_the_conjugate_sampler_is_calibrated() -> None:
@@ -75,11 +84,13 @@ def test_24_the_conjugate_sampler_with_twice_the_prior_is_not() -> None:
     assert not exact_ranks(2 * PRIOR)
 
 
-# --- variational posteriors -------------------------------------------------------------------------------------------
+# --- variational posteriors
+# -------------------------------------------------------------------------------------------
 
 
 def variational(prior_factor: float = 1.0, kl_weight: float = 1.0) -> Verdict:
-    """z = (theta - mu)/s of `fit`'s mean fields, which are exact here: standard normal if all is well."""
+    """z = (theta - mu)/s of `fit`'s mean fields, which are exact here: standard normal if all is
+    well."""
     steps, first, last = 500, 0.05, 0.002
 
     def draw(num: int, source: torch.Generator) -> Tensor:
@@ -88,7 +99,17 @@ def variational(prior_factor: float = 1.0, kl_weight: float = 1.0) -> Verdict:
         posterior = MeanField(model, init_scale=0.5)
         objective = ChannelELBO(NUM_DATA, kl_weight=kl_weight)
         decay = (last / first) ** (NUM_DATA / BATCH / steps)
-        fit(model, posterior, Noise(0.0), (x, y), objective=objective, steps=steps, batch_size=BATCH, lr=first, decay=decay)
+        fit(
+            model,
+            posterior,
+            Noise(0.0),
+            (x, y),
+            objective=objective,
+            steps=steps,
+            batch_size=BATCH,
+            lr=first,
+            decay=decay,
+        )
         return standard_normal_features((theta - posterior.mean) / posterior.scale.detach())
 
     return mean_test(draw, STANDARD_NORMAL_MEANS, resolution=RESOLUTION, num=4096, max_num=16_384)
@@ -118,17 +139,21 @@ def test_24_dropping_the_data_scale_is_weighting_the_kl() -> None:
     model = BayesianModel(Columns(3), Gaussian(SCALE), prior_scale=PRIOR)
     posterior = MeanField(model, init_scale=0.5)
     right, wrong = (
-        objective(model, posterior, Noise(0.0), x[:BATCH], y[:BATCH], generator=generator(2)).bound.detach()
+        objective(
+            model, posterior, Noise(0.0), x[:BATCH], y[:BATCH], generator=generator(2)
+        ).bound.detach()
         for objective in (ChannelELBO(NUM_DATA, kl_weight=NUM_DATA / BATCH), ChannelELBO(BATCH))
     )
     torch.testing.assert_close(right * BATCH / NUM_DATA, wrong, rtol=1e-12, atol=0)
 
 
-# --- the proactive posterior ------------------------------------------------------------------------------------------
+# --- the proactive posterior
+# ------------------------------------------------------------------------------------------
 
 
 def proactive(noise_in_the_model: float, noise: float = 1.2, scale: float = 0.6) -> Verdict:
-    """theta given data that passed through the library's channel and likelihood, by quadrature of r_theta."""
+    """theta given data that passed through the library's channel and likelihood, by quadrature of
+    r_theta."""
     grid = torch.linspace(-9 * PRIOR, 9 * PRIOR, 801, dtype=FLOAT)
 
     def draw(num: int, source: torch.Generator) -> Tensor:
@@ -140,7 +165,8 @@ def proactive(noise_in_the_model: float, noise: float = 1.2, scale: float = 0.6)
         variance = scale**2 + grid**2 * noise_in_the_model**2
         log_p = normal_log_prob(grid, 0.0, PRIOR**2)
         for one_x, one_y in zip(x, y, strict=True):
-            log_p = log_p + normal_log_prob(one_y[:, None], grid * one_x[:, None], variance)  # (num, grid)
+            # (num, grid)
+            log_p = log_p + normal_log_prob(one_y[:, None], grid * one_x[:, None], variance)
         weights = torch.softmax(log_p, 1)
         cumulated = weights.cumsum(1) - 0.5 * weights
         place = ((theta - grid[0]) / (grid[1] - grid[0])).clamp(0, len(grid) - 1.001)

@@ -22,14 +22,27 @@ def sign(x: Tensor) -> CategoricalDistribution:
 
 
 def test_unanimous_votes_certify_the_most_that_the_draws_allow() -> None:
-    found = certify(Smoothed(sign, 0.25), torch.tensor([[9.0, 0.0], [-9.0, 0.0]], dtype=FLOAT), n0=10, n=1000, alpha=0.001)
+    found = certify(
+        Smoothed(sign, 0.25),
+        torch.tensor([[9.0, 0.0], [-9.0, 0.0]], dtype=FLOAT),
+        n0=10,
+        n=1000,
+        alpha=0.001,
+    )
     most = 0.25 * NormalDist().inv_cdf(0.001 ** (1 / 1000))
     assert found.classes.tolist() == [0, 1]
     torch.testing.assert_close(found.radii, torch.full((2,), most, dtype=FLOAT), rtol=1e-12, atol=0)
 
 
 def test_a_tie_abstains() -> None:
-    found = certify(Smoothed(sign, 0.25), torch.zeros(50, 2, dtype=FLOAT), n0=10, n=500, alpha=0.01, generator=generator(0))
+    found = certify(
+        Smoothed(sign, 0.25),
+        torch.zeros(50, 2, dtype=FLOAT),
+        n0=10,
+        n=500,
+        alpha=0.01,
+        generator=generator(0),
+    )
     assert int(found.abstained.sum()) >= 45
     assert bool((found.classes[found.abstained] == ABSTAIN).all())
     assert bool((found.radii[found.abstained] == 0).all())
@@ -67,19 +80,29 @@ def test_fresh_thetas_certify_the_bayesian_vote() -> None:
     net = nn.Linear(1, 2).to(FLOAT)
     model = BayesianModel(net, Categorical())
     spread, sigma, x = 0.8, 0.5, 0.6
-    theta = torch.tensor([50.0, -50.0, 0.0, 0.0], dtype=FLOAT)  # logits 50 x + b0, -50 x + b1: class 0 where 100 x + b0 - b1 > 0
+    # logits 50 x + b0, -50 x + b1: class 0 where 100 x + b0 - b1 > 0
+    theta = torch.tensor([50.0, -50.0, 0.0, 0.0], dtype=FLOAT)
     posterior = MeanField(model, init=theta, init_scale=50.0 * spread * math.sqrt(2.0))
     smoothed = Smoothed(FreshPredictive(model, posterior, 1), sigma)
     votes = smoothed.votes(torch.full((64, 1), x, dtype=FLOAT), 400, generator=generator(0))
     share = float(votes[:, 0].double().sum()) / (64 * 400)
     draws = posterior.sample(200_000, generator=generator(1))
     noise = sigma * torch.randn(200_000, dtype=FLOAT, generator=generator(2))
-    wanted = float(((draws[:, 0] - draws[:, 1]) * (x + noise) + draws[:, 2] - draws[:, 3] > 0).double().mean())
+    wanted = float(
+        ((draws[:, 0] - draws[:, 1]) * (x + noise) + draws[:, 2] - draws[:, 3] > 0).double().mean()
+    )
     # draws of theta are shared by the 64 inputs, so there are 400 independent thetas
     assert abs(share - wanted) < 4.9 * math.sqrt(0.25 / 400)
     fixed = float(NormalDist().cdf(x / sigma))  # what one theta at the mean would vote
     assert abs(fixed - wanted) > 0.05
-    found = certify(smoothed, torch.full((4, 1), x, dtype=FLOAT), n0=20, n=300, alpha=0.01, generator=generator(3))
+    found = certify(
+        smoothed,
+        torch.full((4, 1), x, dtype=FLOAT),
+        n0=20,
+        n=300,
+        alpha=0.01,
+        generator=generator(3),
+    )
     assert bool((found.lower < wanted).all())
 
 

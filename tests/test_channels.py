@@ -43,12 +43,15 @@ def classes(x: Tensor) -> CategoricalDistribution:
     return CategoricalDistribution(logits=x @ weight + (x @ weight).square(), validate_args=False)
 
 
-# --- Components -------------------------------------------------------------------------------------------------------
+# --- Components -----------------------------------------------------------------------------------
+# --------------------
 
 
 @pytest.mark.parametrize("stratified", [True, False])
 @pytest.mark.parametrize("compiled", [True, False])
-def test_components_that_share_a_pass_need_not_be_neighbours(stratified: bool, compiled: bool) -> None:
+def test_components_that_share_a_pass_need_not_be_neighbours(
+    stratified: bool, compiled: bool
+) -> None:
     """Up, stay, down, stay: shares 0.2, 0.3, 0.4, 0.1 whatever is computed together."""
     if compiled and not stratified:
         return
@@ -78,7 +81,11 @@ def test_components_that_share_a_pass_need_not_be_neighbours(stratified: bool, c
 
 
 def test_weights_follow_their_components_into_the_density() -> None:
-    channels = [AttackChannel(one_step(L2(1.0), raise_mean), 0.1), Noise(0.2), AttackChannel(one_step(L2(1.0), lower_mean), 0.1)]
+    channels = [
+        AttackChannel(one_step(L2(1.0), raise_mean), 0.1),
+        Noise(0.2),
+        AttackChannel(one_step(L2(1.0), lower_mean), 0.1),
+    ]
     x = randn(2, 3)
     density = Mixture([0.2, 0.5, 0.3], channels).density(line, x, line(x).mean)
     heights = [float(((centres - x) @ SLOPE / 5.0)[0].round()) for centres in density.centres]
@@ -93,7 +100,9 @@ def test_entries_of_losses_go_where_their_examples_go(steps: int, nested: bool) 
     """Each example of a mixture moves as in a batch that one component has for itself."""
     x, y = randn(24, 3), torch.zeros(24, dtype=torch.long)
     goal = torch.randint(1, 4, (24,), generator=generator(1))
-    parts: list[Channel] = [AttackChannel(pgd(L2(0.3), steps, MarginTo(to))) for to in (goal, goal % 3 + 1)]
+    parts: list[Channel] = [
+        AttackChannel(pgd(L2(0.3), steps, MarginTo(to))) for to in (goal, goal % 3 + 1)
+    ]
     alone = torch.stack([x, *(part.sample(classes, x, y) for part in parts)])
     channel = Mixture([1 / 3] * 3, [Noise(0.0), *parts])
     if nested:
@@ -106,11 +115,13 @@ def test_entries_of_losses_go_where_their_examples_go(steps: int, nested: bool) 
         assert torch.bincount(which.argmin(0), minlength=3).tolist() == [8, 8, 8]
 
 
-# --- Labels -----------------------------------------------------------------------------------------------------------
+# --- Labels ---------------------------------------------------------------------------------------
+# --------------------
 
 
 def test_a_regression_without_labels_is_attacked_from_both_sides() -> None:
-    """At its own mean a regression has no gradient: y = mean + sd or mean - sd, each for half of the draws."""
+    """At its own mean a regression has no gradient: y = mean + sd or mean - sd, each for half of
+    the draws."""
     x = randn(3, 3)
     step = SLOPE / 5.0
     channel = AttackChannel(one_step(L2(0.7)), 0.1)
@@ -118,7 +129,10 @@ def test_a_regression_without_labels_is_attacked_from_both_sides() -> None:
     assert [math.exp(weight) for weight in density.log_weights] == pytest.approx([0.5, 0.5])
     torch.testing.assert_close(density.centres[0], x - 0.7 * step)  # y above the mean: away is down
     torch.testing.assert_close(density.centres[1], x + 0.7 * step)
-    for drawing in (AttackChannel(one_step(L2(0.7))), Mixture([0.0, 1.0], [Noise(), AttackChannel(one_step(L2(0.7)))])):
+    for drawing in (
+        AttackChannel(one_step(L2(0.7))),
+        Mixture([0.0, 1.0], [Noise(), AttackChannel(one_step(L2(0.7)))]),
+    ):
         moved = drawing.sample(line, x[:1].expand(1000, -1), generator=generator(1)) - x[:1]
         torch.testing.assert_close(moved.abs(), (0.7 * step).expand(1000, -1))
         assert abs(int((moved[:, 0] > 0).sum()) - 500) < 5 * math.sqrt(250)
@@ -143,15 +157,20 @@ def test_a_purifier_without_labels_is_not_a_purifier_by_noise() -> None:
     assert float((attacked(at).mean - noisy(at).mean).abs().max()) > 1e-3
 
 
-# --- Starts -----------------------------------------------------------------------------------------------------------
+# --- Starts ---------------------------------------------------------------------------------------
+# --------------------
 
 
 def constant(x: Tensor) -> CategoricalDistribution:
     """No gradient at the data, a peak beside them."""
-    return CategoricalDistribution(logits=torch.stack([0.0 * x[:, 0], 0.0 * x[:, 0]], 1), validate_args=False)
+    return CategoricalDistribution(
+        logits=torch.stack([0.0 * x[:, 0], 0.0 * x[:, 0]], 1), validate_args=False
+    )
 
 
-@pytest.mark.parametrize("attack", [pgd(L2(0.5), 4), pgd(L2(0.5, box=(-9, 9)), 4, restarts=2), pgd(L2(0.5), 4, margin)])
+@pytest.mark.parametrize(
+    "attack", [pgd(L2(0.5), 4), pgd(L2(0.5, box=(-9, 9)), 4, restarts=2), pgd(L2(0.5), 4, margin)]
+)
 def test_a_start_without_gradient_is_the_same_in_every_batch(attack: object) -> None:
     x, y = randn(6, 3), torch.zeros(6, dtype=torch.long)
     channel = AttackChannel(attack, 0.1)  # type: ignore[arg-type]
@@ -159,7 +178,9 @@ def test_a_start_without_gradient_is_the_same_in_every_batch(attack: object) -> 
     assert bool(((whole - x).norm(dim=1) > 0.01).all())  # it does leave x
     torch.testing.assert_close(channel.density(constant, x[3:5], y[3:5]).centres[0], whole[3:5])
     for seed in (0, 1):
-        torch.testing.assert_close(channel.centre(constant, x[2:], y[2:], generator=generator(seed)), whole[2:])
+        torch.testing.assert_close(
+            channel.centre(constant, x[2:], y[2:], generator=generator(seed)), whole[2:]
+        )
 
 
 def test_an_attack_that_is_random_throughout_has_samples_and_no_density() -> None:
@@ -169,7 +190,9 @@ def test_an_attack_that_is_random_throughout_has_samples_and_no_density() -> Non
         channel = AttackChannel(attack, 0.1)
         with pytest.raises(ValueError, match="has no density: its attack is random throughout"):
             channel.density(classes, x, y)
-        first, second = (channel.centre(classes, x, y, generator=generator(seed)) for seed in (0, 0))
+        first, second = (
+            channel.centre(classes, x, y, generator=generator(seed)) for seed in (0, 0)
+        )
         assert torch.equal(first, second)
 
 
@@ -180,6 +203,11 @@ def test_deterministic_attacks_draw_nothing_but_the_noise() -> None:
     predict: Predictor = classes
     drawn = draws(channel, x, generator=generator(4))
     assert drawn is not None
-    torch.testing.assert_close(channel.sample(predict, x, y, generator=generator(4)), sample_at(channel, drawn, predict, x, y))
-    torch.testing.assert_close(channel.density(predict, x, y).centres[0], one_step(L2(0.5), entropy)(predict, x, y))
+    torch.testing.assert_close(
+        channel.sample(predict, x, y, generator=generator(4)),
+        sample_at(channel, drawn, predict, x, y),
+    )
+    torch.testing.assert_close(
+        channel.density(predict, x, y).centres[0], one_step(L2(0.5), entropy)(predict, x, y)
+    )
     assert nll(predict(x), y).shape == (6,)

@@ -1,4 +1,5 @@
-"""Weights of classes: a class of weight two counts as its rows given twice, and a rare class is no longer passed over."""
+"""Weights of classes: a class of weight two counts as its rows given twice, and a rare class is no
+longer passed over."""
 
 from __future__ import annotations
 
@@ -24,10 +25,14 @@ def test_a_class_of_weight_two_counts_twice() -> None:
     twice = torch.cat([torch.arange(6), torch.nonzero(y == 1).flatten()])
     plain = ChannelELBO(len(twice), num_theta=2)
     one = weighted.terms(model, posterior, thetas, x, x.expand(2, 1, 6, 3), y)
-    other = plain.terms(model, posterior, thetas, x[twice], x[twice].expand(2, 1, len(twice), 3), y[twice])
+    other = plain.terms(
+        model, posterior, thetas, x[twice], x[twice].expand(2, 1, len(twice), 3), y[twice]
+    )
     torch.testing.assert_close(one.bound, other.bound)
     torch.testing.assert_close(one.log_likelihood, other.log_likelihood)
-    equal = ChannelELBO(6, num_theta=2, class_weight=(1.0, 1.0)).terms(model, posterior, thetas, x, x.expand(2, 1, 6, 3), y)
+    equal = ChannelELBO(6, num_theta=2, class_weight=(1.0, 1.0)).terms(
+        model, posterior, thetas, x, x.expand(2, 1, 6, 3), y
+    )
     none = ChannelELBO(6, num_theta=2).terms(model, posterior, thetas, x, x.expand(2, 1, 6, 3), y)
     assert torch.equal(equal.bound, none.bound)
     with pytest.raises(ValueError, match="class_weight"):
@@ -45,15 +50,24 @@ def test_balanced_weights() -> None:
 
 
 def test_balanced_in_a_run(tmp_path: Path) -> None:
-    """Five per cent of rows are of the other class, and overlap with the rest: only balanced training finds them."""
+    """Five per cent of rows are of the other class, and overlap with the rest: only balanced
+    training finds them."""
     rng = np.random.default_rng(0)
     label = np.arange(400) % 20 == 0
     x = rng.normal(0, 1, (400, 2)) + 1.2 * label[:, None]
-    lines = ["a,b,y"] + [f"{a:.4f},{b:.4f},{'rare' if c else 'usual'}" for (a, b), c in zip(x, label, strict=True)]
+    lines = ["a,b,y"] + [
+        f"{a:.4f},{b:.4f},{'rare' if c else 'usual'}" for (a, b), c in zip(x, label, strict=True)
+    ]
     (tmp_path / "t.csv").write_text("\n".join(lines) + "\n")
     recall = {}
     for weight in (None, "balanced"):
-        values = {"data": str(tmp_path / "t.csv"), "target": "y", "defense": "none", "hidden": [4], "epochs": 15}
+        values = {
+            "data": str(tmp_path / "t.csv"),
+            "target": "y",
+            "defense": "none",
+            "hidden": [4],
+            "epochs": 15,
+        }
         config = make_config({**values, "lr": 0.03, "batch_size": 64, "class_weight": weight})
         with create_run(config, tmp_path / f"run-{weight}") as run:
             train(run)

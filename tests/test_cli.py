@@ -1,4 +1,5 @@
-"""The command line: every command on a small run, exit codes, messages, JSON, help that tells the truth, a quick start."""
+"""The command line: every command on a small run, exit codes, messages, JSON, help that tells the
+truth, a quick start."""
 
 from __future__ import annotations
 
@@ -23,7 +24,18 @@ from advbayes.config import ATTACKS, RunConfig
 from advbayes.evaluation import load_evaluation
 from tests import killing
 
-COMMANDS = ("demo", "train", "predict", "attack", "evaluate", "audit", "certify", "report", "datasets", "show")
+COMMANDS = (
+    "demo",
+    "train",
+    "predict",
+    "attack",
+    "evaluate",
+    "audit",
+    "certify",
+    "report",
+    "datasets",
+    "show",
+)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +100,8 @@ def refused(capsys: pytest.CaptureFixture[str], argv: list[str], *words: str) ->
         assert word in err, err
 
 
-# --- Starting -----------------------------------------------------------------------------------------------------------------
+# --- Starting -------------------------------------------------------------------------------------
+# ----------------------------
 
 
 def test_help_starts_in_less_than_a_second_without_torch() -> None:
@@ -101,8 +114,11 @@ def test_help_starts_in_less_than_a_second_without_torch() -> None:
         "print(used.ru_utime + used.ru_stime, file=sys.stderr)\n"
         "sys.exit(code)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    assert float(done.stderr) < 1.0  # of the processor: what others do on the machine does not count
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    # of the processor: what others do on the machine does not count
+    assert float(done.stderr) < 1.0
     for command in COMMANDS:
         assert command in done.stdout
 
@@ -111,17 +127,27 @@ def test_a_mistake_is_refused_without_loading_torch() -> None:
     script = (
         "import sys\n"
         "from advbayes.cli import main\n"
-        "assert main(['train', '--lr', '-1']) == 2 and main(['evaluate', 'x', '--attack', 'pdg']) == 2\n"
-        "assert main(['train', '--data', 'nowhere.npz']) == 2 and main(['audit', 'x', '--tier', 'fast']) == 2\n"
+        "assert main(['train', '--lr', '-1']) == 2 and main(['evaluate', 'x', '--attack', 'pdg']) "
+        "== 2\n"
+        "assert main(['train', '--data', 'nowhere.npz']) == 2 and main(['audit', 'x', '--tier', "
+        "'fast']) == 2\n"
         "assert 'torch' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("advbayes: ") == 4
 
 
 def test_python_dash_m_and_the_version() -> None:
-    done = subprocess.run([sys.executable, "-m", "advbayes", "--version"], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "advbayes", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert re.fullmatch(r"advbayes \d+\.\d+\.\d+\n", done.stdout)
 
 
@@ -140,12 +166,18 @@ def test_shell_completion_knows_commands_and_choices() -> None:
             "PATH": "/bin",
         }
         done = subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False, env=environment
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env=environment,
         )
         assert wanted in done.stdout, (line, done)
 
 
-# --- Help ---------------------------------------------------------------------------------------------------------------------
+# --- Help -----------------------------------------------------------------------------------------
+# ----------------------------
 
 
 def parser_of(command: str) -> Any:
@@ -155,13 +187,16 @@ def parser_of(command: str) -> Any:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_examples_that_would_be_understood(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_examples_that_would_be_understood(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
     examples = re.findall(rf"^ +(?:\w+=\S+ )?advbayes ({command}\b.*?) *$", text, re.MULTILINE)
     assert len(examples) >= 2, text
     for example in examples:
-        parsed = parser_of(command).make_context(command, shlex.split(example)[1:])  # fails on an unknown flag
+        # fails on an unknown flag
+        parsed = parser_of(command).make_context(command, shlex.split(example)[1:])
         assert parsed.params
 
 
@@ -172,17 +207,46 @@ def test_every_key_is_a_flag_in_one_panel(capsys: pytest.CaptureFixture[str]) ->
     assert set(RunConfig.model_fields) <= named
 
 
-# --- Training ------------------------------------------------------------------------------------------------------------------
+# --- Training -------------------------------------------------------------------------------------
+# -----------------------------
 
 
-def test_flags_override_the_file_and_all_is_written_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_override_the_file_and_all_is_written_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "settings.toml"
-    file.write_text('data = "digits"\nnetwork = "mlp"\nhidden = [4, 4]\nnum_train = 64\nepochs = 50\nseed = 7\n')
-    found = told(
-        capsys, ["train", "--config", str(file), "--epochs", "1", "--compile", "--no-compile", "--out", str(tmp_path / "run")]
+    file.write_text(
+        'data = "digits"\nnetwork = "mlp"\nhidden = [4, 4]\nnum_train = 64\nepochs = 50\nseed = 7\n'
     )
-    assert found["config"] | {"epochs": 1.0, "seed": 7, "hidden": [4, 4], "lr": 0.003, "compile": False} == found["config"]
-    again = told(capsys, ["train", "--config", str(tmp_path / "run" / "config.toml"), "--out", str(tmp_path / "again")])
+    found = told(
+        capsys,
+        [
+            "train",
+            "--config",
+            str(file),
+            "--epochs",
+            "1",
+            "--compile",
+            "--no-compile",
+            "--out",
+            str(tmp_path / "run"),
+        ],
+    )
+    assert (
+        found["config"]
+        | {"epochs": 1.0, "seed": 7, "hidden": [4, 4], "lr": 0.003, "compile": False}
+        == found["config"]
+    )
+    again = told(
+        capsys,
+        [
+            "train",
+            "--config",
+            str(tmp_path / "run" / "config.toml"),
+            "--out",
+            str(tmp_path / "again"),
+        ],
+    )
     assert again["weights"] == found["weights"]
     assert again["metrics"] == found["metrics"]
 
@@ -201,32 +265,54 @@ def test_a_finished_run_is_not_trained_again(run: str, capsys: pytest.CaptureFix
     assert killing.state_of(Path(run)) == before
 
 
-def test_mistakes_in_training_are_named(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_in_training_are_named(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     refused(capsys, ["train", "--epochs", "many"], "epochs: must be a number > 0", "'many'")
     refused(capsys, ["train", "--hidden", "8,x"], "hidden: ", "'x'")
     refused(capsys, ["train", "--defense", "mixx"], "defense: must be one of", "'mix'")
     refused(capsys, ["train", "--epoch", "5"], "--epoch", "--help")
-    refused(capsys, ["train", "--data", "nowhere.csv", "--target", "y"], "data: must be a file that is there")
-    refused(capsys, ["train", "--data", "mnist", "--root", str(tmp_path / "x")], "root: must be a folder")
+    refused(
+        capsys,
+        ["train", "--data", "nowhere.csv", "--target", "y"],
+        "data: must be a file that is there",
+    )
+    refused(
+        capsys,
+        ["train", "--data", "mnist", "--root", str(tmp_path / "x")],
+        "root: must be a folder",
+    )
     refused(capsys, ["train", "--data", "mnist", "--root", str(tmp_path)], "mnist")
     refused(capsys, ["train", "--config", str(tmp_path / "no.toml")], "no.toml")
     refused(capsys, ["train", "--out", run], "train --resume")
     refused(capsys, ["train", "--resume", run, "--epochs", "9"], "--epochs")
     refused(capsys, ["train", "--resume", str(tmp_path)], "run folder")
-    refused(capsys, ["train", "--network", "evil:make", "--out", str(tmp_path / "evil")], "--trust-network")
+    refused(
+        capsys,
+        ["train", "--network", "evil:make", "--out", str(tmp_path / "evil")],
+        "--trust-network",
+    )
     refused(capsys, ["fly"], "fly")
 
 
-# --- Using a run ---------------------------------------------------------------------------------------------------------------
+# --- Using a run ----------------------------------------------------------------------------------
+# -----------------------------
 
 
-def test_show_tells_of_runs_and_bundles(run: str, regression: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_tells_of_runs_and_bundles(
+    run: str, regression: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = told(capsys, ["show", run])
     assert found["status"] == "trained"
     assert set(found["metrics"]["clean"]) >= {"accuracy", "nll"}
     bundle = told(capsys, ["show", f"{run}/model.advbayes"])
     assert bundle["parts"]["posterior.safetensors"]["sha256"] == found["weights"]
-    assert main(["show", run]) == main(["show", f"{run}/model.advbayes"]) == main(["show", regression]) == 0
+    assert (
+        main(["show", run])
+        == main(["show", f"{run}/model.advbayes"])
+        == main(["show", regression])
+        == 0
+    )
     text = capsys.readouterr().out
     assert found["weights"] in text
     assert "0.3 standardised" in text
@@ -242,11 +328,18 @@ def test_predict_reads_columns_by_name_and_answers_in_raw_units(
     found = told(capsys, ["predict", regression, str(table)])["predictions"]
     price = np.array([float(line.split(",")[2]) for line in table.read_text().splitlines()[1:]])
     assert np.corrcoef(found["price"], price)[0, 1] > 0.9
-    inside = (np.array(found["price 90% low"]) <= price) & (price <= np.array(found["price 90% high"]))
+    inside = (np.array(found["price 90% low"]) <= price) & (
+        price <= np.array(found["price 90% high"])
+    )
     assert 0.7 < inside.mean() <= 1
-    shuffled = tmp_path / "other.csv"  # another order of the columns, one that the model does not know
+    # another order of the columns, one that the model does not know
+    shuffled = tmp_path / "other.csv"
     lines = [line.split(",") for line in table.read_text().splitlines()]
-    shuffled.write_text("\n".join(f"{w},{i},{s}" for i, (s, w, _) in enumerate(lines)).replace("weight,0,size", "weight,id,size"))
+    shuffled.write_text(
+        "\n".join(f"{w},{i},{s}" for i, (s, w, _) in enumerate(lines)).replace(
+            "weight,0,size", "weight,id,size"
+        )
+    )
     assert told(capsys, ["predict", regression, str(shuffled)])["predictions"] == found
     out = tmp_path / "predictions.csv"
     assert told(capsys, ["predict", regression, str(table), "--out", str(out)])["num"] == 120
@@ -257,13 +350,20 @@ def test_predict_reads_columns_by_name_and_answers_in_raw_units(
     refused(capsys, ["predict", regression, "x.txt"], "INPUT")
 
 
-def test_predict_classifies_arrays(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_classifies_arrays(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from advbayes.datasets import load_dataset
 
     digits = load_dataset("digits")
     np.savez(tmp_path / "x.npz", x=digits.x_test[:50].numpy())
-    found = told(capsys, ["predict", f"{run}/model.advbayes", str(tmp_path / "x.npz")])["predictions"]
-    right = [int(said) == truth for said, truth in zip(found["class"], digits.y_test[:50].tolist(), strict=True)]
+    found = told(capsys, ["predict", f"{run}/model.advbayes", str(tmp_path / "x.npz")])[
+        "predictions"
+    ]
+    right = [
+        int(said) == truth
+        for said, truth in zip(found["class"], digits.y_test[:50].tolist(), strict=True)
+    ]
     assert sum(right) > 15  # ten would be chance five times over
     total = np.sum([found[f"p({digit})"] for digit in range(10)], axis=0)
     assert np.allclose(total, 1, atol=1e-5)
@@ -275,9 +375,24 @@ def test_predict_classifies_arrays(run: str, tmp_path: Path, capsys: pytest.Capt
     refused(capsys, ["predict", run, str(tmp_path / "bad.npz")], "(1, 8, 8)", "(1, 9, 9)")
 
 
-def test_attack_writes_what_it_says(run: str, regression: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_attack_writes_what_it_says(
+    run: str, regression: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "adversarial.safetensors"
-    argv = ["attack", run, "--attack", "pgd", "--eps", "1", "--num", "30", "--steps", "10", "--out", str(out)]
+    argv = [
+        "attack",
+        run,
+        "--attack",
+        "pgd",
+        "--eps",
+        "1",
+        "--num",
+        "30",
+        "--steps",
+        "10",
+        "--out",
+        str(out),
+    ]
     found = told(capsys, argv)
     arrays = load_file(out)
     moved = torch.linalg.vector_norm((arrays["x_adv"] - arrays["x"]).flatten(1), dim=1)
@@ -285,26 +400,70 @@ def test_attack_writes_what_it_says(run: str, regression: str, tmp_path: Path, c
     assert 0 <= float(arrays["x_adv"].min()) <= float(arrays["x_adv"].max()) <= 1
     assert found["attacked"] < found["clean"]
     refused(capsys, argv, "must be a new file")
-    refused(capsys, ["attack", run, "--attack", "pdg", "--out", str(tmp_path / "a.npz")], "did you mean 'pgd'")
+    refused(
+        capsys,
+        ["attack", run, "--attack", "pdg", "--out", str(tmp_path / "a.npz")],
+        "did you mean 'pgd'",
+    )
     refused(capsys, ["attack", run, "--norm", "l3", "--out", str(tmp_path / "a.npz")], "norm: ")
-    raw = told(capsys, ["attack", regression, "--steps", "5", "--out", str(tmp_path / "r.npz")])["threat_model"]
+    raw = told(capsys, ["attack", regression, "--steps", "5", "--out", str(tmp_path / "r.npz")])[
+        "threat_model"
+    ]
     assert raw["units"] == "standardised"
     assert raw["raw"]["size"] == pytest.approx(0.3 * 20, rel=0.2)
     assert raw["raw"]["weight"] == pytest.approx(0.3 * 0.01, rel=0.2)
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_every_named_attack_attacks(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    argv = ["attack", run, "--attack", name, "--eps", "1.5", "--num", "12", "--steps", "6", "--queries", "30", "--thetas", "3"]
+def test_every_named_attack_attacks(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    argv = [
+        "attack",
+        run,
+        "--attack",
+        name,
+        "--eps",
+        "1.5",
+        "--num",
+        "12",
+        "--steps",
+        "6",
+        "--queries",
+        "30",
+        "--thetas",
+        "3",
+    ]
     found = told(capsys, [*argv, "--out", str(tmp_path / "x.npz")])
     assert found["attacked"] <= found["clean"]
 
 
-def test_evaluate_goes_on_where_it_was_killed(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["evaluate", run, "--attack", "pgd", "--attack", "ent", "--eps", "0.5", "--eps", "1", "--num", "40", "--steps", "5"]
+def test_evaluate_goes_on_where_it_was_killed(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [
+        "evaluate",
+        run,
+        "--attack",
+        "pgd",
+        "--attack",
+        "ent",
+        "--eps",
+        "0.5",
+        "--eps",
+        "1",
+        "--num",
+        "40",
+        "--steps",
+        "5",
+    ]
     argv += ["--thetas", "3", "--batch-size", "10"]
     whole = told(capsys, [*argv, "--name", "whole"])
-    rows = {(row["attack"], row["eps"]): row["accuracy"]["value"] for row in whole["rows"] if row["predictor"] == "os"}
+    rows = {
+        (row["attack"], row["eps"]): row["accuracy"]["value"]
+        for row in whole["rows"]
+        if row["predictor"] == "os"
+    }
     assert rows["worst", 1.0] <= rows["worst", 0.5] <= rows["clean", 0.0]
     records = Path(whole["evaluation"]) / "records.jsonl"
     for when in (0.3, 0.6):
@@ -314,16 +473,25 @@ def test_evaluate_goes_on_where_it_was_killed(run: str, tmp_path: Path, capsys: 
     assert (parts / "records.jsonl").read_bytes() == records.read_bytes()
     for block in sorted((records.parent / "blocks").iterdir()):
         assert (parts / "blocks" / block.name).read_bytes() == block.read_bytes()
-    assert load_evaluation(parts).estimate("accuracy", attack="worst", eps=1.0).value == rows["worst", 1.0]
+    assert (
+        load_evaluation(parts).estimate("accuracy", attack="worst", eps=1.0).value
+        == rows["worst", 1.0]
+    )
     refused(capsys, [*argv, "--name", "whole", "--seed", "5"], "same evaluation")
     refused(capsys, ["evaluate", run, "--attack", "pgd", "--name", "../x"], "name: ")
 
 
-def test_evaluate_purified_and_in_regression(run: str, regression: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_purified_and_in_regression(
+    run: str, regression: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     few = ["--attack", "pgd", "--num", "10", "--steps", "3", "--thetas", "2"]
     found = told(capsys, ["evaluate", run, "--purify", "online", *few])
     rows = {(row["predictor"], row["attack"]) for row in found["rows"]}
-    assert rows >= {("os", "pgd"), ("os purified online", "pgd"), ("os purified online", "adaptive")}
+    assert rows >= {
+        ("os", "pgd"),
+        ("os purified online", "pgd"),
+        ("os purified online", "adaptive"),
+    }
     assert ("os", "adaptive") not in rows
     refused(capsys, ["evaluate", regression, "--purify", "online", *few], "purify: ")
     refused(capsys, ["evaluate", run, "--purify", "always", *few], "purify: ")
@@ -334,17 +502,50 @@ def test_evaluate_purified_and_in_regression(run: str, regression: str, capsys: 
     assert "coverage" in text
 
 
-def test_audit_certify_and_report_keep_their_findings_in_the_run(run: str, capsys: pytest.CaptureFixture[str]) -> None:
-    verdict = told(capsys, ["audit", run, "--tier", "quick", "--num", "16", "--thetas", "2", "--eps", "0.5"])
+def test_audit_certify_and_report_keep_their_findings_in_the_run(
+    run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict = told(
+        capsys, ["audit", run, "--tier", "quick", "--num", "16", "--thetas", "2", "--eps", "0.5"]
+    )
     assert verdict["level"] in "ABCD"
-    assert json.loads((Path(run) / "audit.json").read_text())["level"] == verdict["level"] == "D"  # quick leaves checks out
-    assert main(["audit", run, "--tier", "quick", "--num", "16", "--thetas", "2", "--require", "B", "--json"]) == 3
+    # quick leaves checks out
+    assert json.loads((Path(run) / "audit.json").read_text())["level"] == verdict["level"] == "D"
+    assert (
+        main(
+            [
+                "audit",
+                run,
+                "--tier",
+                "quick",
+                "--num",
+                "16",
+                "--thetas",
+                "2",
+                "--require",
+                "B",
+                "--json",
+            ]
+        )
+        == 3
+    )
     capsys.readouterr()
     found = told(capsys, ["certify", run, "--sigma", "0.25", "--num", "5", "--draws", "200"])
     curve = [point["certified_accuracy"] for point in found["curve"]]
     assert curve == sorted(curve, reverse=True)
     assert len(found["radii"]) == 5
-    few = ["--attack", "pgd", "--num", "10", "--steps", "3", "--thetas", "2", "--name", "for-report"]
+    few = [
+        "--attack",
+        "pgd",
+        "--num",
+        "10",
+        "--steps",
+        "3",
+        "--thetas",
+        "2",
+        "--name",
+        "for-report",
+    ]
     told(capsys, ["evaluate", run, *few])
     report = told(capsys, ["report", run, "--thetas", "2"])
     assert Path(report["html"]).read_text().startswith("<!doctype html>")
@@ -355,8 +556,12 @@ def test_certify_wants_classes(regression: str, capsys: pytest.CaptureFixture[st
     refused(capsys, ["certify", regression], "classifier")
 
 
-def test_datasets_are_listed_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = {row["name"]: row for row in told(capsys, ["datasets", "--root", str(tmp_path)])["datasets"]}
+def test_datasets_are_listed_and_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {
+        row["name"]: row for row in told(capsys, ["datasets", "--root", str(tmp_path)])["datasets"]
+    }
     assert len(found) == 9
     assert found["mnist"]["place"].startswith("not here")
     assert told(capsys, ["datasets", "--fetch", "digits"])["verified"] is True
@@ -378,10 +583,13 @@ def test_the_demo_ends_with_a_report_and_goes_on_from_what_is_there(
     refused(capsys, ["demo", "--quick", "--seed", "3", "--json"], "another configuration")
 
 
-# --- Errors ---------------------------------------------------------------------------------------------------------------------
+# --- Errors ---------------------------------------------------------------------------------------
+# ------------------------------
 
 
-def test_bugs_are_told_from_mistakes(monkeypatch: pytest.MonkeyPatch, run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bugs_are_told_from_mistakes(
+    monkeypatch: pytest.MonkeyPatch, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     from advbayes.cli import describe
 
     def broken(run: object) -> str:
@@ -392,7 +600,8 @@ def test_bugs_are_told_from_mistakes(monkeypatch: pytest.MonkeyPatch, run: str, 
         assert main(["show", run]) == 1
         assert "Traceback" in capsys.readouterr().err
         patch.undo()
-        patch.setattr(describe, "said_scores", None)  # a TypeError in our own code that nobody raised on purpose
+        # a TypeError in our own code that nobody raised on purpose
+        patch.setattr(describe, "said_scores", None)
         assert main(["show", run]) == 1
         assert "Traceback" in capsys.readouterr().err
     with pytest.raises(ValueError) as caught:
@@ -400,7 +609,9 @@ def test_bugs_are_told_from_mistakes(monkeypatch: pytest.MonkeyPatch, run: str, 
     assert not is_mistake(caught.value)
 
 
-def test_commands_work_outside_the_main_thread(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_work_outside_the_main_thread(
+    run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     codes: list[int] = []
     thread = threading.Thread(target=lambda: codes.append(main(["show", run, "--json"])))
     thread.start()

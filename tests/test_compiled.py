@@ -1,4 +1,5 @@
-"""The compiled step is the eager one up to rounding, and falls back where torch lacks what it is made with."""
+"""The compiled step is the eager one up to rounding, and falls back where torch lacks what it is
+made with."""
 
 from __future__ import annotations
 
@@ -43,7 +44,13 @@ def generator(seed: int = 0) -> torch.Generator:
 def classifier(seed: int = 0) -> BayesianModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 3))
+        net = nn.Sequential(
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.ReLU(),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(36, 3),
+        )
     return BayesianModel(net, Categorical())
 
 
@@ -54,7 +61,10 @@ def regressor(seed: int = 0) -> BayesianModel:
     return BayesianModel(net, Gaussian(0.5))
 
 
-IMAGES = torch.rand(70, 1, 6, 6, generator=generator(1)), torch.randint(3, (70,), generator=generator(2))
+IMAGES = (
+    torch.rand(70, 1, 6, 6, generator=generator(1)),
+    torch.randint(3, (70,), generator=generator(2)),
+)
 ROWS = torch.randn(70, 5, generator=generator(3)), torch.randn(70, generator=generator(4))
 
 
@@ -67,12 +77,18 @@ def row_mix() -> Mixture:
     return Mixture([0.4, 0.6], [Noise(0.1), AttackChannel(one_step(L2(1.0), squared_error), 0.1)])
 
 
-# --- Compiled is eager ------------------------------------------------------------------------------------------------
+# --- Compiled is eager
+# ------------------------------------------------------------------------------------------------
 
 # Each costs a cold compilation, so each covers several paths.
 CASES = {
     "mean field, two thetas, mixture inside": (regressor, MeanField, row_mix, {"num_theta": 2}),
-    "low rank, penalty, losses by example": (classifier, LowRank, image_mix, {"penalty": Trades(2.0)}),
+    "low rank, penalty, losses by example": (
+        classifier,
+        LowRank,
+        image_mix,
+        {"penalty": Trades(2.0)},
+    ),
     "mean field, channel outside, importance weights": (
         regressor,
         MeanField,
@@ -107,7 +123,9 @@ def test_a_compiled_fit_is_the_eager_one_up_to_rounding(case: str) -> None:
         ends.append(posterior.mean)
         histories.append(result.history)
     for column in ("bound", "log_likelihood", "kl", "penalty", "gradient_norm"):
-        assert histories[1][column] == pytest.approx(histories[0][column], rel=2e-4, abs=1e-5), column
+        assert histories[1][column] == pytest.approx(histories[0][column], rel=2e-4, abs=1e-5), (
+            column
+        )
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-4)
 
 
@@ -122,17 +140,28 @@ def test_compiling_what_branches_on_values_says_so() -> None:
             return y if float(y.detach().sum()) > 0 else 2 * y
 
     model = BayesianModel(Branching(), Gaussian(0.5))
-    with pytest.raises(CompileError, match="compile=True could not compile a step of BayesianModel"):
+    with pytest.raises(
+        CompileError, match="compile=True could not compile a step of BayesianModel"
+    ):
         fit(model, MeanField(model), Noise(0.0), ROWS, steps=1, progress=False, compile=True)
 
 
 def test_compiling_gradients_through_the_attack_is_refused() -> None:
     model = regressor()
     with pytest.raises(ValueError, match="through=True"):
-        fit(model, MeanField(model), row_mix(), ROWS, objective=ChannelELBO(70, through=True), steps=1, compile=True)
+        fit(
+            model,
+            MeanField(model),
+            row_mix(),
+            ROWS,
+            objective=ChannelELBO(70, through=True),
+            steps=1,
+            compile=True,
+        )
 
 
-# --- The channel, its randomness drawn beforehand ----------------------------------------------------------------------
+# --- The channel, its randomness drawn beforehand
+# ----------------------------------------------------------------------
 
 CHANNELS: dict[str, Channel] = {
     "identity": Noise(0.0),
@@ -141,7 +170,12 @@ CHANNELS: dict[str, Channel] = {
     "mixture": image_mix(),
     "interleaved": Mixture(
         [0.3, 0.2, 0.1, 0.4],
-        [AttackChannel(one_step(L2(1.0), nll), 0.2), Noise(0.1), AttackChannel(one_step(L2(1.0), entropy), 0.2), Noise(0.0)],
+        [
+            AttackChannel(one_step(L2(1.0), nll), 0.2),
+            Noise(0.1),
+            AttackChannel(one_step(L2(1.0), entropy), 0.2),
+            Noise(0.0),
+        ],
     ),
     "nothing of one": Mixture([0.0, 1.0], [AttackChannel(one_step(L2(1.0)), 0.1), Noise(0.1)]),
 }
@@ -170,7 +204,8 @@ def test_channels_whose_attack_draws_have_no_draws_beforehand() -> None:
         assert draws(channel, x, generator=generator()) is None
 
 
-# --- The program -------------------------------------------------------------------------------------------------------
+# --- The program ----------------------------------------------------------------------------------
+# ---------------------
 
 
 def test_its_adam_is_torch_s() -> None:
@@ -219,7 +254,10 @@ def test_a_compiled_run_stops_after_ten_bad_steps_at_its_last_finite_state() -> 
 
     model = BayesianModel(Overflowing(), Gaussian(1.0))
     posterior = MeanField(model)
-    with pytest.warns(SkippedStepWarning), pytest.raises(NonFiniteError, match="the cause is the likelihood"):
+    with (
+        pytest.warns(SkippedStepWarning),
+        pytest.raises(NonFiniteError, match="the cause is the likelihood"),
+    ):
         fit(model, posterior, Noise(0.0), ROWS, steps=20, compile=True)
     assert torch.equal(posterior.mu.detach(), model.initial_theta())
 
@@ -230,14 +268,27 @@ def test_a_run_may_be_resumed_compiled_or_not() -> None:
     for first, second in ((False, False), (True, False), (False, True)):
         model = regressor()
         posterior = MeanField(model)
-        state = fit(model, posterior, row_mix(), ROWS, steps=4, batch_size=32, compile=first, progress=False).state
-        fit(model, posterior, row_mix(), ROWS, steps=8, batch_size=32, compile=second, state=state, progress=False)
+        state = fit(
+            model, posterior, row_mix(), ROWS, steps=4, batch_size=32, compile=first, progress=False
+        ).state
+        fit(
+            model,
+            posterior,
+            row_mix(),
+            ROWS,
+            steps=8,
+            batch_size=32,
+            compile=second,
+            state=state,
+            progress=False,
+        )
         ends.append(posterior.mean)
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-4)
     torch.testing.assert_close(ends[2], ends[0], rtol=1e-3, atol=1e-4)
 
 
-# --- A torch without the names that it is made with ---------------------------------------------------------------------
+# --- A torch without the names that it is made with
+# ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -248,18 +299,34 @@ def test_a_run_may_be_resumed_compiled_or_not() -> None:
     ],
 )
 @pytest.mark.slow
-def test_a_torch_that_lacks_a_private_name_still_trains(missing: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_lacks_a_private_name_still_trains(
+    missing: str, instead: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiling._warn_once.cache_clear()
     monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)  # what stands for it here is not under test
+    # what stands for it here is not under test
+    monkeypatch.setattr(torch, "compile", lambda graph, **_: graph)
     ends = []
     for compile in (False, True):
         model = regressor()
         posterior = MeanField(model)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            fit(model, posterior, row_mix(), ROWS, steps=4, batch_size=32, progress=False, compile=compile)
-        told = [str(warning.message) for warning in caught if "lacks what compile=True" in str(warning.message)]
+            fit(
+                model,
+                posterior,
+                row_mix(),
+                ROWS,
+                steps=4,
+                batch_size=32,
+                progress=False,
+                compile=compile,
+            )
+        told = [
+            str(warning.message)
+            for warning in caught
+            if "lacks what compile=True" in str(warning.message)
+        ]
         assert len(told) == int(compile)
         assert all(f"uses {instead}" in text for text in told)
         ends.append(posterior.mean)

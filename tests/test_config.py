@@ -1,4 +1,5 @@
-"""Configurations: what is refused, with which words; what comes back from the file that a run writes."""
+"""Configurations: what is refused, with which words; what comes back from the file that a run
+writes."""
 
 from __future__ import annotations
 
@@ -10,7 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advbayes.config import DATA_SETS, ConfigError, RunConfig, accepted, make_config, read_toml, to_toml
+from advbayes.config import (
+    DATA_SETS,
+    ConfigError,
+    RunConfig,
+    accepted,
+    make_config,
+    read_toml,
+    to_toml,
+)
 from tests.bad_configs import BAD, MALFORMED
 
 
@@ -19,7 +28,9 @@ def test_there_are_sixty_bad_configurations_and_all_are_different() -> None:
 
 
 @pytest.mark.parametrize(("text", "key", "wanted"), BAD, ids=[str(text)[:40] for text, _, _ in BAD])
-def test_bad_values_are_refused_naming_key_and_range(tmp_path: Path, text: str, key: str, wanted: str) -> None:
+def test_bad_values_are_refused_naming_key_and_range(
+    tmp_path: Path, text: str, key: str, wanted: str
+) -> None:
     path = tmp_path / "bad.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -32,7 +43,9 @@ def test_bad_values_are_refused_naming_key_and_range(tmp_path: Path, text: str, 
 
 
 @pytest.mark.parametrize("text", MALFORMED, ids=range(len(MALFORMED)))
-def test_files_that_are_not_toml_are_refused_naming_the_file(tmp_path: Path, text: str | bytes) -> None:
+def test_files_that_are_not_toml_are_refused_naming_the_file(
+    tmp_path: Path, text: str | bytes
+) -> None:
     path = tmp_path / "bad.toml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ConfigError, match=r"bad\.toml"):
@@ -42,11 +55,17 @@ def test_files_that_are_not_toml_are_refused_naming_the_file(tmp_path: Path, tex
 def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         make_config({"lr": -1, "epochs": 0, "nomr": "l2"})
-    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == ["epochs", "lr", "nomr"]
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "epochs",
+        "lr",
+        "nomr",
+    ]
 
 
 def test_missing_files_and_folders_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.toml: wanted a configuration file, got nothing"):
+    with pytest.raises(
+        ConfigError, match=r"absent\.toml: wanted a configuration file, got nothing"
+    ):
         read_toml(tmp_path / "absent.toml")
     with pytest.raises(ConfigError, match="does not parse"):
         read_toml(tmp_path)
@@ -97,7 +116,12 @@ def test_a_written_configuration_is_read_back_the_same(given: dict[str, object])
 @given(
     st.dictionaries(
         st.sampled_from([*RunConfig.model_fields, "x", ""]),
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.integers()),
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | st.text()
+        | st.lists(st.integers()),
         max_size=4,
     )
 )

@@ -1,4 +1,5 @@
-"""Every member of every family runs through its contract; a new member is one class of two lines."""
+"""Every member of every family runs through its contract; a new member is one class of two
+lines."""
 
 from __future__ import annotations
 
@@ -57,7 +58,10 @@ class TestSamples(PosteriorContract):
     trainable = False
 
     def make(self, model: BayesianModel) -> nn.Module:
-        return Samples(model.initial_theta() + 0.1 * torch.randn(6, model.num_params, generator=seeded(8), dtype=model.dtype))
+        return Samples(
+            model.initial_theta()
+            + 0.1 * torch.randn(6, model.num_params, generator=seeded(8), dtype=model.dtype)
+        )
 
 
 class TestNoise(ChannelContract):
@@ -98,12 +102,16 @@ class TestMixture(ChannelContract):
 
 class TestIidMixture(ChannelContract):
     def make(self, task: str, dtype: torch.dtype) -> Channel:
-        return Mixture([0.5, 0.5], [Noise(0.3), AttackChannel(one_step(L2(0.5)), 0.4)], stratified=False)
+        return Mixture(
+            [0.5, 0.5], [Noise(0.3), AttackChannel(one_step(L2(0.5)), 0.4)], stratified=False
+        )
 
 
 class TestNestedMixture(ChannelContract):
     def make(self, task: str, dtype: torch.dtype) -> Channel:
-        inner = Mixture([0.5, 0.5, 0.0], [Noise(0.3), AttackChannel(one_step(L2(0.5)), 0.3), Noise(0.2)])
+        inner = Mixture(
+            [0.5, 0.5, 0.0], [Noise(0.3), AttackChannel(one_step(L2(0.5)), 0.3), Noise(0.2)]
+        )
         return Mixture([0.3, 0.7], [Noise(0.5), inner])
 
 
@@ -111,7 +119,9 @@ class TestLearned(ChannelContract):
     def make(self, task: str, dtype: torch.dtype) -> Channel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            generator = FullyConnectedGenerator(4, num_classes=3 if task == "classification" else None).to(dtype)
+            generator = FullyConnectedGenerator(
+                4, num_classes=3 if task == "classification" else None
+            ).to(dtype)
         return Learned(generator, L2(0.5), sigma_range=(0.1, 0.6))
 
 
@@ -159,6 +169,11 @@ def test_mixture_computes_an_attack_only_for_the_examples_that_use_it(stratified
 
     attacks = [AttackChannel(one_step(L2(0.5), loss), 0.1) for loss in (nll, margin, entropy)]
     channel = Mixture([0.4, 0.2, 0.2, 0.2], [Noise(0.1), *attacks], stratified=stratified)
-    channel.sample(predict, torch.randn(100, 3, generator=seeded()), torch.zeros(100, dtype=torch.long), generator=seeded())
+    channel.sample(
+        predict,
+        torch.randn(100, 3, generator=seeded()),
+        torch.zeros(100, dtype=torch.long),
+        generator=seeded(),
+    )
     assert len(seen) == 1, "one-step attacks that differ in their loss share one gradient pass"
     assert seen == [60] if stratified else 40 <= seen[0] <= 80

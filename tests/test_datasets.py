@@ -1,4 +1,5 @@
-"""Data sets: what loads, what is refused, what is downloaded; hostile files get a typed error and nothing else."""
+"""Data sets: what loads, what is refused, what is downloaded; hostile files get a typed error and
+nothing else."""
 
 from __future__ import annotations
 
@@ -42,10 +43,22 @@ from advbayes.datasets.formats import parse_cifar, parse_idx
 from advbayes.datasets.npz import read_npz
 from advbayes.datasets.tables import parse_table
 from tests import faults
-from tests.data_fixtures import Server, idx, serving, small_cifar, small_mnist, small_wine, tar_gz, with_contents, write_mnist
+from tests.data_fixtures import (
+    Server,
+    idx,
+    serving,
+    small_cifar,
+    small_mnist,
+    small_wine,
+    tar_gz,
+    with_contents,
+    write_mnist,
+)
 
 REAL = os.environ.get("ADVBAYES_DATA")
-needs_real = pytest.mark.skipif(not REAL, reason="ADVBAYES_DATA does not name a folder with the data sets")
+needs_real = pytest.mark.skipif(
+    not REAL, reason="ADVBAYES_DATA does not name a folder with the data sets"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -81,11 +94,14 @@ def cifar(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
 @pytest.fixture
 def wine(monkeypatch: pytest.MonkeyPatch) -> bytes:
     data = small_wine()
-    monkeypatch.setitem(SOURCES, "wine", with_contents(SOURCES["wine"], {"winequality-red.csv": data}))
+    monkeypatch.setitem(
+        SOURCES, "wine", with_contents(SOURCES["wine"], {"winequality-red.csv": data})
+    )
     return data
 
 
-# --- what loads ---------------------------------------------------------------------------------------------------
+# --- what loads -----------------------------------------------------------------------------------
+# ----------------
 
 
 def test_mnist_from_gzip_and_from_plain_files(mnist: dict[str, bytes], tmp_path: Path) -> None:
@@ -94,7 +110,9 @@ def test_mnist_from_gzip_and_from_plain_files(mnist: dict[str, bytes], tmp_path:
     for name, data in mnist.items():
         (tmp_path / "plain" / "MNIST" / "raw" / name).write_bytes(data)
     first, second = (load_dataset("mnist", tmp_path / kind) for kind in ("gz", "plain"))
-    pixels = np.frombuffer(mnist["train-images-idx3-ubyte"], np.uint8, offset=16).reshape(20, 1, 28, 28)
+    pixels = np.frombuffer(mnist["train-images-idx3-ubyte"], np.uint8, offset=16).reshape(
+        20, 1, 28, 28
+    )
     assert torch.equal(first.x_train, torch.tensor(pixels / 255, dtype=torch.float32))
     assert torch.equal(first.x_train, second.x_train)
     assert first.y_test.tolist() == list(range(10))
@@ -121,7 +139,9 @@ def test_cifar_from_archive_and_from_batches(cifar: dict[str, bytes], tmp_path: 
     assert float(first.x_train[10, 2, 31, 31]) == pytest.approx(record[-1] / 255)
 
 
-def test_a_complete_other_copy_of_cifar_is_accepted_and_marked(cifar: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_complete_other_copy_of_cifar_is_accepted_and_marked(
+    cifar: dict[str, bytes], tmp_path: Path
+) -> None:
     folder = tmp_path / "cifar10"
     folder.mkdir()
     other = small_cifar(seed=1)
@@ -138,7 +158,9 @@ def test_a_complete_other_copy_of_cifar_is_accepted_and_marked(cifar: dict[str, 
         load_dataset("cifar10", tmp_path)
 
 
-def test_cifar_with_a_changed_label_is_refused_in_any_copy(cifar: dict[str, bytes], tmp_path: Path) -> None:
+def test_cifar_with_a_changed_label_is_refused_in_any_copy(
+    cifar: dict[str, bytes], tmp_path: Path
+) -> None:
     (tmp_path / "cifar10").mkdir()
     for name, data in small_cifar(seed=1).items():
         changed = bytes([(data[0] + 1) % 10]) + data[1:] if name == "test_batch.bin" else data
@@ -156,13 +178,17 @@ def test_wine_splits_by_seed_and_scales_by_the_training_rows(wine: bytes, tmp_pa
     assert (len(first.x_train), len(first.x_test), first.target_names) == (32, 8, ("quality",))
     assert first.scaling is not None
     assert torch.allclose(first.scaling.mean, first.x_train.mean(0))
-    assert torch.allclose(first.scaling.transform(first.x_train).std(0, correction=0), torch.ones(11), atol=1e-5)
+    assert torch.allclose(
+        first.scaling.transform(first.x_train).std(0, correction=0), torch.ones(11), atol=1e-5
+    )
     everything = torch.cat([first.x_train, first.x_test])
     assert not torch.allclose(first.scaling.mean, everything.mean(0), rtol=1e-6)
     assert len(load_dataset("wine", tmp_path, test_fraction=0.5).x_test) == 20
 
 
-def test_energy_is_known_by_its_numbers_however_they_are_spelt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_energy_is_known_by_its_numbers_however_they_are_spelt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from dataclasses import replace
 
     from advbayes.datasets.formats import values_sha256
@@ -231,7 +257,9 @@ def test_the_given_root_is_the_only_place_and_the_environment_comes_before_the_c
     for place in ("data", "cache"):
         (tmp_path / place / "wine-quality").mkdir(parents=True)
         (tmp_path / place / "wine-quality" / "winequality-red.csv").write_bytes(wine)
-    assert load_dataset("wine", download=False).provenance.source.startswith(str(tmp_path / "cache"))
+    assert load_dataset("wine", download=False).provenance.source.startswith(
+        str(tmp_path / "cache")
+    )
     monkeypatch.setenv("ADVBAYES_DATA", str(tmp_path / "data"))
     assert load_dataset("wine", download=False).provenance.source.startswith(str(tmp_path / "data"))
     with pytest.raises(DataMissingError, match="elsewhere"):
@@ -242,23 +270,29 @@ def test_the_given_root_is_the_only_place_and_the_environment_comes_before_the_c
 def test_extras_are_named_when_absent(monkeypatch: pytest.MonkeyPatch, wine: bytes) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     monkeypatch.setitem(sys.modules, "pooch", None)
-    monkeypatch.delenv("ADVBAYES_CACHE")  # where it is set, nobody needs to find the system's folder
+    # where it is set, nobody needs to find the system's folder
+    monkeypatch.delenv("ADVBAYES_CACHE")
     for name in ("digits", "wine"):
         with pytest.raises(ModuleNotFoundError, match=r"pip install 'advbayes\[data\]'"):
             load_dataset(name)
 
 
-# --- truncated, altered, missing ----------------------------------------------------------------------------------
+# --- truncated, altered, missing
+# ----------------------------------------------------------------------------------
 
 
 def test_missing_file_says_which_and_what_to_do(mnist: dict[str, bytes], tmp_path: Path) -> None:
     write_mnist(tmp_path / "mnist", mnist)
     (tmp_path / "mnist" / "t10k-labels-idx1-ubyte.gz").unlink()
-    with pytest.raises(FileNotFoundError, match=r"t10k-labels-idx1-ubyte.gz.*1 of 4 missing.*download=True"):
+    with pytest.raises(
+        FileNotFoundError, match=r"t10k-labels-idx1-ubyte.gz.*1 of 4 missing.*download=True"
+    ):
         load_dataset("mnist", tmp_path)
 
 
-def test_every_truncation_and_alteration_of_a_gzip_file_is_refused(mnist: dict[str, bytes], tmp_path: Path) -> None:
+def test_every_truncation_and_alteration_of_a_gzip_file_is_refused(
+    mnist: dict[str, bytes], tmp_path: Path
+) -> None:
     write_mnist(tmp_path / "mnist", mnist)
     file = tmp_path / "mnist" / "train-labels-idx1-ubyte.gz"
     packed = file.read_bytes()
@@ -290,7 +324,8 @@ def test_an_altered_table_is_refused(wine: bytes, tmp_path: Path) -> None:
         load_dataset("wine", tmp_path)
 
 
-# --- hostile files ------------------------------------------------------------------------------------------------
+# --- hostile files
+# ------------------------------------------------------------------------------------------------
 
 
 def _zip(members: dict[str, bytes], *, compression: int = zipfile.ZIP_DEFLATED) -> bytes:
@@ -301,10 +336,18 @@ def _zip(members: dict[str, bytes], *, compression: int = zipfile.ZIP_DEFLATED) 
     return buffer.getvalue()
 
 
-def _npy(descr: str, shape: str, body: bytes, *, version: int = 1, length: int | None = None) -> bytes:
+def _npy(
+    descr: str, shape: str, body: bytes, *, version: int = 1, length: int | None = None
+) -> bytes:
     header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}\n".encode()
     width = "<H" if version == 1 else "<I"
-    return b"\x93NUMPY" + bytes([version, 0]) + struct.pack(width, length or len(header)) + header + body
+    return (
+        b"\x93NUMPY"
+        + bytes([version, 0])
+        + struct.pack(width, length or len(header))
+        + header
+        + body
+    )
 
 
 def _lying_zip() -> bytes:
@@ -333,7 +376,10 @@ _HOSTILE: dict[str, tuple[Callable[[], bytes], Callable[[Path], object]]] = {
         lambda: gzip.compress(b"\1" * 100_000_000),
         lambda path: read_tar_gzip(path, _MEMBERS),
     ),
-    "many empty gzip members": (lambda: gzip.compress(b"") * 100_000, lambda path: read_gzip(path, 10_008)),
+    "many empty gzip members": (
+        lambda: gzip.compress(b"") * 100_000,
+        lambda path: read_gzip(path, 10_008),
+    ),
     "tar record of 7 GiB": (_tar_bomb_header, lambda path: read_tar_gzip(path, _MEMBERS)),
     "tar member too large": (
         lambda: tar_gz({"data_batch_1.bin": bytes(60_000_000)}),
@@ -346,7 +392,9 @@ _HOSTILE: dict[str, tuple[Callable[[], bytes], Callable[[Path], object]]] = {
     "tar member twice": (
         lambda: gzip.compress(
             gzip.decompress(tar_gz({"data_batch_1.bin": bytes(3073)}))[:4096]
-            + gzip.decompress(tar_gz({"a/data_batch_1.bin": bytes(3073), "data_batch_2.bin": bytes(3073)}))
+            + gzip.decompress(
+                tar_gz({"a/data_batch_1.bin": bytes(3073), "data_batch_2.bin": bytes(3073)})
+            )
         ),
         lambda path: read_tar_gzip(path, {"data_batch_1.bin": 3073, "data_batch_2.bin": 3073}),
     ),
@@ -354,18 +402,31 @@ _HOSTILE: dict[str, tuple[Callable[[], bytes], Callable[[Path], object]]] = {
         lambda: bytes([0, 0, 8, 3]) + b"\xff" * 12 + bytes(100),
         lambda path: parse_idx(path.read_bytes(), "idx"),
     ),
-    "pickle in disguise": (lambda: b"cos\nsystem\n(S'touch owned'\ntR.", lambda path: from_npz(path)),
+    "pickle in disguise": (
+        lambda: b"cos\nsystem\n(S'touch owned'\ntR.",
+        lambda path: from_npz(path),
+    ),
     "npz with an object array": (
-        lambda: _zip({"x.npy": _npy("'|O'", "(1,)", b"cos\nsystem\n(S'touch owned'\ntR."), "y.npy": b""}),
+        lambda: _zip(
+            {"x.npy": _npy("'|O'", "(1,)", b"cos\nsystem\n(S'touch owned'\ntR."), "y.npy": b""}
+        ),
         lambda path: from_npz(path),
     ),
     "npz with code in its header": (
         lambda: _zip({"x.npy": _npy("__import__('os').system('touch owned')", "(1,)", b"")}),
         lambda path: from_npz(path),
     ),
-    "npz with nested brackets": (lambda: _zip({"x.npy": _npy("[" * 3000, "(1,)", b"")}), lambda path: from_npz(path)),
+    "npz with nested brackets": (
+        lambda: _zip({"x.npy": _npy("[" * 3000, "(1,)", b"")}),
+        lambda path: from_npz(path),
+    ),
     "npz with names that are no characters": (
-        lambda: _zip({"x.npy": _npy("'<f8'", "(1,)", bytes(8)), "class_names.npy": _npy("'<U1'", "(1,)", b"\xff\xff\xff\x7f")}),
+        lambda: _zip(
+            {
+                "x.npy": _npy("'<f8'", "(1,)", bytes(8)),
+                "class_names.npy": _npy("'<U1'", "(1,)", b"\xff\xff\xff\x7f"),
+            }
+        ),
         lambda path: from_npz(path),
     ),
     "npz shape beyond its bytes": (
@@ -386,15 +447,27 @@ _HOSTILE: dict[str, tuple[Callable[[], bytes], Callable[[Path], object]]] = {
         lambda: _zip({"x.npy": bytes(10_000_000)}, compression=zipfile.ZIP_BZIP2),
         lambda path: from_npz(path),
     ),
-    "zip with a path": (lambda: _zip({"../../x.npy": _npy("'<f8'", "(1,)", bytes(8))}), lambda path: from_npz(path)),
-    "csv above the limit": (lambda: b"a,b\n" + b"1,2\n" * 1_000_000, lambda path: from_csv(path, "b", max_bytes=1000)),
-    "csv of one endless field": (lambda: b'a,b\n"' + b"1" * 10_000_000, lambda path: from_csv(path, "b")),
+    "zip with a path": (
+        lambda: _zip({"../../x.npy": _npy("'<f8'", "(1,)", bytes(8))}),
+        lambda path: from_npz(path),
+    ),
+    "csv above the limit": (
+        lambda: b"a,b\n" + b"1,2\n" * 1_000_000,
+        lambda path: from_csv(path, "b", max_bytes=1000),
+    ),
+    "csv of one endless field": (
+        lambda: b'a,b\n"' + b"1" * 10_000_000,
+        lambda path: from_csv(path, "b"),
+    ),
     "csv of zero bytes": (lambda: bytes(1_000_000), lambda path: from_csv(path, "b")),
     "csv row over many lines": (
         lambda: b"a,b\n" + b'"1\n","2\n",' * 500_000,
         lambda path: from_csv(path, "b"),
     ),
-    "csv line of a million cells": (lambda: b"a,b\n" + b"12," * 1_000_000, lambda path: from_csv(path, "b")),
+    "csv line of a million cells": (
+        lambda: b"a,b\n" + b"12," * 1_000_000,
+        lambda path: from_csv(path, "b"),
+    ),
     "csv with 200,000 columns": (lambda: b"a," * 200_000 + b"\n", lambda path: from_csv(path, "b")),
     "csv with a million columns": (
         lambda: b",".join(b"%d" % index for index in range(1_000_000)) + b",a\n",
@@ -404,7 +477,9 @@ _HOSTILE: dict[str, tuple[Callable[[], bytes], Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("case", _HOSTILE, ids=lambda case: case.replace(" ", "-"))
-def test_hostile_file_gets_a_typed_error_within_memory(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_file_gets_a_typed_error_within_memory(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import tracemalloc
 
     make, read = _HOSTILE[case]
@@ -451,9 +526,23 @@ def _mutations(seeds: list[bytes], num: int) -> Iterator[bytes]:
             elif kind == 2:
                 data[at:at] = data[at : at + rng.randint(1, 64)]
             elif kind == 3:
-                data[at : at + 4] = rng.choice([b"\xff\xff\xff\xff", b"\0\0\0\0", b"\x7f\xff\xff\xff", b"\0\0\0\x01"])
+                data[at : at + 4] = rng.choice(
+                    [b"\xff\xff\xff\xff", b"\0\0\0\0", b"\x7f\xff\xff\xff", b"\0\0\0\x01"]
+                )
             elif kind == 4:
-                data[at:at] = rng.choice([b"nan", b"1e999", b'"', b"\n", b",", b";", b"\xef\xbb\xbf", b"PK\5\6", b"\x1f\x8b"])
+                data[at:at] = rng.choice(
+                    [
+                        b"nan",
+                        b"1e999",
+                        b'"',
+                        b"\n",
+                        b",",
+                        b";",
+                        b"\xef\xbb\xbf",
+                        b"PK\5\6",
+                        b"\x1f\x8b",
+                    ]
+                )
             else:
                 data = data[:at] + rng.choice(seeds)[at:]
         yield bytes(data)
@@ -490,23 +579,40 @@ def test_fuzzed_files_get_typed_errors_only(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     batch = small_cifar()["test_batch.bin"]
     images = idx(rng.integers(0, 256, (3, 5, 5), np.uint8))
-    table = b'"a";"b";"y"\n' + b"".join(b"%d.5;%d;%d\n" % (row, row * 7, row % 3) for row in range(12))
+    table = b'"a";"b";"y"\n' + b"".join(
+        b"%d.5;%d;%d\n" % (row, row * 7, row % 3) for row in range(12)
+    )
     archives = [
         tar_gz({"x/one.bin": b"1" * 600, "two.bin": b"2" * 10}),
         tar_gz({"two.bin": b"2" * 10, "one.bin": b"1" * 600}),
     ]
     arrays = [
         _saved(x=rng.normal(size=(12, 3)), y=np.arange(12) % 3),
-        _saved(x=rng.integers(0, 255, (12, 4, 4), np.uint8), y=np.arange(12) % 2, class_names=np.array(["a", "b"])),
-        _saved(x_train=rng.normal(size=(4, 2)), y_train=rng.normal(size=(4, 1)), x_test=np.ones((2, 2)), y_test=np.ones(2)),
+        _saved(
+            x=rng.integers(0, 255, (12, 4, 4), np.uint8),
+            y=np.arange(12) % 2,
+            class_names=np.array(["a", "b"]),
+        ),
+        _saved(
+            x_train=rng.normal(size=(4, 2)),
+            y_train=rng.normal(size=(4, 1)),
+            x_test=np.ones((2, 2)),
+            y_test=np.ones(2),
+        ),
     ]
     loaders: dict[str, tuple[list[bytes], Callable[[bytes], object]]] = {
         "idx": ([images, idx(np.arange(9, dtype=np.uint8))], lambda data: parse_idx(data, "f")),
         "cifar": ([batch], lambda data: parse_cifar(data, "f")),
         "csv": ([table, table.replace(b";", b",")], lambda _: from_csv(path, "y")),
         "npz": (arrays, lambda _: from_npz(path)),
-        "npy": ([_member(x) for x in (rng.normal(size=(6, 3)), np.ones((6, 4, 4), np.uint8))], lambda _: from_npz(path)),
-        "gzip": ([gzip.compress(images), gzip.compress(b"")], lambda _: read_gzip(path, len(images))),
+        "npy": (
+            [_member(x) for x in (rng.normal(size=(6, 3)), np.ones((6, 4, 4), np.uint8))],
+            lambda _: from_npz(path),
+        ),
+        "gzip": (
+            [gzip.compress(images), gzip.compress(b"")],
+            lambda _: read_gzip(path, len(images)),
+        ),
         "tar": (archives, lambda _: read_tar_gzip(path, {"one.bin": 600, "two.bin": 10})),
     }
     passed = dict.fromkeys(loaders, 0)
@@ -517,7 +623,8 @@ def test_fuzzed_files_get_typed_errors_only(tmp_path: Path) -> None:
         for data in _mutations(seeds, 1000):
             path.write_bytes(wrap(data))
             passed[name] += _fuzz(lambda parse=parse, data=data: parse(data))  # type: ignore[misc]
-    # Were every file refused, nothing past the first check would have been fuzzed; were none, the checks would be idle.
+    # Were every file refused, nothing past the first check would have been fuzzed; were none, the
+    # checks would be idle.
     assert 0 < passed["csv"] < 1000
     assert 0 < passed["npy"] < 1000
     assert passed["npz"] < 500
@@ -549,7 +656,8 @@ def test_any_npy_header_gets_typed_errors_only(
         _fuzz(lambda: from_npz(path))
 
 
-# --- a user's own files -------------------------------------------------------------------------------------------
+# --- a user's own files
+# -------------------------------------------------------------------------------------------
 
 
 def _csv(tmp_path: Path, text: str) -> Path:
@@ -560,7 +668,9 @@ def _csv(tmp_path: Path, text: str) -> Path:
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])
 def test_csv_delimiters_quotes_and_byte_order_mark(tmp_path: Path, delimiter: str) -> None:
-    rows = [f'"x, one"{delimiter}"b;c"{delimiter}y'] + [delimiter.join((str(i), f"{i}.5", str(2 * i))) for i in range(10)]
+    rows = [f'"x, one"{delimiter}"b;c"{delimiter}y'] + [
+        delimiter.join((str(i), f"{i}.5", str(2 * i))) for i in range(10)
+    ]
     loaded = from_csv(_csv(tmp_path, "\ufeff\r\n\r\n" + "\r\n".join(rows) + "\r\n\r\n"), "y")
     assert loaded.feature_names == ("x, one", "b;c")
     assert loaded.task == "regression"
@@ -595,7 +705,10 @@ def test_csv_several_targets_chosen_features_and_given_header(tmp_path: Path) ->
         ("a,b,y\n1,nan,3\n2,,4\n", "values in column 'b', got none.*drop 'b'"),
         ("a,b,y\n1,1,3\n1,inf,4\n", "row 2 below the header, column 'b'"),
         ("a,b,y\n1,1,3\n1,1_0,4\n", "row 2 below the header, column 'b'"),
-        ("a,b,y\n" + "".join(f"1,w{i},2\n" for i in range(51)), "at most 50 different words.*'b', got 51.*drop 'b'"),
+        (
+            "a,b,y\n" + "".join(f"1,w{i},2\n" for i in range(51)),
+            "at most 50 different words.*'b', got 51.*drop 'b'",
+        ),
         ("a,b,y\n1,1e39,3\n1,2,3\n", "float32"),
         ("a,b,y\n1,2,3\n1,2\n", "3 cells in line 3, got 2"),
         ("a,b,a\n1,2,3\n", "'a' for column 3"),
@@ -619,7 +732,11 @@ def test_csv_argument_faults(tmp_path: Path) -> None:
     path = _csv(tmp_path, "alpha,beta,y\n" + "1,2,a\n2,3,b\n" * 3)
     with pytest.raises(DataError, match="Did you mean 'alpha'"):
         from_csv(path, "alpa")
-    for arguments in ({"target": []}, {"target": "y", "features": ["y"]}, {"target": "y", "task": "ranking"}):
+    for arguments in (
+        {"target": []},
+        {"target": "y", "features": ["y"]},
+        {"target": "y", "task": "ranking"},
+    ):
         with pytest.raises(ValueError):
             from_csv(path, **arguments)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="numbers in the target 'y'"):
@@ -633,13 +750,25 @@ def test_npz_tables_images_and_splits(tmp_path: Path) -> None:
     path = tmp_path / "own.npz"
     rng = np.random.default_rng(0)
     x = np.asfortranarray(rng.normal(size=(20, 3))).astype(">f8")
-    np.savez(path, x=x, y=np.arange(20) % 2, class_names=np.array(["no", "yes"]), feature_names=np.array(list("abc")))
+    np.savez(
+        path,
+        x=x,
+        y=np.arange(20) % 2,
+        class_names=np.array(["no", "yes"]),
+        feature_names=np.array(list("abc")),
+    )
     loaded = from_npz(path)
-    assert (loaded.task, loaded.class_names, loaded.feature_names) == ("classification", ("no", "yes"), ("a", "b", "c"))
+    assert (loaded.task, loaded.class_names, loaded.feature_names) == (
+        "classification",
+        ("no", "yes"),
+        ("a", "b", "c"),
+    )
     rows = {tuple(row) for row in torch.cat([loaded.x_train, loaded.x_test]).tolist()}
     assert rows == {tuple(row) for row in x.astype(np.float32).tolist()}
     images = rng.integers(0, 256, (6, 4, 4), np.uint8)
-    np.savez_compressed(path, x_train=images[:4], y_train=[0, 1, 2, 1], x_test=images[4:], y_test=[2, 0])
+    np.savez_compressed(
+        path, x_train=images[:4], y_train=[0, 1, 2, 1], x_test=images[4:], y_test=[2, 0]
+    )
     loaded = from_npz(path)
     assert torch.equal(loaded.x_train, torch.tensor(images[:4, None] / 255, dtype=torch.float32))
     assert (loaded.box, loaded.scaling, len(loaded.class_names)) == ((0.0, 1.0), None, 3)
@@ -663,7 +792,12 @@ def test_npz_tables_images_and_splits(tmp_path: Path) -> None:
         ({"x": np.ones((5, 2)), "y": np.zeros((5, 0))}, "rows"),
         ({"x": np.ones((5, 2), complex), "y": np.ones(5)}, "plain numbers"),
         (
-            {"x_train": np.ones((5, 2)), "y_train": np.ones(5), "x_test": np.ones((5, 3)), "y_test": np.ones(5)},
+            {
+                "x_train": np.ones((5, 2)),
+                "y_train": np.ones(5),
+                "x_test": np.ones((5, 3)),
+                "y_test": np.ones(5),
+            },
             "one shape",
         ),
     ],
@@ -692,11 +826,14 @@ def test_every_bit_flip_of_an_npz_is_refused_or_harmless(tmp_path: Path) -> None
     assert refused > len(intact) // 2
 
 
-# --- downloads ----------------------------------------------------------------------------------------------------
+# --- downloads ------------------------------------------------------------------------------------
+# ----------------
 
 
 def _serve_mnist(server: Server, contents: dict[str, bytes]) -> None:
-    server.files = {f"/mnist/{name}.gz": gzip.compress(data, mtime=0) for name, data in contents.items()}
+    server.files = {
+        f"/mnist/{name}.gz": gzip.compress(data, mtime=0) for name, data in contents.items()
+    }
 
 
 def test_download_once_into_the_cache(
@@ -716,7 +853,9 @@ def test_download_once_into_the_cache(
     assert capfd.readouterr() == ("", "")
 
 
-def test_download_goes_to_the_given_root_only_when_asked(server: Server, wine: bytes, tmp_path: Path) -> None:
+def test_download_goes_to_the_given_root_only_when_asked(
+    server: Server, wine: bytes, tmp_path: Path
+) -> None:
     server.files = {"/wine-quality/winequality-red.csv": wine}
     with pytest.raises(DataMissingError, match="download=True"):
         load_dataset("wine", tmp_path / "root", mirror=server.url)
@@ -725,7 +864,9 @@ def test_download_goes_to_the_given_root_only_when_asked(server: Server, wine: b
     assert (tmp_path / "root" / "wine-quality" / "winequality-red.csv").read_bytes() == wine
 
 
-def test_mirror_from_the_environment(server: Server, wine: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mirror_from_the_environment(
+    server: Server, wine: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.files = {"/data/wine-quality/winequality-red.csv": wine}
     monkeypatch.setenv("ADVBAYES_MIRROR", f"{server.url}/data/")
     assert load_dataset("wine").provenance.verified
@@ -740,7 +881,9 @@ def test_a_cut_connection_is_continued(server: Server, cifar: dict[str, bytes]) 
     assert ranges == [None, "bytes=70000-", "bytes=70000-", "bytes=100000-"]
 
 
-def test_an_interrupted_download_is_continued_by_the_next_call(server: Server, cifar: dict[str, bytes], tmp_path: Path) -> None:
+def test_an_interrupted_download_is_continued_by_the_next_call(
+    server: Server, cifar: dict[str, bytes], tmp_path: Path
+) -> None:
     data = tar_gz(cifar)
     server.files = {"/cifar10/cifar-10-binary.tar.gz": data}
 
@@ -760,7 +903,9 @@ def test_an_interrupted_download_is_continued_by_the_next_call(server: Server, c
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_part_of_another_file_is_started_over(server: Server, wine: bytes, tmp_path: Path, ranges: bool) -> None:
+def test_a_part_of_another_file_is_started_over(
+    server: Server, wine: bytes, tmp_path: Path, ranges: bool
+) -> None:
     server.files = {"/wine-quality/winequality-red.csv": wine}
     server.ranges = ranges
     folder = tmp_path / "cache" / "wine-quality"
@@ -775,12 +920,16 @@ def test_a_part_of_another_file_is_started_over(server: Server, wine: bytes, tmp
 def test_wrong_content_is_refused_and_not_kept(server: Server, wine: bytes, tmp_path: Path) -> None:
     for wrong in (wine.replace(b"5", b"6", 1), b"<html>please log in</html>", b"", wine + b" "):
         server.files = {"/wine-quality/winequality-red.csv": wrong}
-        with pytest.raises(DownloadError, match=r"is not the data set.*Or put winequality-red.csv into"):
+        with pytest.raises(
+            DownloadError, match=r"is not the data set.*Or put winequality-red.csv into"
+        ):
             load_dataset("wine", mirror=server.url)
         assert os.listdir(tmp_path / "cache" / "wine-quality") == []
 
 
-def test_a_download_of_another_complete_copy_of_cifar_is_refused(server: Server, cifar: dict[str, bytes]) -> None:
+def test_a_download_of_another_complete_copy_of_cifar_is_refused(
+    server: Server, cifar: dict[str, bytes]
+) -> None:
     server.files = {"/cifar10/cifar-10-binary.tar.gz": tar_gz(small_cifar(seed=1))}
     with pytest.raises(DownloadError, match="published"):
         load_dataset("cifar10", mirror=server.url)
@@ -806,9 +955,15 @@ def test_not_found_and_failing_servers(server: Server, wine: bytes) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["ftp", "file", "data"])
-def test_a_redirection_away_from_http_is_not_followed(server: Server, wine: bytes, tmp_path: Path, scheme: str) -> None:
+def test_a_redirection_away_from_http_is_not_followed(
+    server: Server, wine: bytes, tmp_path: Path, scheme: str
+) -> None:
     (tmp_path / "secret.csv").write_bytes(wine)
-    place = {"ftp": f"ftp://127.0.0.1:9{tmp_path}", "file": f"file://{tmp_path}", "data": "data:text/csv,a"}[scheme]
+    place = {
+        "ftp": f"ftp://127.0.0.1:9{tmp_path}",
+        "file": f"file://{tmp_path}",
+        "data": "data:text/csv,a",
+    }[scheme]
     server.redirect = place if scheme == "data" else f"{place}/secret.csv"
     with pytest.raises(DownloadError, match=f"{scheme}.*mirror=") as caught:
         load_dataset("wine", mirror=server.url)
@@ -834,14 +989,19 @@ def test_a_trickle_ends_at_the_deadline(server: Server, wine: bytes, tmp_path: P
     assert os.listdir(tmp_path / "late" / "wine-quality") == ["winequality-red.csv"]
 
 
-def test_what_a_killed_download_leaves_is_used_or_removed(server: Server, wine: bytes, tmp_path: Path) -> None:
+def test_what_a_killed_download_leaves_is_used_or_removed(
+    server: Server, wine: bytes, tmp_path: Path
+) -> None:
     server.files = {"/wine-quality/winequality-red.csv": wine}
 
     def die(file: str, done: int, total: int | None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     home = tmp_path / "cache" / "wine-quality"
-    assert faults.forked(lambda: load_dataset("wine", mirror=server.url, progress=die)) == -signal.SIGKILL
+    assert (
+        faults.forked(lambda: load_dataset("wine", mirror=server.url, progress=die))
+        == -signal.SIGKILL
+    )
     assert set(os.listdir(home)) <= {".lock", "winequality-red.csv.part"}
     assert load_dataset("wine", mirror=server.url).provenance.verified
     assert os.listdir(home) == ["winequality-red.csv"]
@@ -855,7 +1015,9 @@ def test_a_mirror_may_have_the_plain_file(server: Server, monkeypatch: pytest.Mo
     loaded = load_dataset("california", mirror=server.url)
     assert loaded.feature_names[0] == "longitude"
     assert float(loaded.y_train[0]) == 8
-    assert [path for path, _ in server.asked] == [f"/california-housing/cal_housing.{end}" for end in ("tgz", "data")]
+    assert [path for path, _ in server.asked] == [
+        f"/california-housing/cal_housing.{end}" for end in ("tgz", "data")
+    ]
 
 
 def test_four_at_once_share_one_download(server: Server, wine: bytes) -> None:
@@ -893,17 +1055,25 @@ def test_a_full_disk_is_said(server: Server, wine: bytes, monkeypatch: pytest.Mo
         load_dataset("wine", mirror=server.url)
 
 
-# --- scaling and the Dataset itself -------------------------------------------------------------------------------
+# --- scaling and the Dataset itself
+# -------------------------------------------------------------------------------
 
 
 @settings(max_examples=50, deadline=None, database=None)
-@given(st.integers(1, 20), st.integers(1, 5), st.integers(0, 2**31), st.floats(-6, 6), st.floats(-4, 4))
+@given(
+    st.integers(1, 20), st.integers(1, 5), st.integers(0, 2**31), st.floats(-6, 6), st.floats(-4, 4)
+)
 def test_scaling_inverts(rows: int, columns: int, seed: int, size: float, shift: float) -> None:
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 10**size + shift * 10**size
+    x = (
+        torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 10**size
+        + shift * 10**size
+    )
     y = x.sum(1)
     scaling = Standardize.fit(x, y)
     assert torch.allclose(scaling.inverse(scaling.transform(x)), x, rtol=1e-4, atol=1e-4 * 10**size)
-    assert torch.allclose(scaling.inverse_target(scaling.transform_target(y)), y, rtol=1e-4, atol=1e-3 * 10**size)
+    assert torch.allclose(
+        scaling.inverse_target(scaling.transform_target(y)), y, rtol=1e-4, atol=1e-3 * 10**size
+    )
 
 
 def test_scaling_of_a_constant_column_and_its_eps() -> None:
@@ -917,10 +1087,14 @@ def test_scaling_of_a_constant_column_and_its_eps() -> None:
 
 
 def test_scaling_survives_json_exactly_and_refuses_nonsense() -> None:
-    scaling = Standardize.fit(torch.randn(9, 3, generator=torch.Generator().manual_seed(0)), torch.randn(9, 2))
+    scaling = Standardize.fit(
+        torch.randn(9, 3, generator=torch.Generator().manual_seed(0)), torch.randn(9, 2)
+    )
     for values in (scaling.to_dict(), json.loads(json.dumps(scaling.to_json()))):
         back = Standardize.from_dict(values)
-        assert all(torch.equal(value, back.to_dict()[name]) for name, value in scaling.to_dict().items())
+        assert all(
+            torch.equal(value, back.to_dict()[name]) for name, value in scaling.to_dict().items()
+        )
     for wrong in (
         {"mean": [0.0]},
         {"mean": [0.0], "std": [0.0]},
@@ -967,7 +1141,8 @@ def test_dataset_refuses_what_does_not_fit() -> None:
         Dataset("toy", "regression", x + 1, y, x, y, box=(0.0, 1.0))
 
 
-# --- the real files -----------------------------------------------------------------------------------------------
+# --- the real files
+# -----------------------------------------------------------------------------------------------
 
 _REAL = {
     "mnist": ((60_000, 1, 28, 28), 10_000),
@@ -987,7 +1162,18 @@ def test_real_files_are_the_published_ones(name: str) -> None:
     assert (tuple(loaded.x_train.shape), len(loaded.x_test)) == _REAL[name]
     assert loaded.provenance.verified
     if name == "mnist":
-        assert loaded.y_train.bincount().tolist() == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+        assert loaded.y_train.bincount().tolist() == [
+            5923,
+            6742,
+            5958,
+            6131,
+            5842,
+            5421,
+            5918,
+            6265,
+            5851,
+            5949,
+        ]
         assert float(loaded.x_train.mean()) == pytest.approx(0.1307, abs=1e-4)
     if name == "fashion-mnist":
         assert loaded.y_train.bincount().tolist() == [6000] * 10

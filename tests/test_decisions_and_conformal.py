@@ -1,4 +1,5 @@
-"""Decisions by expected and worst-case utility, and conformal sets and intervals with the coverage that they promise."""
+"""Decisions by expected and worst-case utility, and conformal sets and intervals with the coverage
+that they promise."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def examples(seed: int, num: int) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("level", [0.8, 0.9])
 @pytest.mark.parametrize("attacked", [False, True])
 def test_conformal_coverage_is_what_was_asked_for(level: float, attacked: bool) -> None:
-    """On average over calibration sets of n the coverage lies in [level, level + 1 / (n + 1)], attacked or not."""
+    """On average over calibration sets of n the coverage lies in [level, level + 1 / (n + 1)],
+    attacked or not."""
     num = 60
     attack, error = (pgd(L2(0.5), 5), pgd(L2(0.5), 5, squared_error)) if attacked else (None, None)
     shares: dict[str, list[float]] = {"sets": [], "intervals": []}
@@ -65,7 +67,9 @@ def test_clean_calibration_does_not_cover_attacked_inputs() -> None:
     clean = conformal_intervals(line, (x[:400], target[:400]))
     robust = conformal_intervals(line, (x[:400], target[:400]), attack=attack)
     x_adv = attack(line, x[400:], target[400:])
-    assert float(clean.covers(x[400:], target[400:]).double().mean()) == pytest.approx(0.9, abs=0.05)
+    assert float(clean.covers(x[400:], target[400:]).double().mean()) == pytest.approx(
+        0.9, abs=0.05
+    )
     assert float(clean.covers(x_adv, target[400:]).double().mean()) < 0.6
     assert float(robust.covers(x_adv, target[400:]).double().mean()) == pytest.approx(0.9, abs=0.05)
 
@@ -98,7 +102,9 @@ def test_decisions_in_regression_follow_the_loss() -> None:
     grid = torch.linspace(-8, 8, 801)
     squared = grid[decide(line, x, lambda action, y: -((action - y) ** 2), actions=grid)]
     torch.testing.assert_close(squared, line(x).mean, atol=0.07, rtol=0)
-    tilted = grid[decide(line, x, lambda a, y: -torch.where(a > y, 3 * (a - y), y - a), actions=grid)]
+    tilted = grid[
+        decide(line, x, lambda a, y: -torch.where(a > y, 3 * (a - y), y - a), actions=grid)
+    ]
     torch.testing.assert_close(tilted, line(x).mean - 0.6745 * 0.3, atol=0.1, rtol=0)
 
 
@@ -110,7 +116,14 @@ def test_the_worst_case_is_below_the_expectation_and_exact_on_two_classes() -> N
     choices, ball = Choices(torch.eye(2), abstain=0.1), L2(0.4)
     found = worst_case_utility(two, x, choices, ball)
     shift = 0.4 * SLOPE.norm()
-    exact = torch.stack([torch.sigmoid(x @ SLOPE - shift), torch.sigmoid(-(x @ SLOPE) - shift), torch.full((40,), -0.1)], 1)
+    exact = torch.stack(
+        [
+            torch.sigmoid(x @ SLOPE - shift),
+            torch.sigmoid(-(x @ SLOPE) - shift),
+            torch.full((40,), -0.1),
+        ],
+        1,
+    )
     torch.testing.assert_close(found, exact, atol=1e-4, rtol=1e-3)
     assert bool((found <= choices.expected(two(x)) + 1e-6).all())
 
@@ -120,10 +133,15 @@ def test_deciding_robustly_pays_under_attack_and_costs_a_little_without() -> Non
     x, y, _ = examples(1, 600)
     choices, ball = Choices(11 * torch.eye(3) - 10, abstain=0.0), L2(0.5)
     attack = pgd(ball, 20, Spoiling(choices))
-    plain, robust = (utility_under(classes, (x, y), choices, attack=attack, worst_case=each) for each in (None, ball))
+    plain, robust = (
+        utility_under(classes, (x, y), choices, attack=attack, worst_case=each)
+        for each in (None, ball)
+    )
     assert robust.low > plain.high
     assert robust.high >= 0  # never acts at a loss that the model can see
-    clean, careful = (utility_under(classes, (x, y), choices, worst_case=each) for each in (None, ball))
+    clean, careful = (
+        utility_under(classes, (x, y), choices, worst_case=each) for each in (None, ball)
+    )
     assert careful.value <= clean.value + 0.05
 
 

@@ -1,4 +1,5 @@
-"""What users do that the authors did not: repeated modules, odd shapes, inference mode, broadcast labels, plain autograd."""
+"""What users do that the authors did not: repeated modules, odd shapes, inference mode, broadcast
+labels, plain autograd."""
 
 from __future__ import annotations
 
@@ -33,14 +34,22 @@ from tests.contracts import seeded, small_data, small_model
 ACT = nn.ReLU()
 SHARED = nn.Linear(6, 6)
 NETS = {
-    "one activation used twice": (nn.Sequential(nn.Linear(4, 6), ACT, nn.Linear(6, 6), ACT, nn.Linear(6, 3)), (5, 4)),
-    "one linear layer used twice": (nn.Sequential(nn.Linear(4, 6), SHARED, nn.Tanh(), SHARED, nn.Linear(6, 3)), (5, 4)),
+    "one activation used twice": (
+        nn.Sequential(nn.Linear(4, 6), ACT, nn.Linear(6, 6), ACT, nn.Linear(6, 3)),
+        (5, 4),
+    ),
+    "one linear layer used twice": (
+        nn.Sequential(nn.Linear(4, 6), SHARED, nn.Tanh(), SHARED, nn.Linear(6, 3)),
+        (5, 4),
+    ),
     "in-place activation after Flatten": (
         nn.Sequential(nn.Conv2d(1, 4, 8), nn.Flatten(), nn.ReLU(inplace=True), nn.Linear(4, 3)),
         (5, 1, 8, 8),
     ),
     "spectral norm": (
-        nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3)),
+        nn.Sequential(
+            nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3)
+        ),
         (5, 4),
     ),
     "strided first convolution": (
@@ -48,7 +57,13 @@ NETS = {
         (5, 1, 8, 8),
     ),
     "two channels": (
-        nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(64, 3)),
+        nn.Sequential(
+            nn.Conv2d(2, 4, 3, padding=1),
+            nn.ReLU(),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64, 3),
+        ),
         (5, 2, 8, 8),
     ),
 }
@@ -71,7 +86,9 @@ def test_the_fast_predictive_computes_the_net(name: str, num: int) -> None:
 
 
 def test_one_predictive_sees_images_of_two_shapes() -> None:
-    net = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(32, 3))
+    net = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(32, 3)
+    )
     model = BayesianModel(net, Categorical())
     thetas = torch.randn(3, model.num_params, generator=seeded())
     predict = PosteriorPredictive(model, thetas)
@@ -105,7 +122,10 @@ def test_fit_under_no_grad_is_fit() -> None:
 def test_labels_and_losses_are_never_broadcast(attack: object) -> None:
     model = small_model("classification", torch.float32)
     x, y = small_data("classification", torch.float32)
-    for predict in (model.at(model.initial_theta()), PosteriorPredictive(model, MeanField(model).sample(3))):
+    for predict in (
+        model.at(model.initial_theta()),
+        PosteriorPredictive(model, MeanField(model).sample(3)),
+    ):
         with pytest.raises(ValueError, match="one value for each of the 12 examples"):
             attack(predict, x, y.unsqueeze(1))  # type: ignore[operator]
         with pytest.raises(ValueError, match="one target for each of the 12 examples"):
@@ -127,7 +147,15 @@ def test_checkpoints_are_copies() -> None:
     model = small_model("classification", torch.float32)
     x, y = small_data("classification", torch.float32)
     saved: list[State] = []
-    fit(model, MeanField(model), Noise(0.1), (x, y), steps=5, checkpoint=saved.append, checkpoint_every=2)
+    fit(
+        model,
+        MeanField(model),
+        Noise(0.1),
+        (x, y),
+        steps=5,
+        checkpoint=saved.append,
+        checkpoint_every=2,
+    )
     assert [state.step for state in saved] == [2, 4, 5]
     assert [len(state.history["bound"]) for state in saved] == [2, 4, 5]
 
@@ -135,7 +163,16 @@ def test_checkpoints_are_copies() -> None:
 def test_an_epoch_of_a_loader_is_one_pass() -> None:
     model = small_model("classification", torch.float32)
     x, y = small_data("classification", torch.float32, num=10)
-    assert fit(model, MeanField(model), Noise(0.0), DataLoader(TensorDataset(x, y), batch_size=4), epochs=2).steps == 6
+    assert (
+        fit(
+            model,
+            MeanField(model),
+            Noise(0.0),
+            DataLoader(TensorDataset(x, y), batch_size=4),
+            epochs=2,
+        ).steps
+        == 6
+    )
 
 
 def test_members_that_cannot_be_drawn_are_refused() -> None:
@@ -152,7 +189,9 @@ def test_members_that_cannot_be_drawn_are_refused() -> None:
 
 
 def test_a_custom_attack_with_plain_autograd_trains() -> None:
-    def signs(predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: object = None) -> Tensor:
+    def signs(
+        predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: object = None
+    ) -> Tensor:
         leaf = x.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(nll(predict(leaf), y).sum(), leaf)
         return x + 0.1 * gradient.sign()
@@ -166,7 +205,12 @@ def test_float64_arrays_meet_float64_models() -> None:
     model = small_model("classification", torch.float64)
     x, y = small_data("classification", torch.float64)
     predict = PosteriorPredictive(model, MeanField(model).sample(2))
-    assert evaluate(predict, (x.numpy(), y.numpy()), attacks={"PGD": pgd(L2(0.3), 2)}).estimate("accuracy").num == 12
+    assert (
+        evaluate(predict, (x.numpy(), y.numpy()), attacks={"PGD": pgd(L2(0.3), 2)})
+        .estimate("accuracy")
+        .num
+        == 12
+    )
 
 
 def test_mixed_dtypes_and_foreign_posteriors_are_named() -> None:
@@ -189,7 +233,9 @@ def test_components_without_weight_never_run() -> None:
 
         density = sample
 
-    channel = Mixture([0.3333333, 0.3333333, 0.3333333, 0.0], [Noise(0.1), Noise(0.2), Noise(0.3), Failing()])
+    channel = Mixture(
+        [0.3333333, 0.3333333, 0.3333333, 0.0], [Noise(0.1), Noise(0.2), Noise(0.3), Failing()]
+    )
     x = torch.zeros(7, 2)
     for seed in range(300):
         channel.sample(None, x, generator=seeded(seed))  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""A prior over the adversary's budget: its quantiles, samples, density, and its way through training and files."""
+"""A prior over the adversary's budget: its quantiles, samples, density, and its way through
+training and files."""
 
 from __future__ import annotations
 
@@ -60,18 +61,22 @@ class TestGammaPrior(ChannelContract):
     ],
 )
 @pytest.mark.parametrize("num", [1, 5])
-def test_a_distribution_stands_for_the_midpoints_of_its_quantiles(prior: object, known: object, num: int) -> None:
+def test_a_distribution_stands_for_the_midpoints_of_its_quantiles(
+    prior: object, known: object, num: int
+) -> None:
     wanted = [float(known.ppf((k + 0.5) / num)) for k in range(num)]  # type: ignore[attr-defined]
     assert quantiles(prior, num) == pytest.approx(wanted, rel=2e-5, abs=1e-9)  # type: ignore[arg-type]
 
 
 def test_the_density_is_the_sum_over_budgets_in_closed_form() -> None:
-    """One step on a line goes from x to x + eps w / |w| where y lies below: a mixture of shifted Gaussians."""
+    """One step on a line goes from x to x + eps w / |w| where y lies below: a mixture of shifted
+    Gaussians."""
     prior = {0.0: 0.2, 0.5: 0.5, 2.0: 0.3}
     x, at = randn(4, 3), randn(6, 3, seed=1)
     density = eps_prior(one_step(L2(1.0)), prior, sigma=0.4).density(line, x, line(x).mean - 1)
     parts = [
-        math.log(weight) + Normal(x + eps * SLOPE / 5, 0.4).log_prob(at.unsqueeze(1)).sum(-1).T for eps, weight in prior.items()
+        math.log(weight) + Normal(x + eps * SLOPE / 5, 0.4).log_prob(at.unsqueeze(1)).sum(-1).T
+        for eps, weight in prior.items()
     ]
     torch.testing.assert_close(density.log_prob(at), torch.stack(parts).logsumexp(0))
 
@@ -84,9 +89,14 @@ def test_shares_of_a_batch_are_the_prior_s() -> None:
 
 
 def test_step_sizes_stay_in_proportion_and_the_ball_keeps_the_rest() -> None:
-    channel = eps_prior(pgd(Linf(1.0, box=(0, 1)), 5, step_size=0.4), [0.5, 2.0], 0.1, stratified=False)
+    channel = eps_prior(
+        pgd(Linf(1.0, box=(0, 1)), 5, step_size=0.4), [0.5, 2.0], 0.1, stratified=False
+    )
     assert [part.attack.step_size for part in channel.channels] == [0.2, 0.8]  # type: ignore[attr-defined]
-    assert [part.attack.ball for part in channel.channels] == [Linf(0.5, box=(0, 1)), Linf(2.0, box=(0, 1))]  # type: ignore[attr-defined]
+    assert [part.attack.ball for part in channel.channels] == [
+        Linf(0.5, box=(0, 1)),
+        Linf(2.0, box=(0, 1)),
+    ]  # type: ignore[attr-defined]
     assert channel.weights == (0.5, 0.5)
     assert not channel.stratified
     assert all(part.sigma == 0.1 for part in channel.channels)  # type: ignore[attr-defined]

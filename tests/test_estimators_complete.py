@@ -1,4 +1,5 @@
-"""The estimators beyond the conventions: defenses, budgets in any unit, intervals with their coverage, searches, threads."""
+"""The estimators beyond the conventions: defenses, budgets in any unit, intervals with their
+coverage, searches, threads."""
 
 from __future__ import annotations
 
@@ -71,7 +72,9 @@ def test_one_adversary_in_three_units() -> None:
     moved = (pgd(first.ball_, 20)(first.predictor_, *tensors) - tensors[0]).abs().amax(0).numpy()
     assert np.allclose(moved, 0.5 * spread, rtol=1e-3)
     untouched = RobustClassifier("os", eps=[0.5, 0.0, 0.5, 0.5], **settings).fit(x, y)
-    moved = (pgd(untouched.ball_, 5)(untouched.predictor_, *tensors) - tensors[0]).abs().amax(0).numpy()
+    moved = (
+        (pgd(untouched.ball_, 5)(untouched.predictor_, *tensors) - tensors[0]).abs().amax(0).numpy()
+    )
     assert moved[1] == 0
     assert moved[[0, 2, 3]].min() > 0
 
@@ -96,7 +99,9 @@ def test_defenses_before_and_after_the_attack() -> None:
     for plain, purified in (("none", "reactive"), ("proactive", "both")):
         assert torch.equal(found[plain].posterior_.mu, found[purified].posterior_.mu)
         assert isinstance(found[purified].predictor_.predict, Purifier)
-        assert not np.allclose(found[plain].predict_proba(x), found[purified].predict_proba(x), atol=1e-3)
+        assert not np.allclose(
+            found[plain].predict_proba(x), found[purified].predict_proba(x), atol=1e-3
+        )
     assert not torch.equal(found["none"].posterior_.mu, found["proactive"].posterior_.mu)
     assert min(robust.score(x, y) for robust in found.values()) > 0.8
 
@@ -110,9 +115,14 @@ def test_abstaining_answers_fewer_and_better() -> None:
     robust.set_params(abstain=level)
     answers = robust.predict(x)
     assert [answer is not None for answer in answers] == (confidence >= level).tolist()
-    assert robust.score(x, names) > RobustClassifier(epochs=40, random_state=0).fit(x, names).score(x, names) - 1e-9
+    assert (
+        robust.score(x, names)
+        > RobustClassifier(epochs=40, random_state=0).fit(x, names).score(x, names) - 1e-9
+    )
     assert math.isnan(robust.set_params(abstain=1.0).score(x, names))
-    regressor = RobustRegressor(epochs=20, noise_scale="heteroscedastic", random_state=0).fit(*waves(200, 0))
+    regressor = RobustRegressor(epochs=20, noise_scale="heteroscedastic", random_state=0).fit(
+        *waves(200, 0)
+    )
     _, std = regressor.predict(waves(50, 1)[0], return_std=True)
     regressor.set_params(abstain=float(np.median(std)))
     assert np.isnan(regressor.predict(waves(50, 1)[0])).tolist() == (std > np.median(std)).tolist()
@@ -123,11 +133,22 @@ def test_a_search_by_the_robust_score_picks_the_robust_model(metric: str) -> Non
     draw = np.random.default_rng(0)
     y = draw.integers(0, 2, 300)
     # A strong feature that a small budget turns round, and a weak one that it does not.
-    x = np.stack([0.1 * (2 * y - 1) + 0.01 * draw.normal(size=300), (2 * y - 1) + 0.8 * draw.normal(size=300)], 1)
-    pipeline = make_pipeline(StandardScaler(with_std=False), RobustClassifier(units="raw", eps=0.3, epochs=30, random_state=0))
+    x = np.stack(
+        [
+            0.1 * (2 * y - 1) + 0.01 * draw.normal(size=300),
+            (2 * y - 1) + 0.8 * draw.normal(size=300),
+        ],
+        1,
+    )
+    pipeline = make_pipeline(
+        StandardScaler(with_std=False),
+        RobustClassifier(units="raw", eps=0.3, epochs=30, random_state=0),
+    )
     grid = {"robustclassifier__channel": ["none", "pgd"]}
     found = {
-        name: GridSearchCV(pipeline, grid, scoring=scoring, cv=3).fit(x, y).cv_results_["mean_test_score"]
+        name: GridSearchCV(pipeline, grid, scoring=scoring, cv=3)
+        .fit(x, y)
+        .cv_results_["mean_test_score"]
         for name, scoring in {
             "robust": robust_scorer(metric),
             "clean": "accuracy" if metric == "accuracy" else "neg_log_loss",

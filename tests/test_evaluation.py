@@ -65,12 +65,25 @@ ATTACKS: dict[str, Any] = {"one step": one_step(L2(0.5)), "PGD": pgd(L2(0.5), 5,
 
 
 def test_there_is_one_record_per_example_attack_and_predictor() -> None:
-    report = evaluate({"a": MODEL, "b": Linear(-MODEL.weight)}, (X, Y), attacks=ATTACKS, batch_size=32)
+    report = evaluate(
+        {"a": MODEL, "b": Linear(-MODEL.weight)}, (X, Y), attacks=ATTACKS, batch_size=32
+    )
     records = list(report.records())
-    assert len(records) == 70 * (2 * 3 + 2)  # clean and two attacks for each, clean for uniform and majority
+    # clean and two attacks for each, clean for uniform and majority
+    assert len(records) == 70 * (2 * 3 + 2)
     assert set(records[0]) >= {
-        "predictor", "attack", "eps", "index", "loss", "correct", "log_prob", "entropy", "norm", "iterations", "seed",
-    }  # fmt: skip
+        "predictor",
+        "attack",
+        "eps",
+        "index",
+        "loss",
+        "correct",
+        "log_prob",
+        "entropy",
+        "norm",
+        "iterations",
+        "seed",
+    }
     assert report.estimate("accuracy", "a", "clean").value == 1.0
     assert report.estimate("accuracy", "b", "clean").value < 0.2
     assert float(report.columns("a", "PGD")["norm"].max()) <= 0.5 + 1e-5
@@ -95,9 +108,14 @@ def test_worst_is_the_union_per_example_and_never_above_an_attack() -> None:
     union = report.columns(attack="worst")
     assert torch.equal(union["correct"], torch.stack([rows["correct"] for rows in each]).amin(0))
     assert torch.equal(union["log_prob"], torch.stack([rows["log_prob"] for rows in each]).amin(0))
-    values = {name: report.estimate("accuracy", attack=name).value for name in ("left", "right", "worst")}
-    assert values["worst"] < min(values["left"], values["right"])  # the two break different examples
-    assert report.estimate("nll").value >= max(report.estimate("nll", attack=name).value for name in ("left", "right"))
+    values = {
+        name: report.estimate("accuracy", attack=name).value for name in ("left", "right", "worst")
+    }
+    # the two break different examples
+    assert values["worst"] < min(values["left"], values["right"])
+    assert report.estimate("nll").value >= max(
+        report.estimate("nll", attack=name).value for name in ("left", "right")
+    )
 
 
 def test_a_security_curve_falls_from_the_clean_point() -> None:
@@ -129,7 +147,10 @@ def test_regression_has_its_own_columns() -> None:
     y = X[:, 0] + 0.5 * torch.randn(70, generator=generator(3))
     report = evaluate(predict, (X, y), attacks={"PGD": pgd(L2(0.3), 5)})
     assert report.estimate("rmse").value > report.estimate("rmse", attack="clean").value
-    clean = {name: report.estimate(name, attack="clean").value for name in ("rmse", "nll", "crps", "coverage", "aurc")}
+    clean = {
+        name: report.estimate(name, attack="clean").value
+        for name in ("rmse", "nll", "crps", "coverage", "aurc")
+    }
     assert clean["rmse"] == pytest.approx(float((y - X[:, 0]).square().mean().sqrt()), abs=1e-6)
     assert 0.7 < clean["coverage"] <= 1.0  # of 90 % intervals
     constant = report.estimate("rmse", "constant", "clean").value
@@ -140,10 +161,13 @@ def test_arrays_and_loaders_are_data_too() -> None:
     wanted = evaluate(MODEL, (X, Y), attacks=ATTACKS).estimate("nll").value
     loader = DataLoader(TensorDataset(X, Y), batch_size=16)
     for data in ((X.numpy(), Y.numpy()), (X.double().numpy(), Y.numpy().astype(np.int32)), loader):
-        assert evaluate(MODEL, data, attacks=ATTACKS).estimate("nll").value == pytest.approx(wanted, abs=1e-6)
+        assert evaluate(MODEL, data, attacks=ATTACKS).estimate("nll").value == pytest.approx(
+            wanted, abs=1e-6
+        )
 
 
-# --- on disk --------------------------------------------------------------------------------------------------------
+# --- on disk --------------------------------------------------------------------------------------
+# ------------------
 
 
 class Stop(Exception):
@@ -158,7 +182,9 @@ class Failing:
     calls: list[int]
     limit: int
 
-    def __call__(self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+    def __call__(
+        self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None
+    ) -> Tensor:
         self.calls.append(len(x))
         if len(self.calls) > self.limit:
             raise Stop
@@ -175,22 +201,44 @@ def fresh_predictive() -> FreshPredictive:
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
-def test_an_interrupted_evaluation_goes_on_exactly_where_it_stopped(tmp_path: Path, stochastic: bool) -> None:
+def test_an_interrupted_evaluation_goes_on_exactly_where_it_stopped(
+    tmp_path: Path, stochastic: bool
+) -> None:
     predict: Any = fresh_predictive() if stochastic else MODEL
     kwargs: dict[str, Any] = {"batch_size": 16, "seed": 3, "radii": (0.2, 0.6), "progress": False}
-    whole = evaluate(predict, (X, Y), attacks={"noise": Failing(L2(1.0), [], 99)}, out=tmp_path / "whole", **kwargs)
+    whole = evaluate(
+        predict,
+        (X, Y),
+        attacks={"noise": Failing(L2(1.0), [], 99)},
+        out=tmp_path / "whole",
+        **kwargs,
+    )
     with pytest.raises(Stop):
-        evaluate(predict, (X, Y), attacks={"noise": Failing(L2(1.0), [], 3)}, out=tmp_path / "cut", **kwargs)
+        evaluate(
+            predict,
+            (X, Y),
+            attacks={"noise": Failing(L2(1.0), [], 3)},
+            out=tmp_path / "cut",
+            **kwargs,
+        )
     log = tmp_path / "cut" / "records.jsonl"
     log.write_bytes(log.read_bytes()[:-100])  # the last line was torn, and its block with it
     again: list[int] = []
-    resumed = evaluate(predict, (X, Y), attacks={"noise": Failing(L2(1.0), again, 99)}, out=tmp_path / "cut", **kwargs)
+    resumed = evaluate(
+        predict,
+        (X, Y),
+        attacks={"noise": Failing(L2(1.0), again, 99)},
+        out=tmp_path / "cut",
+        **kwargs,
+    )
     assert len(again) == 2 * 5 - 2  # two of ten batches had been kept whole
     assert resumed.cells.keys() == whole.cells.keys()
     for cell, rows in whole.cells.items():
         for name, values in rows.items():
             assert torch.equal(values, resumed.cells[cell][name]), (cell, name)
-    assert (tmp_path / "cut" / "records.jsonl").read_bytes() == (tmp_path / "whole" / "records.jsonl").read_bytes()
+    assert (tmp_path / "cut" / "records.jsonl").read_bytes() == (
+        tmp_path / "whole" / "records.jsonl"
+    ).read_bytes()
 
 
 def test_a_folder_gives_the_table_again(tmp_path: Path) -> None:
@@ -223,19 +271,22 @@ def test_a_stochastic_predictor_is_scored_ten_times() -> None:
     torch.testing.assert_close(tenths, tenths.round())
     assert bool(((tenths > 0) & (tenths < 10)).any())
     again = evaluate(predict, (X, Y), attacks={"PGD": pgd(L2(0.5), 3)})
-    assert torch.equal(again.columns()["log_prob"], report.columns()["log_prob"])  # keyed, whatever the stream was before
+    # keyed, whatever the stream was before
+    assert torch.equal(again.columns()["log_prob"], report.columns()["log_prob"])
 
 
 def test_entropy_tells_foreign_inputs_and_when_to_answer() -> None:
     report = evaluate(MODEL, (X, Y), attacks=ATTACKS)
-    foreign = evaluate(MODEL, (0.1 * X, Y), attacks=ATTACKS)  # next to the origin every class is as likely
+    # next to the origin every class is as likely
+    foreign = evaluate(MODEL, (0.1 * X, Y), attacks=ATTACKS)
     assert report.ood_auroc(foreign).value > 0.9
     assert report.ood_auroc(report).value == pytest.approx(0.5)
     curve = report.risk_coverage(attack="PGD")
     assert curve.risk[-1] == pytest.approx(1 - report.estimate("accuracy", attack="PGD").value)
 
 
-# --- the selective task -------------------------------------------------------------------------------------------------
+# --- the selective task
+# -------------------------------------------------------------------------------------------------
 
 
 def test_the_selective_task_counts_kept_outsiders_as_errors() -> None:
@@ -245,14 +296,17 @@ def test_the_selective_task_counts_kept_outsiders_as_errors() -> None:
     def predict(x: Tensor) -> Distribution:
         return Classes(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
 
-    curve = selective_task(predict, (x, y), torch.zeros(100, 1), ball=L2(4.0), radii=(0.0, 2.0, 4.0))
+    curve = selective_task(
+        predict, (x, y), torch.zeros(100, 1), ball=L2(4.0), radii=(0.0, 2.0, 4.0)
+    )
     assert [point.selective_accuracy.value for point in curve] == [1.0, 0.0, 0.0]
     assert [point.kept_outside for point in curve] == [0.0, 1.0, 1.0]
     assert curve[0].ood_auroc.value == 1.0
     assert curve[-1].ood_auroc.value == 0.0
 
 
-# --- attacks read as data -----------------------------------------------------------------------------------------------
+# --- attacks read as data
+# -----------------------------------------------------------------------------------------------
 
 
 def test_any_attack_is_remade_with_another_eps() -> None:
@@ -269,22 +323,31 @@ def test_any_attack_is_remade_with_another_eps() -> None:
         with_eps(lambda *_, **__: None, 1.0)  # type: ignore[arg-type, return-value]
 
 
-# --- bad input ----------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
+# ----------------------
 
 
 def test_bad_input_is_named() -> None:
-    def run(predict: Any = MODEL, data: Any = (X, Y), attacks: Any = ATTACKS, **kwargs: Any) -> None:
+    def run(
+        predict: Any = MODEL, data: Any = (X, Y), attacks: Any = ATTACKS, **kwargs: Any
+    ) -> None:
         evaluate(predict, data, attacks=attacks, **kwargs)
 
     with pytest.raises(ValueError, match="attacks must be a mapping of at least one named attack"):
         run(attacks={})
-    with pytest.raises(TypeError, match="predict must return a torch Distribution over y, got a torch"):
+    with pytest.raises(
+        TypeError, match="predict must return a torch Distribution over y, got a torch"
+    ):
         run(lambda x: MODEL(x).probs)
-    with pytest.raises(ValueError, match=r"batch shape \(70,\) for 70 inputs, got batch shape \(1,\)"):
+    with pytest.raises(
+        ValueError, match=r"batch shape \(70,\) for 70 inputs, got batch shape \(1,\)"
+    ):
         run(lambda x: MODEL(x[:1]))
     with pytest.raises(ValueError, match="equal logits for all 3 classes"):
         run(lambda x: Classes(logits=0 * MODEL(x).logits))
-    with pytest.raises(ValueError, match="the log-probabilities of predict must be finite, got 210 NaN"):
+    with pytest.raises(
+        ValueError, match="the log-probabilities of predict must be finite, got 210 NaN"
+    ):
         run(lambda x: Classes(logits=MODEL(x).logits * math.nan, validate_args=False))
     with pytest.raises(TypeError, match="y must be a tensor of integer class labels"):
         run(data=(X, Y.float()))
@@ -315,7 +378,10 @@ def test_scores_that_become_infinite_under_attack_are_named() -> None:
 
 def test_eps_in_other_units_is_warned_about_with_both_scales() -> None:
     pixels = (X - X.min()) / (X.max() - X.min())
-    with pytest.warns(UnitsWarning, match=r"eps = 8, but the data extend over 1 in its norm \(x from 0 to 1\): more than"):
+    with pytest.warns(
+        UnitsWarning,
+        match=r"eps = 8, but the data extend over 1 in its norm \(x from 0 to 1\): more than",
+    ):
         evaluate(MODEL, (pixels, Y), attacks={"PGD": pgd(Linf(8.0), 1)})
     with pytest.warns(UnitsWarning, match="less than a thousandth"):
         evaluate(MODEL, (255 * pixels, Y), attacks={"PGD": pgd(Linf(8 / 255), 1)})
@@ -327,8 +393,11 @@ def test_probabilities_given_as_logits_are_warned_about() -> None:
         evaluate(lambda x: Classes(logits=sure(x).probs), (X, Y), attacks=ATTACKS)
     torch.manual_seed(0)
     model = BayesianModel(nn.Linear(5, 3), Categorical())
-    timid = PosteriorPredictive(model, MeanField(model, init_scale=0.01).sample(3, generator=generator()))
-    evaluate(timid, (X, Y), attacks=ATTACKS)  # small logits alone are no offence (warnings are errors)
+    timid = PosteriorPredictive(
+        model, MeanField(model, init_scale=0.01).sample(3, generator=generator())
+    )
+    # small logits alone are no offence (warnings are errors)
+    evaluate(timid, (X, Y), attacks=ATTACKS)
 
 
 def test_records_in_another_order_are_refused_not_swapped(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""What an evaluation keeps: its arrays are hashed, what functions close over is compared, and resuming draws the same."""
+"""What an evaluation keeps: its arrays are hashed, what functions close over is compared, and
+resuming draws the same."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical, Distribution
 
-from advbayes import L2, BayesianModel, FreshPredictive, MeanField, evaluate, from_function, load_evaluation, pgd, rescore
+from advbayes import (
+    L2,
+    BayesianModel,
+    FreshPredictive,
+    MeanField,
+    evaluate,
+    from_function,
+    load_evaluation,
+    pgd,
+    rescore,
+)
 from advbayes import Categorical as Classes
 from advbayes.attacks import PGD, Transfer, nll, one_step
 from advbayes.attacks.gradients import NoGradientWarning
@@ -34,11 +45,17 @@ def predict(x: Tensor) -> Distribution:
 
 
 def run(folder: Path, attacks: Any = None, **options: Any) -> Any:
-    return evaluate(predict, (X, Y), attacks=attacks or ATTACKS, batch_size=20, out=folder, **options)
+    return evaluate(
+        predict, (X, Y), attacks=attacks or ATTACKS, batch_size=20, out=folder, **options
+    )
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -76,24 +93,33 @@ def test_a_damaged_array_is_refused_when_read_and_made_again_when_resumed(
     before = contents(folder)
     damage(folder / "blocks" / f"{number:05d}.safetensors")
     for reading in (load_evaluation, lambda place: rescore(place, predict)):
-        with pytest.raises(StoreError, match=rf"{number:05d}.safetensors: wanted the array that was scored, got"):
+        with pytest.raises(
+            StoreError, match=rf"{number:05d}.safetensors: wanted the array that was scored, got"
+        ):
             reading(folder)
     run(folder)
     assert contents(folder) == before
     rescore(folder, predict)
 
 
-def test_an_array_that_comes_out_otherwise_is_refused(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_array_that_comes_out_otherwise_is_refused(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     (folder / "blocks" / "00004.safetensors").unlink()
     plain = PGD.__call__
-    monkeypatch.setattr(PGD, "__call__", lambda self, *args, **kwargs: plain(self, *args, **kwargs) * (1 - 1e-6))
-    with pytest.raises(StoreError, match="wanted the array that was scored, to the bit, when made again"):
+    monkeypatch.setattr(
+        PGD, "__call__", lambda self, *args, **kwargs: plain(self, *args, **kwargs) * (1 - 1e-6)
+    )
+    with pytest.raises(
+        StoreError, match="wanted the array that was scored, to the bit, when made again"
+    ):
         run(folder)
 
 
-# --- what functions hold ------------------------------------------------------------------------------------------------
+# --- what functions hold
+# ------------------------------------------------------------------------------------------------
 
 POWER = 1.0
 
@@ -175,13 +201,17 @@ def test_a_function_that_holds_another_value_is_another_attack(name: str, tmp_pa
     first = run(tmp_path, {"p": pgd(L2(0.5), 3, HOLDERS[name](1.0))})
     again = run(tmp_path, {"p": pgd(L2(0.5), 3, HOLDERS[name](1.0))})
     assert torch.equal(first.columns()["log_prob"], again.columns()["log_prob"])
-    with pytest.raises(ValueError, match=r"or hold the same evaluation, got .* (contents|attacks)\['p'\]"):
+    with pytest.raises(
+        ValueError, match=r"or hold the same evaluation, got .* (contents|attacks)\['p'\]"
+    ):
         run(tmp_path, {"p": pgd(L2(0.5), 3, HOLDERS[name](2.0))})
 
 
 def test_an_attack_that_is_a_function_is_known_by_what_it_holds(tmp_path: Path) -> None:
     def made(eps: float) -> Any:
-        def attack(predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        def attack(
+            predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None
+        ) -> Tensor:
             return x + eps
 
         return attack
@@ -199,11 +229,14 @@ def test_what_cannot_be_compared_is_not_resumed(tmp_path: Path) -> None:
         return nll(prediction, y) * torch.rand(len(y), generator=stream)
 
     run(tmp_path, {"p": pgd(L2(0.5), 3, loss)})
-    with pytest.raises(ValueError, match=r"out must be a new folder: the attack 'p' holds torch.*Generator"):
+    with pytest.raises(
+        ValueError, match=r"out must be a new folder: the attack 'p' holds torch.*Generator"
+    ):
         run(tmp_path, {"p": pgd(L2(0.5), 3, loss)})
 
 
-# --- randomness ---------------------------------------------------------------------------------------------------------
+# --- randomness -----------------------------------------------------------------------------------
+# ----------------------
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["global stream", "generator of its own"])
@@ -218,13 +251,15 @@ def test_a_transfer_from_stochastic_sources_resumes_to_the_bit(own: bool, tmp_pa
     run(tmp_path / "whole", attacks())
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     log = tmp_path / "cut" / "records.jsonl"
-    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:75]))  # killed in the attack's second block
+    # killed in the attack's second block
+    log.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:75]))
     (tmp_path / "cut" / "blocks" / "00004.safetensors").unlink()
     run(tmp_path / "cut", attacks())
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
-# --- warnings -----------------------------------------------------------------------------------------------------------
+# --- warnings -------------------------------------------------------------------------------------
+# ----------------------
 
 
 @dataclass(frozen=True)
@@ -233,7 +268,14 @@ class Idle:
 
     ball: L2
 
-    def __call__(self, predict: Any, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+    def __call__(
+        self,
+        predict: Any,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
         return x.clone()
 
 
@@ -241,12 +283,15 @@ def test_an_attack_that_changes_nothing_is_told() -> None:
     with pytest.warns(UnchangedWarning, match="attack 'idle' changed no input of 'predict'"):
         evaluate(predict, (X, Y), attacks={"idle": Idle(L2(0.5)), **ATTACKS})
     evaluate(predict, (X, Y), attacks={"none": Idle(L2(0.0))})  # with eps = 0 that is right
-    evaluate(predict, (X, (Y + 1) % 3), attacks={"idle": Idle(L2(0.5))})  # and where all is wrong already
+    # and where all is wrong already
+    evaluate(predict, (X, (Y + 1) % 3), attacks={"idle": Idle(L2(0.5))})
 
 
 def test_a_predictor_without_gradients_is_told_of_once() -> None:
     blind = from_function(lambda x: x @ WEIGHT.numpy().T, "logits", numpy=True)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        evaluate(blind, (X, Y), attacks={"PGD": pgd(L2(0.5), 5), "one": one_step(L2(0.5))}, batch_size=20)
+        evaluate(
+            blind, (X, Y), attacks={"PGD": pgd(L2(0.5), 5), "one": one_step(L2(0.5))}, batch_size=20
+        )
     assert [warning.category for warning in told].count(NoGradientWarning) == 1

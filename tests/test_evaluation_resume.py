@@ -47,8 +47,16 @@ def noisy(x: Tensor) -> Distribution:
 PAIRS = {
     "scale": (pgd(L2(0.5, scale=ONES), 5), pgd(L2(0.5, scale=3 * ONES), 5), "ball.scale"),
     "mask": (pgd(L2(0.5, mask=LEFT), 5), pgd(L2(0.5, mask=~LEFT), 5), "ball.mask"),
-    "box": (pgd(L2(0.5, box=(-9 * ONES, 9 * ONES)), 5), pgd(L2(0.5, box=(-9 * ONES, 8 * ONES)), 5), "ball.box.1"),
-    "source": (Transfer(pgd(L2(0.5), 5), (source(1.0),)), Transfer(pgd(L2(0.5), 5), (source(-1.0),)), "sources.0"),
+    "box": (
+        pgd(L2(0.5, box=(-9 * ONES, 9 * ONES)), 5),
+        pgd(L2(0.5, box=(-9 * ONES, 8 * ONES)), 5),
+        "ball.box.1",
+    ),
+    "source": (
+        Transfer(pgd(L2(0.5), 5), (source(1.0),)),
+        Transfer(pgd(L2(0.5), 5), (source(-1.0),)),
+        "sources.0",
+    ),
     "stage": (
         pgd(L2(0.5), 5, DivergenceFrom(SURE)),
         pgd(L2(0.5), 5, DivergenceFrom(OTHER)),
@@ -63,17 +71,23 @@ PAIRS = {
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_an_attack_that_holds_other_tensors_or_predictors_is_another_evaluation(name: str, tmp_path: Path) -> None:
+def test_an_attack_that_holds_other_tensors_or_predictors_is_another_evaluation(
+    name: str, tmp_path: Path
+) -> None:
     first, second, path = PAIRS[name]
     before = evaluate(predict, (X, Y), attacks={"p": first}, out=tmp_path)
     with pytest.raises(ValueError, match=rf"whose contents\['p'\]\['{path}'\] is"):
         evaluate(predict, (X, Y), attacks={"p": second}, out=tmp_path)
     again = evaluate(predict, (X, Y), attacks={"p": first}, out=tmp_path)
-    assert torch.equal(again.columns(attack="p")["log_prob"], before.columns(attack="p")["log_prob"])
+    assert torch.equal(
+        again.columns(attack="p")["log_prob"], before.columns(attack="p")["log_prob"]
+    )
 
 
 def test_equal_contents_are_equal_whatever_object_holds_them() -> None:
-    one, other = (pgd(L2(0.5, scale=ONES.clone()), 5, DivergenceFrom(SURE.clone())) for _ in range(2))
+    one, other = (
+        pgd(L2(0.5, scale=ONES.clone()), 5, DivergenceFrom(SURE.clone())) for _ in range(2)
+    )
     assert contents_of(one, lambda _: []) == contents_of(other, lambda _: [])
     assert contents_of(pgd(L2(0.5), 5), lambda _: []) == {}
 
@@ -95,7 +109,9 @@ class _Holding:
     attack: Any
     reference: Any
 
-    def __call__(self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+    def __call__(
+        self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None
+    ) -> Tensor:
         return self.attack(predict, x, y, generator=generator)  # type: ignore[no-any-return]
 
 
@@ -106,33 +122,56 @@ def _without_contents(folder: Path) -> None:
     file.write_text(json.dumps(config))
 
 
-def test_a_folder_without_contents_is_gone_on_with_only_where_none_are_needed(tmp_path: Path) -> None:
+def test_a_folder_without_contents_is_gone_on_with_only_where_none_are_needed(
+    tmp_path: Path,
+) -> None:
     plain, scaled = {"p": pgd(L2(0.5), 5)}, {"p": pgd(L2(0.5, scale=ONES), 5)}
     before = evaluate(predict, (X[:60], Y[:60]), attacks=plain, out=tmp_path / "plain")
     _without_contents(tmp_path / "plain")
     assert (
-        evaluate(predict, (X[:60], Y[:60]), attacks=plain, out=tmp_path / "plain").columns()["log_prob"].tolist()
+        evaluate(predict, (X[:60], Y[:60]), attacks=plain, out=tmp_path / "plain")
+        .columns()["log_prob"]
+        .tolist()
         == before.columns()["log_prob"].tolist()
     )
     evaluate(predict, (X[:60], Y[:60]), attacks=scaled, out=tmp_path / "scaled")
     _without_contents(tmp_path / "scaled")
     with pytest.raises(ValueError, match=r"does not say what the attacks held \(p: ball.scale\)"):
         evaluate(predict, (X[:60], Y[:60]), attacks=scaled, out=tmp_path / "scaled")
-    assert load_evaluation(tmp_path / "scaled").estimate("accuracy").value <= 1.0  # reading is another matter
+    # reading is another matter
+    assert load_evaluation(tmp_path / "scaled").estimate("accuracy").value <= 1.0
 
 
 def test_a_predictor_that_draws_from_the_global_stream_can_be_gone_on_with(tmp_path: Path) -> None:
     attacks = {"p": pgd(L2(0.3), 5)}
     torch.manual_seed(1)
-    first = evaluate({"noisy": noisy, "plain": predict}, (X[:60], Y[:60]), attacks=attacks, batch_size=32, out=tmp_path / "run")
+    first = evaluate(
+        {"noisy": noisy, "plain": predict},
+        (X[:60], Y[:60]),
+        attacks=attacks,
+        batch_size=32,
+        out=tmp_path / "run",
+    )
     log = tmp_path / "run" / "records.jsonl"
     whole = log.read_bytes()
     log.write_bytes(b"".join(whole.splitlines(keepends=True)[:100]))  # interrupted
     torch.manual_seed(2)
     state = torch.get_rng_state()
-    second = evaluate({"noisy": noisy, "plain": predict}, (X[:60], Y[:60]), attacks=attacks, batch_size=32, out=tmp_path / "run")
+    second = evaluate(
+        {"noisy": noisy, "plain": predict},
+        (X[:60], Y[:60]),
+        attacks=attacks,
+        batch_size=32,
+        out=tmp_path / "run",
+    )
     assert torch.equal(torch.get_rng_state(), state)  # the caller's stream is left alone
     assert log.read_bytes() == whole
     assert torch.equal(second.columns()["log_prob"], first.columns()["log_prob"])
     with pytest.raises(ValueError, match=r"whose predictors\['plain'\] is \[.*, not \["):
-        evaluate({"plain": source(0.5), "noisy": noisy}, (X[:60], Y[:60]), attacks=attacks, batch_size=32, out=tmp_path / "run")
+        evaluate(
+            {"plain": source(0.5), "noisy": noisy},
+            (X[:60], Y[:60]),
+            attacks=attacks,
+            batch_size=32,
+            out=tmp_path / "run",
+        )

@@ -1,4 +1,5 @@
-"""What `evaluate` scores: alignment with the examples, shapes, stochastic predictors, and predictions that give less."""
+"""What `evaluate` scores: alignment with the examples, shapes, stochastic predictors, and
+predictions that give less."""
 
 from __future__ import annotations
 
@@ -12,8 +13,28 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, Normal, StudentT
 from torch.utils.data import DataLoader, TensorDataset
 
-from advbayes import L2, evaluate, from_function, load_evaluation, metrics, pgd, rescore, selective_task, squared_error
-from advbayes.attacks import ByLoss, DivergenceFrom, MarginTo, PerExample, Suite, Transfer, entropy, margin, nll
+from advbayes import (
+    L2,
+    evaluate,
+    from_function,
+    load_evaluation,
+    metrics,
+    pgd,
+    rescore,
+    selective_task,
+    squared_error,
+)
+from advbayes.attacks import (
+    ByLoss,
+    DivergenceFrom,
+    MarginTo,
+    PerExample,
+    Suite,
+    Transfer,
+    entropy,
+    margin,
+    nll,
+)
 from advbayes.evaluation import Cell, UnitsWarning, worst
 from advbayes.evaluation.result import REDUCTIONS
 from advbayes.evaluation.selective import _point
@@ -32,7 +53,8 @@ WISH = torch.nn.functional.one_hot(NEXT, 3) * 0.98 + 0.02 / 3
 SLOPE = torch.randn(6, generator=generator(2))
 TARGETS = X @ SLOPE + 0.3 * torch.randn(100, generator=generator(3))
 
-IDLE = pytest.mark.filterwarnings("ignore::advbayes.evaluation.UnchangedWarning")  # an attack that does nothing is meant
+# an attack that does nothing is meant
+IDLE = pytest.mark.filterwarnings("ignore::advbayes.evaluation.UnchangedWarning")
 
 
 def predict(x: Tensor) -> Distribution:
@@ -43,21 +65,27 @@ def normal(x: Tensor) -> Distribution:
     return Normal(x @ SLOPE, 0.3)
 
 
-# --- losses with one entry for each example -------------------------------------------------------------------------------
+# --- losses with one entry for each example
+# -------------------------------------------------------------------------------
 
 HELD = {
     "divergence": pgd(L2(1.0), 20, DivergenceFrom(WISH)),
     "margin to": pgd(L2(1.0), 20, ByLoss(MarginTo(NEXT))),
     "per example": pgd(L2(1.0), 20, ByLoss(PerExample((nll, entropy), torch.arange(100) % 2))),
     "suite": Suite((pgd(L2(1.0), 20, DivergenceFrom(WISH)),), rank=DivergenceFrom(WISH)),
-    "transfer": Transfer(pgd(L2(1.0), 20, ByLoss(MarginTo(NEXT))), (predict,), rank=ByLoss(MarginTo(NEXT))),
+    "transfer": Transfer(
+        pgd(L2(1.0), 20, ByLoss(MarginTo(NEXT))), (predict,), rank=ByLoss(MarginTo(NEXT))
+    ),
 }
 
 
 @pytest.mark.parametrize("name", HELD)
 def test_blocks_meet_their_own_entries(name: str) -> None:
     attacks = {"d": HELD[name]}
-    whole, parts = (evaluate(predict, (X, Y), attacks=attacks, batch_size=size).columns(attack="d") for size in (100, 30))
+    whole, parts = (
+        evaluate(predict, (X, Y), attacks=attacks, batch_size=size).columns(attack="d")
+        for size in (100, 30)
+    )
     assert torch.equal(whole["correct"], parts["correct"])
     for column in ("log_prob", "loss", "entropy", "norm"):
         torch.testing.assert_close(whole[column], parts[column], rtol=1e-4, atol=1e-4)
@@ -66,19 +94,27 @@ def test_blocks_meet_their_own_entries(name: str) -> None:
 def test_batches_of_the_selective_task_meet_their_own_entries() -> None:
     attack = pgd(L2(1.0), 20, DivergenceFrom(WISH))
     whole, parts = (
-        selective_task(predict, (X, Y), 0.1 * X[:80], ball=L2(1.0), inside_attack=attack, batch_size=size) for size in (100, 30)
+        selective_task(
+            predict, (X, Y), 0.1 * X[:80], ball=L2(1.0), inside_attack=attack, batch_size=size
+        )
+        for size in (100, 30)
     )
     assert whole[0].selective_accuracy == parts[0].selective_accuracy
 
 
 def test_entries_for_other_examples_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"attacks\['d'\] must hold a loss with one entry for each of the 100 examples, got one for 50"
+        ValueError,
+        match=r"attacks\['d'\] must hold a loss with one entry for each of the 100 examples, got "
+        r"one for 50",
     ):
-        evaluate(predict, (X, Y), attacks={"d": pgd(L2(1.0), 2, MarginTo(NEXT[:50]))}, batch_size=50)
+        evaluate(
+            predict, (X, Y), attacks={"d": pgd(L2(1.0), 2, MarginTo(NEXT[:50]))}, batch_size=50
+        )
 
 
-# --- shapes ---------------------------------------------------------------------------------------------------------------
+# --- shapes ---------------------------------------------------------------------------------------
+# ------------------------
 
 
 @pytest.mark.parametrize("loss", [nll, squared_error])
@@ -104,21 +140,27 @@ def test_predictions_with_an_axis_of_one_take_flat_targets(shaped: Any) -> None:
     wanted = evaluate(normal, (X, TARGETS), attacks={"a": pgd(L2(0.5), 5)})
     found = evaluate(shaped, (X, TARGETS), attacks={"a": pgd(L2(0.5), 5)})
     for name in ("loss", "log_prob", "squared_error", "crps", "inside"):
-        torch.testing.assert_close(found.columns(attack="clean")[name], wanted.columns(attack="clean")[name])
+        torch.testing.assert_close(
+            found.columns(attack="clean")[name], wanted.columns(attack="clean")[name]
+        )
 
 
-# --- Suites of two tasks --------------------------------------------------------------------------------------------------
+# --- Suites of two tasks
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_recorded_loss_is_one_that_ran() -> None:
     suite = Suite((pgd(L2(0.5), 5, margin),), regression=(pgd(L2(0.5), 5, squared_error),))
     rows = evaluate(predict, (X, Y), attacks={"s": suite}).columns(attack="s")
     assert torch.equal(rows["loss"] > 0, rows["correct"] == 0)  # the margin's sign
-    rows = evaluate(normal, (X, TARGETS), attacks={"s": Transfer(suite, (normal,))}).columns(attack="s")
+    rows = evaluate(normal, (X, TARGETS), attacks={"s": Transfer(suite, (normal,))}).columns(
+        attack="s"
+    )
     torch.testing.assert_close(rows["loss"], rows["squared_error"])
 
 
-# --- stochastic predictors ------------------------------------------------------------------------------------------------
+# --- stochastic predictors
+# ------------------------------------------------------------------------------------------------
 
 
 def coin(x: Tensor) -> Distribution:
@@ -136,7 +178,8 @@ def test_attacks_that_do_nothing_cost_a_stochastic_predictor_nothing() -> None:
     attacks = {f"null {number}": null for number in range(4)}
     report = evaluate(coin, data, attacks=attacks, batch_size=2000)
     assert report.estimate("accuracy", attack="clean").value == pytest.approx(0.6, abs=0.015)
-    assert report.estimate("accuracy", attack="worst").value == pytest.approx(0.6, abs=0.015)  # sd 0.0035
+    # sd 0.0035
+    assert report.estimate("accuracy", attack="worst").value == pytest.approx(0.6, abs=0.015)
     mean = -0.6 * np.log(0.6) - 0.4 * np.log(0.4)
     assert report.estimate("nll", attack="worst").value == pytest.approx(mean, abs=0.01)
     assert report.columns(attack="worst")["norm"].abs().max() == 0
@@ -144,23 +187,33 @@ def test_attacks_that_do_nothing_cost_a_stochastic_predictor_nothing() -> None:
 
 @IDLE
 def test_a_folder_gives_the_worst_of_a_stochastic_predictor_again(tmp_path: Path) -> None:
-    report = evaluate(coin, (X, torch.zeros(100).long()), attacks={"a": null, "b": null}, out=tmp_path)
+    report = evaluate(
+        coin, (X, torch.zeros(100).long()), attacks={"a": null, "b": null}, out=tmp_path
+    )
     loaded = load_evaluation(tmp_path)
-    assert torch.equal(loaded.columns(attack="worst")["correct"], report.columns(attack="worst")["correct"])
+    assert torch.equal(
+        loaded.columns(attack="worst")["correct"], report.columns(attack="worst")["correct"]
+    )
     again = rescore(tmp_path, coin)
-    assert torch.equal(again.columns(attack="worst")["correct"], report.columns(attack="worst")["correct"])
+    assert torch.equal(
+        again.columns(attack="worst")["correct"], report.columns(attack="worst")["correct"]
+    )
 
 
 def test_the_worst_attack_of_each_example_is_still_found() -> None:
     """Two attacks that each break the other half, under noise: the union breaks nearly all."""
 
     def shaky(x: Tensor) -> Distribution:
-        return Categorical(logits=torch.stack([3 * x[:, 0], -3 * x[:, 0]], 1) + 0.5 * torch.randn(len(x), 2))
+        return Categorical(
+            logits=torch.stack([3 * x[:, 0], -3 * x[:, 0]], 1) + 0.5 * torch.randn(len(x), 2)
+        )
 
     x = torch.ones(200, 1)
 
     def on(even: int) -> Any:
-        return lambda predict, x, y, generator=None: torch.where(torch.arange(len(x))[:, None] % 2 == even, -x, x)
+        return lambda predict, x, y, generator=None: torch.where(
+            torch.arange(len(x))[:, None] % 2 == even, -x, x
+        )
 
     report = evaluate(shaky, (x, torch.zeros(200).long()), attacks={"even": on(0), "odd": on(1)})
     assert report.estimate("accuracy", attack="even").value == pytest.approx(0.5, abs=0.01)
@@ -187,7 +240,10 @@ def test_records_without_halves_still_load_and_are_gone_on_with(tmp_path: Path) 
     attacks = {"a": null, "b": null}
     report = evaluate(coin, data, attacks=attacks, batch_size=30, out=tmp_path)
     log = RecordLog(tmp_path / "records.jsonl")
-    old = [{key: value for key, value in line.items() if not key.endswith(("_first", "_second"))} for line in log.read()]
+    old = [
+        {key: value for key, value in line.items() if not key.endswith(("_first", "_second"))}
+        for line in log.read()
+    ]
     log.keep(0)
     log.append(*old)
     loaded = load_evaluation(tmp_path)
@@ -201,22 +257,32 @@ def test_records_without_halves_still_load_and_are_gone_on_with(tmp_path: Path) 
 
 @IDLE
 def test_worst_of_one_column_is_that_column() -> None:
-    rows = evaluate(coin, (X, torch.zeros(100).long()), attacks={"null": null}).columns(attack="null")
+    rows = evaluate(coin, (X, torch.zeros(100).long()), attacks={"null": null}).columns(
+        attack="null"
+    )
     assert torch.equal(worst([rows], "classification")["correct"], rows["correct"])
 
 
 def test_shares_are_not_rounded() -> None:
-    rows = {"confidence": torch.full((50,), 0.7), "correct": torch.full((50,), 0.7), "entropy": torch.arange(50.0)}
+    rows = {
+        "confidence": torch.full((50,), 0.7),
+        "correct": torch.full((50,), 0.7),
+        "entropy": torch.arange(50.0),
+    }
     assert REDUCTIONS["classification"]["ece"](rows).value == pytest.approx(0.0, abs=1e-12)
     assert REDUCTIONS["classification"]["selective_accuracy"](rows).value == pytest.approx(0.7)
     point = _point(1.0, rows["correct"], torch.zeros(50), torch.ones(50), coverage=0.5)
     assert point.selective_accuracy.value == pytest.approx(0.7)
     assert [b.accuracy.value for b in metrics.reliability([0.5], [0.25], bins=1)] == [0.25]
-    with pytest.raises(ValueError, match=r"correct must hold truth values or shares in \[0, 1\], got values in \[1, 1.5\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"correct must hold truth values or shares in \[0, 1\], got values in \[1, 1.5\]",
+    ):
         metrics.ece([0.5, 0.5], [1.0, 1.5])
 
 
-# --- predictions that give less -------------------------------------------------------------------------------------------
+# --- predictions that give less
+# -------------------------------------------------------------------------------------------
 
 
 class Bare(Distribution):
@@ -248,33 +314,51 @@ def test_a_prediction_without_a_cdf_has_no_coverage(tmp_path: Path, df: float) -
     report = evaluate(student, (X, TARGETS), attacks={"a": pgd(L2(0.3), 5)}, out=tmp_path)
     rows = report.columns(attack="a")
     assert "inside" not in rows
-    torch.testing.assert_close(report.columns(attack="clean")["log_prob"], student(X).log_prob(TARGETS).double())
+    torch.testing.assert_close(
+        report.columns(attack="clean")["log_prob"], student(X).log_prob(TARGETS).double()
+    )
     assert report.estimate("rmse").value > report.estimate("rmse", attack="clean").value
-    with pytest.raises(ValueError, match="metric must be one that the predictions can give, got 'coverage' without 'inside'"):
+    with pytest.raises(
+        ValueError,
+        match="metric must be one that the predictions can give, got 'coverage' without 'inside'",
+    ):
         report.estimate("coverage")
     assert report.table().metrics == ("rmse", "nll", "crps", "aurc")
     assert load_evaluation(tmp_path).table().json() == report.table().json()
-    assert evaluate(student, (X, TARGETS), attacks={"a": pgd(L2(0.3), 5)}, out=tmp_path).table().json() == report.table().json()
+    assert (
+        evaluate(student, (X, TARGETS), attacks={"a": pgd(L2(0.3), 5)}, out=tmp_path).table().json()
+        == report.table().json()
+    )
 
 
 def test_mean_variance_and_log_prob_are_enough() -> None:
-    report = evaluate({"bare": lambda x: Bare(x @ SLOPE), "normal": normal}, (X, TARGETS), attacks={"a": pgd(L2(0.3), 5)})
+    report = evaluate(
+        {"bare": lambda x: Bare(x @ SLOPE), "normal": normal},
+        (X, TARGETS),
+        attacks={"a": pgd(L2(0.3), 5)},
+    )
     assert set(report.columns("bare", "a")) == {"loss", "squared_error", "log_prob", "norm"}
-    torch.testing.assert_close(report.columns("bare", "a")["log_prob"], report.columns("normal", "a")["log_prob"])
+    torch.testing.assert_close(
+        report.columns("bare", "a")["log_prob"], report.columns("normal", "a")["log_prob"]
+    )
     table = report.table()
     assert table.metrics == ("rmse", "nll", "crps", "coverage", "aurc")
-    assert [set(row.values) for row in table.rows if row.predictor == "bare"] == [{"rmse", "nll"}] * 3
+    assert [set(row.values) for row in table.rows if row.predictor == "bare"] == [
+        {"rmse", "nll"}
+    ] * 3
     assert table.markdown().splitlines()[2].endswith("|  |  |  |")
     assert Cell("bare", "a", 0.3) in report.cells
 
 
-# --- what is refused, and warned of ---------------------------------------------------------------------------------------
+# --- what is refused, and warned of
+# ---------------------------------------------------------------------------------------
 
 
 def test_every_radius_is_held_against_the_data() -> None:
     with pytest.warns(UnitsWarning, match="eps = 10000, but the data extend over"):
         evaluate(predict, (X, Y), attacks={"P": pgd(L2(0.5), 1)}, radii=(0.5, 1e4))
-    evaluate(predict, (X, Y), attacks={"P": pgd(L2(1e4), 1)}, radii=(0.5,))  # that of the attack itself is not used
+    # that of the attack itself is not used
+    evaluate(predict, (X, Y), attacks={"P": pgd(L2(1e4), 1)}, radii=(0.5,))
 
 
 def test_bad_arguments_are_named() -> None:
@@ -283,19 +367,25 @@ def test_bad_arguments_are_named() -> None:
     def run(data: Any = (X, Y), **kwargs: Any) -> Any:
         return evaluate(predict, data, attacks=attacks, **kwargs)
 
-    with pytest.raises(TypeError, match=r"radii must be a sequence of numbers such as \(0.5, 1.0\), got 0.5"):
+    with pytest.raises(
+        TypeError, match=r"radii must be a sequence of numbers such as \(0.5, 1.0\), got 0.5"
+    ):
         run(radii=0.5)
     with pytest.raises(ValueError, match="radii must hold at least one eps"):
         run(radii=())
     with pytest.raises(ValueError, match="radii must be a finite number >= 0, got -1"):
         run(radii=(0.5, -1.0))
-    with pytest.raises(ValueError, match="interval_level must be a finite number > 0 and < 1, got 2"):
+    with pytest.raises(
+        ValueError, match="interval_level must be a finite number > 0 and < 1, got 2"
+    ):
         run(interval_level=2)
     with pytest.raises(TypeError, match="train_y must be a tensor, an array or a list"):
         run(train_y="labels")
     with pytest.raises(ValueError, match=r"train_y must have shape \(N,\)"):
         run(train_y=[])
-    with pytest.raises(ValueError, match=r"data must be a DataLoader of pairs \(x, y\), got batches of 3 parts"):
+    with pytest.raises(
+        ValueError, match=r"data must be a DataLoader of pairs \(x, y\), got batches of 3 parts"
+    ):
         run(DataLoader(TensorDataset(X, Y, Y), batch_size=50))
     with pytest.raises(ValueError, match="DataLoader of pairs"):
         run(DataLoader(X, batch_size=50))  # type: ignore[arg-type]
@@ -307,10 +397,21 @@ def test_bad_arguments_are_named() -> None:
 
 def test_training_targets_may_be_arrays_and_lists() -> None:
     labels = torch.tensor([0, 1, 1, 1, 2])
-    wanted = evaluate(predict, (X, Y), attacks={"P": pgd(L2(0.5), 1)}, train_y=labels).estimate("nll", "majority").value
+    wanted = (
+        evaluate(predict, (X, Y), attacks={"P": pgd(L2(0.5), 1)}, train_y=labels)
+        .estimate("nll", "majority")
+        .value
+    )
     for given in (labels.numpy(), labels.tolist(), labels[:, None].numpy()):
         found = evaluate(predict, (X, Y), attacks={"P": pgd(L2(0.5), 1)}, train_y=given)
         assert found.estimate("nll", "majority").value == wanted
-    assert wanted != evaluate(predict, (X, Y), attacks={"P": pgd(L2(0.5), 1)}).estimate("nll", "majority").value
+    assert (
+        wanted
+        != evaluate(predict, (X, Y), attacks={"P": pgd(L2(0.5), 1)})
+        .estimate("nll", "majority")
+        .value
+    )
     regression = evaluate(normal, (X, TARGETS), attacks={"P": pgd(L2(0.5), 1)}, train_y=[1.0, 3.0])
-    assert regression.estimate("rmse", "constant").value == pytest.approx(float((TARGETS - 2).square().mean().sqrt()), rel=1e-5)
+    assert regression.estimate("rmse", "constant").value == pytest.approx(
+        float((TARGETS - 2).square().mean().sqrt()), rel=1e-5
+    )

@@ -1,4 +1,5 @@
-"""The experiments: defenses as SM-5 says, units that resume, tables from records alone, tests that may call a row best."""
+"""The experiments: defenses as SM-5 says, units that resume, tables from records alone, tests that
+may call a row best."""
 
 from __future__ import annotations
 
@@ -77,11 +78,14 @@ def test_validation_rows_come_out_of_the_training_rows() -> None:
     assert torch.equal(data.x_test, whole.x_test)
     together = torch.cat([data.x_train, held_out.x_test])
     assert len(together) == len(whole.x_train)
-    assert {tuple(row) for row in together.tolist()} == {tuple(row) for row in whole.x_train.tolist()}
+    assert {tuple(row) for row in together.tolist()} == {
+        tuple(row) for row in whole.x_train.tolist()
+    }
 
 
 def test_least_squares_of_dependent_columns_has_small_weights() -> None:
-    """Rounded to float32, dependent columns look independent: any weights would do on the data, and none beside it."""
+    """Rounded to float32, dependent columns look independent: any weights would do on the data, and
+    none beside it."""
     data, _ = prepared(make_config({"data": "diabetes"}))
     doubled = torch.cat([data.x_train, data.x_train[:, :1] * 3 + data.x_train[:, 1:2]], 1)
     reference = DEFENSES["least squares"].reference
@@ -97,7 +101,9 @@ def test_min_max_units_are_those_of_the_training_rows() -> None:
     assert torch.allclose(data.x_train.amax(0), torch.ones(10))
 
 
-def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec = sketch("BL", "MIX")
     whole = run(spec, tmp_path / "whole", quiet=True)
     worked: list[tuple[str, int]] = []
@@ -113,7 +119,9 @@ def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(tmp_path: Path, monk
     with pytest.raises(KeyboardInterrupt):
         run(spec, tmp_path / "stopped", quiet=True)
     assert not (tmp_path / "stopped" / spec.name / "records.jsonl.gz").exists()
-    monkeypatch.setattr(running, "work", lambda *given: worked.append(given[3:]) or original(*given))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        running, "work", lambda *given: worked.append(given[3:]) or original(*given)
+    )  # type: ignore[func-returns-value]
     stopped = run(spec, tmp_path / "stopped", quiet=True)
     assert len(worked) == len(set(worked)) == 6
     assert (stopped / "records.jsonl.gz").read_bytes() == (whole / "records.jsonl.gz").read_bytes()
@@ -135,9 +143,18 @@ def test_tables_are_made_from_records_alone(tmp_path: Path) -> None:
     folder = run(sketch("BL", "AT"), tmp_path, quiet=True)
     table = write_views(folder).read_text()
     assert "| *constant* |" in table
-    records = [json.loads(line) for line in gzip.decompress((folder / "records.jsonl.gz").read_bytes()).splitlines()]
-    errors = [each["squared_error"] for each in records if (each["row"], each["seed"], each["attack"]) == ("BL", 0, "PGD")]
-    assert Scores(folder).value("rmse", "BL", 0, Cell("test", "PGD", 0.5)) == pytest.approx(math.sqrt(np.mean(errors)))
+    records = [
+        json.loads(line)
+        for line in gzip.decompress((folder / "records.jsonl.gz").read_bytes()).splitlines()
+    ]
+    errors = [
+        each["squared_error"]
+        for each in records
+        if (each["row"], each["seed"], each["attack"]) == ("BL", 0, "PGD")
+    ]
+    assert Scores(folder).value("rmse", "BL", 0, Cell("test", "PGD", 0.5)) == pytest.approx(
+        math.sqrt(np.mean(errors))
+    )
     manifest = json.loads((folder / "manifest.json").read_text())
     assert {"command", "commit", "machine", "seconds", "seeds", "units"} <= manifest.keys()
 
@@ -146,8 +163,13 @@ def test_tables_are_made_from_records_alone(tmp_path: Path) -> None:
 def test_the_paired_t_test_is_scipys(num: int) -> None:
     draw = np.random.default_rng(num)
     first, second = draw.normal(size=num), draw.normal(size=num)
-    assert paired_t(first, second) == pytest.approx(stats.ttest_rel(first, second, alternative="less").pvalue)
-    plain, corrected = paired_t(first, first + 1 + second / 9), paired_t(first, first + 1 + second / 9, overlap=0.25)
+    assert paired_t(first, second) == pytest.approx(
+        stats.ttest_rel(first, second, alternative="less").pvalue
+    )
+    plain, corrected = (
+        paired_t(first, first + 1 + second / 9),
+        paired_t(first, first + 1 + second / 9, overlap=0.25),
+    )
     assert plain < corrected < 0.5
 
 
@@ -155,13 +177,22 @@ def written(folder: Path, values: dict[str, list[float]]) -> Scores:
     """Rows whose examples are all correct with the given probability of each seed."""
     cells = {"split": "test", "attack": "clean", "eps": 0.0}
     records = [
-        {"row": row, "seed": seed, **cells, "index": index, "correct": float(index < 100 * share), "log_prob": -1.0}
+        {
+            "row": row,
+            "seed": seed,
+            **cells,
+            "index": index,
+            "correct": float(index < 100 * share),
+            "log_prob": -1.0,
+        }
         for row, shares in values.items()
         for seed, share in enumerate(shares)
         for index in range(100)
     ]
     (folder / "records.jsonl.gz").write_bytes(running.packed(records))
-    (folder / "manifest.json").write_text(json.dumps({"units": {row: {"row": row} for row in values}}))
+    (folder / "manifest.json").write_text(
+        json.dumps({"units": {row: {"row": row} for row in values}})
+    )
     return Scores(folder)
 
 
@@ -169,10 +200,17 @@ def written(folder: Path, values: dict[str, list[float]]) -> Scores:
     ("values", "best"),
     [
         ({"a": [0.9, 0.91, 0.9, 0.92, 0.9], "b": [0.5, 0.52, 0.5, 0.51, 0.5]}, "a"),
-        ({"a": [0.9, 0.91, 0.9, 0.92], "b": [0.5, 0.52, 0.5, 0.51]}, None),  # four seeds are too few
-        ({"a": [0.9, 0.2, 0.9, 0.2, 0.9], "b": [0.5, 0.52, 0.5, 0.51, 0.5]}, None),  # ahead on average, not significantly
-        ({"a": [0.9] * 5, "b": [0.5, 0.52, 0.5, 0.51, 0.5], "c": [0.9] * 5}, None),  # a tie has no best
+        # four seeds are too few
+        ({"a": [0.9, 0.91, 0.9, 0.92], "b": [0.5, 0.52, 0.5, 0.51]}, None),
+        # ahead on average, not significantly
+        ({"a": [0.9, 0.2, 0.9, 0.2, 0.9], "b": [0.5, 0.52, 0.5, 0.51, 0.5]}, None),
+        # a tie has no best
+        ({"a": [0.9] * 5, "b": [0.5, 0.52, 0.5, 0.51, 0.5], "c": [0.9] * 5}, None),
     ],
 )
-def test_best_is_what_beats_every_other_row(tmp_path: Path, values: dict[str, list[float]], best: str | None) -> None:
-    assert written(tmp_path, values).best("accuracy", list(values), Cell("test", "clean", 0.0)) == best
+def test_best_is_what_beats_every_other_row(
+    tmp_path: Path, values: dict[str, list[float]], best: str | None
+) -> None:
+    assert (
+        written(tmp_path, values).best("accuracy", list(values), Cell("test", "clean", 0.0)) == best
+    )

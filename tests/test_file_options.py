@@ -1,4 +1,5 @@
-"""Every option of the functions that read and write files has its effect; every limit holds from both sides."""
+"""Every option of the functions that read and write files has its effect; every limit holds from
+both sides."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ FORMS = ["m", "m.advbayes"]
 def test_max_bytes_of_a_bundle(tmp_path: Path, form: str) -> None:
     faults.small_bundle(tmp_path / form)
     parts = store.read_manifest(tmp_path / form).parts
-    size = (tmp_path / form).stat().st_size if form.endswith("advbayes") else sum(part.size for part in parts)
+    size = (
+        (tmp_path / form).stat().st_size
+        if form.endswith("advbayes")
+        else sum(part.size for part in parts)
+    )
     assert faults.small_version(store.read_bundle(tmp_path / form, max_bytes=size)) == 0
     with pytest.raises(store.StoreError, match=f"at most {size - 1} bytes"):
         store.read_bundle(tmp_path / form, max_bytes=size - 1)
@@ -40,7 +45,8 @@ def test_limits_of_documents() -> None:
         (nested(documents.MAX_DEPTH), nested(documents.MAX_DEPTH + 1)),
         (2**63 - 1, 2**63),
         (-(2**63), -(2**63) - 1),
-        ("x" * (documents.MAX_BYTES - 3), "x" * (documents.MAX_BYTES - 2)),  # two quotes and a line end
+        # two quotes and a line end
+        ("x" * (documents.MAX_BYTES - 3), "x" * (documents.MAX_BYTES - 2)),
     ):
         assert documents.decode(documents.encode(value)) == value
         with pytest.raises(store.StoreError, match="document"):
@@ -66,7 +72,10 @@ def test_limits_of_parts(tmp_path: Path) -> None:
 def test_a_file_beyond_two_gigabytes_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "m.advbayes"
     path.touch()
-    for size, words in ((archive.MAX_FILE + 1, "at most 2147483647 bytes"), (archive.MAX_FILE, "another end")):
+    for size, words in (
+        (archive.MAX_FILE + 1, "at most 2147483647 bytes"),
+        (archive.MAX_FILE, "another end"),
+    ):
         os.truncate(path, size)
         with pytest.raises(store.StoreError, match=words):
             store.read_bundle(path)
@@ -146,7 +155,9 @@ def test_split_options() -> None:
         split_rows(1)
 
 
-def test_out_of_memory_says_what_was_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_says_what_was_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object, **__: object) -> None:
         raise MemoryError
 
@@ -157,7 +168,10 @@ def test_out_of_memory_says_what_was_wanted(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(tensors, "decode", full)
         for form in FORMS:
-            with pytest.raises(store.StoreError, match=r"wanted some \d+ bytes of memory to load \d+ bytes, got less"):
+            with pytest.raises(
+                store.StoreError,
+                match=r"wanted some \d+ bytes of memory to load \d+ bytes, got less",
+            ):
                 store.read_bundle(tmp_path / form)
     with monkeypatch.context() as patch:
         patch.setattr(np, "frombuffer", full)

@@ -1,4 +1,5 @@
-"""Run folders and bundles as people use them: what was refused, edited, sent on or asked in raw units."""
+"""Run folders and bundles as people use them: what was refused, edited, sent on or asked in raw
+units."""
 
 from __future__ import annotations
 
@@ -27,7 +28,14 @@ from advbayes.store import documents, kinds
 from advbayes.store.nets import build_net
 from tests import faults
 
-SMALL = {"data": "diabetes", "hidden": [4], "defense": "none", "epochs": 2, "batch_size": 64, "checkpoint_every": 2}
+SMALL = {
+    "data": "diabetes",
+    "hidden": [4],
+    "defense": "none",
+    "epochs": 2,
+    "batch_size": 64,
+    "checkpoint_every": 2,
+}
 
 
 def interrupted(folder: Path, **changes: Any) -> Run:
@@ -57,17 +65,26 @@ def edit(run: Run, old: str, new: str) -> None:
         ("# num_train is not set", "num_train = 100", "num_train"),
     ],
 )
-def test_a_configuration_edited_after_a_kill_is_refused(tmp_path: Path, old: str, new: str, key: str) -> None:
+def test_a_configuration_edited_after_a_kill_is_refused(
+    tmp_path: Path, old: str, new: str, key: str
+) -> None:
     run = interrupted(tmp_path / "run")
     edit(run, old, new)
-    with pytest.raises(store.StoreError, match=rf"config\.toml: wanted {key} = .*checkpoint was made with"), run.lock():
+    with (
+        pytest.raises(
+            store.StoreError, match=rf"config\.toml: wanted {key} = .*checkpoint was made with"
+        ),
+        run.lock(),
+    ):
         train(run)
     edit(run, new, old)
     with run.lock():
         train(run)
     assert run.status == "trained"
     edit(run, old, new)
-    with pytest.raises(store.StoreError, match=rf"config\.toml: wanted {key} = .*model was made with"):
+    with pytest.raises(
+        store.StoreError, match=rf"config\.toml: wanted {key} = .*model was made with"
+    ):
         load_trained(run.path)
 
 
@@ -82,7 +99,9 @@ def test_where_the_data_lie_may_change_and_old_checkpoints_go_on(tmp_path: Path)
     assert read_checkpoint(run) is not None
 
 
-def test_the_command_line_says_which_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_says_which_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = interrupted(tmp_path / "run")
     edit(run, "lr = 0.003", "lr = 0.03")
     assert main(["train", "--resume", str(run.path), "--quiet"]) == 2
@@ -91,7 +110,16 @@ def test_the_command_line_says_which_key(tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(
     "document",
-    [[], "trained", {"status": 3}, {"data": []}, {"data": "x"}, {"versions": 1}, {"started": []}, {"steps": "9"}],
+    [
+        [],
+        "trained",
+        {"status": 3},
+        {"data": []},
+        {"data": "x"},
+        {"versions": 1},
+        {"started": []},
+        {"steps": "9"},
+    ],
     ids=str,
 )
 def test_a_manifest_of_another_shape_is_a_clear_line(
@@ -124,7 +152,11 @@ def bad_csv(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("out", [True, False])
 def test_a_refused_table_leaves_nothing(
-    tmp_path: Path, bad_csv: Path, out: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    bad_csv: Path,
+    out: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     command = ["train", "--data", str(bad_csv), "--target", "y", "--quiet", "--epochs", "1"]
@@ -140,7 +172,9 @@ def test_a_refused_table_leaves_nothing(
     assert Run.open(made).status == "trained"
 
 
-def test_a_folder_that_was_there_stays_and_work_is_never_removed(tmp_path: Path, bad_csv: Path) -> None:
+def test_a_folder_that_was_there_stays_and_work_is_never_removed(
+    tmp_path: Path, bad_csv: Path
+) -> None:
     config = make_config({"data": str(bad_csv), "target": "y"})
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError), create_run(config, tmp_path / "empty") as run:
@@ -164,17 +198,30 @@ def test_load_takes_a_run_folder_and_answers_in_raw_units(tmp_path: Path) -> Non
     target = 1000 + 7 * rows[:, 0] + 300 * rows[:, 1]
     with (tmp_path / "t.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["a", "b", "y"], *np.column_stack([rows, target]).tolist()])
-    config = {**SMALL, "data": str(tmp_path / "t.csv"), "target": "y", "epochs": 60, "lr": 0.03, "seed": 3}
+    config = {
+        **SMALL,
+        "data": str(tmp_path / "t.csv"),
+        "target": "y",
+        "epochs": 60,
+        "lr": 0.03,
+        "seed": 3,
+    }
     with create_run(make_config(config), tmp_path / "run") as run:
         train(run)
     bundle = advbayes.load(run.path)
     predict = bundle.predictor(20)
     assert (predict.feature_names, predict.target_names) == (("a", "b"), ("y",))
     mean = predict(rows[:10]).mean.numpy()
-    assert abs(mean - target[:10]).max() < 0.5 * target.std()  # standardised rows would be off by 100 deviations
+    # standardised rows would be off by 100 deviations
+    assert abs(mean - target[:10]).max() < 0.5 * target.std()
     # The command line gives the same numbers.
     out = tmp_path / "p.json"
-    assert main(["predict", str(run.path), str(tmp_path / "t.csv"), "--out", str(out), "--thetas", "20"]) == 0
+    assert (
+        main(
+            ["predict", str(run.path), str(tmp_path / "t.csv"), "--out", str(out), "--thetas", "20"]
+        )
+        == 0
+    )
     np.testing.assert_allclose(mean, json.loads(out.read_text())["y"][:10], rtol=1e-5)
     # log_prob has the change of units in it: densities integrate to one in raw y.
     grid = torch.linspace(float(mean[0]) - 3000, float(mean[0]) + 3000, 20001)
@@ -184,13 +231,22 @@ def test_load_takes_a_run_folder_and_answers_in_raw_units(tmp_path: Path) -> Non
     low, high = predict.interval(rows[:10], 0.8)
     inside = predict(rows[:10])
     torch.testing.assert_close(inside.cdf(low.flatten()), torch.full((10,), 0.1), atol=1e-3, rtol=0)
-    torch.testing.assert_close(inside.cdf(high.flatten()), torch.full((10,), 0.9), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        inside.cdf(high.flatten()), torch.full((10,), 0.9), atol=1e-3, rtol=0
+    )
 
 
 def test_several_outputs_in_raw_units() -> None:
     model = BayesianModel(nn.Linear(1, 2, bias=False), Gaussian(0.5, num_outputs=2))
-    scaling = Standardize(torch.tensor([10.0]), torch.tensor([2.0]), torch.tensor([0.0, 5.0]), torch.tensor([1.0, 4.0]))
-    predict = store.RawPredictor(advbayes.PosteriorPredictive(model, torch.tensor([[1.0, -1.0]])), scaling)
+    scaling = Standardize(
+        torch.tensor([10.0]),
+        torch.tensor([2.0]),
+        torch.tensor([0.0, 5.0]),
+        torch.tensor([1.0, 4.0]),
+    )
+    predict = store.RawPredictor(
+        advbayes.PosteriorPredictive(model, torch.tensor([[1.0, -1.0]])), scaling
+    )
     prediction = predict([[14.0]])
     torch.testing.assert_close(prediction.mean, torch.tensor([[2.0, -3.0]]))
     torch.testing.assert_close(prediction.variance.sqrt(), torch.tensor([[0.5, 2.0]]))
@@ -200,7 +256,12 @@ def test_class_names_seed_and_number_of_thetas(tmp_path: Path) -> None:
     model = BayesianModel(mlp(3, 2), Categorical())
     scaling = Standardize(torch.ones(3), 2 * torch.ones(3))
     posterior = MeanField(model, init_scale=0.5)
-    save = {"model": model, "scaling": scaling.to_dict(), "class_names": ["no", "yes"], "extra": {"seed": 7}}
+    save = {
+        "model": model,
+        "scaling": scaling.to_dict(),
+        "class_names": ["no", "yes"],
+        "extra": {"seed": 7},
+    }
     advbayes.save(tmp_path / "m.advbayes", posterior=posterior, **save)  # type: ignore[arg-type]
     bundle = advbayes.load(tmp_path / "m.advbayes")
     x = torch.randn(5, 3)
@@ -219,8 +280,12 @@ def test_class_names_seed_and_number_of_thetas(tmp_path: Path) -> None:
 
 def test_the_gradient_passes_through_the_scaling() -> None:
     model = BayesianModel(nn.Linear(1, 1, bias=False), Gaussian(0.5))
-    scaling = Standardize(torch.tensor([10.0]), torch.tensor([2.0]), torch.tensor(100.0), torch.tensor(4.0))
-    predict = store.RawPredictor(advbayes.PosteriorPredictive(model, torch.full((1, 1), 3.0)), scaling)
+    scaling = Standardize(
+        torch.tensor([10.0]), torch.tensor([2.0]), torch.tensor(100.0), torch.tensor(4.0)
+    )
+    predict = store.RawPredictor(
+        advbayes.PosteriorPredictive(model, torch.full((1, 1), 3.0)), scaling
+    )
     x = torch.tensor([[12.0]], requires_grad=True)
     (slope,) = torch.autograd.grad(predict(x).mean.sum(), x)
     torch.testing.assert_close(slope, torch.tensor([[6.0]]))  # 4 * 3 / 2
@@ -237,7 +302,10 @@ def test_an_unfinished_run_is_named(tmp_path: Path) -> None:
 
 def test_the_number_of_layers(tmp_path: Path) -> None:
     def layers(num: int) -> Any:
-        return {"kind": "Sequential", "layers": [[f"{i}", {"kind": "Tanh"}] for i in range(num - 1)]}
+        return {
+            "kind": "Sequential",
+            "layers": [[f"{i}", {"kind": "Tanh"}] for i in range(num - 1)],
+        }
 
     kinds.check_number(layers(kinds.MAX_KINDS), "net")
     with pytest.raises(store.StoreError, match=f"at most {kinds.MAX_KINDS} layers"):
@@ -258,7 +326,9 @@ def test_the_number_of_layers(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_settings_that_a_layer_takes_and_fails_with_later(described: dict[str, object], key: str) -> None:
+def test_settings_that_a_layer_takes_and_fails_with_later(
+    described: dict[str, object], key: str
+) -> None:
     with pytest.raises(store.StoreError, match=rf"net\.{key}: wanted"):
         build_net(described, "net")
 
@@ -280,7 +350,8 @@ def test_the_number_of_values(tmp_path: Path) -> None:
 
 
 def test_every_model_that_is_hostile_is_one_change_from_a_good_one(tmp_path: Path) -> None:
-    """The small model that the hostile ones are made from loads: each is refused for what it tries."""
+    """The small model that the hostile ones are made from loads: each is refused for what it
+    tries."""
     contents = faults.hostile_models()["a theta of two axes"]
     good = faults.hostile_models()["a width that is text"]["posterior.safetensors"]
     manifest, files = faults.sealed({**contents, "posterior.safetensors": good})

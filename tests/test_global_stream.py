@@ -1,4 +1,5 @@
-"""Code that draws from torch's global generator is given a stream of its own, one thread at a time."""
+"""Code that draws from torch's global generator is given a stream of its own, one thread at a
+time."""
 
 from __future__ import annotations
 
@@ -35,7 +36,11 @@ def test_estimators_fitted_in_threads_are_those_fitted_alone() -> None:
     x, y = (part.numpy() for part in small_data("regression", torch.float32, 40))
 
     def thetas(seed: int) -> Tensor:
-        return RobustRegressor(hidden=(5,), epochs=1, num_thetas=2, random_state=seed).fit(x, y).posterior_.mean
+        return (
+            RobustRegressor(hidden=(5,), epochs=1, num_thetas=2, random_state=seed)
+            .fit(x, y)
+            .posterior_.mean
+        )
 
     before = torch.get_rng_state()
     alone = [thetas(seed) for seed in range(4)]

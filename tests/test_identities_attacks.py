@@ -1,4 +1,5 @@
-"""Attacks, balls, channels and predictive mixtures against what must hold of them exactly (identities 20 to 23)."""
+"""Attacks, balls, channels and predictive mixtures against what must hold of them exactly
+(identities 20 to 23)."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def linear_model(dim: int, scale: float = 1.0) -> BayesianModel:
     return BayesianModel(nn.Linear(dim, 1, bias=False, dtype=FLOAT), Gaussian(scale))
 
 
-# --- 20: through the predictive ---------------------------------------------------------------------------------------
+# --- 20: through the predictive
+# ---------------------------------------------------------------------------------------
 
 DATA = randn(12, 4, seed=1)
 POSTERIOR = LinearRegression(DATA, DATA @ randn(4, seed=2) + 0.5 * randn(12, seed=3), 0.5, 1.0)
@@ -58,10 +60,16 @@ def error_of_the_mean(thetas: Tensor, x_adv: Tensor) -> Tensor:
     return (TARGET - x_adv @ thetas.mean(0)) ** 2
 
 
-@pytest.mark.parametrize("attack", [one_step(L2(EPS), squared_error), pgd(L2(EPS), 20, squared_error)])
-def test_20_the_predictive_attack_is_the_worst_case_and_single_thetas_fall_short(attack: Any) -> None:
+@pytest.mark.parametrize(
+    "attack", [one_step(L2(EPS), squared_error), pgd(L2(EPS), 20, squared_error)]
+)
+def test_20_the_predictive_attack_is_the_worst_case_and_single_thetas_fall_short(
+    attack: Any,
+) -> None:
     model, thetas = linear_model(4, 0.5), POSTERIOR.sample(8, generator(6))
-    through_all = error_of_the_mean(thetas, attack(PosteriorPredictive(model, thetas), QUERY, TARGET))
+    through_all = error_of_the_mean(
+        thetas, attack(PosteriorPredictive(model, thetas), QUERY, TARGET)
+    )
     assert_exact(through_all, worst_squared_error(thetas.mean(0), QUERY, TARGET, EPS))
     mean = thetas.mean(0)
     for theta in thetas:
@@ -75,9 +83,15 @@ def test_20_the_predictive_attack_is_the_worst_case_and_single_thetas_fall_short
 def test_20_equality_when_theta_is_parallel_to_the_mean() -> None:
     model, thetas = linear_model(4, 0.5), POSTERIOR.sample(8, generator(6))
     attack = one_step(L2(EPS), squared_error)
-    through_all = error_of_the_mean(thetas, attack(PosteriorPredictive(model, thetas), QUERY, TARGET))
-    through_parallel = error_of_the_mean(thetas, attack(model.at(1.02 * thetas.mean(0)), QUERY, TARGET))
-    same_side = torch.sign(TARGET - QUERY @ thetas.mean(0)) == torch.sign(TARGET - 1.02 * QUERY @ thetas.mean(0))
+    through_all = error_of_the_mean(
+        thetas, attack(PosteriorPredictive(model, thetas), QUERY, TARGET)
+    )
+    through_parallel = error_of_the_mean(
+        thetas, attack(model.at(1.02 * thetas.mean(0)), QUERY, TARGET)
+    )
+    same_side = torch.sign(TARGET - QUERY @ thetas.mean(0)) == torch.sign(
+        TARGET - 1.02 * QUERY @ thetas.mean(0)
+    )
     assert bool(same_side.all())
     assert_exact(through_parallel, through_all)
 
@@ -88,7 +102,8 @@ def test_20_the_likelihood_attack_through_the_predictive_wins_too() -> None:
     through_all = nll(predict(attack(predict, QUERY, TARGET)), TARGET)
     for theta in thetas:
         through_one = nll(predict(attack(model.at(theta), QUERY, TARGET)), TARGET)
-        # far from the data one theta can carry the whole mixture: then its attack is the predictive's
+        # far from the data one theta can carry the whole mixture: then its attack is the
+        # predictive's
         assert bool((through_one <= through_all * (1 + 1e-3)).all())
         assert float(through_one.mean()) < float(through_all.mean())
 
@@ -104,7 +119,8 @@ def test_20_the_predictive_averages_densities_not_logits() -> None:
     assert_exact(PosteriorPredictive(net, several)(QUERY).probs, probs)
 
 
-# --- 21: balls --------------------------------------------------------------------------------------------------------
+# --- 21: balls ------------------------------------------------------------------------------------
+# --------------------
 
 CENTRES = torch.rand(400, 5, dtype=FLOAT, generator=generator(10))
 SCALES = torch.tensor([0.5, 1.0, 2.0, 1.0, 3.0], dtype=FLOAT)
@@ -129,7 +145,8 @@ def size(ball: Any, d: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", BALLS)
 def test_21_projection(name: str) -> None:
-    """Inside the set; idempotent; the identity inside; non-expansive (in the ball's own metric when it has scales)."""
+    """Inside the set; idempotent; the identity inside; non-expansive (in the ball's own metric when
+    it has scales)."""
     ball, x = BALLS[name], CENTRES
     one, two = x + 2 * randn(400, 5, seed=11), x + 2 * randn(400, 5, seed=12)
     first, second = ball.project(one, x), ball.project(two, x)
@@ -177,7 +194,8 @@ def test_21_random_points_fill_the_l2_ball_uniformly() -> None:
     assert mean_test(draw, [1 / 8] * 8 + [0.0] * 4, resolution=0.005)
 
 
-# --- 21: channels -----------------------------------------------------------------------------------------------------
+# --- 21: channels ---------------------------------------------------------------------------------
+# --------------------
 
 
 class Generator(nn.Module):
@@ -196,11 +214,15 @@ CHANNELS: dict[str, Callable[[], Any]] = {
     "noise": lambda: Noise(0.3),
     "attack": lambda: AttackChannel(one_step(L2(0.8)), sigma=0.3),
     "mixture": mix_of,
-    "mixture with a foreign part": lambda: Mixture([0.3, 0.7], [Noise(0.2), AffineChannel(0.5, 0.3)], stratified=False),
+    "mixture with a foreign part": lambda: Mixture(
+        [0.3, 0.7], [Noise(0.2), AffineChannel(0.5, 0.3)], stratified=False
+    ),
     "nested mixture": lambda: Mixture([0.5, 0.5], [mix_of(), Noise(1.0)], stratified=False),
     "learned": lambda: Learned(Generator(), L2(1.0), sigma_range=(0.1, 0.6)),
     "mixture with a learned part": lambda: Mixture(
-        [0.6, 0.4], [Learned(Generator(), L2(1.0), sigma_range=(0.1, 0.6)), Noise(0.2)], stratified=False
+        [0.6, 0.4],
+        [Learned(Generator(), L2(1.0), sigma_range=(0.1, 0.6)), Noise(0.2)],
+        stratified=False,
     ),
 }
 
@@ -209,12 +231,17 @@ CHANNELS: dict[str, Callable[[], Any]] = {
 def test_21_density_integrates_to_one(name: str) -> None:
     """In two dimensions, on a fine grid, for every reference point."""
     channel, predict = CHANNELS[name](), linear_model(2).at(torch.tensor([0.8, -0.5], dtype=FLOAT))
-    x, y = torch.tensor([[0.3, -0.4], [1.0, 0.2]], dtype=FLOAT), torch.tensor([0.7, -0.3], dtype=FLOAT)
+    x, y = (
+        torch.tensor([[0.3, -0.4], [1.0, 0.2]], dtype=FLOAT),
+        torch.tensor([0.7, -0.3], dtype=FLOAT),
+    )
     axis = torch.linspace(-8, 8, 401, dtype=FLOAT)
     grid = torch.cartesian_prod(axis, axis)
     log_p = channel.density(predict, x, y).log_prob(grid)
     assert log_p.shape == (2, len(grid))
-    torch.testing.assert_close(log_p.exp().sum(1) * 0.04**2, torch.ones(2, dtype=FLOAT), rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        log_p.exp().sum(1) * 0.04**2, torch.ones(2, dtype=FLOAT), rtol=1e-9, atol=0
+    )
 
 
 @pytest.mark.parametrize("name", CHANNELS)
@@ -254,7 +281,9 @@ def test_21_samples_fit_the_density_in_three_dimensions(name: str) -> None:
         ratio = (q.log_prob(x_adv).sum(1) - density.log_prob(x_adv)[0]).exp()
         return torch.cat([ratio[:, None], ratio[:, None] * (x_adv - centre)], 1)
 
-    assert mean_test(draw, [1.0, 0.0, 0.0, 0.0], resolution=torch.tensor([0.02, 0.002, 0.002, 0.002]), num=16_384)
+    assert mean_test(
+        draw, [1.0, 0.0, 0.0, 0.0], resolution=torch.tensor([0.02, 0.002, 0.002, 0.002]), num=16_384
+    )
 
 
 def test_21_mixture_density_is_the_weighted_sum() -> None:
@@ -262,7 +291,9 @@ def test_21_mixture_density_is_the_weighted_sum() -> None:
     x, y, x_adv = randn(6, 2, seed=16), randn(6, seed=17), randn(9, 2, seed=18)
     mixture = mix_of()
     parts = torch.stack([part.density(predict, x, y).log_prob(x_adv) for part in mixture.channels])
-    expected = torch.logsumexp(torch.tensor([0.4, 0.35, 0.25], dtype=FLOAT).log()[:, None, None] + parts, 0)
+    expected = torch.logsumexp(
+        torch.tensor([0.4, 0.35, 0.25], dtype=FLOAT).log()[:, None, None] + parts, 0
+    )
     assert_exact(mixture.density(predict, x, y).log_prob(x_adv), expected)
     centre = one_step(L2(0.8))(predict, x, y)
     squares = ((x_adv[None] - centre[:, None]) ** 2).sum(-1)
@@ -306,7 +337,8 @@ def test_21_a_component_without_weight_is_never_used(stratified: bool) -> None:
 
 
 def test_21_channel_samples_are_not_clipped() -> None:
-    """The attack stays in the box, the noise does not: a clipped Gaussian would have no such density."""
+    """The attack stays in the box, the noise does not: a clipped Gaussian would have no such
+    density."""
     predict = linear_model(2).at(torch.tensor([0.8, -0.5], dtype=FLOAT))
     x, y = torch.rand(500, 2, dtype=FLOAT, generator=generator(24)), randn(500, seed=25)
     ball = L2(0.5, box=(0.0, 1.0))
@@ -315,7 +347,8 @@ def test_21_channel_samples_are_not_clipped() -> None:
     assert float(x_adv.max()) > 1.1
 
 
-# --- 22: stratified batches -------------------------------------------------------------------------------------------
+# --- 22: stratified batches
+# -------------------------------------------------------------------------------------------
 
 WEIGHTS = [0.4, 0.2, 0.1, 0.3]
 SHIFTS = torch.tensor([0.0, 1.0, 3.0, -2.0], dtype=FLOAT)
@@ -327,7 +360,9 @@ class Shift:
     def __init__(self, by: float) -> None:
         self.by = by
 
-    def sample(self, predict: Any, x: Tensor, y: Tensor | None = None, *, generator: Any = None) -> Tensor:
+    def sample(
+        self, predict: Any, x: Tensor, y: Tensor | None = None, *, generator: Any = None
+    ) -> Tensor:
         return x + self.by
 
     def density(self, predict: Any, x: Tensor, y: Tensor | None = None) -> Any:
@@ -380,14 +415,19 @@ def test_22_stratified_batches_have_less_variance() -> None:
         return features
 
     resolution = torch.tensor([0.02, 0.02], dtype=FLOAT)
-    assert mean_test(moments(False), [mean, iid_variance], resolution=resolution, num=2048, max_num=8192)
+    assert mean_test(
+        moments(False), [mean, iid_variance], resolution=resolution, num=2048, max_num=8192
+    )
     stratified = moments(True)(2048, generator(31))
-    assert mean_test(lambda n, g: moments(True)(n, g)[:, 0], mean, resolution=0.02, num=2048, max_num=8192)
+    assert mean_test(
+        lambda n, g: moments(True)(n, g)[:, 0], mean, resolution=0.02, num=2048, max_num=8192
+    )
     assert float(stratified[:, 1].mean()) < 0.2 * iid_variance
 
 
 def test_22_only_the_examples_of_a_component_pay_for_it() -> None:
-    """An attack is computed for the examples that use it, and one gradient pass serves attacks that differ in loss."""
+    """An attack is computed for the examples that use it, and one gradient pass serves attacks that
+    differ in loss."""
     model = linear_model(2)
     seen: list[int] = []
 
@@ -397,11 +437,14 @@ def test_22_only_the_examples_of_a_component_pay_for_it() -> None:
 
     x, y = randn(20, 2, seed=32), randn(20, seed=33)
     attacks = [AttackChannel(one_step(L2(0.8), loss), sigma=0.25) for loss in (nll, squared_error)]
-    Mixture([0.5, 0.25, 0.25], [Noise(0.1), *attacks]).sample(predict, x, y, generator=generator(34))
+    Mixture([0.5, 0.25, 0.25], [Noise(0.1), *attacks]).sample(
+        predict, x, y, generator=generator(34)
+    )
     assert seen == [10]
 
 
-# --- 23: predictive entropies and moments -----------------------------------------------------------------------------
+# --- 23: predictive entropies and moments
+# -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])
@@ -433,7 +476,9 @@ def test_23_mixture_variance_is_within_plus_between(kind: str) -> None:
         model = BayesianModel(nn.Linear(3, 1, dtype=FLOAT), Gaussian(0.6, learned=learned))
         thetas = thetas[:, : 5 if learned else 4]
         means = thetas[:, :3] @ x.T + thetas[:, 3:4]
-        scales = (thetas[:, 4:].exp() if learned else torch.full((9, 1), 0.6, dtype=FLOAT)).expand(9, 10)
+        scales = (thetas[:, 4:].exp() if learned else torch.full((9, 1), 0.6, dtype=FLOAT)).expand(
+            9, 10
+        )
     assert model.num_params == thetas.shape[1]
     prediction = PosteriorPredictive(model, thetas)(x)
     assert_exact(prediction.mean, means.mean(0))
@@ -465,6 +510,10 @@ def test_a_column_of_targets_is_one_output_and_never_broadcast() -> None:
     """(B, 1) against (B,) would give (B, B) errors, summed into a far weaker attack."""
     prediction = torch.distributions.Normal(torch.tensor([0.0, 3.0]), 1.0)
     y = torch.tensor([1.0, 5.0])
-    assert squared_error(prediction, y.unsqueeze(1)).tolist() == squared_error(prediction, y).tolist() == [1.0, 4.0]
+    assert (
+        squared_error(prediction, y.unsqueeze(1)).tolist()
+        == squared_error(prediction, y).tolist()
+        == [1.0, 4.0]
+    )
     with pytest.raises(ValueError, match="y must have the prediction's shape"):
         squared_error(prediction, torch.zeros(3))

@@ -1,4 +1,5 @@
-"""Old defenses as limits, and attacks at their linear worst case (identities 16 to 18), in float64."""
+"""Old defenses as limits, and attacks at their linear worst case (identities 16 to 18), in
+float64."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ from tests.oracles import (
 
 def linear_model(dim: int, scale: float = 1.0, prior_scale: float = 1.0) -> BayesianModel:
     """y ~ N(theta.x, scale^2)."""
-    return BayesianModel(nn.Linear(dim, 1, bias=False, dtype=FLOAT), Gaussian(scale), prior_scale=prior_scale)
+    return BayesianModel(
+        nn.Linear(dim, 1, bias=False, dtype=FLOAT), Gaussian(scale), prior_scale=prior_scale
+    )
 
 
 def classifier(dim: int, num_classes: int) -> BayesianModel:
@@ -59,14 +62,17 @@ def logits_of(theta: Tensor, x: Tensor, num_classes: int) -> Tensor:
     return x @ weight.T + theta[num_classes * x.shape[1] :]
 
 
-# --- 16: attacks reach the worst case ---------------------------------------------------------------------------------
+# --- 16: attacks reach the worst case
+# ---------------------------------------------------------------------------------
 
 REGRESSION_ATTACKS = {
     "one step, nll": lambda ball: one_step(ball),
     "one step, squared error": lambda ball: one_step(ball, squared_error),
     "pgd": lambda ball: pgd(ball),
     "pgd, 7 steps": lambda ball: pgd(ball, steps=7),
-    "pgd, squared error, restarts": lambda ball: PGD(ball, stages=((squared_error, 20),), restarts=3),
+    "pgd, squared error, restarts": lambda ball: PGD(
+        ball, stages=((squared_error, 20),), restarts=3
+    ),
     "pgd, small steps": lambda ball: PGD(ball, stages=((nll, 10),), step_size=1e-3),
     "pgd+": lambda ball: pgd_plus(ball),
     "nll, then squared error": lambda ball: PGD(ball, stages=((nll, 10), (squared_error, 10))),
@@ -83,7 +89,8 @@ CLASSIFICATION_ATTACKS = {
 @pytest.mark.parametrize("name", REGRESSION_ATTACKS)
 def test_16_regression_attacks_reach_the_worst_squared_error(name: str, norm: str) -> None:
     eps, theta, x = 0.7, randn(6, seed=1), randn(50, 6, seed=2)
-    y = x @ theta + randn(50, seed=3) * torch.logspace(-7, 1, 50, dtype=FLOAT)  # residuals of all sizes
+    # residuals of all sizes
+    y = x @ theta + randn(50, seed=3) * torch.logspace(-7, 1, 50, dtype=FLOAT)
     predict = linear_model(6, 0.4).at(theta)
     ball = L2(eps) if norm == "l2" else Linf(eps)
     x_adv = REGRESSION_ATTACKS[name](ball)(predict, x, y, generator=generator(4))
@@ -99,7 +106,9 @@ def test_16_regression_attacks_reach_the_worst_squared_error(name: str, norm: st
 def test_16_classification_attacks_reach_the_worst_margin(name: str) -> None:
     eps, theta = 0.9, randn(12, seed=5)
     x, y = randn(80, 5, seed=6), (randn(80, seed=7) > 0).long()
-    x_adv = CLASSIFICATION_ATTACKS[name](L2(eps))(classifier(5, 2).at(theta), x, y, generator=generator(8))
+    x_adv = CLASSIFICATION_ATTACKS[name](L2(eps))(
+        classifier(5, 2).at(theta), x, y, generator=generator(8)
+    )
     sign = 2.0 * y - 1
     weight, bias = theta[5:10] - theta[:5], theta[11] - theta[10]
     clean, attacked = sign * (x @ weight + bias), sign * (x_adv @ weight + bias)
@@ -122,9 +131,14 @@ def test_16_robust_accuracy_has_no_mismatch(name: str, eps: float) -> None:
     assert torch.equal(measured, expected)
 
 
-@pytest.mark.parametrize(("dtype", "margin_of_x"), [(FLOAT, 25.0), (FLOAT, 250.0), (torch.float32, 60.0)])
-def test_16_a_small_gradient_is_as_good_as_a_large_one(dtype: torch.dtype, margin_of_x: float) -> None:
-    """Far from the boundary the likelihood's gradient is exp(-margin), its square underflows: only its direction counts."""
+@pytest.mark.parametrize(
+    ("dtype", "margin_of_x"), [(FLOAT, 25.0), (FLOAT, 250.0), (torch.float32, 60.0)]
+)
+def test_16_a_small_gradient_is_as_good_as_a_large_one(
+    dtype: torch.dtype, margin_of_x: float
+) -> None:
+    """Far from the boundary the likelihood's gradient is exp(-margin), its square underflows: only
+    its direction counts."""
     weight = torch.tensor([3.0, 4.0], dtype=dtype)
     theta = torch.cat([-weight / 2, weight / 2, torch.zeros(2, dtype=dtype)])
     x, y = weight[None] * margin_of_x / 25, torch.tensor([1])
@@ -134,12 +148,14 @@ def test_16_a_small_gradient_is_as_good_as_a_large_one(dtype: torch.dtype, margi
 
 
 def test_16_no_gradient_no_step() -> None:
-    """The one-step convention: the gradient term is zero when its norm vanishes; PGD then starts at random."""
+    """The one-step convention: the gradient term is zero when its norm vanishes; PGD then starts at
+    random."""
     predict, theta = linear_model(3).at(randn(3, seed=13)), randn(3, seed=13)
     x, y = torch.zeros(4, 3, dtype=FLOAT), torch.zeros(4, dtype=FLOAT)
     assert torch.equal(one_step(L2(1.0))(predict, x, y), x)
     x_adv = pgd(L2(1.0))(predict, x, y, generator=generator(0))
-    # a random start is not the one-step point: its angle to theta shrinks by exp(-2.45) on a path of 49 * 2.5 eps / 50
+    # a random start is not the one-step point: its angle to theta shrinks by exp(-2.45) on a path
+    # of 49 * 2.5 eps / 50
     assert float(((x_adv @ theta) ** 2).min()) > 0.95 * float(theta.dot(theta))
 
 
@@ -164,7 +180,8 @@ def test_16_pgd_within_a_box(steps: int) -> None:
     assert float((gain / best).mean()) > float(((direction * once).sum(1) / best).mean()) + 0.02
 
 
-# --- 17: adversarial training and the robust Gibbs posterior ----------------------------------------------------------
+# --- 17: adversarial training and the robust Gibbs posterior
+# ----------------------------------------------------------
 
 SCALE, EPS = 1.5, 0.2
 X = randn(12, 3, seed=22)
@@ -179,7 +196,13 @@ def adversarial_loss(theta: Tensor, x: Tensor = X, y: Tensor = Y) -> Tensor:
 
 def adversarial_argmin() -> Tensor:
     theta = torch.linalg.lstsq(X, Y[:, None]).solution[:, 0].requires_grad_()
-    solver = torch.optim.LBFGS([theta], max_iter=500, tolerance_grad=1e-13, tolerance_change=0, line_search_fn="strong_wolfe")
+    solver = torch.optim.LBFGS(
+        [theta],
+        max_iter=500,
+        tolerance_grad=1e-13,
+        tolerance_change=0,
+        line_search_fn="strong_wolfe",
+    )
 
     def closure() -> Tensor:
         solver.zero_grad()
@@ -217,7 +240,16 @@ def test_17_fit_ends_at_the_argmin_of_adversarial_training() -> None:
     objective = ChannelELBO(num_data=12, kl_weight=0.0)
     channel = AttackChannel(one_step(L2(EPS)), 0.0)
     for lr, steps in ((5e-2, 200), (5e-3, 150), (5e-4, 100)):
-        fit(model, posterior, channel, (X, Y), objective=objective, steps=steps, batch_size=12, lr=lr)
+        fit(
+            model,
+            posterior,
+            channel,
+            (X, Y),
+            objective=objective,
+            steps=steps,
+            batch_size=12,
+            lr=lr,
+        )
     argmin = adversarial_argmin()
     torch.testing.assert_close(posterior.theta.detach(), argmin, rtol=0, atol=1e-3)
     least_squares = torch.linalg.lstsq(X, Y[:, None]).solution[:, 0]
@@ -225,19 +257,23 @@ def test_17_fit_ends_at_the_argmin_of_adversarial_training() -> None:
 
 
 def test_17_the_flat_prior_is_the_wide_limit_of_the_gaussian_one() -> None:
-    """With its prior, a point posterior is the maximum a posteriori: -log p(theta) up to its constant."""
+    """With its prior, a point posterior is the maximum a posteriori: -log p(theta) up to its
+    constant."""
     model = linear_model(3, SCALE, prior_scale=0.7)
     theta = randn(3, seed=24)
     posterior = PointMass(model, init=theta)
     terms = ChannelELBO(num_data=12)(model, posterior, AttackChannel(one_step(L2(EPS)), 0.0), X, Y)
     (gradient,) = torch.autograd.grad(terms.bound, posterior.theta)
     variable = theta.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(-adversarial_loss(variable) - variable.dot(variable) / (2 * 0.49), variable)
+    (expected,) = torch.autograd.grad(
+        -adversarial_loss(variable) - variable.dot(variable) / (2 * 0.49), variable
+    )
     assert_exact(gradient, expected)
 
 
 def test_17_robust_gibbs_posterior() -> None:
-    """log p(theta) - sum (|r_i| + eps |theta|)^2/(2 s^2), and surrogate(q) = log Z - KL(q, that)."""
+    """log p(theta) - sum (|r_i| + eps |theta|)^2/(2 s^2), and surrogate(q) = log Z - KL(q,
+    that)."""
     x, y, prior_scale = X[:8, :1], Y[:8], 1.3
     model = linear_model(1, SCALE, prior_scale)
     channel = AttackChannel(one_step(L2(EPS)), 0.0)
@@ -259,13 +295,16 @@ def test_17_robust_gibbs_posterior() -> None:
     assert kl > 1
 
     def draw(num: int, source: torch.Generator) -> Tensor:
-        terms = [objective(model, posterior, channel, x, y, generator=source).bound for _ in range(num)]
+        terms = [
+            objective(model, posterior, channel, x, y, generator=source).bound for _ in range(num)
+        ]
         return torch.stack(terms)
 
     assert mean_test(draw, gibbs.log_z - kl, resolution=0.1, num=64, max_num=512)
 
 
-# --- 18: TRADES and logit pairing -------------------------------------------------------------------------------------
+# --- 18: TRADES and logit pairing
+# -------------------------------------------------------------------------------------
 
 CLASSES, DIM = 4, 3
 INPUTS, LABELS = randn(6, DIM, seed=30), torch.tensor([0, 1, 2, 3, 1, 0])
@@ -289,7 +328,9 @@ def test_18_trades(likelihood: str) -> None:
     model, attack = classifier(DIM, CLASSES), one_step(L2(0.6))
     posterior = PointMass(model, init=THETA)
     objective = ChannelELBO(num_data=18, penalty=Trades(2.5, likelihood=likelihood), kl_weight=0.0)
-    terms = objective(model, posterior, AttackChannel(attack, 0.0), INPUTS, LABELS, generator=generator(0))
+    terms = objective(
+        model, posterior, AttackChannel(attack, 0.0), INPUTS, LABELS, generator=generator(0)
+    )
     x_adv = attack(model.at(THETA), INPUTS, LABELS)
     theta = THETA.clone().requires_grad_()
     expected = by_hand(theta, x_adv)
@@ -307,18 +348,24 @@ def test_18_logit_pairing() -> None:
     model, attack = classifier(DIM, CLASSES), one_step(L2(0.6))
     posterior = PointMass(model, init=THETA)
     objective = ChannelELBO(num_data=18, penalty=LogitPairing(0.4), kl_weight=0.0)
-    terms = objective(model, posterior, AttackChannel(attack, 0.0), INPUTS, LABELS, generator=generator(0))
+    terms = objective(
+        model, posterior, AttackChannel(attack, 0.0), INPUTS, LABELS, generator=generator(0)
+    )
     x_adv = attack(model.at(THETA), INPUTS, LABELS)
     theta = THETA.clone().requires_grad_()
     expected = by_hand(theta, x_adv)
     assert_exact(terms.penalty, 3 * 0.4 * expected["pairing"])
     assert_exact(terms.log_likelihood, 3 * expected["adversarial"])
     (gradient,) = torch.autograd.grad(terms.bound, posterior.theta)
-    (wanted,) = torch.autograd.grad(3 * (expected["adversarial"] - 0.4 * expected["pairing"]), theta)
+    (wanted,) = torch.autograd.grad(
+        3 * (expected["adversarial"] - 0.4 * expected["pairing"]), theta
+    )
     assert_exact(gradient, wanted)
 
 
-@pytest.mark.parametrize("penalty", [Trades(2.5), Trades(2.5, likelihood="clean"), LogitPairing(0.4)])
+@pytest.mark.parametrize(
+    "penalty", [Trades(2.5), Trades(2.5, likelihood="clean"), LogitPairing(0.4)]
+)
 def test_18_penalties_vanish_without_an_attack(penalty: Trades | LogitPairing) -> None:
     model = classifier(DIM, CLASSES)
     posterior = MeanField(model, init_scale=0.3)
@@ -332,11 +379,14 @@ def test_18_penalties_vanish_without_an_attack(penalty: Trades | LogitPairing) -
 
 
 def test_18_penalties_are_averaged_over_theta_and_scaled_to_the_data() -> None:
-    """With a posterior the penalty is N/B sum_b of the mean over theta, each theta with its own attack."""
+    """With a posterior the penalty is N/B sum_b of the mean over theta, each theta with its own
+    attack."""
     model, attack = classifier(DIM, CLASSES), one_step(L2(0.6))
     posterior = MeanField(model, init_scale=0.3, init=THETA)
     objective = ChannelELBO(num_data=18, num_theta=3, penalty=Trades(1.0))
-    terms = objective(model, posterior, AttackChannel(attack, 0.0), INPUTS, LABELS, generator=generator(2))
+    terms = objective(
+        model, posterior, AttackChannel(attack, 0.0), INPUTS, LABELS, generator=generator(2)
+    )
     thetas = posterior.sample(3, generator=generator(2))
     each = [by_hand(theta, attack(model.at(theta), INPUTS, LABELS)) for theta in thetas]
     assert_exact(terms.penalty, 3 * torch.stack([one["kl"] for one in each]).mean())

@@ -1,4 +1,5 @@
-"""The proactive defense against its closed forms (identities 8 to 15), on linear-Gaussian models in float64."""
+"""The proactive defense against its closed forms (identities 8 to 15), on linear-Gaussian models in
+float64."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ BOUNDS = ("surrogate", "importance_weighted")
 
 def linear_model(dim: int, scale: float = 1.0, prior_scale: float = 1.0) -> BayesianModel:
     """y ~ N(theta.x, scale^2)."""
-    return BayesianModel(nn.Linear(dim, 1, bias=False, dtype=FLOAT), Gaussian(scale), prior_scale=prior_scale)
+    return BayesianModel(
+        nn.Linear(dim, 1, bias=False, dtype=FLOAT), Gaussian(scale), prior_scale=prior_scale
+    )
 
 
 def mean_field(model: BayesianModel, mean: Tensor, scale: Tensor) -> MeanField:
@@ -75,7 +78,8 @@ def copies(x: Tensor, y: Tensor, num: int) -> tuple[Tensor, Tensor]:
     return x.expand(num, -1).contiguous(), y.expand(num).contiguous()
 
 
-# --- 8: SM-2 ----------------------------------------------------------------------------------------------------------
+# --- 8: SM-2 --------------------------------------------------------------------------------------
+# --------------------
 
 SM2 = LinearGaussian()
 SM2_X, SM2_Y = torch.tensor([[SM2.x1]], dtype=FLOAT), torch.tensor([SM2.y1], dtype=FLOAT)
@@ -94,14 +98,17 @@ def sm2_log_likelihoods(thetas: Tensor, num: int, source: torch.Generator) -> Te
 def test_8_channel_marginalised_likelihood() -> None:
     thetas = torch.tensor([[-0.7], [0.4], [1.5]], dtype=FLOAT)
     expected = SM2.log_marginal(thetas[:, 0]).exp()
-    assert mean_test(lambda n, g: sm2_log_likelihoods(thetas, n, g).exp(), expected, resolution=2e-3 * expected)
+    assert mean_test(
+        lambda n, g: sm2_log_likelihoods(thetas, n, g).exp(), expected, resolution=2e-3 * expected
+    )
     surrogate = SM2.mean_log_likelihood(thetas[:, 0])
     assert bool((surrogate < SM2.log_marginal(thetas[:, 0])).all())
     assert mean_test(lambda n, g: sm2_log_likelihoods(thetas, n, g), surrogate, resolution=2e-2)
 
 
 def test_8_proactive_posterior_moments() -> None:
-    """E over prior and channel of (t - mean) p, ((t - mean)^2 - variance) p is zero at the posterior's moments."""
+    """E over prior and channel of (t - mean) p, ((t - mean)^2 - variance) p is zero at the
+    posterior's moments."""
     posterior = SM2.proactive_posterior
     grid = torch.linspace(-8 * SM2.st, 8 * SM2.st, 129, dtype=FLOAT)
     weights = normal_log_prob(grid, 0.0, SM2.st**2).exp() * (grid[1] - grid[0])
@@ -121,13 +128,16 @@ def test_8_proactive_posterior_moments() -> None:
 
 @pytest.mark.parametrize("update", ["online", "offline"])
 def test_8_the_two_defenses_differ(update: str) -> None:
-    """Var_re(0) - Var_pr(0) = tau2 (mu^2 + v), with tau2 of a flat covariate law (the reference is a uniform grid)."""
+    """Var_re(0) - Var_pr(0) = tau2 (mu^2 + v), with tau2 of a flat covariate law (the reference is
+    a uniform grid)."""
     from advbayes import Purifier
 
     thetas = SM2.mu + math.sqrt(SM2.v) * randn(5, 1, seed=1)
     model = linear_model(1, SM2.sy)
     reference = torch.linspace(-12, 12, 1201, dtype=FLOAT)[:, None]
-    purified = Purifier(model, SM2_CHANNEL, thetas, reference=(reference, reference[:, 0]), update=update)
+    purified = Purifier(
+        model, SM2_CHANNEL, thetas, reference=(reference, reference[:, 0]), update=update
+    )
     zero = torch.zeros(1, 1, dtype=FLOAT)
     proactive = PosteriorPredictive(model, thetas)(zero).variance
     assert_exact(proactive, torch.full((1,), SM2.sy**2, dtype=FLOAT))
@@ -135,7 +145,8 @@ def test_8_the_two_defenses_differ(update: str) -> None:
     assert_exact(purified(zero).variance - proactive, tau2 * (thetas**2).mean().reshape(1))
 
 
-# --- 9: the one-step channel on a linear-Gaussian model ---------------------------------------------------------------
+# --- 9: the one-step channel on a linear-Gaussian model
+# ---------------------------------------------------------------
 
 THETA = torch.tensor([0.6, -1.1, 0.3, 0.8], dtype=FLOAT)
 X, Y = randn(3, 4, seed=2), torch.tensor([1.4, -2.0, 0.1], dtype=FLOAT)
@@ -144,7 +155,9 @@ EPS, SCALE, SIGMA = 0.5, 0.9, 0.3
 
 def surrogate_terms(theta: Tensor, sigma: float) -> Tensor:  # (B,)
     worst = worst_squared_error(theta, X, Y, EPS)
-    return -0.5 * math.log(2 * math.pi * SCALE**2) - (worst + sigma**2 * theta.dot(theta)) / (2 * SCALE**2)
+    return -0.5 * math.log(2 * math.pi * SCALE**2) - (worst + sigma**2 * theta.dot(theta)) / (
+        2 * SCALE**2
+    )
 
 
 def exact_terms(theta: Tensor, sigma: float) -> Tensor:  # (B,)
@@ -177,7 +190,9 @@ def test_9_one_step_with_noise(point: int) -> None:
     objective = ChannelELBO(num_data=1)
 
     def draw(num: int, source: torch.Generator) -> Tensor:
-        log_p = objective.log_likelihoods(model, THETA[None], channel, *copies(X[point], Y[point], num), generator=source)
+        log_p = objective.log_likelihoods(
+            model, THETA[None], channel, *copies(X[point], Y[point], num), generator=source
+        )
         return torch.stack([log_p[0, 0], log_p[0, 0].exp()], 1)
 
     exact = exact_terms(THETA, SIGMA)[point].exp()
@@ -204,14 +219,18 @@ def test_9_gradient_with_noise(through: bool) -> None:
     assert mean_test(draw, expected, resolution=0.01, num=256, max_num=4096)
 
 
-# --- 10: the order of the bounds --------------------------------------------------------------------------------------
+# --- 10: the order of the bounds
+# --------------------------------------------------------------------------------------
 
 
 def mixed_channel() -> Mixture:
     return Mixture([0.4, 0.6], [Noise(0.2), AttackChannel(one_step(L2(1.0), nll), sigma=0.2)])
 
 
-@pytest.mark.parametrize("channel", [Noise(0.3), AttackChannel(one_step(L2(1.0)), 0.3), AffineChannel(0.2, 0.3), mixed_channel()])
+@pytest.mark.parametrize(
+    "channel",
+    [Noise(0.3), AttackChannel(one_step(L2(1.0)), 0.3), AffineChannel(0.2, 0.3), mixed_channel()],
+)
 def test_10_bounds_are_ordered_sample_by_sample(channel: Channel) -> None:
     model, num = linear_model(4, SCALE), 64
     tight = ChannelELBO(num_data=3, num_channel=num, bound="importance_weighted")
@@ -221,7 +240,10 @@ def test_10_bounds_are_ordered_sample_by_sample(channel: Channel) -> None:
     assert log_p.shape == (2, num, 3)
     assert len(log_p[0, :, 0].unique()) == num, "every channel sample must be drawn anew"
     sizes = (1, 2, 4, 8, 16, 32, 64)
-    values = [torch.stack([tight.reduce(block) for block in log_p.split(size, 1)]).mean(0) for size in sizes]
+    values = [
+        torch.stack([tight.reduce(block) for block in log_p.split(size, 1)]).mean(0)
+        for size in sizes
+    ]
     assert_exact(values[0], loose.reduce(log_p))
     for lower, upper in itertools.pairwise(values):
         assert bool((lower < upper).all())
@@ -229,7 +251,8 @@ def test_10_bounds_are_ordered_sample_by_sample(channel: Channel) -> None:
 
 
 def test_10_expected_bounds_rise_to_the_exact_term() -> None:
-    """A channel with two outcomes: all 2^K samples can be enumerated, so the expectations are exact."""
+    """A channel with two outcomes: all 2^K samples can be enumerated, so the expectations are
+    exact."""
     model = linear_model(4, SCALE)
     two = torch.stack([model.at(THETA)(X[:1] + shift).log_prob(Y[:1])[0] for shift in (-0.4, 0.4)])
     assert float((two[0] - two[1]).abs()) > 0.5
@@ -259,7 +282,8 @@ def test_10_one_channel_sample_is_the_surrogate_bit_for_bit() -> None:
         assert torch.equal(loose, tight)
 
 
-# --- 11: SM-4's estimator ---------------------------------------------------------------------------------------------
+# --- 11: SM-4's estimator
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("through", [False, True])
@@ -294,7 +318,8 @@ def test_11_the_whole_gradient_of_a_minibatch() -> None:
     residual = Y - thetas @ x_adv.T  # (S, B)
     value = normal_log_prob(residual, 0.0, SCALE**2)
     assert_exact(terms.log_likelihood, 10 * value.mean(0).sum())
-    per_theta = 10 * (residual[:, :, None] * x_adv).sum(1) / SCALE**2  # (S, d): the gradient at each theta
+    # (S, d): the gradient at each theta
+    per_theta = 10 * (residual[:, :, None] * x_adv).sum(1) / SCALE**2
     to_scale = torch.sigmoid(posterior.rho.detach())
     noise = (thetas - THETA) / scale
     grad_mu = per_theta.mean(0) - THETA / 0.7**2
@@ -320,7 +345,9 @@ POSTERIORS = {
 
 @pytest.mark.parametrize("posterior", POSTERIORS)
 @pytest.mark.parametrize("likelihood", LIKELIHOODS)
-def test_11_the_gradient_that_fit_uses_is_that_of_the_bound(likelihood: str, posterior: str) -> None:
+def test_11_the_gradient_that_fit_uses_is_that_of_the_bound(
+    likelihood: str, posterior: str
+) -> None:
     """The norm that a step of `fit` reports, and where Adam goes, against autograd of -bound/N."""
     kind, outputs = LIKELIHOODS[likelihood]
     net = nn.Sequential(nn.Linear(4, 5, dtype=FLOAT), nn.Tanh(), nn.Linear(5, outputs, dtype=FLOAT))
@@ -343,16 +370,25 @@ def test_11_the_gradient_that_fit_uses_is_that_of_the_bound(likelihood: str, pos
         before = [p.detach().clone() for p in trained.parameters()]
         numbers = step(Batch(x, y), generator_for(0, "step", 0), 1e-3)
         assert numbers[:4] == pytest.approx([term.item() for term in terms], rel=1e-10)
-        assert numbers[4] == pytest.approx(math.hypot(*(float(g.norm()) for g in wanted)), rel=1e-10)
-        for p, start, gradient in zip(trained.parameters(), before, wanted, strict=True):  # Adam's first step is a sign
+        assert numbers[4] == pytest.approx(
+            math.hypot(*(float(g.norm()) for g in wanted)), rel=1e-10
+        )
+        for p, start, gradient in zip(
+            trained.parameters(), before, wanted, strict=True
+        ):  # Adam's first step is a sign
             moved = p.detach() - start
             assert_exact(moved, -1e-3 * gradient / (gradient.abs() + 1e-8))
 
 
-def expected_gradient(num_channel: int, theta: float, x: float, y: float, scale: float, sigma: float) -> float:
-    """E of SM-4's estimator for one parameter and x' = x + N(0, sigma^2), by Gauss-Hermite over all K noises."""
+def expected_gradient(
+    num_channel: int, theta: float, x: float, y: float, scale: float, sigma: float
+) -> float:
+    """E of SM-4's estimator for one parameter and x' = x + N(0, sigma^2), by Gauss-Hermite over all
+    K noises."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(48)
-    grids = torch.cartesian_prod(*[torch.tensor(nodes, dtype=FLOAT)] * num_channel).reshape(-1, num_channel)
+    grids = torch.cartesian_prod(*[torch.tensor(nodes, dtype=FLOAT)] * num_channel).reshape(
+        -1, num_channel
+    )
     mass = torch.cartesian_prod(*[torch.tensor(weights / weights.sum(), dtype=FLOAT)] * num_channel)
     mass = mass.reshape(-1, num_channel).prod(1)
     x_adv = x + sigma * grids
@@ -370,7 +406,10 @@ def test_11_bias_depends_on_the_channel_samples_alone() -> None:
     bias = {k: gradients[k] - float(exact_gradient) for k in gradients}
     assert abs(bias[1]) > abs(bias[2]) > abs(bias[3]) > 0.02
 
-    model, posterior = linear_model(1, scale), point_mass(linear_model(1, scale), torch.tensor([theta], dtype=FLOAT))
+    model, posterior = (
+        linear_model(1, scale),
+        point_mass(linear_model(1, scale), torch.tensor([theta], dtype=FLOAT)),
+    )
     inputs, targets = copies(torch.tensor([x], dtype=FLOAT), torch.tensor(y, dtype=FLOAT), 128)
     for num_theta in (1, 4):
         objective = ChannelELBO(1, num_theta, 2, bound="importance_weighted", kl_weight=0.0)
@@ -387,11 +426,17 @@ def test_11_bias_depends_on_the_channel_samples_alone() -> None:
         assert abs(float(verdict.mean) - float(exact_gradient)) > 0.5 * abs(bias[2])
 
 
-# --- 12: the surrogate's optimum --------------------------------------------------------------------------------------
+# --- 12: the surrogate's optimum
+# --------------------------------------------------------------------------------------
 
 DESIGN = randn(12, 3, seed=7)
 REGRESSION = LinearRegression(
-    DESIGN, DESIGN @ torch.tensor([1.0, -0.5, 0.3], dtype=FLOAT) + 0.5 * randn(12, seed=8), 0.5, 1.2, 1.0, 0.15
+    DESIGN,
+    DESIGN @ torch.tensor([1.0, -0.5, 0.3], dtype=FLOAT) + 0.5 * randn(12, seed=8),
+    0.5,
+    1.2,
+    1.0,
+    0.15,
 )
 
 
@@ -410,7 +455,10 @@ def test_12_surrogate_is_log_z_minus_kl(gain: float) -> None:
     case = LinearRegression(REGRESSION.x, REGRESSION.y, 0.5, 1.2, gain, 0.15)
     channel = Noise(0.15) if gain == 1.0 else AffineChannel(gain - 1, 0.15)
     model = linear_model(3, 0.5, 1.2)
-    mean, scale = torch.tensor([0.7, -0.2, 0.1], dtype=FLOAT), torch.tensor([0.3, 0.2, 0.15], dtype=FLOAT)
+    mean, scale = (
+        torch.tensor([0.7, -0.2, 0.1], dtype=FLOAT),
+        torch.tensor([0.3, 0.2, 0.15], dtype=FLOAT),
+    )
     posterior = mean_field(model, mean, scale)
     objective = ChannelELBO(num_data=12, num_theta=64)
     kl = posterior.kl(1.2).detach()
@@ -419,7 +467,9 @@ def test_12_surrogate_is_log_z_minus_kl(gain: float) -> None:
         values = []
         for _ in range(num // 64):
             thetas = posterior.sample(64, generator=source)
-            log_p = objective.log_likelihoods(model, thetas, channel, case.x, case.y, generator=source)
+            log_p = objective.log_likelihoods(
+                model, thetas, channel, case.x, case.y, generator=source
+            )
             values.append(objective.reduce(log_p).sum(1) - kl)
         return torch.cat(values)
 
@@ -427,7 +477,10 @@ def test_12_surrogate_is_log_z_minus_kl(gain: float) -> None:
     assert mean_test(draw, expected, resolution=0.1)
 
     def whole(num: int, source: torch.Generator) -> Tensor:
-        terms = [objective(model, posterior, channel, case.x, case.y, generator=source) for _ in range(num)]
+        terms = [
+            objective(model, posterior, channel, case.x, case.y, generator=source)
+            for _ in range(num)
+        ]
         return torch.stack([term.bound for term in terms])
 
     assert mean_test(whole, expected, resolution=0.2, num=64, max_num=1024)
@@ -435,15 +488,22 @@ def test_12_surrogate_is_log_z_minus_kl(gain: float) -> None:
 
 def test_12_gradient_of_the_surrogate() -> None:
     model = linear_model(3, 0.5, 1.2)
-    mean, scale = torch.tensor([0.7, -0.2, 0.1], dtype=FLOAT), torch.tensor([0.3, 0.2, 0.15], dtype=FLOAT)
+    mean, scale = (
+        torch.tensor([0.7, -0.2, 0.1], dtype=FLOAT),
+        torch.tensor([0.3, 0.2, 0.15], dtype=FLOAT),
+    )
     posterior = mean_field(model, mean, scale)
     objective = ChannelELBO(num_data=12, num_theta=32)
 
     def draw(num: int, source: torch.Generator) -> Tensor:
         gradients = []
         for _ in range(num):
-            terms = objective(model, posterior, Noise(0.15), REGRESSION.x, REGRESSION.y, generator=source)
-            gradients.append(torch.cat(torch.autograd.grad(terms.bound, [posterior.mu, posterior.rho])))
+            terms = objective(
+                model, posterior, Noise(0.15), REGRESSION.x, REGRESSION.y, generator=source
+            )
+            gradients.append(
+                torch.cat(torch.autograd.grad(terms.bound, [posterior.mu, posterior.rho]))
+            )
         return torch.stack(gradients)
 
     rho = posterior.rho.detach().clone().requires_grad_()
@@ -465,7 +525,8 @@ class Columns(nn.Module):
 
 
 def test_12_variational_inference_reaches_the_optimum() -> None:
-    """Within 1 % of a standard deviation, in mean and scale; a thousand runs in one average the last steps' noise out."""
+    """Within 1 % of a standard deviation, in mean and scale; a thousand runs in one average the
+    last steps' noise out."""
     num, noise = 1000, 0.15
     x = randn(12, 3, seed=7) * torch.tensor([0.4, 0.8, 1.2], dtype=FLOAT)
     y = x * torch.tensor([1.0, -0.5, 0.3], dtype=FLOAT) + 0.5 * randn(12, 3, seed=8)
@@ -478,7 +539,10 @@ def test_12_variational_inference_reaches_the_optimum() -> None:
     steps, first, last = 1000, 0.05, 0.001
     decay = (last / first) ** (2 / steps)  # two batches a pass
     fit(model, posterior, Noise(noise), data, steps=steps, batch_size=6, lr=first, decay=decay)
-    means, scales = (posterior.mean.view(3, num) - mean) / sd, posterior.scale.detach().view(3, num) / sd - 1
+    means, scales = (
+        (posterior.mean.view(3, num) - mean) / sd,
+        posterior.scale.detach().view(3, num) / sd - 1,
+    )
     assert float(means.mean(1).abs().max()) < 0.01
     assert float(scales.mean(1).abs().max()) < 0.01
     # and no single run is far off
@@ -486,7 +550,8 @@ def test_12_variational_inference_reaches_the_optimum() -> None:
     assert float(scales.std(1).max()) < 0.1
 
 
-# --- 13: the KL -------------------------------------------------------------------------------------------------------
+# --- 13: the KL -----------------------------------------------------------------------------------
+# --------------------
 
 
 @pytest.mark.parametrize("prior_scale", [1.0, 0.6])
@@ -505,7 +570,8 @@ def test_13_kl_of_the_mean_field(prior_scale: float) -> None:
         assert_exact(kl, by_hand)
     grad_mu, grad_rho = torch.autograd.grad(kl, [posterior.mu, posterior.rho])
     assert_exact(grad_mu, mean / prior_scale**2)
-    by_hand = (scale / prior_scale**2 - 1 / scale) * -torch.expm1(-scale)  # sigmoid(rho) = 1 - exp(-scale)
+    # sigmoid(rho) = 1 - exp(-scale)
+    by_hand = (scale / prior_scale**2 - 1 / scale) * -torch.expm1(-scale)
     assert_exact(grad_rho, by_hand)
     assert bool((grad_mu != 0).all())
     assert bool((grad_rho != 0).all())
@@ -523,12 +589,15 @@ def test_13_the_objective_uses_the_models_prior() -> None:
         assert float(terms.penalty) == 0
 
 
-# --- 14: minibatches --------------------------------------------------------------------------------------------------
+# --- 14: minibatches
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (12,), (1, 3, 8)])
 @pytest.mark.parametrize("attacked", [False, True])
-def test_14_minibatch_gradients_average_to_the_full_one(sizes: tuple[int, ...], attacked: bool) -> None:
+def test_14_minibatch_gradients_average_to_the_full_one(
+    sizes: tuple[int, ...], attacked: bool
+) -> None:
     model = linear_model(3, 0.5, 1.2)
     channel = AttackChannel(one_step(L2(0.3)), 0.0) if attacked else Noise(0.0)
     posterior = mean_field(model, randn(3, seed=12), torch.full((3,), 0.2, dtype=FLOAT))
@@ -553,7 +622,8 @@ def test_14_minibatch_gradients_average_to_the_full_one(sizes: tuple[int, ...], 
     assert_exact(full[2:5], gradient - posterior.mu.detach() / 1.44)
 
 
-# --- 15: through the channel or not -----------------------------------------------------------------------------------
+# --- 15: through the channel or not
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
@@ -595,10 +665,22 @@ def test_15_fit_follows_the_gradient_it_is_told_to(through: bool) -> None:
     posterior = point_mass(model, torch.tensor([0.3], dtype=FLOAT))
     objective = ChannelELBO(num_data=6, through=through, kl_weight=0.0)
     for lr in (3e-2, 3e-3, 3e-4):
-        fit(model, posterior, ShiftChannel(c), (x, y), objective=objective, steps=150, batch_size=6, lr=lr)
+        fit(
+            model,
+            posterior,
+            ShiftChannel(c),
+            (x, y),
+            objective=objective,
+            steps=150,
+            batch_size=6,
+            lr=lr,
+        )
     theta = posterior.theta.detach()
     residual = y - theta * (x[:, 0] + c * theta)
-    own, other = ((residual * (x[:, 0] + factor * c * theta)).sum() for factor in ((2, 1) if through else (1, 2)))
+    own, other = (
+        (residual * (x[:, 0] + factor * c * theta)).sum()
+        for factor in ((2, 1) if through else (1, 2))
+    )
     assert abs(float(own)) < 1e-3
     assert abs(float(other)) > 0.1
 

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical as CategoricalDistribution
 
-from advbayes import L2, AttackChannel, BayesianModel, Categorical, Gaussian, Mixture, Noise, one_step
+from advbayes import (
+    L2,
+    AttackChannel,
+    BayesianModel,
+    Categorical,
+    Gaussian,
+    Mixture,
+    Noise,
+    one_step,
+)
 from advbayes.certification import certify
 from advbayes.channels import GaussianDensity
 from advbayes.metrics.intervals import clopper_pearson
@@ -24,21 +33,31 @@ from tests.oracles import FLOAT, LinearGaussian, assert_exact, generator, randn
 
 @dataclass(frozen=True)
 class Gain:
-    """SM-2's channel x' = (1 + eps) x + N(0, sd^2), and identity 2's shift by c theta (the model's slope)."""
+    """SM-2's channel x' = (1 + eps) x + N(0, sd^2), and identity 2's shift by c theta (the model's
+    slope)."""
 
     gain: float
     sd: float
     shift: float = 0.0
 
     def sample(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
-        return self._centres(predict, x) + self.sd * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        return self._centres(predict, x) + self.sd * torch.randn(
+            x.shape, generator=generator, dtype=x.dtype
+        )
 
     def _centres(self, predict: Predictor, x: Tensor) -> Tensor:
         if self.shift == 0:
             return self.gain * x
-        slope = predict(torch.ones_like(x[:1])).mean  # theta reaches the channel through its Predictor
+        slope = predict(
+            torch.ones_like(x[:1])
+        ).mean  # theta reaches the channel through its Predictor
         return self.gain * x + self.shift * slope
 
     def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> GaussianDensity:
@@ -67,7 +86,8 @@ def data(num: int = 300, seed: int = 1) -> tuple[Tensor, Tensor]:
     return randn(num, 5, seed=seed), torch.randint(0, 3, (num,), generator=generator(seed))
 
 
-# --- 1: the closed form of SM-2 ----------------------------------------------------------------------------------------
+# --- 1: the closed form of SM-2
+# ----------------------------------------------------------------------------------------
 
 
 def test_purifier_converges_to_the_closed_form() -> None:
@@ -83,7 +103,8 @@ def test_purifier_converges_to_the_closed_form() -> None:
     assert errors[0] > 4 * errors[1] > 16 * errors[2]
 
 
-# --- 2: online and offline differ when the channel depends on theta --------------------------------------------------
+# --- 2: online and offline differ when the channel depends on theta
+# --------------------------------------------------
 
 
 def test_online_and_offline_hit_their_own_closed_forms_and_miss_the_other() -> None:
@@ -92,7 +113,9 @@ def test_online_and_offline_hit_their_own_closed_forms_and_miss_the_other() -> N
     reference = quantiles(2000, 0.0, SM2.sx**2).unsqueeze(1)
     found = {
         update: float(
-            Purifier(line(), Gain(1.0, SM2.sd, c), thetas, reference, update)(torch.tensor([[x_adv]], dtype=FLOAT)).mean
+            Purifier(line(), Gain(1.0, SM2.sd, c), thetas, reference, update)(
+                torch.tensor([[x_adv]], dtype=FLOAT)
+            ).mean
         )
         for update in ("online", "offline")
     }
@@ -102,30 +125,47 @@ def test_online_and_offline_hit_their_own_closed_forms_and_miss_the_other() -> N
     assert abs(found["offline"] - offline) < 2e-3
 
 
-# --- 3: when they are equal ------------------------------------------------------------------------------------------
+# --- 3: when they are equal
+# ------------------------------------------------------------------------------------------
 
 
 def test_online_is_offline_with_one_theta_or_a_channel_that_ignores_theta() -> None:
     model, thetas = classifier()
     x = randn(6, 5, seed=9)
     attacked = AttackChannel(one_step(L2(1.0)), 0.4)
-    for channel, some in ((attacked, thetas[:1]), (Noise(0.4), thetas), (attacked, thetas[:1].repeat(3, 1))):
-        on, off = (Purifier(model, channel, some, data(), update)(x).probs for update in ("online", "offline"))
+    for channel, some in (
+        (attacked, thetas[:1]),
+        (Noise(0.4), thetas),
+        (attacked, thetas[:1].repeat(3, 1)),
+    ):
+        on, off = (
+            Purifier(model, channel, some, data(), update)(x).probs
+            for update in ("online", "offline")
+        )
         torch.testing.assert_close(on, off, rtol=1e-10, atol=0)
-    on, off = (Purifier(model, attacked, thetas, data(), update)(x).probs for update in ("online", "offline"))
+    on, off = (
+        Purifier(model, attacked, thetas, data(), update)(x).probs
+        for update in ("online", "offline")
+    )
     assert float((on - off).abs().max()) > 1e-3
 
 
 def test_online_is_the_evidence_weighted_sum_of_single_thetas() -> None:
     model, thetas = classifier()
-    x, channel = randn(6, 5, seed=9), Mixture([0.3, 0.7], [Noise(0.3), AttackChannel(one_step(L2(1.0)), 0.4)])
+    x, channel = (
+        randn(6, 5, seed=9),
+        Mixture([0.3, 0.7], [Noise(0.3), AttackChannel(one_step(L2(1.0)), 0.4)]),
+    )
     single = [Purifier(model, channel, theta.unsqueeze(0), data()) for theta in thetas]
     weights = torch.stack([one.diagnose(x).log_evidence for one in single]).softmax(0)
     wanted = sum(w.unsqueeze(1) * one(x).probs for w, one in zip(weights, single, strict=True))
-    torch.testing.assert_close(Purifier(model, channel, thetas, data())(x).probs, wanted, rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        Purifier(model, channel, thetas, data())(x).probs, wanted, rtol=1e-10, atol=0
+    )
 
 
-# --- 4: the limits in sigma --------------------------------------------------------------------------------------------
+# --- 4: the limits in sigma
+# --------------------------------------------------------------------------------------------
 
 
 def test_wide_noise_averages_and_narrow_noise_takes_the_nearest() -> None:
@@ -139,11 +179,14 @@ def test_wide_noise_averages_and_narrow_noise_takes_the_nearest() -> None:
     torch.testing.assert_close(narrow, each.mean(0)[nearest], rtol=1e-10, atol=0)
 
 
-# --- 5: invariances ----------------------------------------------------------------------------------------------------
+# --- 5: invariances -------------------------------------------------------------------------------
+# ---------------------
 
 
 @pytest.mark.parametrize("update", ["online", "offline"])
-def test_invariant_to_order_duplicates_chunks_and_constants(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invariant_to_order_duplicates_chunks_and_constants(
+    update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, thetas = classifier()
     (reference, labels), x = data(), randn(6, 5, seed=9)
     channel = AttackChannel(one_step(L2(1.0)), 0.4)
@@ -179,11 +222,14 @@ def test_invariant_to_order_duplicates_chunks_and_constants(update: str, monkeyp
     monkeypatch.setattr("advbayes.purification.store._SMALL", 0)  # in blocks, and in small ones
     monkeypatch.setattr("advbayes.purification.banks._TILE", 1)
     monkeypatch.setattr("advbayes.purification.banks.FEWEST_ROWS", 7)
-    for found, expected in zip(gradient(Purifier(model, channel, thetas, (reference, labels), update)), wanted, strict=True):
+    for found, expected in zip(
+        gradient(Purifier(model, channel, thetas, (reference, labels), update)), wanted, strict=True
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-# --- 6: far out, and out of support --------------------------------------------------------------------------------------
+# --- 6: far out, and out of support
+# --------------------------------------------------------------------------------------
 
 
 def test_images_with_log_densities_near_minus_5000_stay_finite() -> None:
@@ -205,7 +251,12 @@ class Window:
     """A channel that reaches no farther than 1 in any feature: minus infinity beyond."""
 
     def sample(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         return x + 2 * torch.rand(x.shape, generator=generator, dtype=x.dtype) - 1
 
@@ -240,7 +291,8 @@ def test_out_of_support_is_flagged_and_finite(update: str) -> None:
     assert float(gradient[:2].abs().max()) > 0
 
 
-# --- 7: the smoothing limit ----------------------------------------------------------------------------------------------
+# --- 7: the smoothing limit
+# ----------------------------------------------------------------------------------------------
 
 
 class Probit:
@@ -282,22 +334,29 @@ def _smooth(predict: Predictor, point: Tensor, sigma: float) -> Tensor:
 
 
 def test_certificate_approaches_the_margin_from_below() -> None:
-    """With n votes for the class, Binomial(n, Phi(margin / sigma)): the bound at five standard deviations either way."""
+    """With n votes for the class, Binomial(n, Phi(margin / sigma)): the bound at five standard
+    deviations either way."""
     w, b, sigma, alpha, num = torch.tensor([3.0, 4.0], dtype=FLOAT), 0.5, 0.5, 1e-6, 200_000
     x = torch.tensor([0.1, 0.05], dtype=FLOAT)
     margin = float(x @ w + b) / 5.0
     p = NormalDist().cdf(margin / sigma)
     spread = 5 * math.sqrt(num * p * (1 - p))  # false alarm 6e-7
-    low, high = (clopper_pearson(round(num * p + d), num, level=1 - alpha, side="lower")[0] for d in (-spread, spread))
+    low, high = (
+        clopper_pearson(round(num * p + d), num, level=1 - alpha, side="lower")[0]
+        for d in (-spread, spread)
+    )
     smoothed = Smoothed(Probit(w, b, hard=True), sigma)
     one = certify(smoothed, x.unsqueeze(0), n=num, alpha=alpha, generator=generator(0))
     assert low < float(one.lower) < high
-    assert_exact(one.radii, torch.tensor([sigma * NormalDist().inv_cdf(float(one.lower))], dtype=FLOAT))
+    assert_exact(
+        one.radii, torch.tensor([sigma * NormalDist().inv_cdf(float(one.lower))], dtype=FLOAT)
+    )
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.2])
 def test_certificates_exceed_the_margin_as_often_as_the_binomial_says(alpha: float) -> None:
-    """The largest rate <= alpha that n votes allow: neither more often nor, by a padded bound, more rarely."""
+    """The largest rate <= alpha that n votes allow: neither more often nor, by a padded bound, more
+    rarely."""
     w, b, sigma, trials, num = torch.tensor([3.0, 4.0], dtype=FLOAT), 0.5, 0.5, 4000, 100
     x = torch.tensor([0.1, 0.05], dtype=FLOAT)
     margin = float(x @ w + b) / 5.0
@@ -306,20 +365,39 @@ def test_certificates_exceed_the_margin_as_often_as_the_binomial_says(alpha: flo
     tails = [math.fsum(masses[k:]) for k in range(num + 1)]
     rate = max(tail for tail in tails if tail <= alpha)
     smoothed = Smoothed(Probit(w, b, hard=True), sigma)
-    many = certify(smoothed, x.expand(trials, 2), n0=100, n=num, alpha=alpha, generator=generator(1), batch=2000)
+    many = certify(
+        smoothed,
+        x.expand(trials, 2),
+        n0=100,
+        n=num,
+        alpha=alpha,
+        generator=generator(1),
+        batch=2000,
+    )
     exceeded = int((many.lower > p).sum())
-    assert abs(exceeded - rate * trials) < 5 * math.sqrt(rate * (1 - rate) * trials)  # false alarm 6e-7
+    # false alarm 6e-7
+    assert abs(exceeded - rate * trials) < 5 * math.sqrt(rate * (1 - rate) * trials)
     assert torch.equal(many.lower > p, many.radii > margin)
 
 
 def test_a_certificate_s_draws_are_all_its_own() -> None:
-    """n0 draws choose the class, n others bound its share: no noise is used twice, none is shared by two inputs."""
+    """n0 draws choose the class, n others bound its share: no noise is used twice, none is shared
+    by two inputs."""
     asked: list[Tensor] = []
 
     def predict(x: Tensor) -> torch.distributions.Categorical:
         asked.append(x)
-        return torch.distributions.Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1), validate_args=False)
+        return torch.distributions.Categorical(
+            logits=torch.stack([x[:, 0], -x[:, 0]], 1), validate_args=False
+        )
 
-    certify(Smoothed(predict, 0.5), torch.zeros(3, 2, dtype=FLOAT), n0=500, n=2000, generator=generator(0), batch=2)
+    certify(
+        Smoothed(predict, 0.5),
+        torch.zeros(3, 2, dtype=FLOAT),
+        n0=500,
+        n=2000,
+        generator=generator(0),
+        batch=2,
+    )
     rows = torch.cat(asked)
     assert len(rows) == len(rows.unique(dim=0)) == 3 * 2500

@@ -1,4 +1,5 @@
-"""Intervals by their coverage, not only their values: a 90 % interval holds the truth in 90 % of the samples, from both sides."""
+"""Intervals by their coverage, not only their values: a 90 % interval holds the truth in 90 % of
+the samples, from both sides."""
 
 from __future__ import annotations
 
@@ -21,15 +22,22 @@ LEVELS = (0.8, 0.9, 0.95)
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("interval", [metrics.wilson, metrics.clopper_pearson], ids=lambda f: f.__name__)
-def test_binomial_intervals_cover_as_they_say(interval: Callable[..., tuple[float, float]], level: float) -> None:
-    """Exactly, summed over all outcomes; Wilson's is right on average over p, Clopper's and Pearson's never below."""
+@pytest.mark.parametrize(
+    "interval", [metrics.wilson, metrics.clopper_pearson], ids=lambda f: f.__name__
+)
+def test_binomial_intervals_cover_as_they_say(
+    interval: Callable[..., tuple[float, float]], level: float
+) -> None:
+    """Exactly, summed over all outcomes; Wilson's is right on average over p, Clopper's and
+    Pearson's never below."""
     num = 40
     ends = [interval(k, num, level=level) for k in range(num + 1)]
     found = []
     for p in torch.linspace(0.05, 0.95, 91).tolist():
         weights = [math.comb(num, k) * p**k * (1 - p) ** (num - k) for k in range(num + 1)]
-        found.append(sum(w for w, (low, high) in zip(weights, ends, strict=True) if low <= p <= high))
+        found.append(
+            sum(w for w, (low, high) in zip(weights, ends, strict=True) if low <= p <= high)
+        )
     average = sum(found) / len(found)
     if interval is metrics.wilson:
         assert average == pytest.approx(level, abs=0.012)
@@ -44,11 +52,18 @@ def _normal_mean(generator: torch.Generator, level: float) -> tuple[Estimate, fl
 
 def _bootstrap(generator: torch.Generator, level: float) -> tuple[Estimate, float]:
     scores = torch.randn(60, generator=generator)
-    return metrics.mean(scores, level=level, method="bootstrap", num_resamples=300, generator=generator), 0.0
+    return metrics.mean(
+        scores, level=level, method="bootstrap", num_resamples=300, generator=generator
+    ), 0.0
 
 
 def _rmse(generator: torch.Generator, level: float) -> tuple[Estimate, float]:
-    return metrics.rmse(torch.randn(80, generator=generator) ** 2, level=level, num_resamples=300, generator=generator), 1.0
+    return metrics.rmse(
+        torch.randn(80, generator=generator) ** 2,
+        level=level,
+        num_resamples=300,
+        generator=generator,
+    ), 1.0
 
 
 def _paired(generator: torch.Generator, level: float) -> tuple[Estimate, float]:
@@ -66,15 +81,21 @@ def _auroc(generator: torch.Generator, level: float) -> tuple[Estimate, float]:
 def _balanced(generator: torch.Generator, level: float) -> tuple[Estimate, float]:
     labels = (torch.arange(120) < 90).long()
     rates = torch.where(labels == 1, 0.9, 0.6)
-    return metrics.balanced_accuracy(torch.rand(120, generator=generator) < rates, labels, level=level), 0.75
+    return metrics.balanced_accuracy(
+        torch.rand(120, generator=generator) < rates, labels, level=level
+    ), 0.75
 
 
 def _recall(generator: torch.Generator, level: float) -> tuple[Estimate, float]:
     labels = (torch.arange(120) < 40).long()
-    return metrics.recall(torch.rand(120, generator=generator) < 0.7, labels, of=1, level=level), 0.7
+    return metrics.recall(
+        torch.rand(120, generator=generator) < 0.7, labels, of=1, level=level
+    ), 0.7
 
 
-SAMPLED: dict[str, tuple[Callable[[torch.Generator, float], tuple[Estimate, float]], float]] = {  # with their known bias
+SAMPLED: dict[
+    str, tuple[Callable[[torch.Generator, float], tuple[Estimate, float]], float]
+] = {  # with their known bias
     "normal mean": (_normal_mean, 0.005),
     "bootstrap": (_bootstrap, 0.015),
     "rmse": (_rmse, 0.025),
@@ -87,7 +108,8 @@ SAMPLED: dict[str, tuple[Callable[[torch.Generator, float], tuple[Estimate, floa
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_intervals_of_samples_cover_as_they_say(name: str) -> None:
-    """Within 3.5 standard errors and what is known of each: percentile intervals are a little short, counts come in steps."""
+    """Within 3.5 standard errors and what is known of each: percentile intervals are a little
+    short, counts come in steps."""
     make, bias = SAMPLED[name]
     num = 1200
     for level in (0.8, 0.9):
@@ -96,32 +118,44 @@ def test_intervals_of_samples_cover_as_they_say(name: str) -> None:
         assert share == pytest.approx(level, abs=bias + 3.5 * math.sqrt(level * (1 - level) / num))
 
 
-# --- scores and tables --------------------------------------------------------------------------------------------------
+# --- scores and tables
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 5])
 def test_halves_of_odd_counts_share_every_call_once(repeats: int) -> None:
-    """Call k is right for the examples up to k: each half is the mean of its own calls, and together they are the whole."""
+    """Call k is right for the examples up to k: each half is the mean of its own calls, and
+    together they are the whole."""
     calls = iter(range(100))
 
     def predict(x: Tensor) -> Distribution:
         right = (torch.arange(6) <= next(calls)).double()
         return Categorical(probs=torch.stack([0.2 + 0.6 * right, 0.8 - 0.6 * right], 1))
 
-    columns = score(predict, torch.zeros(6, 1), torch.zeros(6).long(), "classification", repeats=repeats, halves=True)
+    columns = score(
+        predict,
+        torch.zeros(6, 1),
+        torch.zeros(6).long(),
+        "classification",
+        repeats=repeats,
+        halves=True,
+    )
     right = torch.stack([(torch.arange(6) <= call).double() for call in range(repeats)])
     first = repeats // 2
     torch.testing.assert_close(columns["correct_first"], right[:first].mean(0))
     torch.testing.assert_close(columns["correct_second"], right[first:].mean(0))
     torch.testing.assert_close(columns["correct"], right.mean(0))
     torch.testing.assert_close(
-        repeats * columns["log_prob"], first * columns["log_prob_first"] + (repeats - first) * columns["log_prob_second"]
+        repeats * columns["log_prob"],
+        first * columns["log_prob_first"] + (repeats - first) * columns["log_prob_second"],
     )
 
 
 WEIGHT = torch.randn(2, 4, generator=generator_for(0, "weight"))
 X = torch.randn(90, 4, generator=generator_for(0, "x"))
-Y = ((X @ (WEIGHT[1] - WEIGHT[0]) + torch.randn(90, generator=generator_for(0, "noise"))) > 0.8).long()
+Y = (
+    (X @ (WEIGHT[1] - WEIGHT[0]) + torch.randn(90, generator=generator_for(0, "noise"))) > 0.8
+).long()
 
 
 def predict(x: Tensor) -> Distribution:
@@ -133,25 +167,39 @@ def test_printed_tables_say_the_numbers_behind_them() -> None:
     names = ("accuracy", "nll", "brier", "ece", "balanced_accuracy", "recall", "auroc", "auprc")
     table = report.table(names)
     cell = re.compile(r"^(\S+) \[(\S+), (\S+)\]$")
-    lines = [[part.strip() for part in line.strip("|").split("|")] for line in table.markdown().splitlines()]
+    lines = [
+        [part.strip() for part in line.strip("|").split("|")]
+        for line in table.markdown().splitlines()
+    ]
     text = [re.split(r"\s{2,}", line.strip()) for line in table.text().splitlines()]
     assert lines[0] == text[0] == ["predictor", "attack", "eps", *names]
-    assert lines[2:] == [[*row] if len(row) == len(lines[0]) else [row[0], row[1], "", *row[2:]] for row in text[2:]]
+    assert lines[2:] == [
+        [*row] if len(row) == len(lines[0]) else [row[0], row[1], "", *row[2:]] for row in text[2:]
+    ]
     for name, attack, eps, *values in lines[2:]:
         label = "clean" if attack == "any" else attack
         for metric, shown in zip(names, values, strict=True):
             if not shown:
                 continue
-            estimate = report.estimate(metric, name, label, float(eps) if eps and label != "clean" else None)
+            estimate = report.estimate(
+                metric, name, label, float(eps) if eps and label != "clean" else None
+            )
             found = cell.match(shown)
             assert found is not None, shown
-            for printed, value in zip(found.groups(), (estimate.value, estimate.low, estimate.high), strict=True):
+            for printed, value in zip(
+                found.groups(), (estimate.value, estimate.low, estimate.high), strict=True
+            ):
                 assert float(printed) == pytest.approx(value, abs=5.1e-4, rel=5e-3)
     assert {row[1] for row in lines[2:]} == {"clean", "PGD", "worst", "any"}
 
 
 def test_unequal_classes_are_scored_under_attack_as_scikit_learn_scores_them() -> None:
-    from sklearn.metrics import average_precision_score, balanced_accuracy_score, recall_score, roc_auc_score
+    from sklearn.metrics import (
+        average_precision_score,
+        balanced_accuracy_score,
+        recall_score,
+        roc_auc_score,
+    )
 
     attack = pgd(L2(0.3), 5)
     report = evaluate(predict, (X, Y), attacks={"PGD": attack})

@@ -29,7 +29,12 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
         (Gaussian(0.3), normal(6, 3), normal(6, 3, seed=1), NONE),
         (Gaussian((0.3, 1.0, 2.0), num_outputs=3), normal(6, 3), normal(6, 3, seed=1), NONE),
         (Gaussian(learned=True), normal(6, 1), normal(6, seed=1), normal(1, seed=2)),
-        (Gaussian(learned=True, num_outputs=3), normal(6, 3), normal(6, 3, seed=1), normal(3, seed=2)),
+        (
+            Gaussian(learned=True, num_outputs=3),
+            normal(6, 3),
+            normal(6, 3, seed=1),
+            normal(3, seed=2),
+        ),
         (HeteroscedasticGaussian(), normal(6, 2), normal(6, seed=1), NONE),
         (HeteroscedasticGaussian(), normal(6, 6), normal(6, 3, seed=1), NONE),
     ],
@@ -51,11 +56,15 @@ def test_gaussian_mixture_is_torch_s_mixture() -> None:
     oracle = MixtureSameFamily(TorchCategorical(logits=logits.T), Normal(means.T, scales.T))
     y = normal(7, seed=3)
     for name in ("mean", "variance"):
-        torch.testing.assert_close(getattr(ours, name), getattr(oracle, name), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            getattr(ours, name), getattr(oracle, name), rtol=1e-12, atol=1e-12
+        )
     torch.testing.assert_close(ours.log_prob(y), oracle.log_prob(y), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(ours.cdf(y), oracle.cdf(y), rtol=1e-12, atol=1e-12)
     for level in (0.01, 0.5, 0.975):
-        torch.testing.assert_close(ours.cdf(ours.icdf(torch.tensor(level))), torch.full((7,), level, dtype=torch.float64))
+        torch.testing.assert_close(
+            ours.cdf(ours.icdf(torch.tensor(level))), torch.full((7,), level, dtype=torch.float64)
+        )
 
 
 def test_gaussian_mixture_of_vectors_shares_its_component() -> None:
@@ -74,14 +83,21 @@ def test_gaussian_mixture_of_vectors_shares_its_component() -> None:
 
 def test_entropy_of_one_gaussian_is_exact_and_of_many_an_upper_bound() -> None:
     one = GaussianMixture(normal(1, 3), torch.full((1, 3), 0.7, dtype=torch.float64))
-    torch.testing.assert_close(one.entropy(), torch.full((3,), 0.5 * math.log(2 * math.pi * math.e * 0.49), dtype=torch.float64))
+    torch.testing.assert_close(
+        one.entropy(),
+        torch.full((3,), 0.5 * math.log(2 * math.pi * math.e * 0.49), dtype=torch.float64),
+    )
     many = GaussianMixture(3 * normal(4, 3), torch.full((4, 3), 0.2, dtype=torch.float64))
     sampled = many.monte_carlo_entropy(20_000, generator=seeded())
     assert bool((sampled < many.entropy()).all())
 
 
 def test_samples_follow_the_mixture() -> None:
-    mixture = GaussianMixture(torch.tensor([[-2.0], [3.0]]), torch.tensor([[0.5], [1.0]]), torch.tensor([0.25, 0.75]).log())
+    mixture = GaussianMixture(
+        torch.tensor([[-2.0], [3.0]]),
+        torch.tensor([[0.5], [1.0]]),
+        torch.tensor([0.25, 0.75]).log(),
+    )
     draws = mixture.sample((40_000,), generator=seeded())
     error = 6 * float(mixture.variance.sqrt()) / 200
     assert float(draws.mean()) == pytest.approx(float(mixture.mean), abs=error)
@@ -95,7 +111,10 @@ def test_mixing_averages_probabilities_not_logits() -> None:
     torch.testing.assert_close(mix(each).probs, each.probs.mean(0), rtol=1e-12, atol=1e-12)
     weights = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
     torch.testing.assert_close(
-        mix(each, weights.log()).probs, (weights[:, None, None] * each.probs).sum(0), rtol=1e-12, atol=1e-12
+        mix(each, weights.log()).probs,
+        (weights[:, None, None] * each.probs).sum(0),
+        rtol=1e-12,
+        atol=1e-12,
     )
     assert not torch.allclose(mix(each).probs, logits.mean(0).softmax(-1))
 

@@ -1,4 +1,5 @@
-"""DataLoaders in `fit`: N is what one pass yields, the order comes from the seed, the global generator stays."""
+"""DataLoaders in `fit`: N is what one pass yields, the order comes from the seed, the global
+generator stays."""
 
 from __future__ import annotations
 
@@ -70,10 +71,19 @@ LOADERS = {
     "all": (lambda: DataLoader(DATA, batch_size=7, shuffle=True), 40),
     "drop_last": (lambda: DataLoader(DATA, batch_size=7, shuffle=True, drop_last=True), 35),
     "subset": (lambda: DataLoader(DATA, batch_size=4, sampler=SubsetRandomSampler(range(10))), 10),
-    "weighted": (lambda: DataLoader(DATA, batch_size=4, sampler=WeightedRandomSampler([1.0] * NUM, 14)), 14),
-    "replacement": (lambda: DataLoader(DATA, batch_size=8, sampler=RandomSampler(DATA, num_samples=24)), 24),
+    "weighted": (
+        lambda: DataLoader(DATA, batch_size=4, sampler=WeightedRandomSampler([1.0] * NUM, 14)),
+        14,
+    ),
+    "replacement": (
+        lambda: DataLoader(DATA, batch_size=8, sampler=RandomSampler(DATA, num_samples=24)),
+        24,
+    ),
     "a share": (lambda: DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, 3, 0)), 14),
-    "batch sampler": (lambda: DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(range(9)), 4, True)), 8),
+    "batch sampler": (
+        lambda: DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(range(9)), 4, True)),
+        8,
+    ),
     "list of batches": (lambda: DataLoader(DATA, batch_sampler=[[0, 1, 2], [3, 4], [5]]), 6),
     "stream with a length": (lambda: DataLoader(LongStream(12), batch_size=5), 12),
 }
@@ -84,17 +94,22 @@ UNKNOWN = {
 }
 
 
-def train(loader: DataLoader[object], num_data: int | None, **settings: object) -> tuple[FitResult, Tensor]:
+def train(
+    loader: DataLoader[object], num_data: int | None, **settings: object
+) -> tuple[FitResult, Tensor]:
     model = small_model("regression", torch.float32)
     posterior = MeanField(model)
     objective = None if num_data is None else ChannelELBO(num_data)
     options = settings if "steps" in settings else {"epochs": 3} | settings
-    return fit(model, posterior, Noise(0.0), loader, objective=objective, **options), posterior.mu.detach()  # type: ignore[arg-type]
+    return fit(
+        model, posterior, Noise(0.0), loader, objective=objective, **options
+    ), posterior.mu.detach()  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_the_number_of_data_is_that_of_one_pass(name: str) -> None:
-    """The likelihood's scale N / B: an objective with the right number gives the same run, a wrong one is refused."""
+    """The likelihood's scale N / B: an objective with the right number gives the same run, a wrong
+    one is refused."""
     make, num = LOADERS[name]
     default, right = train(make(), None), train(make(), num)
     assert default[0].history["log_likelihood"] == right[0].history["log_likelihood"]
@@ -102,7 +117,9 @@ def test_the_number_of_data_is_that_of_one_pass(name: str) -> None:
     seen = sum(len(x) for x, _ in make())
     assert seen == num
     for wrong in {num - 1, num + 1, NUM + 2}:
-        with pytest.raises(ValueError, match=f"number of examples in one pass over the data, {num}, got {wrong}$"):
+        with pytest.raises(
+            ValueError, match=f"number of examples in one pass over the data, {num}, got {wrong}$"
+        ):
             train(make(), wrong)
 
 
@@ -112,15 +129,22 @@ def test_a_number_that_only_a_pass_can_tell_is_asked_for_and_checked(name: str) 
     with pytest.raises(ValueError, match=r"objective=ChannelELBO\(num_data\)"):
         train(make(), None)
     train(make(), num)
-    with pytest.raises(ValueError, match=re.escape(f"num_data = {num + 1} examples in one pass, got {num};")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"num_data = {num + 1} examples in one pass, got {num};")
+    ):
         train(make(), num + 1)
-    with pytest.raises(ValueError, match=re.escape(f"num_data = {num - 1} examples in one pass, got {num} and more;")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape(f"num_data = {num - 1} examples in one pass, got {num} and more;"),
+    ):
         train(make(), num - 1, epochs=1.3)
 
 
 def test_the_prior_weighs_as_in_a_run_on_the_subset_itself() -> None:
     """bound = N / B sum log p - KL: a loader over 10 of 40 examples is the run on those 10."""
-    subset = train(DataLoader(DATA, batch_size=10, sampler=SubsetRandomSampler(range(10))), None, steps=1)
+    subset = train(
+        DataLoader(DATA, batch_size=10, sampler=SubsetRandomSampler(range(10))), None, steps=1
+    )
     alone = train((X[:10], Y[:10]), None, steps=1, batch_size=10)  # type: ignore[arg-type]
     for column in ("log_likelihood", "kl"):
         assert subset[0].history[column] == pytest.approx(alone[0].history[column], rel=1e-5)

@@ -1,4 +1,5 @@
-"""The robust radius in a box and among many classes; suites and transfer of attacks that want something else than to leave y."""
+"""The robust radius in a box and among many classes; suites and transfer of attacks that want
+something else than to leave y."""
 
 from __future__ import annotations
 
@@ -42,23 +43,33 @@ def linear(weight: Tensor) -> Predictor:  # (C, D)
     return lambda x: CategoricalDistribution(logits=x @ weight.T)
 
 
-# --- The radius in a box ----------------------------------------------------------------------------------------------
+# --- The radius in a box
+# ----------------------------------------------------------------------------------------------
 
 
-def halfspace(seed: int, dtype: torch.dtype, num: int = 1000) -> tuple[Predictor, Tensor, Tensor, Tensor]:
-    """Two classes apart by a plane through the middle of the unit box; also the way towards it, (N, D)."""
+def halfspace(
+    seed: int, dtype: torch.dtype, num: int = 1000
+) -> tuple[Predictor, Tensor, Tensor, Tensor]:
+    """Two classes apart by a plane through the middle of the unit box; also the way towards it, (N,
+    D)."""
     generator = seeded(seed)
     weight = torch.randn(20, dtype=dtype, generator=generator)
     x = torch.rand(num, 20, dtype=dtype, generator=generator)
-    predict: Predictor = lambda z: CategoricalDistribution(logits=torch.stack([(z - 0.5) @ weight, (0.5 - z) @ weight], 1))  # noqa: E731
+    predict: Predictor = lambda z: CategoricalDistribution(  # noqa: E731
+        logits=torch.stack([(z - 0.5) @ weight, (0.5 - z) @ weight], 1)
+    )
     return predict, x, labels(predict, x), -((x - 0.5) @ weight).sign().unsqueeze(1) * weight
 
 
 def nearest_in_box(x: Tensor, way: Tensor, ball: L2 | Linf) -> Tensor:
-    """The norm of the least change that brings x in the box to the plane: clip(t way) for L2, clip(t sign(way)) for Linf."""
+    """The norm of the least change that brings x in the box to the plane: clip(t way) for L2,
+    clip(t sign(way)) for Linf."""
     x, way = x.double(), way.double()
     step = way if isinstance(ball, L2) else way.sign()
-    low, high = torch.zeros(len(x), 1, dtype=torch.float64), torch.full((len(x), 1), 1e4, dtype=torch.float64)
+    low, high = (
+        torch.zeros(len(x), 1, dtype=torch.float64),
+        torch.full((len(x), 1), 1e4, dtype=torch.float64),
+    )
     for _ in range(100):
         middle = (low + high) / 2
         beyond = (((x + middle * step).clamp(0, 1) - 0.5) * way).sum(1, keepdim=True) > 0
@@ -83,21 +94,27 @@ def test_in_a_box_every_radius_is_found_and_exact(seed: int, dtype: torch.dtype)
 def test_in_a_box_the_largest_change_is_exact_too() -> None:
     predict, x, y, way = halfspace(5, torch.float64, num=300)
     ball = Linf(0.9, box=(0, 1))
-    torch.testing.assert_close(MinimumNorm(ball).radius(predict, x, y), nearest_in_box(x, way, ball), rtol=2e-3, atol=0)
+    torch.testing.assert_close(
+        MinimumNorm(ball).radius(predict, x, y), nearest_in_box(x, way, ball), rtol=2e-3, atol=0
+    )
 
 
 def test_a_search_that_stops_short_is_followed_by_the_whole_ball() -> None:
-    """Three steps break nothing on a loss that bends away from the guess, yet the whole budget does, and is brought back."""
+    """Three steps break nothing on a loss that bends away from the guess, yet the whole budget
+    does, and is brought back."""
     predict: Predictor = lambda x: CategoricalDistribution(  # noqa: E731
         logits=torch.stack([torch.zeros(len(x)), (1 - (-x[:, 0]).exp()) * 10 - 9.999], 1)
     )
     x = torch.zeros(4, 1)
-    assert bool((labels(predict, pgd(L2(50.0), 3)(predict, x, torch.zeros(4, dtype=torch.long))) == 1).all())
+    assert bool(
+        (labels(predict, pgd(L2(50.0), 3)(predict, x, torch.zeros(4, dtype=torch.long))) == 1).all()
+    )
     found = MinimumNorm(L2(50.0), steps=3).radius(predict, x, torch.zeros(4, dtype=torch.long))
     torch.testing.assert_close(found, torch.full_like(found, 9.2103), rtol=0.02, atol=0)
 
 
-# --- Many classes, and what can break at all --------------------------------------------------------------------------
+# --- Many classes, and what can break at all
+# --------------------------------------------------------------------------
 
 
 def test_the_default_tries_every_class_of_a_few() -> None:
@@ -109,26 +126,41 @@ def test_the_default_tries_every_class_of_a_few() -> None:
     predict: Predictor = lambda x: CategoricalDistribution(logits=x @ weight.T + bias)  # noqa: E731
     x = torch.randn(400, 8, dtype=torch.float64, generator=generator)
     y, logits = labels(predict, x), x @ weight.T + bias
-    to_each = (logits.gather(1, y.unsqueeze(1)) - logits) / (weight.unsqueeze(0) - weight[y].unsqueeze(1)).norm(dim=2)
+    to_each = (logits.gather(1, y.unsqueeze(1)) - logits) / (
+        weight.unsqueeze(0) - weight[y].unsqueeze(1)
+    ).norm(dim=2)
     exact = to_each.scatter(1, y.unsqueeze(1), torch.inf).amin(1)
-    torch.testing.assert_close(MinimumNorm(L2(100.0)).radius(predict, x, y), exact, rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        MinimumNorm(L2(100.0)).radius(predict, x, y), exact, rtol=1e-3, atol=0
+    )
 
 
-@pytest.mark.parametrize("loss", [squared_error, nll, ByLoss(squared_error), Toward(nll), DivergenceFrom(0.0, 1.0)])
+@pytest.mark.parametrize(
+    "loss", [squared_error, nll, ByLoss(squared_error), Toward(nll), DivergenceFrom(0.0, 1.0)]
+)
 def test_a_radius_in_regression_needs_a_loss_that_says_what_broken_means(loss: Loss) -> None:
-    with pytest.raises(TypeError, match=r"loss must say when an example is broken, such as Exceeding"):
-        MinimumNorm(L2(9.0), loss, steps=3).radius(lambda x: Normal(x[:, 0], 1.0), torch.ones(3, 1), torch.ones(3))
+    with pytest.raises(
+        TypeError, match=r"loss must say when an example is broken, such as Exceeding"
+    ):
+        MinimumNorm(L2(9.0), loss, steps=3).radius(
+            lambda x: Normal(x[:, 0], 1.0), torch.ones(3, 1), torch.ones(3)
+        )
 
 
 def test_a_radius_of_classes_needs_one_too() -> None:
     predict = linear(torch.eye(2))
     with pytest.raises(TypeError, match="loss must say when an example is broken"):
-        MinimumNorm(L2(9.0), ByLoss(certainty), steps=3).radius(predict, torch.ones(3, 2), torch.zeros(3, dtype=torch.long))
-    found = MinimumNorm(L2(9.0), Toward(margin)).radius(predict, torch.tensor([[2.0, 0.0]]), torch.tensor([1]))
+        MinimumNorm(L2(9.0), ByLoss(certainty), steps=3).radius(
+            predict, torch.ones(3, 2), torch.zeros(3, dtype=torch.long)
+        )
+    found = MinimumNorm(L2(9.0), Toward(margin)).radius(
+        predict, torch.tensor([[2.0, 0.0]]), torch.tensor([1])
+    )
     torch.testing.assert_close(found, torch.tensor([2**0.5]), rtol=1e-3, atol=0)
 
 
-# --- Targeted attacks within attacks ----------------------------------------------------------------------------------
+# --- Targeted attacks within attacks
+# ----------------------------------------------------------------------------------
 
 WEIGHT = torch.randn(3, 4, generator=seeded(1))
 X = torch.randn(100, 4, generator=seeded(2))
@@ -156,7 +188,8 @@ def test_targeted_parts_reach_their_target(attack: Attack) -> None:
     reached = (labels(PREDICT, attack(PREDICT, X, TARGET)) == TARGET).float().mean()
     assert float(alone) > 0.9
     if isinstance(losses_of(attack)[0], ByLoss):
-        points = (each(PREDICT, X, TARGET) for each in (attack, TARGETED))  # the likelihood counts, not the class
+        # the likelihood counts, not the class
+        points = (each(PREDICT, X, TARGET) for each in (attack, TARGETED))
         ours, theirs = (float(PREDICT(x_adv).log_prob(TARGET).mean()) for x_adv in points)
         assert ours >= theirs
         return
@@ -192,9 +225,13 @@ def test_a_suite_moves_towards_a_distribution_and_a_score() -> None:
     wish = DivergenceFrom(torch.tensor([0.2, 0.3, 0.5]))
     for loss in (wish, ByLoss(entropy), ByLoss(certainty)):
         attack = pgd(L2(3.0), 50, loss)
-        alone, within = (loss(PREDICT(a(PREDICT, X, Y)), Y) for a in (attack, Suite((attack, pgd(L2(3.0), 5, loss)))))
+        alone, within = (
+            loss(PREDICT(a(PREDICT, X, Y)), Y)
+            for a in (attack, Suite((attack, pgd(L2(3.0), 5, loss))))
+        )
         assert bool((within >= alone - 1e-5).all())
-    trust = pgd(L2(0.1), 20, certainty)  # too small to break much: the most certain point, not the least likely y
+    # too small to break much: the most certain point, not the least likely y
+    trust = pgd(L2(0.1), 20, certainty)
     torch.testing.assert_close(Suite((trust,))(PREDICT, X, Y), trust(PREDICT, X, Y))
 
 
@@ -204,17 +241,27 @@ def test_a_suite_in_regression_goes_where_its_attacks_go() -> None:
     for loss in (Toward(nll), Toward(squared_error), raise_mean):
         for attack in (Suite((pgd(ball, 5, loss),)), Transfer(pgd(ball, 5, loss), (predict,))):
             torch.testing.assert_close(attack(predict, x, above), torch.ones(3, 1))
-    for parts in ((pgd(ball, 5), pgd(ball, 5, squared_error)), (lambda predict, x, y=None, *, generator=None: x - 1,)):
+    for parts in (
+        (pgd(ball, 5), pgd(ball, 5, squared_error)),
+        (lambda predict, x, y=None, *, generator=None: x - 1,),
+    ):
         torch.testing.assert_close(Suite(parts)(predict, x, above), -torch.ones(3, 1))
     # Classes and regression have their own attacks, and each follows its own.
     both = Suite((pgd(ball, 5),), regression=(pgd(ball, 5, Toward(nll)),))
     torch.testing.assert_close(both(predict, x, above), torch.ones(3, 1))
 
 
-# --- Losses with an entry for each example ----------------------------------------------------------------------------
+# --- Losses with an entry for each example
+# ----------------------------------------------------------------------------
 
 
-def half_broken(predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None) -> Tensor:
+def half_broken(
+    predict: Predictor,
+    x: Tensor,
+    y: Tensor | None = None,
+    *,
+    generator: torch.Generator | None = None,
+) -> Tensor:
     """Breaks every other example of 100 by brute force."""
     assert y is not None
     far = x.clone()
@@ -222,9 +269,12 @@ def half_broken(predict: Predictor, x: Tensor, y: Tensor | None = None, *, gener
     return far
 
 
-@pytest.mark.parametrize("kind", ["margin_to", "apgd", "per_example", "random", "transfer", "suite"])
+@pytest.mark.parametrize(
+    "kind", ["margin_to", "apgd", "per_example", "random", "transfer", "suite"]
+)
 def test_later_attacks_see_the_entries_of_their_own_rows(kind: str) -> None:
-    """What the later attack does to the rows that are left is what it does to them alone, with their own entries."""
+    """What the later attack does to the rows that are left is what it does to them alone, with
+    their own entries."""
     ball, second = L2(0.3), torch.randint(3, (100,), generator=seeded(3))
     to_second = MarginTo(torch.where(second == Y, (Y + 1) % 3, second))
     per_example = PerExample((to_second, nll), torch.arange(100) % 3 % 2)
@@ -256,7 +306,8 @@ class ByRank:
 
 
 def test_a_rank_with_entries_follows_the_rows() -> None:
-    """The first attack reaches some targets; the rest are ranked by their own wish, not by that of the first rows."""
+    """The first attack reaches some targets; the rest are ranked by their own wish, not by that of
+    the first rows."""
     wish = DivergenceFrom(torch.softmax(torch.randn(100, 3, generator=seeded(5)), 1))
     both = PerExample((Toward(nll), wish), (torch.arange(100) < 50).long())
     weak, strong = pgd(L2(1.0), 2, both), pgd(L2(1.0), 30, both)
@@ -267,7 +318,8 @@ def test_a_rank_with_entries_follows_the_rows() -> None:
     assert bool((value >= both(PREDICT(strong(PREDICT, X, TARGET)), TARGET) - 1e-5)[~reached].all())
 
 
-# --- What is refused --------------------------------------------------------------------------------------------------
+# --- What is refused
+# --------------------------------------------------------------------------------------------------
 
 
 def test_what_is_no_attack_or_rank_is_refused() -> None:
@@ -283,5 +335,10 @@ def test_equal_thresholds_are_one_loss() -> None:
     """Two attacks with the same threshold agree on what is broken: the second leaves it alone."""
     predict: Predictor = lambda x: Normal(x[:, 0], 1.0)  # noqa: E731
     x, y = torch.tensor([[0.0], [10.0]]), torch.tensor([0.5, 10.0])
-    suite = Suite((MinimumNorm(L2(2.0), Exceeding(squared_error, 1.0)), pgd(L2(2.0), 5, Exceeding(squared_error, 1.0))))
+    suite = Suite(
+        (
+            MinimumNorm(L2(2.0), Exceeding(squared_error, 1.0)),
+            pgd(L2(2.0), 5, Exceeding(squared_error, 1.0)),
+        )
+    )
     assert float((suite(predict, x, y) - x).norm(dim=1).max()) < 1.01

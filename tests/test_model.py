@@ -7,7 +7,16 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from advbayes import BayesianModel, Categorical, Ensemble, Gaussian, LowRank, MeanField, PointMass, Samples
+from advbayes import (
+    BayesianModel,
+    Categorical,
+    Ensemble,
+    Gaussian,
+    LowRank,
+    MeanField,
+    PointMass,
+    Samples,
+)
 from advbayes.networks import conv_net, mlp, with_group_norm
 from tests.contracts import seeded
 
@@ -22,15 +31,27 @@ def thetas_for(model: BayesianModel, num: int = 3) -> torch.Tensor:
         (mlp(11), (5, 11)),
         (conv_net(), (2, 1, 28, 28)),
         (nn.Sequential(nn.Conv1d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(24, 3)), (3, 2, 8)),
-        (with_group_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 3))), (2, 3, 8, 8)),
+        (
+            with_group_norm(
+                nn.Sequential(
+                    nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 3)
+                )
+            ),
+            (2, 3, 8, 8),
+        ),
     ],
 )
 def test_at_is_functional_call(net: nn.Module, shape: tuple[int, ...]) -> None:
-    model = BayesianModel(net, Categorical() if net(torch.zeros(shape)).shape[1] > 1 else Gaussian(1.0))
+    model = BayesianModel(
+        net, Categorical() if net(torch.zeros(shape)).shape[1] > 1 else Gaussian(1.0)
+    )
     x = torch.randn(shape, generator=seeded(1))
     for theta in thetas_for(model):
         parts = torch.split(theta, [p.numel() for p in net.parameters()])
-        named = {name: part.view(p.shape) for (name, p), part in zip(net.named_parameters(), parts, strict=True)}
+        named = {
+            name: part.view(p.shape)
+            for (name, p), part in zip(net.named_parameters(), parts, strict=True)
+        }
         expected = functional_call(net.eval(), named, (x,))
         torch.testing.assert_close(model.output(theta, x)[0], expected, rtol=1e-4, atol=1e-4)
     assert model.num_params == sum(p.numel() for p in net.parameters())
@@ -63,7 +84,9 @@ def test_the_net_is_whole_again_after_an_error() -> None:
 def test_frozen_and_tied_parameters() -> None:
     net = mlp(4)
     net[0].weight.requires_grad_(False)
-    assert BayesianModel(net, Gaussian(1.0)).num_params == sum(p.numel() for p in net.parameters() if p.requires_grad)
+    assert BayesianModel(net, Gaussian(1.0)).num_params == sum(
+        p.numel() for p in net.parameters() if p.requires_grad
+    )
     tied = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
     tied[2].weight = tied[0].weight
     model = BayesianModel(tied, Categorical())
@@ -75,7 +98,9 @@ def test_frozen_and_tied_parameters() -> None:
 
 
 def test_dropout_does_nothing() -> None:
-    model = BayesianModel(nn.Sequential(nn.Linear(3, 20), nn.Dropout(0.9), nn.Linear(20, 2)), Categorical())
+    model = BayesianModel(
+        nn.Sequential(nn.Linear(3, 20), nn.Dropout(0.9), nn.Linear(20, 2)), Categorical()
+    )
     predict = model.at(model.initial_theta())
     x = torch.randn(4, 3, generator=seeded())
     assert torch.equal(predict(x).logits, predict(x).logits)
@@ -96,7 +121,9 @@ def test_at_each_stacks_and_gradients_reach_theta() -> None:
 def test_group_norm_has_no_batch_statistics_and_keeps_the_shape() -> None:
     net = nn.Sequential(nn.Conv2d(3, 12, 3), nn.BatchNorm2d(12), nn.Sequential(nn.BatchNorm2d(12)))
     converted = with_group_norm(net, num_groups=5)
-    assert [type(m).__name__ for m in converted.modules() if "Norm" in type(m).__name__] == ["GroupNorm"] * 2
+    assert [type(m).__name__ for m in converted.modules() if "Norm" in type(m).__name__] == [
+        "GroupNorm"
+    ] * 2
     assert converted[1].num_groups == 4
     assert isinstance(net[1], nn.BatchNorm2d)
     assert converted(torch.zeros(2, 3, 5, 5)).shape == net(torch.zeros(2, 3, 5, 5)).shape
@@ -108,7 +135,11 @@ def test_warm_starts() -> None:
         for p in trained.parameters():
             p.add_(1.0)
     model = BayesianModel(mlp(4), Gaussian(0.5, learned=True))
-    for posterior in (MeanField(model, init=trained), PointMass(model, init=trained), LowRank(model, init=trained)):
+    for posterior in (
+        MeanField(model, init=trained),
+        PointMass(model, init=trained),
+        LowRank(model, init=trained),
+    ):
         torch.testing.assert_close(posterior.mean, model.theta_of(trained))
     assert float(model.theta_of(trained)[-1]) == pytest.approx(-0.6931, abs=1e-4)
 
@@ -116,14 +147,27 @@ def test_warm_starts() -> None:
 def test_low_rank_is_its_dense_gaussian() -> None:
     model = BayesianModel(nn.Linear(3, 2).double(), Categorical())
     posterior = LowRank(model, rank=2, init_scale=0.3)
-    factor, diagonal = posterior.factor.detach(), torch.nn.functional.softplus(posterior.rho.detach())
+    factor, diagonal = (
+        posterior.factor.detach(),
+        torch.nn.functional.softplus(posterior.rho.detach()),
+    )
     covariance = factor @ factor.T + torch.diag(diagonal**2)
     dense = torch.distributions.MultivariateNormal(posterior.mean, covariance)
-    prior = torch.distributions.MultivariateNormal(torch.zeros(8).double(), 0.49 * torch.eye(8).double())
-    torch.testing.assert_close(posterior.kl(0.7).detach(), torch.distributions.kl_divergence(dense, prior), rtol=1e-10, atol=0)
+    prior = torch.distributions.MultivariateNormal(
+        torch.zeros(8).double(), 0.49 * torch.eye(8).double()
+    )
+    torch.testing.assert_close(
+        posterior.kl(0.7).detach(),
+        torch.distributions.kl_divergence(dense, prior),
+        rtol=1e-10,
+        atol=0,
+    )
     draws = posterior.sample(100_000, generator=seeded())
     torch.testing.assert_close(
-        torch.cov(draws.T), covariance, rtol=0, atol=6 * float(covariance.abs().max()) * (2 / 100_000) ** 0.5
+        torch.cov(draws.T),
+        covariance,
+        rtol=0,
+        atol=6 * float(covariance.abs().max()) * (2 / 100_000) ** 0.5,
     )
 
 
@@ -134,5 +178,8 @@ def test_ensembles_and_samples_use_their_members_equally() -> None:
     given = Samples(torch.arange(4.0).view(4, 1).expand(4, 8))
     for posterior, members in ((ensemble, ensemble.thetas.detach()), (given, given.thetas)):
         assert torch.equal(posterior.sample(4, generator=seeded()), members)
-        counts = [int((posterior.sample(10, generator=seeded(1)) == member).all(1).sum()) for member in members]
+        counts = [
+            int((posterior.sample(10, generator=seeded(1)) == member).all(1).sum())
+            for member in members
+        ]
         assert sorted(counts) == [2, 2, 3, 3]

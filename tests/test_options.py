@@ -1,4 +1,5 @@
-"""Every option has its effect: each test here is about one or several options, and none may be without a test."""
+"""Every option has its effect: each test here is about one or several options, and none may be
+without a test."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ from advbayes.runs import Run, load_trained
 
 SHOWN: dict[str, set[str]] = {}
 Printed = pytest.CaptureFixture[str]
-NET = "from torch import nn\ndef make(): return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))\n"
+NET = (
+    "from torch import nn\ndef make(): return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), "
+    "nn.Linear(4, 2))\n"
+)
 TINY = {"epochs": "1", "hidden": "4", "batch_size": "16"}
 
 
@@ -52,10 +56,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     x = np.random.default_rng(0).normal(size=(80, 3))
     kinds = np.where(x[:, 0] + 0.3 * x[:, 1] > 0, "yes", "no")
     lines = [",".join(f"{value:.4f}" for value in row) for row in x]
-    (folder / "kinds.csv").write_text("a,b,c,kind\n" + "\n".join(f"{r},{k}" for r, k in zip(lines, kinds, strict=True)))
+    (folder / "kinds.csv").write_text(
+        "a,b,c,kind\n" + "\n".join(f"{r},{k}" for r, k in zip(lines, kinds, strict=True))
+    )
     target = x @ [1.0, -2.0, 0.5]
     (folder / "numbers.csv").write_text(
-        "a,b,c,y,z\n" + "\n".join(f"{r},{t:.4f},{-t:.4f}" for r, t in zip(lines, target, strict=True))
+        "a,b,c,y,z\n"
+        + "\n".join(f"{r},{t:.4f},{-t:.4f}" for r, t in zip(lines, target, strict=True))
     )
     (folder / "options_net.py").write_text(NET)
     return folder
@@ -69,13 +76,26 @@ def training(folder: Path, out: Path, **settings: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def run(place: Path) -> str:
-    assert main(training(place, place / "run", defense="os", eps="0.4", sigma="0.2", epochs="20", lr="0.05")) == 0
+    assert (
+        main(
+            training(
+                place, place / "run", defense="os", eps="0.4", sigma="0.2", epochs="20", lr="0.05"
+            )
+        )
+        == 0
+    )
     return str(place / "run")
 
 
 @pytest.fixture(scope="module")
 def regression(place: Path) -> str:
-    settings = {"data": str(place / "numbers.csv"), "target": "y", "defense": "mix", "epochs": "20", "lr": "0.05"}
+    settings = {
+        "data": str(place / "numbers.csv"),
+        "target": "y",
+        "defense": "mix",
+        "epochs": "20",
+        "lr": "0.05",
+    }
     assert main(training(place, place / "regression", **settings)) == 0
     return str(place / "regression")
 
@@ -90,7 +110,8 @@ def told(capsys: Printed, argv: list[str], code: int = 0) -> dict[str, Any]:
 
 # --- train ----------------------------------------------------------------------------------------
 
-# A value that must change what is trained, the other settings under which it does, and what must be seen in the result.
+# A value that must change what is trained, the other settings under which it does, and what must be
+# seen in the result.
 KEYS: dict[str, tuple[str, dict[str, str], Callable[[Any], Any], Any]] = {
     "hidden": ("5", {}, lambda t: t.model.num_params, 3 * 5 + 5 + 5 * 2 + 2),
     "posterior": ("point", {}, lambda t: type(t.posterior).__name__, "PointMass"),
@@ -115,7 +136,12 @@ KEYS: dict[str, tuple[str, dict[str, str], Callable[[Any], Any], Any]] = {
     "class_weight": ("balanced", {"num_train": "21"}, None, None),
     "kl_weight": ("0", {}, None, None),
     "seed": ("5", {}, lambda t: t.seed, 5),
-    "feature_eps": ("a=0.3", {"norm": "linf"}, lambda t: [round(float(v), 3) for v in (t.scale * t.scaling.std)[:1]], [0.3]),
+    "feature_eps": (
+        "a=0.3",
+        {"norm": "linf"},
+        lambda t: [round(float(v), 3) for v in (t.scale * t.scaling.std)[:1]],
+        [0.3],
+    ),
     "fixed": ("a,b", {}, lambda t: t.mask.tolist(), [False, False, True]),
     "features": ("c,a", {}, lambda t: t.feature_names, ("c", "a")),
     "drop": ("b", {}, lambda t: t.feature_names, ("a", "c")),
@@ -153,11 +179,14 @@ def test_keys_of_the_data_and_of_regression(place: Path) -> None:
         "both": {"target": "y,z"},
     }.items():
         assert main(training(place, place / f"data-{name}", **numbers | settings)) == 0
-    fixed, learned, z, both = (load_trained(place / f"data-{name}") for name in ("fixed", "learned", "z", "both"))
+    fixed, learned, z, both = (
+        load_trained(place / f"data-{name}") for name in ("fixed", "learned", "z", "both")
+    )
     assert fixed.model.likelihood.scale == 0.25  # type: ignore[attr-defined]
     assert learned.model.num_params == fixed.model.num_params + 1
     each = load_trained(place / "data-each")
-    assert each.model.num_params == learned.model.num_params + 4  # an output more, instead of one scale
+    # an output more, instead of one scale
+    assert each.model.num_params == learned.model.num_params + 4
     spread = each.predict()(torch.randn(5, 4, generator=torch.Generator().manual_seed(0))).variance
     assert len(set(spread.tolist())) == 5
     assert (fixed.target_names, z.target_names, both.target_names) == (("y",), ("z",), ("y", "z"))
@@ -173,7 +202,18 @@ def test_a_network_of_ones_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(place)
     argv = training(place, place / "own", network="options_net:make")
     assert main(argv) == 2
-    assert main([*argv[: argv.index("--out")], "--out", str(place / "own2"), "--quiet", "--trust-network"]) == 0
+    assert (
+        main(
+            [
+                *argv[: argv.index("--out")],
+                "--out",
+                str(place / "own2"),
+                "--quiet",
+                "--trust-network",
+            ]
+        )
+        == 0
+    )
     assert load_trained(place / "own2", trusted=True).model.num_params == 3 * 4 + 4 + 4 * 2 + 2
     assert main(training(place, place / "conv", network="conv")) == 2
 
@@ -181,15 +221,30 @@ def test_a_network_of_ones_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @shows("train", "channel")
 def test_a_channel_of_ones_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    (place / "options_channel.py").write_text("from advbayes import Noise\nmake = lambda ball, sigma: Noise(7 * sigma)\n")
+    (place / "options_channel.py").write_text(
+        "from advbayes import Noise\nmake = lambda ball, sigma: Noise(7 * sigma)\n"
+    )
     argv = training(place, place / "own-channel", channel="options_channel:make", sigma="0.5")
     assert main(argv) == 2
-    assert main([*argv[: argv.index("--out")], "--out", str(place / "own-channel2"), "--quiet", "--trust-network"]) == 0
+    assert (
+        main(
+            [
+                *argv[: argv.index("--out")],
+                "--out",
+                str(place / "own-channel2"),
+                "--quiet",
+                "--trust-network",
+            ]
+        )
+        == 0
+    )
     assert load_trained(place / "own-channel2", trusted=True).channel == Noise(3.5)
 
 
 @shows("train", "compile", "threads", "checkpoint_every")
-def test_keys_of_the_machine_reach_the_training(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_of_the_machine_reach_the_training(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept, seen = advbayes.runs.training.fit, []
     before = torch.get_num_threads()
 
@@ -209,10 +264,16 @@ def test_keys_of_the_machine_reach_the_training(place: Path, monkeypatch: pytest
 
 @shows("train", "root", "config", "resume", "json")
 def test_files_of_a_training(place: Path, tmp_path: Path, capsys: Printed) -> None:
-    assert main(["train", "--data", "mnist", "--root", str(tmp_path), "--out", str(tmp_path / "m")]) == 2
+    assert (
+        main(["train", "--data", "mnist", "--root", str(tmp_path), "--out", str(tmp_path / "m")])
+        == 2
+    )
     assert str(tmp_path) in capsys.readouterr().err
     file = tmp_path / "settings.toml"
-    file.write_text(f'data = "{place / "kinds.csv"}"\ntarget = "kind"\nhidden = [3]\nepochs = 1\nbatch_size = 16\n')
+    file.write_text(
+        f'data = "{place / "kinds.csv"}"\ntarget = "kind"\nhidden = [3]\nepochs = 1\nbatch_size = '
+        f"16\n"
+    )
     found = told(capsys, ["train", "--config", str(file), "--out", str(tmp_path / "run")])
     assert found["config"]["hidden"] == [3]
     assert told(capsys, ["train", "--resume", str(tmp_path / "run")])["weights"] == found["weights"]
@@ -263,15 +324,74 @@ def test_a_flag_changes_the_attack(run: str, tmp_path: Path, flag: str) -> None:
 
 
 @shows("evaluate", "fixed", "feature_eps")
-@shows("evaluate", "run", "attack", "eps", "norm", "steps", "restarts", "queries", "num", "thetas", "seed", "name", "json")
+@shows(
+    "evaluate",
+    "run",
+    "attack",
+    "eps",
+    "norm",
+    "steps",
+    "restarts",
+    "queries",
+    "num",
+    "thetas",
+    "seed",
+    "name",
+    "json",
+)
 def test_flags_of_an_evaluation_are_in_what_it_keeps(run: str, capsys: Printed) -> None:
-    fixed = told(capsys, ["evaluate", run, "--num", "4", "--attack", "pgd1", "--fixed", "b", "--feature-eps", "c=0.5"])
-    assert fixed["threat_model"][0]["raw"] | {"b": 0.0, "c": pytest.approx(0.5)} == fixed["threat_model"][0]["raw"]
+    fixed = told(
+        capsys,
+        [
+            "evaluate",
+            run,
+            "--num",
+            "4",
+            "--attack",
+            "pgd1",
+            "--fixed",
+            "b",
+            "--feature-eps",
+            "c=0.5",
+        ],
+    )
+    assert (
+        fixed["threat_model"][0]["raw"] | {"b": 0.0, "c": pytest.approx(0.5)}
+        == fixed["threat_model"][0]["raw"]
+    )
     said = load_evaluation(fixed["evaluation"]).config["attacks"]["pgd1"]
     assert "mask=" in said
     assert "scale=" in said
-    argv = ["evaluate", run, "--attack", "pgd", "--attack", "random", "--eps", "0.2", "--eps", "0.6", "--norm", "linf"]
-    argv += ["--steps", "3", "--restarts", "2", "--queries", "7", "--num", "9", "--thetas", "2", "--seed", "4", "--name", "kept"]
+    argv = [
+        "evaluate",
+        run,
+        "--attack",
+        "pgd",
+        "--attack",
+        "random",
+        "--eps",
+        "0.2",
+        "--eps",
+        "0.6",
+        "--norm",
+        "linf",
+    ]
+    argv += [
+        "--steps",
+        "3",
+        "--restarts",
+        "2",
+        "--queries",
+        "7",
+        "--num",
+        "9",
+        "--thetas",
+        "2",
+        "--seed",
+        "4",
+        "--name",
+        "kept",
+    ]
     found = told(capsys, argv)
     assert Path(found["evaluation"]).name == "kept"
     kept = load_evaluation(found["evaluation"])
@@ -299,10 +419,19 @@ def test_evaluations_are_written_in_blocks(run: str, capsys: Printed) -> None:
 
 @shows("evaluate", "purify")
 @pytest.mark.parametrize("update", ["online", "offline"])
-def test_purification_is_evaluated_with_the_attacks_made_for_it(run: str, capsys: Printed, update: str) -> None:
-    found = told(capsys, ["evaluate", run, "--attack", "pgd1", "--num", "6", "--thetas", "2", "--purify", update])
+def test_purification_is_evaluated_with_the_attacks_made_for_it(
+    run: str, capsys: Printed, update: str
+) -> None:
+    found = told(
+        capsys,
+        ["evaluate", run, "--attack", "pgd1", "--num", "6", "--thetas", "2", "--purify", update],
+    )
     rows = {(row["predictor"], row["attack"]) for row in found["rows"]}
-    assert {("os", "pgd1"), (f"os purified {update}", "pgd1"), (f"os purified {update}", "adaptive")} <= rows
+    assert {
+        ("os", "pgd1"),
+        (f"os purified {update}", "pgd1"),
+        (f"os purified {update}", "adaptive"),
+    } <= rows
 
 
 # --- audit ----------------------------------------------------------------------------------------
@@ -324,7 +453,9 @@ def test_purification_is_evaluated_with_the_attacks_made_for_it(run: str, capsys
     "seed",
     "json",
 )
-def test_flags_of_an_audit_reach_it(run: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
+def test_flags_of_an_audit_reach_it(
+    run: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
     seen: dict[str, Any] = {}
 
     def audit(predict: Any, data: Any, **settings: Any) -> Verdict:
@@ -336,10 +467,39 @@ def test_flags_of_an_audit_reach_it(run: str, place: Path, monkeypatch: pytest.M
     plain = told(capsys, ["audit", run])
     assert (plain["tier"], plain["norm"], plain["threat_model"]["eps"]) == ("standard", "l2", 0.4)
     assert len(seen["predict"].thetas) == 20
-    argv = ["audit", run, "--tier", "quick", "--eps", "0.3", "--norm", "linf", "--undefended", str(place / "control")]
-    argv += ["--fixed", "a", "--feature-eps", "b=2", "--control-eps", "3", "--num", "7", "--thetas", "2", "--seed", "5"]
+    argv = [
+        "audit",
+        run,
+        "--tier",
+        "quick",
+        "--eps",
+        "0.3",
+        "--norm",
+        "linf",
+        "--undefended",
+        str(place / "control"),
+    ]
+    argv += [
+        "--fixed",
+        "a",
+        "--feature-eps",
+        "b=2",
+        "--control-eps",
+        "3",
+        "--num",
+        "7",
+        "--thetas",
+        "2",
+        "--seed",
+        "5",
+    ]
     told(capsys, argv)
-    assert (seen["tier"], str(seen["ball"])[:8], seen["num"], seen["seed"]) == ("quick", "Linf(0.3", 7, 5)
+    assert (seen["tier"], str(seen["ball"])[:8], seen["num"], seen["seed"]) == (
+        "quick",
+        "Linf(0.3",
+        7,
+        5,
+    )
     assert len(seen["predict"].thetas) == 2
     assert seen["support"].control_ball.eps == 3
     assert seen["ball"].mask.tolist() == [False, True, True]
@@ -365,7 +525,8 @@ def pipeline():
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
     x = [[float(v) for v in row[:3]] for row in rows("kinds.csv")]
-    return make_pipeline(StandardScaler(), LogisticRegression()).fit(x, [row[3] for row in rows("kinds.csv")])
+    y = [row[3] for row in rows("kinds.csv")]
+    return make_pipeline(StandardScaler(), LogisticRegression()).fit(x, y)
 
 def net():
     made = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5))
@@ -385,7 +546,9 @@ nothing = object
 
 
 @shows("audit", "model", "data", "target", "task", "classes", "report")
-def test_models_of_others_are_audited(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
+def test_models_of_others_are_audited(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
     import advbayes.cli.foreign
 
     monkeypatch.chdir(place)
@@ -397,23 +560,67 @@ def test_models_of_others_are_audited(place: Path, tmp_path: Path, monkeypatch: 
         return Verdict((), settings["tier"])
 
     monkeypatch.setattr(advbayes.cli.foreign, "audit", audit)
-    argv = ["--data", "kinds.csv", "--target", "kind", "--eps", "0.3", "--norm", "linf", "--tier", "quick", "--seed", "3"]
+    argv = [
+        "--data",
+        "kinds.csv",
+        "--target",
+        "kind",
+        "--eps",
+        "0.3",
+        "--norm",
+        "linf",
+        "--tier",
+        "quick",
+        "--seed",
+        "3",
+    ]
 
     def right() -> float:
         return float((seen["predict"](seen["x"]).probs.argmax(1) == seen["y"]).double().mean())
 
     told(capsys, ["audit", "--model", "options_theirs:pipeline", *argv])
-    assert (len(seen["x"]), seen["tier"], seen["seed"], str(seen["ball"])) == (80, "quick", 3, "Linf(0.3)")
+    assert (len(seen["x"]), seen["tier"], seen["seed"], str(seen["ball"])) == (
+        80,
+        "quick",
+        3,
+        "Linf(0.3)",
+    )
     assert right() > 0.9  # string labels, raw units
-    told(capsys, ["audit", "--model", "options_theirs:net", *argv, "--classes", "yes,no", "--num", "50"])
+    told(
+        capsys,
+        ["audit", "--model", "options_theirs:net", *argv, "--classes", "yes,no", "--num", "50"],
+    )
     assert len(seen["x"]) == 50
     assert right() > 0.95
     told(capsys, ["audit", "--model", "options_theirs:net", *argv])
     assert right() < 0.05  # in the order of the data's classes, no comes first
-    numbers = ["--data", "numbers.csv", "--target", "y", "--task", "regression", "--eps", "0.1", "--tier", "quick"]
+    numbers = [
+        "--data",
+        "numbers.csv",
+        "--target",
+        "y",
+        "--task",
+        "regression",
+        "--eps",
+        "0.1",
+        "--tier",
+        "quick",
+    ]
     told(capsys, ["audit", "--model", "options_theirs:line", *numbers])
     assert torch.allclose(seen["predict"](seen["x"]).mean, seen["y"], atol=1e-3)
-    found = told(capsys, ["audit", "--model", "options_theirs:predictor", *argv, "--num", "8", "--report", str(tmp_path / "r")])
+    found = told(
+        capsys,
+        [
+            "audit",
+            "--model",
+            "options_theirs:predictor",
+            *argv,
+            "--num",
+            "8",
+            "--report",
+            str(tmp_path / "r"),
+        ],
+    )
     assert "<!doctype html>" in Path(found["report"]).read_text()
     for wrong in (
         ["audit", *argv],
@@ -434,19 +641,31 @@ def test_flags_of_a_certificate(run: str, capsys: Printed) -> None:
     assert max(base["radii"]) > 0
     for flag, value in {"--sigma": "0.4", "--draws": "400", "--alpha": "0.2"}.items():
         assert told(capsys, ["certify", run, *plain, flag, value])["radii"] != base["radii"], flag
-    largest = base["sigma"] * torch.distributions.Normal(0, 1).icdf(torch.tensor(0.001 ** (1 / 200))).item()
+    largest = (
+        base["sigma"]
+        * torch.distributions.Normal(0, 1).icdf(torch.tensor(0.001 ** (1 / 200))).item()
+    )
     assert max(base["radii"]) <= largest + 1e-6  # what 200 draws of one answer can prove
-    seeds = [told(capsys, ["certify", run, *plain, "--seed", str(seed)])["radii"] for seed in range(4)]
+    seeds = [
+        told(capsys, ["certify", run, *plain, "--seed", str(seed)])["radii"] for seed in range(4)
+    ]
     assert seeds[0] == base["radii"]
     assert any(radii != seeds[0] for radii in seeds)
 
 
 @shows("predict", "model", "input", "out", "thetas", "level", "json")
-def test_flags_of_a_prediction(regression: str, place: Path, tmp_path: Path, capsys: Printed) -> None:
+def test_flags_of_a_prediction(
+    regression: str, place: Path, tmp_path: Path, capsys: Printed
+) -> None:
     argv = ["predict", regression, str(place / "numbers.csv")]
-    found = {level: told(capsys, [*argv, "--level", level])["predictions"] for level in ("0.5", "0.9")}
+    found = {
+        level: told(capsys, [*argv, "--level", level])["predictions"] for level in ("0.5", "0.9")
+    }
     edges = {"0.5": ("y 50% low", "y 50% high"), "0.9": ("y 90% low", "y 90% high")}
-    widths = {level: np.subtract(found[level][high], found[level][low]).mean() for level, (low, high) in edges.items()}
+    widths = {
+        level: np.subtract(found[level][high], found[level][low]).mean()
+        for level, (low, high) in edges.items()
+    }
     assert 1.8 < widths["0.9"] / widths["0.5"] < 3.2  # 2.44 for a Gaussian
     assert told(capsys, argv)["predictions"] == found["0.9"]
     assert told(capsys, [*argv, "--thetas", "2"])["predictions"]["y"] != found["0.9"]["y"]
@@ -465,15 +684,24 @@ def test_a_threshold_decides_between_two_classes(run: str, place: Path, capsys: 
     found = told(capsys, [*argv, "--threshold", str(level), "--positive", "yes"])["predictions"]
     assert found["class"].count("yes") == 20  # from the threshold on, the threshold included
     assert found["p(yes)"] == plain["p(yes)"]
-    assert main([*argv, "--threshold", "0.5"]) == main([*argv, "--threshold", "0.5", "--positive", "maybe"]) == 2
+    assert (
+        main([*argv, "--threshold", "0.5"])
+        == main([*argv, "--threshold", "0.5", "--positive", "maybe"])
+        == 2
+    )
 
 
 @shows("report", "run", "out", "title", "thetas", "json")
 def test_flags_of_a_report(run: str, tmp_path: Path, capsys: Printed) -> None:
-    told(capsys, ["evaluate", run, "--attack", "pgd1", "--num", "8", "--thetas", "2", "--name", "reported"])
+    told(
+        capsys,
+        ["evaluate", run, "--attack", "pgd1", "--num", "8", "--thetas", "2", "--name", "reported"],
+    )
     first = told(capsys, ["report", run, "--out", str(tmp_path / "a"), "--thetas", "2"])
     assert first["html"] == str(tmp_path / "a" / "report.html")
-    titled = told(capsys, ["report", run, "--out", str(tmp_path / "b"), "--thetas", "2", "--title", "Of mine"])
+    titled = told(
+        capsys, ["report", run, "--out", str(tmp_path / "b"), "--thetas", "2", "--title", "Of mine"]
+    )
     assert json.loads(Path(titled["json"]).read_text())["title"] == "Of mine"
     assert "<title>Of mine" in Path(titled["html"]).read_text()
     other = told(capsys, ["report", run, "--out", str(tmp_path / "c"), "--thetas", "3"])
@@ -481,10 +709,15 @@ def test_flags_of_a_report(run: str, tmp_path: Path, capsys: Printed) -> None:
 
 
 @shows("datasets", "fetch", "root", "json")
-def test_flags_of_the_list_of_data_sets(tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_the_list_of_data_sets(
+    tmp_path: Path, capsys: Printed, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert told(capsys, ["datasets", "--fetch", "digits"])["shape"] == [1, 8, 8]
     (tmp_path / "mnist").mkdir()
-    listed = {row["name"]: row["place"] for row in told(capsys, ["datasets", "--root", str(tmp_path / "none")])["datasets"]}
+    listed = {
+        row["name"]: row["place"]
+        for row in told(capsys, ["datasets", "--root", str(tmp_path / "none")])["datasets"]
+    }
     assert listed["mnist"].startswith("not here")
 
 
@@ -513,31 +746,104 @@ def test_flags_of_the_demo_reach_it(monkeypatch: pytest.MonkeyPatch, capsys: Pri
     ]
 
 
-@shows("reproduce", "name", "preset", "seeds", "row", "jobs", "out", "changes", "num_test", "again", "quiet")
-@shows("compare", "data", "defense", "seeds", "target", "eps", "jobs", "out", "changes", "num_test", "as_json", "quiet")
-def test_flags_of_experiments_reach_them(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
+@shows(
+    "reproduce",
+    "name",
+    "preset",
+    "seeds",
+    "row",
+    "jobs",
+    "out",
+    "changes",
+    "num_test",
+    "again",
+    "quiet",
+)
+@shows(
+    "compare",
+    "data",
+    "defense",
+    "seeds",
+    "target",
+    "eps",
+    "jobs",
+    "out",
+    "changes",
+    "num_test",
+    "as_json",
+    "quiet",
+)
+def test_flags_of_experiments_reach_them(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
     import advbayes.experiments.running
     import advbayes.experiments.views
 
     seen: list[Any] = []
     written = tmp_path / "table.md"
     written.write_text("the table")
-    monkeypatch.setattr(advbayes.experiments.running, "run", lambda *given, **more: seen.append((*given, more)) or tmp_path)
+    monkeypatch.setattr(
+        advbayes.experiments.running,
+        "run",
+        lambda *given, **more: seen.append((*given, more)) or tmp_path,
+    )
     monkeypatch.setattr(advbayes.experiments.views, "write_views", lambda folder: written)
-    argv = ["reproduce", "wine", "--preset", "quick", "--seeds", "3,4", "--row", "MIX", "--jobs", "2", "--out", str(tmp_path)]
+    argv = [
+        "reproduce",
+        "wine",
+        "--preset",
+        "quick",
+        "--seeds",
+        "3,4",
+        "--row",
+        "MIX",
+        "--jobs",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     assert main([*argv, "--set", "epochs=3", "--num-test", "7", "--again", "--quiet"]) == 0
     spec, out, more = seen[0]
     assert (spec.name, spec.preset, spec.num_test, out) == ("wine", "quick", 7, tmp_path)
     assert dict(spec.settings) == {"epochs": 3}
     assert more == {"seeds": [3, 4], "rows": ["MIX"], "jobs": 2, "again": True, "quiet": True}
-    argv = ["compare", "--data", str(place / "kinds.csv"), "--target", "kind", "--defense", "mix", "--defense", "at"]
-    argv += ["--seeds", "2", "--eps", "0.3", "--jobs", "2", "--out", str(tmp_path), "--set", "epochs=3", "--num-test", "7"]
+    argv = [
+        "compare",
+        "--data",
+        str(place / "kinds.csv"),
+        "--target",
+        "kind",
+        "--defense",
+        "mix",
+        "--defense",
+        "at",
+    ]
+    argv += [
+        "--seeds",
+        "2",
+        "--eps",
+        "0.3",
+        "--jobs",
+        "2",
+        "--out",
+        str(tmp_path),
+        "--set",
+        "epochs=3",
+        "--num-test",
+        "7",
+    ]
     capsys.readouterr()
     assert told(capsys, argv)["table"] == str(written)
     assert main([*argv, "--quiet"]) == 0
     assert "the table" in capsys.readouterr().out
     spec, out, more = seen[1]
-    assert (spec.num_test, spec.defenses, spec.task, spec.eps, out) == (7, ("mix", "at"), "classification", 0.3, tmp_path)
+    assert (spec.num_test, spec.defenses, spec.task, spec.eps, out) == (
+        7,
+        ("mix", "at"),
+        "classification",
+        0.3,
+        tmp_path,
+    )
     wanted = {"eps": 0.3, "epochs": 3, "data": str(place / "kinds.csv"), "target": "kind"}
     assert dict(spec.settings) == wanted
     assert more == {"seeds": [0, 1], "jobs": 2, "quiet": True}
@@ -545,8 +851,26 @@ def test_flags_of_experiments_reach_them(place: Path, tmp_path: Path, monkeypatc
 
 TRUSTING = {
     "predict": lambda run, folder: ["predict", run, str(folder / "kinds.csv")],
-    "attack": lambda run, folder: ["attack", run, "--num", "2", "--steps", "1", "--out", str(folder / "trusted.npz")],
-    "evaluate": lambda run, folder: ["evaluate", run, "--num", "2", "--attack", "pgd1", "--thetas", "2"],
+    "attack": lambda run, folder: [
+        "attack",
+        run,
+        "--num",
+        "2",
+        "--steps",
+        "1",
+        "--out",
+        str(folder / "trusted.npz"),
+    ],
+    "evaluate": lambda run, folder: [
+        "evaluate",
+        run,
+        "--num",
+        "2",
+        "--attack",
+        "pgd1",
+        "--thetas",
+        "2",
+    ],
     "certify": lambda run, folder: ["certify", run, "--num", "1", "--draws", "20"],
     "audit": lambda run, folder: ["audit", run, "--tier", "quick", "--num", "2"],
 }
@@ -557,7 +881,9 @@ TRUSTING = {
 @shows("evaluate", "trust_network")
 @shows("certify", "trust_network")
 @shows("audit", "trust_network")
-def test_code_of_ones_own_runs_only_when_trusted(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed) -> None:
+def test_code_of_ones_own_runs_only_when_trusted(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
     monkeypatch.chdir(place)
     monkeypatch.setattr(advbayes.runs.verdict, "audit", lambda *_, tier, **__: Verdict((), tier))
     argv = training(place, place / "trusted", network="options_net:make")
@@ -578,9 +904,16 @@ def test_a_report_shows_examples_of_a_trusted_network_alone(
     run = str(place / "reported")
     argv = training(place, place / "reported", network="options_net:make")
     assert main([*argv, "--trust-network"]) == 0
-    assert main(["evaluate", run, "--num", "4", "--attack", "pgd1", "--thetas", "2", "--trust-network"]) == 0
+    assert (
+        main(
+            ["evaluate", run, "--num", "4", "--attack", "pgd1", "--thetas", "2", "--trust-network"]
+        )
+        == 0
+    )
     for more, wanted in (([], False), (["--trust-network"], True)):
-        found = json.loads(Path(told(capsys, ["report", run, "--thetas", "2", *more])["json"]).read_text())
+        found = json.loads(
+            Path(told(capsys, ["report", run, "--thetas", "2", *more])["json"]).read_text()
+        )
         assert (found["gallery"] is not None) is wanted
 
 
@@ -591,7 +924,9 @@ def test_every_option_of_every_command_has_a_test_of_its_effect() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     untested = {command: options_of(command) - SHOWN.get(command, set()) for command in commands}
     assert {command: names for command, names in untested.items() if names} == {}
-    unknown = {command: SHOWN[command] - options_of(command) for command in SHOWN if command in commands}
+    unknown = {
+        command: SHOWN[command] - options_of(command) for command in SHOWN if command in commands
+    }
     assert {command: names for command, names in unknown.items() if names} == {}
 
 
@@ -628,7 +963,8 @@ def test_every_argument_of_the_estimators_has_a_test_of_its_effect() -> None:
 def test_the_noise_of_the_regressor_has_its_effect(noise_scale: Any) -> None:
     x = 5 * np.random.default_rng(0).normal(size=(60, 4))
     plain, other = (
-        RobustRegressor(noise_scale=given, epochs=5, random_state=0).fit(x, x[:, 0]) for given in ("learned", noise_scale)
+        RobustRegressor(noise_scale=given, epochs=5, random_state=0).fit(x, x[:, 0])
+        for given in ("learned", noise_scale)
     )
     before, after = (estimator.predict(x, return_std=True)[1] for estimator in (plain, other))
     assert not np.allclose(before, after, rtol=1e-3)
@@ -646,10 +982,13 @@ def test_an_argument_of_the_estimators_has_its_effect(argument: str) -> None:
         settings["net"] = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(2, 2))
         with pytest.raises(RuntimeError):
             RobustClassifier(**settings).fit(x, x[:, 0] > 0)
-        assert RobustClassifier(**settings | {"event_shape": (1, 2, 2)}).fit(x, x[:, 0] > 0).predict_proba(x).shape == (60, 2)
+        assert RobustClassifier(**settings | {"event_shape": (1, 2, 2)}).fit(
+            x, x[:, 0] > 0
+        ).predict_proba(x).shape == (60, 2)
         return
     plain, other = (
-        RobustClassifier(**given).fit(x, x[:, 0] > 0) for given in (settings, settings | {argument: ESTIMATOR[argument]})
+        RobustClassifier(**given).fit(x, x[:, 0] > 0)
+        for given in (settings, settings | {argument: ESTIMATOR[argument]})
     )
     if argument == "abstain":
         assert None not in plain.predict(x)

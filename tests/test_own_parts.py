@@ -1,4 +1,5 @@
-"""Channels and attacks of one's own in bundles, configurations and run folders: by name, and trusted explicitly."""
+"""Channels and attacks of one's own in bundles, configurations and run folders: by name, and
+trusted explicitly."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ class Gain:
     sigma: float
 
     def sample(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         return self.gain * x + self.sigma * torch.randn(x.shape, generator=generator, dtype=x.dtype)
 
@@ -43,7 +49,12 @@ class Half:
     ball: Ball
 
     def __call__(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         assert y is not None
         return x + self.ball.ascend(loss_and_gradient(predict, nll, x, y)[2], 0.5 * self.ball.eps)
@@ -71,7 +82,11 @@ def test_what_a_file_says_of_a_class_is_checked(tmp_path: Path) -> None:
     from advbayes.store import kinds
 
     document = kinds.encode(Gain(1.5, 0.1), "channel", {})
-    assert document == {"kind": "own", "name": "tests.test_own_parts:Gain", "settings": {"gain": 1.5, "sigma": 0.1}}
+    assert document == {
+        "kind": "own",
+        "name": "tests.test_own_parts:Gain",
+        "settings": {"gain": 1.5, "sigma": 0.1},
+    }
     for settings in ({"gain": 1.5}, {"gain": 1.5, "sigma": 0.1, "more": 1}):
         with pytest.raises(StoreError, match="wanted Gain with"):
             kinds.decode({**document, "settings": settings}, "channel", {}, (Gain,))
@@ -122,13 +137,26 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def small(channel: str) -> object:
-    return make_config({"data": "diabetes", "hidden": [3], "epochs": 1, "eps": 0.5, "sigma": 0.2, "channel": channel})
+    return make_config(
+        {
+            "data": "diabetes",
+            "hidden": [3],
+            "epochs": 1,
+            "eps": 0.5,
+            "sigma": 0.2,
+            "channel": channel,
+        }
+    )
 
 
 @pytest.mark.parametrize("factory", ["louder", "steps"])
-def test_a_run_trains_through_it_and_is_loaded_when_trusted(factory: str, module: str, tmp_path: Path) -> None:
+def test_a_run_trains_through_it_and_is_loaded_when_trusted(
+    factory: str, module: str, tmp_path: Path
+) -> None:
     with create_run(small(f"{module}:{factory}"), tmp_path / "run") as run:  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match=f"channel: '{module}:{factory}' names code of your own"):
+        with pytest.raises(
+            ConfigError, match=f"channel: '{module}:{factory}' names code of your own"
+        ):
             train(run, progress=False)
         assert train(run, progress=False, trusted=True).skipped == 0
     with pytest.raises(ConfigError, match="names code of your own"):
@@ -140,7 +168,9 @@ def test_a_run_trains_through_it_and_is_loaded_when_trusted(factory: str, module
     else:
         assert isinstance(trained.channel, AttackChannel)
         assert trained.channel.attack.ball == L2(0.5)  # type: ignore[attr-defined]
-    drawn = trained.channel.sample(trained.predict(2), torch.zeros(3, 10), torch.zeros(3), generator=seeded())  # type: ignore[union-attr]
+    drawn = trained.channel.sample(
+        trained.predict(2), torch.zeros(3, 10), torch.zeros(3), generator=seeded()
+    )  # type: ignore[union-attr]
     assert drawn.shape == (3, 10)
 
 
@@ -148,6 +178,12 @@ def test_bad_names_and_factories_are_told(module: str, tmp_path: Path) -> None:
     for name in ("louder", ":louder", "a:b:c"):
         with pytest.raises(ConfigError, match="channel: must be module:factory"):
             small(name)
-    for name, message in ((f"{module}:nothing", "must return a channel or an attack, got int"), (f"{module}:absent", "absent")):
-        with create_run(small(name), tmp_path / name.split(":")[1]) as run, pytest.raises(ConfigError, match=message):  # type: ignore[arg-type]
+    for name, message in (
+        (f"{module}:nothing", "must return a channel or an attack, got int"),
+        (f"{module}:absent", "absent"),
+    ):
+        with (
+            create_run(small(name), tmp_path / name.split(":")[1]) as run,
+            pytest.raises(ConfigError, match=message),
+        ):  # type: ignore[arg-type]
             train(run, progress=False, trusted=True)

@@ -78,7 +78,8 @@ class TestSmoothedFresh(PredictorContract):
         return Smoothed(FreshPredictive(model, MeanField(model, init_scale=0.2), 1), 0.5, num=10)
 
 
-# --- Purified ---------------------------------------------------------------------------------------------------------
+# --- Purified -------------------------------------------------------------------------------------
+# --------------------
 
 
 class PurifierContract(PredictorContract):
@@ -89,12 +90,16 @@ class PurifierContract(PredictorContract):
     units = 1024.0  # log-densities of |x' - c|^2 / sigma^2, and differences of their slopes
 
     def channel(self, task: str) -> Channel:
-        return Mixture([0.4, 0.6], [Noise(self.sigma), AttackChannel(one_step(L2(0.3)), self.sigma)])
+        return Mixture(
+            [0.4, 0.6], [Noise(self.sigma), AttackChannel(one_step(L2(0.3)), self.sigma)]
+        )
 
     def make(self, model: BayesianModel, **settings: Any) -> Purifier:
         task = "classification" if isinstance(model.likelihood, Categorical) else "regression"
         x, y = small_data(task, model.dtype, 70)
-        return Purifier(model, self.channel(task), thetas(model, 4), (x, y), self.update, **settings)
+        return Purifier(
+            model, self.channel(task), thetas(model, 4), (x, y), self.update, **settings
+        )
 
     def same(self, model: BayesianModel) -> Sequence[Predictor]:
         with mock.patch("advbayes.purification.store._SMALL", 0):
@@ -113,7 +118,8 @@ class TestOfflinePurifier(PurifierContract):
 
 
 class TestSharpPurifier(PurifierContract):
-    """Where the weights saturate: gradients fall to 1e-29, and their direction is kept down to 1e-10."""
+    """Where the weights saturate: gradients fall to 1e-29, and their direction is kept down to
+    1e-10."""
 
     sigma = 0.02
     least = 1e-10
@@ -139,13 +145,18 @@ class TestStraightThrough(PredictorContract):
         """It is the unpurified model's at the denoised input, by design."""
 
 
-# --- Other people's ---------------------------------------------------------------------------------------------------
+# --- Other people's -------------------------------------------------------------------------------
+# --------------------
 
 
 class TestFromTorch(PredictorContract):
     def make(self, model: BayesianModel) -> Predictor:
         net = model.net
-        return from_torch(net) if isinstance(model.likelihood, Categorical) else from_torch(net, "mean", scale=0.5)
+        return (
+            from_torch(net)
+            if isinstance(model.likelihood, Categorical)
+            else from_torch(net, "mean", scale=0.5)
+        )
 
 
 class TestFromFunction(PredictorContract):

@@ -1,4 +1,5 @@
-"""scikit-learn's transformers as JSON: what comes back transforms the same, and nothing but the listed classes can come."""
+"""scikit-learn's transformers as JSON: what comes back transforms the same, and nothing but the
+listed classes can come."""
 
 from __future__ import annotations
 
@@ -10,7 +11,13 @@ import pytest
 from sklearn.compose import ColumnTransformer
 from sklearn.impute import SimpleImputer
 from sklearn.pipeline import Pipeline, make_pipeline
-from sklearn.preprocessing import FunctionTransformer, MinMaxScaler, OneHotEncoder, RobustScaler, StandardScaler
+from sklearn.preprocessing import (
+    FunctionTransformer,
+    MinMaxScaler,
+    OneHotEncoder,
+    RobustScaler,
+    StandardScaler,
+)
 
 from advbayes.store import StoreError
 from advbayes.store.preprocessing import decode, encode
@@ -40,19 +47,55 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     "range": (MinMaxScaler((-1, 1), clip=True), NUMBERS, 2 * NUMBERS),
     "robust": (RobustScaler(), NUMBERS, NUMBERS),
     "imputer": (SimpleImputer(), HOLES, HOLES[::-1]),
-    "imputer with indicator": (SimpleImputer(strategy="median", add_indicator=True), HOLES, HOLES[::-1]),
-    "imputer of an empty column": (SimpleImputer(keep_empty_features=True, add_indicator=True), EMPTY, LAST),
+    "imputer with indicator": (
+        SimpleImputer(strategy="median", add_indicator=True),
+        HOLES,
+        HOLES[::-1],
+    ),
+    "imputer of an empty column": (
+        SimpleImputer(keep_empty_features=True, add_indicator=True),
+        EMPTY,
+        LAST,
+    ),
     "imputer that drops an empty column": (SimpleImputer(), EMPTY, LAST),
-    "imputer of text": (SimpleImputer(strategy="most_frequent", missing_values=""), TEXT, TEXT[::-1]),
+    "imputer of text": (
+        SimpleImputer(strategy="most_frequent", missing_values=""),
+        TEXT,
+        TEXT[::-1],
+    ),
     "one-hot": (OneHotEncoder(handle_unknown="ignore"), TEXT, NEW[:, 3:]),
     "one-hot dropping": (OneHotEncoder(drop="if_binary"), TEXT, TEXT[::-1]),
-    "one-hot of numbers": (OneHotEncoder(sparse_output=False), np.round(NUMBERS), np.round(NUMBERS)[::-1]),
+    "one-hot of numbers": (
+        OneHotEncoder(sparse_output=False),
+        np.round(NUMBERS),
+        np.round(NUMBERS)[::-1],
+    ),
     "columns": (columns(), MIXED, NEW),
-    "columns with a remainder": (ColumnTransformer([("s", StandardScaler(), [1])], remainder="passthrough"), NUMBERS, NUMBERS),
-    "columns by slice": (ColumnTransformer([("s", StandardScaler(), slice(0, 2))]), NUMBERS, NUMBERS),
-    "columns by mask": (ColumnTransformer([("s", StandardScaler(), [True, False, True])]), NUMBERS, NUMBERS),
-    "columns passed and dropped": (ColumnTransformer([("p", "passthrough", [2]), ("d", "drop", [0])]), NUMBERS, NUMBERS),
-    "pipeline": (Pipeline([("fill", SimpleImputer()), ("no", "passthrough"), ("scale", StandardScaler())]), HOLES, HOLES),
+    "columns with a remainder": (
+        ColumnTransformer([("s", StandardScaler(), [1])], remainder="passthrough"),
+        NUMBERS,
+        NUMBERS,
+    ),
+    "columns by slice": (
+        ColumnTransformer([("s", StandardScaler(), slice(0, 2))]),
+        NUMBERS,
+        NUMBERS,
+    ),
+    "columns by mask": (
+        ColumnTransformer([("s", StandardScaler(), [True, False, True])]),
+        NUMBERS,
+        NUMBERS,
+    ),
+    "columns passed and dropped": (
+        ColumnTransformer([("p", "passthrough", [2]), ("d", "drop", [0])]),
+        NUMBERS,
+        NUMBERS,
+    ),
+    "pipeline": (
+        Pipeline([("fill", SimpleImputer()), ("no", "passthrough"), ("scale", StandardScaler())]),
+        HOLES,
+        HOLES,
+    ),
 }
 
 
@@ -77,9 +120,18 @@ def test_what_comes_back_transforms_the_same(case: str) -> None:
     ("transformer", "words"),
     [
         (FunctionTransformer(np.log1p), "wanted one of StandardScaler"),
-        (make_pipeline(StandardScaler(), FunctionTransformer(np.log1p)), "functiontransformer: wanted one of"),
-        (ColumnTransformer([("a", StandardScaler(), [0])], remainder=StandardScaler()), "remainder: wanted drop"),
-        (OneHotEncoder(max_categories=2, handle_unknown="infrequent_if_exist"), "fitted arrays determine"),
+        (
+            make_pipeline(StandardScaler(), FunctionTransformer(np.log1p)),
+            "functiontransformer: wanted one of",
+        ),
+        (
+            ColumnTransformer([("a", StandardScaler(), [0])], remainder=StandardScaler()),
+            "remainder: wanted drop",
+        ),
+        (
+            OneHotEncoder(max_categories=2, handle_unknown="infrequent_if_exist"),
+            "fitted arrays determine",
+        ),
     ],
     ids=["function", "inner", "remainder", "infrequent"],
 )

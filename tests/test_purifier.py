@@ -1,4 +1,5 @@
-"""The Purifier: against brute force, in float32, on disk, with every channel, and with bad input."""
+"""The Purifier: against brute force, in float32, on disk, with every channel, and with bad
+input."""
 
 from __future__ import annotations
 
@@ -45,16 +46,23 @@ WIDTH = 4
 
 @pytest.fixture(autouse=True, params=["blocks", "at_once"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Few reference points are weighed at once, many in blocks that are computed again: both ways for every test."""
+    """Few reference points are weighed at once, many in blocks that are computed again: both ways
+    for every test."""
     if request.param == "blocks":
         monkeypatch.setattr("advbayes.purification.store._SMALL", 0)
         monkeypatch.setattr("advbayes.purification.sweep.KEPT", 0)
     return str(request.param)
 
 
-def learned(num_outputs: int = 1, num_classes: int | None = None, dtype: torch.dtype = FLOAT) -> Learned:
+def learned(
+    num_outputs: int = 1, num_classes: int | None = None, dtype: torch.dtype = FLOAT
+) -> Learned:
     torch.manual_seed(7)
-    return Learned(FullyConnectedGenerator(WIDTH, num_outputs, num_classes, width=8).to(dtype), L2(1.0), sigma_range=(0.2, 0.8))
+    return Learned(
+        FullyConnectedGenerator(WIDTH, num_outputs, num_classes, width=8).to(dtype),
+        L2(1.0),
+        sigma_range=(0.2, 0.8),
+    )
 
 
 CHANNELS: dict[str, Callable[[Learned], Channel]] = {
@@ -63,8 +71,12 @@ CHANNELS: dict[str, Callable[[Learned], Channel]] = {
     "pgd": lambda _: AttackChannel(pgd(L2(0.7), steps=3), 0.5),
     "pgd_plus": lambda _: AttackChannel(pgd_plus(L2(0.7), steps=2), 0.5),
     "learned": lambda one: one,
-    "mixture": lambda _: Mixture([0.4, 0.0, 0.6], [Noise(0.3), Noise(0.1), AttackChannel(one_step(L2(1.0)), 0.5)]),
-    "nested": lambda one: Mixture([0.5, 0.5], [Noise(0.4), Mixture([0.3, 0.7], [AttackChannel(one_step(L2(1.0)), 0.4), one])]),
+    "mixture": lambda _: Mixture(
+        [0.4, 0.0, 0.6], [Noise(0.3), Noise(0.1), AttackChannel(one_step(L2(1.0)), 0.5)]
+    ),
+    "nested": lambda one: Mixture(
+        [0.5, 0.5], [Noise(0.4), Mixture([0.3, 0.7], [AttackChannel(one_step(L2(1.0)), 0.4), one])]
+    ),
 }
 
 
@@ -75,7 +87,12 @@ class Unstructured:
         self.channel = channel
 
     def sample(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         return self.channel.sample(predict, x, y, generator=generator)
 
@@ -98,31 +115,53 @@ def setting(
     x = randn(num, WIDTH, seed=1).to(dtype)
     if isinstance(likelihood, Categorical):
         return model, thetas, x, torch.randint(0, num_outputs, (num,), generator=generator(2))
-    shape = (num,) if num_outputs == 1 or isinstance(likelihood, HeteroscedasticGaussian) else (num, num_outputs)
+    shape = (
+        (num,)
+        if num_outputs == 1 or isinstance(likelihood, HeteroscedasticGaussian)
+        else (num, num_outputs)
+    )
     return model, thetas, x, randn(*shape, seed=2).to(dtype)
 
 
 def brute_force(
-    model: BayesianModel, channel: Channel, thetas: Tensor, x: Tensor, y: Tensor | None, x_adv: Tensor, update: str
+    model: BayesianModel,
+    channel: Channel,
+    thetas: Tensor,
+    x: Tensor,
+    y: Tensor | None,
+    x_adv: Tensor,
+    update: str,
 ) -> Distribution:
     """Eq. 4 and 5 as they stand, all of S x N x B at once."""
-    log_p = torch.stack([channel.density(model.at(theta), x, y).log_prob(x_adv) for theta in thetas])  # (S, N, B)
+    # (S, N, B)
+    log_p = torch.stack(
+        [channel.density(model.at(theta), x, y).log_prob(x_adv) for theta in thetas]
+    )
     evidence = log_p.logsumexp(1)
-    shares = evidence.log_softmax(0) if update == "online" else torch.full_like(evidence, -math.log(len(thetas)))
+    shares = (
+        evidence.log_softmax(0)
+        if update == "online"
+        else torch.full_like(evidence, -math.log(len(thetas)))
+    )
     log_weights = (log_p.log_softmax(1) + shares.unsqueeze(1)).flatten(0, 1)  # (S N, B)
     each = model.at_each(thetas)(x)
     if hasattr(each, "probs"):
         probs = torch.einsum("kb,kc->bc", log_weights.exp(), each.probs.flatten(0, 1))
         return torch.distributions.Categorical(probs=probs, validate_args=False)
     base = getattr(each, "base_dist", each)
-    means, scales = (part.flatten(0, 1).unsqueeze(1).expand(-1, len(x_adv), *part.shape[2:]) for part in (base.loc, base.scale))
+    means, scales = (
+        part.flatten(0, 1).unsqueeze(1).expand(-1, len(x_adv), *part.shape[2:])
+        for part in (base.loc, base.scale)
+    )
     return GaussianMixture(means, scales, log_weights)
 
 
 @pytest.mark.parametrize("labelled", [True, False], ids=["labels", "no_labels"])
 @pytest.mark.parametrize("update", ["online", "offline"])
 @pytest.mark.parametrize("name", list(CHANNELS))
-def test_classification_is_brute_force_with_every_channel(name: str, update: str, labelled: bool) -> None:
+def test_classification_is_brute_force_with_every_channel(
+    name: str, update: str, labelled: bool
+) -> None:
     model, thetas, x, y = setting(Categorical(), 3)
     channel = CHANNELS[name](learned(num_classes=3))
     x_adv = randn(5, WIDTH, seed=3).requires_grad_()
@@ -134,16 +173,22 @@ def test_classification_is_brute_force_with_every_channel(name: str, update: str
         torch.testing.assert_close(found.probs, wanted.probs, rtol=1e-10, atol=1e-14)
         for loss in (nll, margin):
             target = torch.tensor([0, 1, 2, 0, 1])
-            gradients = [torch.autograd.grad(loss(p, target).sum(), x_adv, retain_graph=True)[0] for p in (found, wanted)]
+            gradients = [
+                torch.autograd.grad(loss(p, target).sum(), x_adv, retain_graph=True)[0]
+                for p in (found, wanted)
+            ]
             torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-11)
 
 
 @pytest.mark.parametrize("update", ["online", "offline"])
 @pytest.mark.parametrize("name", list(CHANNELS))
 @pytest.mark.parametrize(
-    ("likelihood", "outputs"), [(Gaussian(0.3), 1), (Gaussian((0.3, 0.5), num_outputs=2), 2), (HeteroscedasticGaussian(), 2)]
+    ("likelihood", "outputs"),
+    [(Gaussian(0.3), 1), (Gaussian((0.3, 0.5), num_outputs=2), 2), (HeteroscedasticGaussian(), 2)],
 )
-def test_regression_is_the_full_mixture(likelihood: Likelihood, outputs: int, name: str, update: str) -> None:
+def test_regression_is_the_full_mixture(
+    likelihood: Likelihood, outputs: int, name: str, update: str
+) -> None:
     model, thetas, x, y = setting(likelihood, outputs, num=60)
     channel = CHANNELS[name](learned(num_outputs=y.shape[1] if y.ndim == 2 else 1))
     x_adv = randn(5, WIDTH, seed=3).requires_grad_()
@@ -157,22 +202,31 @@ def test_regression_is_the_full_mixture(likelihood: Likelihood, outputs: int, na
         (found.log_prob(target), wanted.log_prob(target)),
     ):
         torch.testing.assert_close(*pair, rtol=1e-9, atol=1e-12)
-        gradients = [torch.autograd.grad(value.sum(), x_adv, retain_graph=True)[0] for value in pair]
+        gradients = [
+            torch.autograd.grad(value.sum(), x_adv, retain_graph=True)[0] for value in pair
+        ]
         torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-10)
     if y.ndim == 1:
-        torch.testing.assert_close(found.cdf(target), wanted.cdf(target).detach(), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            found.cdf(target), wanted.cdf(target).detach(), rtol=1e-9, atol=1e-12
+        )
         for level in (0.01, 0.5, 0.95):
             at = torch.tensor(level, dtype=FLOAT)
-            torch.testing.assert_close(found.icdf(at), wanted.icdf(at).detach(), rtol=1e-7, atol=1e-7)
+            torch.testing.assert_close(
+                found.icdf(at), wanted.icdf(at).detach(), rtol=1e-7, atol=1e-7
+            )
         torch.testing.assert_close(found.log_prob(target.unsqueeze(1)), found.log_prob(target))
 
 
 def test_regression_samples_have_the_mixture_s_distribution() -> None:
     model, thetas, x, y = setting(Gaussian(0.3), 1)
-    prediction = Purifier(model, CHANNELS["nested"](learned()), thetas, (x, y))(randn(3, WIDTH, seed=3))
+    prediction = Purifier(model, CHANNELS["nested"](learned()), thetas, (x, y))(
+        randn(3, WIDTH, seed=3)
+    )
     draws = prediction.sample((20_000,), generator=generator(0))
     assert draws.shape == (20_000, 3)
-    levels = torch.stack([prediction.cdf(draw) for draw in draws[:400]])  # uniform if the draws are right
+    # uniform if the draws are right
+    levels = torch.stack([prediction.cdf(draw) for draw in draws[:400]])
     assert float((levels.mean(0) - 0.5).abs().max()) < 4.9 * math.sqrt(1 / 12 / 400)
     deviation = (draws.mean(0) - prediction.mean) / (prediction.variance / 20_000).sqrt()
     assert float(deviation.abs().max()) < 4.9
@@ -187,24 +241,32 @@ def test_many_queries_are_answered_block_by_block() -> None:
     model, thetas, x, y = setting(Categorical(), 3)
     purifier = Purifier(model, Noise(0.4), thetas, (x, y))
     x_adv = randn(1100, WIDTH, seed=3)
-    torch.testing.assert_close(purifier(x_adv).probs[700:705], purifier(x_adv[700:705]).probs, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        purifier(x_adv).probs[700:705], purifier(x_adv[700:705]).probs, rtol=1e-12, atol=0
+    )
     assert purifier(x_adv[:0]).probs.shape == (0, 3)
     assert len(purifier.diagnose(x_adv).nearest) == 1100
     model, thetas, x, y = setting(Gaussian(0.3), 1)
     prediction = Purifier(model, Noise(0.4), thetas, (x, y))(x_adv)
     target = randn(1100, seed=5)
     alone = Purifier(model, Noise(0.4), thetas, (x, y))(x_adv[600:603])
-    torch.testing.assert_close(prediction.log_prob(target)[600:603], alone.log_prob(target[600:603]), rtol=1e-12, atol=0)
-    torch.testing.assert_close(prediction.cdf(target)[600:603], alone.cdf(target[600:603]), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        prediction.log_prob(target)[600:603], alone.log_prob(target[600:603]), rtol=1e-12, atol=0
+    )
+    torch.testing.assert_close(
+        prediction.cdf(target)[600:603], alone.cdf(target[600:603]), rtol=1e-12, atol=0
+    )
 
 
-# --- float32 -----------------------------------------------------------------------------------------------------------
+# --- float32 --------------------------------------------------------------------------------------
+# ---------------------
 
 
 @pytest.mark.parametrize("width", [784, 3072])
 @pytest.mark.parametrize("sigma", [0.05, 0.1, 0.4, 2.0])
 def test_float32_rounding_is_bounded(width: int, sigma: float) -> None:
-    """At sigma 0.05 on images the plain expansion is off by 1e-2 in the log-weights: the leading terms must not be."""
+    """At sigma 0.05 on images the plain expansion is off by 1e-2 in the log-weights: the leading
+    terms must not be."""
     model = BayesianModel(nn.Linear(width, 3), Categorical())
     thetas = 0.1 * torch.randn(2, model.num_params, generator=generator(0))
     base = torch.rand(40, width, generator=generator(1))
@@ -215,13 +277,19 @@ def test_float32_rounding_is_bounded(width: int, sigma: float) -> None:
     found = Purifier(model, Noise(sigma), thetas, x)
     exact_model = BayesianModel(nn.Linear(width, 3).double(), Categorical())
     exact = Purifier(exact_model, Noise(sigma), thetas.double(), x.double())
-    torch.testing.assert_close(found(x_adv).probs.double(), exact(x_adv.double()).probs, rtol=0, atol=3e-6)
+    torch.testing.assert_close(
+        found(x_adv).probs.double(), exact(x_adv.double()).probs, rtol=0, atol=3e-6
+    )
     ours, theirs = found.diagnose(x_adv), exact.diagnose(x_adv.double())
     torch.testing.assert_close(ours.log_evidence, theirs.log_evidence, rtol=1e-6, atol=2e-4)
     gradients = []
     for purifier, at in ((found, x_adv), (exact, x_adv.double())):
         at = at.clone().requires_grad_()
-        gradients.append(torch.autograd.grad(nll(purifier(at), torch.zeros(20, dtype=torch.int64)).sum(), at)[0].double())
+        gradients.append(
+            torch.autograd.grad(nll(purifier(at), torch.zeros(20, dtype=torch.int64)).sum(), at)[
+                0
+            ].double()
+        )
     cosine = torch.nn.functional.cosine_similarity(*gradients)
     assert float(cosine.min()) > 0.999
 
@@ -236,7 +304,8 @@ def test_the_leading_terms_are_what_bounds_it(path: str, monkeypatch: pytest.Mon
     theta[0, 0], theta[0, -1] = 200.0, 100.0
     exact_model = BayesianModel(nn.Linear(784, 2).double(), Categorical())
     exact = Purifier(exact_model, Noise(0.02), theta.double(), x.double())(x_adv.double()).probs
-    monkeypatch.setattr("advbayes.purification.purifier._TOLERATED", math.inf)  # float32 products at any sigma
+    # float32 products at any sigma
+    monkeypatch.setattr("advbayes.purification.purifier._TOLERATED", math.inf)
     purifier = Purifier(model, Noise(0.02), theta, x)
     corrected = float((purifier(x_adv).probs - exact).abs().max())
     monkeypatch.setattr("advbayes.purification.sweep._LEADING", 1)
@@ -248,7 +317,8 @@ def test_the_leading_terms_are_what_bounds_it(path: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("update", ["online", "offline"])
 @pytest.mark.parametrize("name", ["noise", "one_step"])
 def test_float32_moments_are_those_of_float64(name: str, update: str) -> None:
-    """Means far from zero and queries far from the centres: what cancels must not be what was rounded."""
+    """Means far from zero and queries far from the centres: what cancels must not be what was
+    rounded."""
     _, thetas, x, _ = setting(Gaussian(0.3), 1)
     thetas[:, -1] += 50.0  # the last bias
     x_adv = torch.cat([randn(20, WIDTH, seed=3), 30.0 + randn(20, WIDTH, seed=4)])
@@ -266,7 +336,9 @@ def test_a_density_found_without_a_gradient_does_not_take_it_from_the_next() -> 
     prediction = purifier(at)
     with torch.no_grad():
         prediction.log_prob(y[:5])
-    found, wanted = (torch.autograd.grad(p.log_prob(y[:5]).sum(), at)[0] for p in (prediction, purifier(at)))
+    found, wanted = (
+        torch.autograd.grad(p.log_prob(y[:5]).sum(), at)[0] for p in (prediction, purifier(at))
+    )
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
 
 
@@ -277,7 +349,8 @@ def test_kept_blocks_give_the_gradient_of_blocks_computed_again(
 ) -> None:
     if path == "at_once":
         pytest.skip("has no blocks")
-    # Many small blocks, the nearest points in the last ones, so that the level rises from block to block.
+    # Many small blocks, the nearest points in the last ones, so that the level rises from block to
+    # block.
     monkeypatch.setattr("advbayes.purification.banks._TILE", 0)
     monkeypatch.setattr("advbayes.purification.banks.FEWEST_ROWS", 32)
     for likelihood, outputs in ((Categorical(), 3), (Gaussian(0.3), 1)):
@@ -291,14 +364,20 @@ def test_kept_blocks_give_the_gradient_of_blocks_computed_again(
             for limit in (0, 1 << 25):
                 monkeypatch.setattr("advbayes.purification.sweep.KEPT", limit)
                 value = nll(purifier(at), y[:7]).sum()
-                gradients += [torch.autograd.grad(value, at, retain_graph=True)[0] for _ in range(2)]
+                gradients += [
+                    torch.autograd.grad(value, at, retain_graph=True)[0] for _ in range(2)
+                ]
             again, _, kept, twice = gradients
             assert torch.equal(kept, twice)  # a backward pass leaves what it reads
             size = float(again.abs().max())
-            torch.testing.assert_close(kept, again, rtol=0, atol=size * (1e-5 if dtype == torch.float32 else 1e-12))
+            torch.testing.assert_close(
+                kept, again, rtol=0, atol=size * (1e-5 if dtype == torch.float32 else 1e-12)
+            )
 
 
-def test_blocks_are_kept_for_the_whole_batch_or_not_at_all(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_kept_for_the_whole_batch_or_not_at_all(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if path == "at_once":
         pytest.skip("has no blocks")
     model, thetas, x, y = setting(Categorical(), 3)
@@ -318,13 +397,16 @@ def test_blocks_are_kept_for_the_whole_batch_or_not_at_all(path: str, monkeypatc
 
 
 def test_saturated_gradients_point_the_right_way_in_float32() -> None:
-    """Where the prediction is certain to 1e-20, the gradient of the likelihood is tiny but no rounding noise."""
+    """Where the prediction is certain to 1e-20, the gradient of the likelihood is tiny but no
+    rounding noise."""
     model = BayesianModel(nn.Linear(2, 2), Categorical())
     theta = torch.tensor([[20.0, 0.0, -20.0, 0.0, 0.0, 0.0]])
     x = torch.tensor([[1.0, 0.0], [-1.0, 0.2]])
     at = torch.tensor([[0.9, 0.3]], requires_grad=True)
     for loss in (nll, margin):
-        (gradient,) = torch.autograd.grad(loss(Purifier(model, Noise(0.25), theta, x)(at), torch.tensor([0])).sum(), at)
+        (gradient,) = torch.autograd.grad(
+            loss(Purifier(model, Noise(0.25), theta, x)(at), torch.tensor([0])).sum(), at
+        )
         direction = gradient / gradient.norm()
         away = (x[1] - x[0]) / (x[1] - x[0]).norm()
         torch.testing.assert_close(direction[0], away, rtol=1e-3, atol=1e-3)
@@ -333,17 +415,23 @@ def test_saturated_gradients_point_the_right_way_in_float32() -> None:
 @pytest.mark.parametrize("width", [1, 784, 3072])
 @pytest.mark.parametrize("distance", [1e2, 1e6, 1e15, 1e30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_far_queries_are_answered_flagged_and_never_nan(width: int, distance: float, dtype: torch.dtype) -> None:
+def test_far_queries_are_answered_flagged_and_never_nan(
+    width: int, distance: float, dtype: torch.dtype
+) -> None:
     model = BayesianModel(nn.Linear(width, 3).to(dtype), Categorical())
     thetas = 0.1 * torch.randn(2, model.num_params, generator=generator(0)).to(dtype)
     x = torch.rand(50, width, generator=generator(1)).to(dtype)
     channel = Mixture([0.5, 0.5], [Noise(0.3), AttackChannel(one_step(L2(1.0)), 0.2)])
     purifier = Purifier(model, channel, thetas, x)
-    at = (x[:4] + distance * torch.randn(4, width, generator=generator(2)).sign().to(dtype)).requires_grad_()
+    at = (
+        x[:4] + distance * torch.randn(4, width, generator=generator(2)).sign().to(dtype)
+    ).requires_grad_()
     prediction = purifier(at)
     assert bool(torch.isfinite(prediction.logits).all())
     for loss in (nll, margin):
-        (gradient,) = torch.autograd.grad(loss(prediction, torch.tensor([0, 1, 2, 0])).sum(), at, retain_graph=True)
+        (gradient,) = torch.autograd.grad(
+            loss(prediction, torch.tensor([0, 1, 2, 0])).sum(), at, retain_graph=True
+        )
         assert bool(torch.isfinite(gradient).all())
     diagnosis = purifier.diagnose(at.detach())
     assert bool(diagnosis.out_of_support.all())
@@ -352,7 +440,8 @@ def test_far_queries_are_answered_flagged_and_never_nan(width: int, distance: fl
     assert not bool(purifier.diagnose(x[:4]).out_of_support.any())
 
 
-# --- diagnostics -------------------------------------------------------------------------------------------------------
+# --- diagnostics ----------------------------------------------------------------------------------
+# ---------------------
 
 
 @pytest.mark.parametrize("update", ["online", "offline"])
@@ -360,12 +449,22 @@ def test_diagnosis_is_what_it_says(update: str) -> None:
     model, thetas, x, y = setting(Categorical(), 3)
     channel = CHANNELS["mixture"](learned())
     x_adv = randn(5, WIDTH, seed=3)
-    log_p = torch.stack([channel.density(model.at(theta), x, y).log_prob(x_adv) for theta in thetas])  # (S, N, B)
+    # (S, N, B)
+    log_p = torch.stack(
+        [channel.density(model.at(theta), x, y).log_prob(x_adv) for theta in thetas]
+    )
     evidence = log_p.logsumexp(1)
-    shares = evidence.softmax(0) if update == "online" else torch.full_like(evidence, 1 / len(thetas))
+    shares = (
+        evidence.softmax(0) if update == "online" else torch.full_like(evidence, 1 / len(thetas))
+    )
     weights = (log_p.softmax(1) * shares.unsqueeze(1)).sum(0)  # (N, B)
     found = Purifier(model, channel, thetas, (x, y), update).diagnose(x_adv)
-    torch.testing.assert_close(found.log_evidence, log_p.flatten(0, 1).logsumexp(0) - math.log(3 * len(x)), rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        found.log_evidence,
+        log_p.flatten(0, 1).logsumexp(0) - math.log(3 * len(x)),
+        rtol=1e-10,
+        atol=0,
+    )
     torch.testing.assert_close(found.ess_reference, 1 / weights.square().sum(0), rtol=1e-9, atol=0)
     torch.testing.assert_close(found.ess_theta, 1 / shares.square().sum(0), rtol=1e-9, atol=0)
     nearest = Purifier(model, Noise(0.4), thetas, (x, y), update).diagnose(x_adv)
@@ -374,7 +473,8 @@ def test_diagnosis_is_what_it_says(update: str) -> None:
     torch.testing.assert_close(nearest.distance, distance, rtol=1e-6, atol=0)
 
 
-# --- where the tables are ------------------------------------------------------------------------------------------------
+# --- where the tables are
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["noise", "nested"])
@@ -391,7 +491,12 @@ def test_from_disk_and_saved_answers_are_the_same(name: str, tmp_path: Path) -> 
         on_disk.save(folder / "a")
         in_memory.save(folder / "b")
         answers = []
-        for purifier in (in_memory, on_disk, Purifier.load(folder / "a"), Purifier.load(folder / "b", memory_limit=1)):
+        for purifier in (
+            in_memory,
+            on_disk,
+            Purifier.load(folder / "a"),
+            Purifier.load(folder / "b", memory_limit=1),
+        ):
             at = x_adv.clone().requires_grad_()
             value = nll(purifier(at), y[:5])
             answers.append((value.detach(), torch.autograd.grad(value.sum(), at)[0]))
@@ -420,18 +525,25 @@ def test_tables_beyond_the_limit_go_to_a_folder_that_is_cleaned_up() -> None:
 def test_noise_centres_are_held_once_and_attacks_once_for_each_theta() -> None:
     model, thetas, x, y = setting(Categorical(), 3)
     groups = {
-        name: [bank.groups for bank in Purifier(model, CHANNELS[name](learned(num_classes=3)), thetas, (x, y)).store.banks]
+        name: [
+            bank.groups
+            for bank in Purifier(
+                model, CHANNELS[name](learned(num_classes=3)), thetas, (x, y)
+            ).store.banks
+        ]
         for name in CHANNELS
     }
     assert groups["noise"] == [1]
     assert groups["one_step"] == [3]
     assert groups["learned"] == [1]
     assert groups["mixture"] == [1, 3]
-    unlabelled = Purifier(model, learned(num_classes=3), thetas, x)  # then the labels are each theta's own
+    # then the labels are each theta's own
+    unlabelled = Purifier(model, learned(num_classes=3), thetas, x)
     assert [bank.groups for bank in unlabelled.store.banks] == [3]
 
 
-# --- generative references ---------------------------------------------------------------------------------------------
+# --- generative references
+# ---------------------------------------------------------------------------------------------
 
 
 def test_a_generative_model_is_a_reference() -> None:
@@ -448,23 +560,34 @@ def test_a_generative_model_is_a_reference() -> None:
             return randn(n, WIDTH, seed=11)
 
     found = Purifier(model, Noise(0.4), thetas, Standard(), num_samples=50)(x[:2]).probs
-    torch.testing.assert_close(found, Purifier(model, Noise(0.4), thetas, randn(50, WIDTH, seed=11))(x[:2]).probs)
+    torch.testing.assert_close(
+        found, Purifier(model, Noise(0.4), thetas, randn(50, WIDTH, seed=11))(x[:2]).probs
+    )
 
 
 def test_features_measure_distance_and_are_attacked_through() -> None:
     model, thetas, x, y = setting(Categorical(), 3)
     matrix = randn(WIDTH, 2, seed=6)
-    purifier = Purifier(model, Noise(0.4), thetas, (x, y), features=lambda points: torch.tanh(points @ matrix))
+    purifier = Purifier(
+        model, Noise(0.4), thetas, (x, y), features=lambda points: torch.tanh(points @ matrix)
+    )
     at = randn(5, WIDTH, seed=3).requires_grad_()
-    log_p = Noise(0.4).density(model.at(thetas[0]), torch.tanh(x @ matrix)).log_prob(torch.tanh(at @ matrix))
+    log_p = (
+        Noise(0.4)
+        .density(model.at(thetas[0]), torch.tanh(x @ matrix))
+        .log_prob(torch.tanh(at @ matrix))
+    )
     wanted = log_p.softmax(0).T @ model.at_each(thetas)(x).probs.mean(0)
     found = purifier(at).probs
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=0)
-    gradients = [torch.autograd.grad(p[:, 0].log().sum(), at, retain_graph=True)[0] for p in (found, wanted)]
+    gradients = [
+        torch.autograd.grad(p[:, 0].log().sum(), at, retain_graph=True)[0] for p in (found, wanted)
+    ]
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
 
-# --- other thetas ------------------------------------------------------------------------------------------------------
+# --- other thetas ---------------------------------------------------------------------------------
+# ---------------------
 
 
 @pytest.mark.parametrize("update", ["online", "offline"])
@@ -484,7 +607,8 @@ def test_with_thetas_is_the_purifier_of_a_fresh_draw(update: str) -> None:
             return torch.randn(n, WIDTH, dtype=FLOAT)
 
     drawn = Purifier(model, Noise(0.4), thetas, Drawn(), num_samples=20, posterior=posterior)
-    assert torch.equal(drawn.with_thetas(2).store.origin, drawn.store.origin)  # the same reference points
+    # the same reference points
+    assert torch.equal(drawn.with_thetas(2).store.origin, drawn.store.origin)
 
 
 def test_with_thetas_needs_the_posterior_of_the_model() -> None:
@@ -508,7 +632,9 @@ def test_the_audit_draws_thetas_from_it() -> None:
         (at, purifier(at).probs.argmax(1)),  # type: ignore[attr-defined]
         ball=L2(0.3),
         attacks={"PGD": pgd(L2(0.3), steps=3)},
-        tier=Budget(num=24, steps=3, restarts=1, random_points=2, queries=5, max_steps=6, max_thetas=40),
+        tier=Budget(
+            num=24, steps=3, restarts=1, random_points=2, queries=5, max_steps=6, max_thetas=40
+        ),
         only=("E10", "E14", "E15"),
         support=Support(fresh=purifier.with_thetas(3, generator=generator(1))),
         progress=False,
@@ -518,12 +644,18 @@ def test_the_audit_draws_thetas_from_it() -> None:
     assert verdict["E10"].figures["thetas"] == 20
 
 
-# --- bad input ---------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
+# ---------------------
 
 
 class NeedsLabels:
     def sample(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         return x
 
@@ -533,7 +665,12 @@ class NeedsLabels:
 
 class NoDensity:
     def sample(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         return x
 
@@ -547,7 +684,10 @@ class NoDensity:
         ({"channel": NeedsLabels(), "reference": randn(9, WIDTH)}, "reference must hold labels"),
         ({"channel": Noise(1e-200)}, "sigma must be large enough"),
         ({"reference": randn(0, WIDTH)}, "at least one point"),
-        ({"reference": (randn(9, WIDTH), torch.zeros(8, dtype=torch.int64))}, "one for each of the 9 points"),
+        (
+            {"reference": (randn(9, WIDTH), torch.zeros(8, dtype=torch.int64))},
+            "one for each of the 9 points",
+        ),
         ({"reference": (randn(9, WIDTH),)}, "got 1 parts"),
         ({"reference": torch.full((9, WIDTH), math.nan, dtype=FLOAT)}, "reference must be finite"),
         ({"reference": randn(9, WIDTH).float()}, "must be torch.float64"),
@@ -563,7 +703,12 @@ class NoDensity:
 def test_bad_arguments_are_named(change: dict[str, object], message: str) -> None:
     model, thetas, x, y = setting(Categorical(), 3)
     assert model.num_params == 67
-    arguments: dict[str, object] = {"model": model, "channel": Noise(0.4), "thetas": thetas, "reference": (x, y)}
+    arguments: dict[str, object] = {
+        "model": model,
+        "channel": Noise(0.4),
+        "thetas": thetas,
+        "reference": (x, y),
+    }
     with pytest.raises((ValueError, TypeError), match=message):
         Purifier(**(arguments | change))  # type: ignore[arg-type]
 

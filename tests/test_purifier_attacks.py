@@ -21,7 +21,13 @@ from advbayes import (
 )
 from advbayes.attacks.gradients import loss_and_gradient
 from advbayes.purification import Purifier
-from advbayes.purification.attacks import Annealed, NearestCentre, StraightThrough, nearest_centre_radius, neighbours
+from advbayes.purification.attacks import (
+    Annealed,
+    NearestCentre,
+    StraightThrough,
+    nearest_centre_radius,
+    neighbours,
+)
 from tests.oracles import FLOAT, randn
 
 # Class 0 where the first coordinate is positive, certain of it.
@@ -50,7 +56,8 @@ def test_closed_form_radius_of_two_centres_is_where_the_prediction_flips() -> No
     radius = nearest_centre_radius(purifier, x, y)
     normal = reference[1] - reference[0]
     middle = reference.mean(0)
-    wanted = ((middle - x) @ normal / normal.norm()).clamp_min(0)  # the distance to the plane between them
+    # the distance to the plane between them
+    wanted = ((middle - x) @ normal / normal.norm()).clamp_min(0)
     torch.testing.assert_close(radius, wanted, rtol=1e-10, atol=1e-12)
     assert float(radius[2]) == 0.0
     for row in (0, 1):
@@ -72,16 +79,24 @@ def test_no_attack_succeeds_within_the_closed_form_radius() -> None:
     for direction in directions:
         moved = x + 0.999 * radius.unsqueeze(1) * direction
         assert not bool((wrong(purifier, moved, y) & right).any())
-    # The bound is no empty one: given all centres of the class, a little farther there mostly is an attack.
+    # The bound is no empty one: given all centres of the class, a little farther there mostly is an
+    # attack.
     tight = nearest_centre_radius(purifier, x, y, num=len(reference))
-    broken = torch.stack([wrong(purifier, x + 1.1 * tight.unsqueeze(1) * d, y) for d in directions]).any(0)
+    broken = torch.stack(
+        [wrong(purifier, x + 1.1 * tight.unsqueeze(1) * d, y) for d in directions]
+    ).any(0)
     assert float(broken[right].double().mean()) > 0.5
     assert bool((radius <= tight + 1e-12).all())
 
 
 def test_saturated_weights_hide_from_plain_ascent_but_not_from_these() -> None:
     reference = crowd(400)
-    purifier = Purifier(BayesianModel(nn.Linear(2, 2), Categorical()), Noise(0.005), THETA.float(), reference.float())
+    purifier = Purifier(
+        BayesianModel(nn.Linear(2, 2), Categorical()),
+        Noise(0.005),
+        THETA.float(),
+        reference.float(),
+    )
     x = crowd(60, seed=3).float()
     y = (x[:, 0] < 0).long()
     ball = L2(1.0)
@@ -92,13 +107,20 @@ def test_saturated_weights_hide_from_plain_ascent_but_not_from_these() -> None:
         "annealed": Annealed(ball, start=NearestCentre(ball)),
     }
     left = {
-        name: float((~wrong(purifier, attack(purifier, x, y), y) & right).double().mean()) for name, attack in attacks.items()
+        name: float((~wrong(purifier, attack(purifier, x, y), y) & right).double().mean())
+        for name, attack in attacks.items()
     }
     assert left["annealed"] <= left["nearest"] < left["plain"] - 0.1
     # All of the disc, point by point: what the strongest attack would leave.
     angles, radii = torch.linspace(0, 6.2832, 60), torch.linspace(0.05, 1.0, 15)
-    steps = torch.stack([torch.outer(radii, angles.cos()), torch.outer(radii, angles.sin())], -1).view(-1, 2)
-    truth = float((~torch.stack([wrong(purifier, x + step, y) for step in steps]).any(0) & right).double().mean())
+    steps = torch.stack(
+        [torch.outer(radii, angles.cos()), torch.outer(radii, angles.sin())], -1
+    ).view(-1, 2)
+    truth = float(
+        (~torch.stack([wrong(purifier, x + step, y) for step in steps]).any(0) & right)
+        .double()
+        .mean()
+    )
     assert truth <= left["annealed"] <= truth + 0.05
 
 
@@ -111,7 +133,11 @@ def test_points_stay_in_the_ball_and_are_never_worse(ball: L2) -> None:
         x = crowd(20, seed=5).clamp(-0.5, 4.0)
         y = (x[:, 0] < 0).long()
         before = margin(purifier(x), y)
-        for attack in (NearestCentre(ball), Annealed(ball, steps=4), Annealed(ball, steps=4, start=NearestCentre(ball))):
+        for attack in (
+            NearestCentre(ball),
+            Annealed(ball, steps=4),
+            Annealed(ball, steps=4, start=NearestCentre(ball)),
+        ):
             moved = attack(purifier, x, y)
             assert bool(ball.contains(moved, x).all())
             assert bool((margin(purifier(moved), y) >= before - 1e-9).all())
@@ -142,7 +168,9 @@ def test_neighbours_know_their_classes() -> None:
     own, others = neighbours(purifier, x, y, 3)
     distance = torch.cdist(x, reference)
     same = (reference[:, 0] < 0).long() == y.unsqueeze(1)
-    torch.testing.assert_close(own[:, 0], reference[distance.masked_fill(~same, 1e9).argmin(1)], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        own[:, 0], reference[distance.masked_fill(~same, 1e9).argmin(1)], rtol=0, atol=1e-12
+    )
     wanted = reference[distance.masked_fill(same, 1e9).topk(3, largest=False).indices]
     torch.testing.assert_close(others, wanted, rtol=0, atol=1e-12)
 
@@ -164,10 +192,14 @@ def test_bad_arguments_are_named() -> None:
         Annealed(L2(1.0), factors=(4.0, 2.0))
     with pytest.raises(ValueError, match="steps must be"):
         Annealed(L2(1.0), steps=0)
-    attacked = Purifier(plane(), AttackChannel(one_step(L2(0.3)), 0.1), THETA.repeat(2, 1), crowd(), "offline")
+    attacked = Purifier(
+        plane(), AttackChannel(one_step(L2(0.3)), 0.1), THETA.repeat(2, 1), crowd(), "offline"
+    )
     with pytest.raises(ValueError, match="update='online'"):
         nearest_centre_radius(attacked, x, y)
-    regression = Purifier(BayesianModel(nn.Linear(2, 1).to(FLOAT), Gaussian(0.3)), Noise(0.3), randn(3, 3), crowd())
+    regression = Purifier(
+        BayesianModel(nn.Linear(2, 1).to(FLOAT), Gaussian(0.3)), Noise(0.3), randn(3, 3), crowd()
+    )
     with pytest.raises(ValueError, match="for classification"):
         nearest_centre_radius(regression, x, y)
 

@@ -1,5 +1,5 @@
-"""What rests on a purifier, wherever its tables lie: widened channels, fresh thetas, the attacks that
-know it, an evaluation of them, and the intervals of a purified regression."""
+"""What rests on a purifier, wherever its tables lie: widened channels, fresh thetas, the attacks
+that know it, an evaluation of them, and the intervals of a purified regression."""
 
 from __future__ import annotations
 
@@ -69,10 +69,13 @@ def test_attacks_find_as_much_everywhere(places: dict[str, Purifier]) -> None:
             values[place] = margin(purifier(moved), y)
         for place, value in values.items():
             close = torch.isclose(value, values["memory"], rtol=1e-2, atol=1e-2)
-            assert float(close.double().mean()) > 0.9, (attack, place)  # an ascent may part at a tie
+            # an ascent may part at a tie
+            assert float(close.double().mean()) > 0.9, (attack, place)
 
 
-def test_straight_through_is_the_model_s_gradient_at_the_denoised_input(places: dict[str, Purifier]) -> None:
+def test_straight_through_is_the_model_s_gradient_at_the_denoised_input(
+    places: dict[str, Purifier],
+) -> None:
     _, _, _, x = SETTING.draw()
     y, base = SETTING.target(), places["memory"].base
     assert base is not None
@@ -97,7 +100,9 @@ def test_an_evaluation_of_a_purified_regression_and_of_a_class_that_nobody_predi
     ball = L2(0.5)
     model = BayesianModel(nn.Linear(3, 1), Gaussian(0.3))
     channel = AttackChannel(one_step(L2(0.3)), 0.3)
-    regression = Purifier(model, channel, MeanField(model).sample(2, generator=generator(2)), (x, x.sum(1)))
+    regression = Purifier(
+        model, channel, MeanField(model).sample(2, generator=generator(2)), (x, x.sum(1))
+    )
     classes = BayesianModel(nn.Linear(3, 3), Categorical())
     theta = torch.zeros(1, classes.num_params)
     theta[0, :3], theta[0, -1] = 1.0, -50.0  # never the last class
@@ -110,11 +115,13 @@ def test_an_evaluation_of_a_purified_regression_and_of_a_class_that_nobody_predi
         found = evaluate({"purified": predict}, (x[:12], y), attacks=attacks, progress=False)
         names = {row["attack"] for row in found.records()}
         assert {"pgd", "adaptive"} <= names
-    moved = NearestCentre(ball)(purified, x[:12], torch.full((12,), 2))  # no centre of its own class to move from
+    # no centre of its own class to move from
+    moved = NearestCentre(ball)(purified, x[:12], torch.full((12,), 2))
     assert bool(ball.contains(moved, x[:12]).all())
 
 
-# --- the intervals of a purified regression ---------------------------------------------------------------------------
+# --- the intervals of a purified regression
+# ---------------------------------------------------------------------------
 
 
 def regression(num: int = 300) -> tuple[Purifier, Tensor]:
@@ -128,7 +135,8 @@ def regression(num: int = 300) -> tuple[Purifier, Tensor]:
 
 @pytest.mark.parametrize("level", [0.5, 0.8, 0.9, 0.99])
 def test_an_interval_covers_what_it_says(level: float) -> None:
-    """Of draws from the predictive itself, between its quantiles lie as many as promised: neither fewer nor more."""
+    """Of draws from the predictive itself, between its quantiles lie as many as promised: neither
+    fewer nor more."""
     purifier, x = regression()
     prediction: Any = purifier(x)
     low, high = (prediction.icdf(torch.tensor(q)) for q in ((1 - level) / 2, (1 + level) / 2))
@@ -146,25 +154,36 @@ def test_quantiles_are_the_inverse_of_the_distribution_function() -> None:
     prediction: Any = purifier(x)
     for level in (1e-6, 0.01, 0.25, 0.5, 0.75, 0.99, 1 - 1e-6):
         at = prediction.icdf(torch.tensor(level, dtype=torch.float64))
-        torch.testing.assert_close(prediction.cdf(at), torch.full((9,), level), rtol=1e-3, atol=2e-6)
+        torch.testing.assert_close(
+            prediction.cdf(at), torch.full((9,), level), rtol=1e-3, atol=2e-6
+        )
     levels = torch.linspace(0.05, 0.95, 9)
     assert bool((prediction.icdf(levels).diff().abs() > 0).all())
     grid = torch.linspace(-12, 12, 4001)
     density = torch.stack([prediction.log_prob(at.expand(9)).exp() for at in grid])
-    torch.testing.assert_close(torch.trapezoid(density, grid, dim=0), torch.ones(9), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        torch.trapezoid(density, grid, dim=0), torch.ones(9), rtol=1e-4, atol=0
+    )
 
 
 def test_support_ends_where_the_noise_does() -> None:
-    """Both sides of the threshold of `out_of_support`: six standard deviations of the noise's length."""
+    """Both sides of the threshold of `out_of_support`: six standard deviations of the noise's
+    length."""
     for width in (1, 5, 300):
         model = BayesianModel(nn.Linear(width, 2), Categorical())
-        purifier = Purifier(model, Noise(0.5), torch.zeros(1, model.num_params), torch.zeros(3, width))
+        purifier = Purifier(
+            model, Noise(0.5), torch.zeros(1, model.num_params), torch.zeros(3, width)
+        )
         edge = 0.5 * math.sqrt(chi_square_limit(width))
-        direction = torch.nn.functional.normalize(torch.randn(1, width, generator=generator(width)), dim=1)
+        direction = torch.nn.functional.normalize(
+            torch.randn(1, width, generator=generator(width)), dim=1
+        )
         for share, out in ((0.99, False), (1.01, True)):
             diagnosis = purifier.diagnose(share * edge * direction)
             assert bool(diagnosis.out_of_support) is out
-            torch.testing.assert_close(diagnosis.distance, torch.tensor([share * edge]), rtol=1e-5, atol=0)
+            torch.testing.assert_close(
+                diagnosis.distance, torch.tensor([share * edge]), rtol=1e-5, atol=0
+            )
 
 
 def test_effective_sample_sizes_run_from_one_to_all() -> None:
@@ -172,4 +191,6 @@ def test_effective_sample_sizes_run_from_one_to_all() -> None:
     x = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
     middle = torch.tensor([[0.5, 0.5], [0.5, 0.0], [0.0, 0.0]])
     purifier = Purifier(model, Noise(0.05), torch.zeros(1, 6), x)
-    torch.testing.assert_close(purifier.diagnose(middle).ess_reference, torch.tensor([4.0, 2.0, 1.0]), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        purifier.diagnose(middle).ess_reference, torch.tensor([4.0, 2.0, 1.0]), rtol=1e-5, atol=0
+    )

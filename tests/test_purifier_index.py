@@ -9,7 +9,19 @@ import pytest
 import torch
 from torch import nn
 
-from advbayes import L2, Annealed, AttackChannel, BayesianModel, Categorical, Gaussian, Mixture, Noise, Purifier, nll, one_step
+from advbayes import (
+    L2,
+    Annealed,
+    AttackChannel,
+    BayesianModel,
+    Categorical,
+    Gaussian,
+    Mixture,
+    Noise,
+    Purifier,
+    nll,
+    one_step,
+)
 from advbayes.purification.index import Cells
 from tests.oracles import generator
 from tests.test_purifier_same_answer import PerFeature, cosine, with_gradient
@@ -18,14 +30,20 @@ pytest.importorskip("faiss")
 CHANNEL = Mixture([0.5, 0.5], [Noise(0.2), AttackChannel(one_step(L2(0.3)), 0.25)])
 
 
-def both(outputs: int, update: str = "online", **options: Any) -> tuple[Purifier, Purifier, torch.Tensor]:
+def both(
+    outputs: int, update: str = "online", **options: Any
+) -> tuple[Purifier, Purifier, torch.Tensor]:
     """With and without an index, and queries: near clusters, between them and far from all."""
     source = generator(1)
     x = 8.0 * torch.randn(40, 6, generator=source).repeat_interleave(50, 0)
     x = x + 0.3 * torch.randn(2000, 6, generator=source)
-    model = BayesianModel(nn.Linear(6, max(1, outputs)), Categorical() if outputs else Gaussian(0.3))
+    model = BayesianModel(
+        nn.Linear(6, max(1, outputs)), Categorical() if outputs else Gaussian(0.3)
+    )
     thetas = 0.3 * torch.randn(3, model.num_params, generator=source)
-    query = torch.cat([x[::40] + 0.1 * torch.randn(50, 6, generator=source), 0.5 * (x[::200] + x[100::200])])
+    query = torch.cat(
+        [x[::40] + 0.1 * torch.randn(50, 6, generator=source), 0.5 * (x[::200] + x[100::200])]
+    )
     exact = Purifier(model, CHANNEL, thetas, x, update)
     return exact, Purifier(model, CHANNEL, thetas, x, update, index="faiss", **options), query
 
@@ -48,7 +66,8 @@ def test_answers_and_gradients_are_those_of_all_centres(outputs: int, update: st
 
 def test_what_is_left_out_is_no_more_than_told() -> None:
     exact, indexed, x = both(3, num_nearest=25, left_out=0.3)
-    assert {query.nearest is not None for query in indexed.queries(x)} == {False, True}  # some from all centres
+    # some from all centres
+    assert {query.nearest is not None for query in indexed.queries(x)} == {False, True}
     left_out = indexed.diagnose(x).left_out
     assert 1e-6 < float(left_out.max()) <= 0.3
     found, wanted = (torch.softmax(purifier(x).logits, 1).double() for purifier in (indexed, exact))  # type: ignore[attr-defined]
@@ -65,7 +84,10 @@ def test_the_bound_holds_for_any_number_of_neighbours() -> None:
         for scale in (0.2, 1.0, 5.0):
             rows, log_left = cells.search(x.double(), num, scale)
             weight = (-0.5 * torch.cdist(x.double(), centres.double()).square() / scale**2).exp()
-            mine = torch.zeros_like(weight).scatter_add_(1, rows.clamp_min(0), (rows >= 0).double()) > 0
+            mine = (
+                torch.zeros_like(weight).scatter_add_(1, rows.clamp_min(0), (rows >= 0).double())
+                > 0
+            )
             left = weight.masked_fill(mine, 0.0).sum(1)
             assert bool((left <= log_left.exp() * (1 + 1e-9)).all())
     assert float(indexed.diagnose(x).left_out.max()) <= 1e-6

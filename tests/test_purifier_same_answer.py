@@ -1,9 +1,10 @@
-"""A purifier's answer and its gradient are those of the formula in float64, wherever its tables lie.
+"""A purifier's answer and its gradient are those of the formula in float64, wherever its tables
+lie.
 
-The oracle weighs all reference points at once from the differences x' - centre, in float64, by plain
-autograd. Every configuration is drawn at random: size, width, sigma, spread of the data, thetas,
-channel, update and task; and answered in memory, from a folder, under a memory limit, at once and in
-blocks, with small and large batches.
+The oracle weighs all reference points at once from the differences x' - centre, in float64, by
+plain autograd. Every configuration is drawn at random: size, width, sigma, spread of the data,
+thetas, channel, update and task; and answered in memory, from a folder, under a memory limit, at
+once and in blocks, with small and large batches.
 """
 
 from __future__ import annotations
@@ -49,7 +50,12 @@ class PerFeature:
         self.sigma = sigma
 
     def sample(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         raise NotImplementedError
 
@@ -82,19 +88,32 @@ class Setting:
     seed: int
 
     def model(self) -> BayesianModel:
-        likelihood = Gaussian((0.3,) * self.outputs, num_outputs=self.outputs) if self.outputs > 1 else Gaussian(0.3)
-        return BayesianModel(nn.Linear(self.width, self.outputs or 3), likelihood if self.outputs else Categorical())
+        likelihood = (
+            Gaussian((0.3,) * self.outputs, num_outputs=self.outputs)
+            if self.outputs > 1
+            else Gaussian(0.3)
+        )
+        return BayesianModel(
+            nn.Linear(self.width, self.outputs or 3), likelihood if self.outputs else Categorical()
+        )
 
     def draw(self) -> tuple[BayesianModel, Tensor, Tensor, Tensor]:
-        """Clusters `spread` apart, neighbours a few sigma from each other, queries between neighbours."""
+        """Clusters `spread` apart, neighbours a few sigma from each other, queries between
+        neighbours."""
         source = generator(self.seed)
         model = self.model()
-        thetas = torch.randn(self.thetas, model.num_params, generator=source) * 3.0 / math.sqrt(self.width)
+        thetas = (
+            torch.randn(self.thetas, model.num_params, generator=source)
+            * 3.0
+            / math.sqrt(self.width)
+        )
         clusters = self.spread * torch.randn(max(2, self.num // 40), self.width, generator=source)
         member = torch.randint(0, len(clusters), (self.num,), generator=source)
         step = self.sigma * 8.0 / math.sqrt(self.width)
         x = clusters[member] + step * torch.randn(self.num, self.width, generator=source)
-        first, other = (torch.randint(0, self.num, (self.batch,), generator=source) for _ in range(2))
+        first, other = (
+            torch.randint(0, self.num, (self.batch,), generator=source) for _ in range(2)
+        )
         near = torch.where(member[first] == member[other], other, first)
         between = torch.rand(self.batch, 1, generator=source)
         query = x[first] + between * (x[near] - x[first])
@@ -110,7 +129,9 @@ class Setting:
 
     def build(self, **options: object) -> Purifier:
         model, thetas, x, _ = self.draw()
-        return Purifier(model, channel_of(self.channel, self.sigma), thetas, x, self.update, **options)  # type: ignore[arg-type]
+        return Purifier(
+            model, channel_of(self.channel, self.sigma), thetas, x, self.update, **options
+        )  # type: ignore[arg-type]
 
 
 def random_setting(seed: int) -> Setting:
@@ -135,7 +156,11 @@ def log_densities(store: Store, x: Tensor) -> Tensor:  # (S, N, B) float64
     for bank in store.banks:
         assert isinstance(bank, GaussianBank)
         centres = bank.centres.block(slice(None), slice(None)).double()
-        scale = bank.scale if isinstance(bank.scale, float) else bank.scale.block(slice(None), slice(None)).double()
+        scale = (
+            bank.scale
+            if isinstance(bank.scale, float)
+            else bank.scale.block(slice(None), slice(None)).double()
+        )
         scales = torch.as_tensor(scale, dtype=torch.float64).expand_as(centres) * bank.factor
         away = (x - centres.unsqueeze(2)) / scales.unsqueeze(2)  # (G, N, B, d)
         log_p = -0.5 * away.square().sum(-1) - scales.log().sum(-1, keepdim=True)
@@ -144,7 +169,9 @@ def log_densities(store: Store, x: Tensor) -> Tensor:  # (S, N, B) float64
     return torch.stack(parts).logsumexp(0)
 
 
-def oracle(purifier: Purifier, x: Tensor) -> tuple[torch.distributions.Distribution, Tensor]:  # and (S, N, B)
+def oracle(
+    purifier: Purifier, x: Tensor
+) -> tuple[torch.distributions.Distribution, Tensor]:  # and (S, N, B)
     """Eq. 4 and 5 as they stand, on the purifier's own tables."""
     store, log_p = purifier.store, log_densities(purifier.store, x)
     evidence = log_p.logsumexp(1)
@@ -157,7 +184,10 @@ def oracle(purifier: Purifier, x: Tensor) -> tuple[torch.distributions.Distribut
         logits = (weights.unsqueeze(-1) + values.log().unsqueeze(2)).flatten(0, 1).logsumexp(0)
         return torch.distributions.Categorical(logits=logits, validate_args=False), weights
     mean, variance, _ = values.chunk(3, -1)
-    means, scales = (part.flatten(0, 1).unsqueeze(1).expand(-1, len(x), -1) for part in (mean + store.middle, variance.sqrt()))
+    means, scales = (
+        part.flatten(0, 1).unsqueeze(1).expand(-1, len(x), -1)
+        for part in (mean + store.middle, variance.sqrt())
+    )
     if store.num_outputs == 1:
         means, scales = means.squeeze(-1), scales.squeeze(-1)
     return GaussianMixture(means, scales, weights.flatten(0, 1)), weights
@@ -179,7 +209,9 @@ def cosine(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1)).clamp_min(1e-300)
 
 
-def everywhere(setting: Setting, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Purifier]:
+def everywhere(
+    setting: Setting, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Purifier]:
     """The same purifier, its tables in every place and read in every way."""
     made = {}
     for place in PLACES:
@@ -199,7 +231,9 @@ def everywhere(setting: Setting, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_place_gives_the_answer_of_the_formula(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_place_gives_the_answer_of_the_formula(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setting = random_setting(seed)
     _, _, _, x = setting.draw()
     y = setting.target()
@@ -211,13 +245,22 @@ def test_every_place_gives_the_answer_of_the_formula(seed: int, tmp_path: Path, 
         for loss in (nll,) if setting.outputs else (nll, margin):
             wanted, direction = with_gradient(exactly(purifier), loss, x.double(), y)
             value, gradient = with_gradient(purifier, loss, x, y)
-            torch.testing.assert_close(value, wanted, rtol=2e-5, atol=2e-5, msg=f"{place}, {loss.__name__}: {setting}")
+            torch.testing.assert_close(
+                value, wanted, rtol=2e-5, atol=2e-5, msg=f"{place}, {loss.__name__}: {setting}"
+            )
             counted = direction.norm(dim=1) > 1e-10
             if loss is margin:  # at a tie of two other classes it has no gradient
-                others = oracle(purifier, x.double())[0].logits.scatter(1, y.unsqueeze(1), -math.inf)
+                others = oracle(purifier, x.double())[0].logits.scatter(
+                    1, y.unsqueeze(1), -math.inf
+                )
                 counted &= others.sort(1)[0].diff(dim=1)[:, -1] > 1e-3
             close = cosine(gradient, direction)[counted] > 0.999
-            assert bool(close.all()), (place, loss.__name__, setting, cosine(gradient, direction)[counted].min())
+            assert bool(close.all()), (
+                place,
+                loss.__name__,
+                setting,
+                cosine(gradient, direction)[counted].min(),
+            )
             ratio = (gradient.norm(dim=1) / direction.norm(dim=1))[counted]
             torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=2e-3, atol=0)
 
@@ -228,18 +271,26 @@ class Pairs:
 
     def __init__(self, num: int, sigma: float, gap: Tensor, width: int = 784) -> None:
         source = generator(5)
-        x = torch.rand(num, width, generator=source) * (torch.rand(num, width, generator=source) < 0.2)
+        x = torch.rand(num, width, generator=source) * (
+            torch.rand(num, width, generator=source) < 0.2
+        )
         self.labels = torch.arange(num) % 2
         x[:, :5] += 2.0 * self.labels.unsqueeze(1)
         self.theta = torch.zeros(1, 2 * width + 2)
-        self.theta[0, :5], self.theta[0, width : width + 5], self.theta[0, -2:] = -4.0, 4.0, torch.tensor([20.0, -20.0])
+        self.theta[0, :5], self.theta[0, width : width + 5], self.theta[0, -2:] = (
+            -4.0,
+            4.0,
+            torch.tensor([20.0, -20.0]),
+        )
         self.model = BayesianModel(nn.Linear(width, 2), Categorical())
         self.x, self.channel, self.y = x, Noise(sigma), self.labels[: len(gap)]
         distance = torch.cdist(x[: len(gap)], x)
         distance[self.y.unsqueeze(1) == self.labels] = math.inf
         length, other = distance.min(1)
         self.to_boundary = gap * sigma**2 / length
-        self.query = x[: len(gap)] + (0.5 - self.to_boundary / length).unsqueeze(1) * (x[other] - x[: len(gap)])
+        self.query = x[: len(gap)] + (0.5 - self.to_boundary / length).unsqueeze(1) * (
+            x[other] - x[: len(gap)]
+        )
 
     def purifier(self, **options: object) -> Purifier:
         return Purifier(self.model, self.channel, self.theta, self.x, **options)  # type: ignore[arg-type]
@@ -275,7 +326,9 @@ def test_an_attack_leaves_as_much_in_memory_as_from_disk(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("spread", [0.5, 50.0, 500.0])
 @pytest.mark.parametrize("channel", ["noise", "mixture", "features"])
-def test_diagnosis_and_denoising_with_clusters_far_apart(spread: float, channel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_diagnosis_and_denoising_with_clusters_far_apart(
+    spread: float, channel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setting = Setting(2000, 8, 0.1, spread, 3, channel, "online", 0, 30, seed=3)
     _, _, x, query = setting.draw()
     monkeypatch.setattr("advbayes.purification.store._SMALL", 0)
@@ -283,11 +336,15 @@ def test_diagnosis_and_denoising_with_clusters_far_apart(spread: float, channel:
     log_p = log_densities(purifier.store, query.double())
     weights = oracle(purifier, query.double())[1].exp().sum(1)  # (N, B)
     diagnosis = purifier.diagnose(query)
-    torch.testing.assert_close(diagnosis.ess_reference.double(), 1 / weights.square().sum(0), rtol=2e-3, atol=0)
+    torch.testing.assert_close(
+        diagnosis.ess_reference.double(), 1 / weights.square().sum(0), rtol=2e-3, atol=0
+    )
     evidence = log_p.flatten(0, 1).logsumexp(0) - math.log(3 * 2000)
     torch.testing.assert_close(diagnosis.log_evidence, evidence, rtol=1e-6, atol=1e-3)
     centres = torch.zeros(30, 8, dtype=torch.float64)
-    joint = torch.stack([part_weights(purifier, bank, query.double()) for bank in range(len(purifier.store.banks))])
+    joint = torch.stack(
+        [part_weights(purifier, bank, query.double()) for bank in range(len(purifier.store.banks))]
+    )
     for bank, share in zip(purifier.store.banks, joint, strict=True):
         assert isinstance(bank, GaussianBank)
         table = bank.centres.block(slice(None), slice(None)).double().expand(3, -1, -1)
@@ -306,7 +363,9 @@ def part_weights(purifier: Purifier, bank: int, x: Tensor) -> Tensor:  # (S, N, 
 
 
 @pytest.mark.parametrize("outputs", [0, 1])
-def test_neither_batch_nor_order_nor_threads_matter(outputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_batch_nor_order_nor_threads_matter(
+    outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of both precisions in one batch: near ones in float32, far ones in float64."""
     setting = Setting(3000, 20, 0.5, 1.0, 3, "mixture", "online", outputs, 600, seed=4)
     monkeypatch.setattr("advbayes.purification.store._SMALL", 0)
@@ -316,7 +375,9 @@ def test_neither_batch_nor_order_nor_threads_matter(outputs: int, monkeypatch: p
     bank = purifier.store.banks[0]
     assert isinstance(bank, GaussianBank)
     norms = (x.double() - purifier.store.origin).norm(dim=1)
-    monkeypatch.setattr("advbayes.purification.purifier._TOLERATED", float(bank.rounding(norms).quantile(0.8)))
+    monkeypatch.setattr(
+        "advbayes.purification.purifier._TOLERATED", float(bank.rounding(norms).quantile(0.8))
+    )
     assert {query.dtype for query in purifier.queries(x)} == {torch.float32, torch.float64}
     value, gradient = with_gradient(purifier, nll, x, y)
     order = torch.randperm(600, generator=generator(8))
@@ -329,11 +390,17 @@ def test_neither_batch_nor_order_nor_threads_matter(outputs: int, monkeypatch: p
     pairs = [
         (again, (value[order], gradient[order])),
         (threads, (value, gradient)),
-        ((torch.cat([v for v, _ in alone]), torch.cat([g for _, g in alone])), (value[rows], gradient[rows])),
+        (
+            (torch.cat([v for v, _ in alone]), torch.cat([g for _, g in alone])),
+            (value[rows], gradient[rows]),
+        ),
     ]
     for (found, slope), (wanted, direction) in pairs:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
-        assert float((slope - direction).norm(dim=1).div(direction.norm(dim=1).clamp_min(1e-6)).max()) < 1e-3
+        assert (
+            float((slope - direction).norm(dim=1).div(direction.norm(dim=1).clamp_min(1e-6)).max())
+            < 1e-3
+        )
     if outputs:
         target = y[order]
         for name in ("cdf", "icdf"):
@@ -350,6 +417,9 @@ def test_a_store_of_any_size_keeps_the_place_of_its_rows(monkeypatch: pytest.Mon
     model, thetas, x, query = setting.draw()
     order = torch.randperm(1500, generator=generator(1))
     y = setting.target()
-    first, second = (with_gradient(Purifier(model, Noise(0.3), thetas, points), nll, query, y) for points in (x, x[order]))
+    first, second = (
+        with_gradient(Purifier(model, Noise(0.3), thetas, points), nll, query, y)
+        for points in (x, x[order])
+    )
     torch.testing.assert_close(first[0], second[0], rtol=1e-5, atol=1e-6)
     assert float((first[1] - second[1]).norm() / first[1].norm()) < 1e-4

@@ -1,4 +1,5 @@
-"""A saved purifier: any damage is refused, a kill leaves one of two versions, a full disk says so."""
+"""A saved purifier: any damage is refused, a kill leaves one of two versions, a full disk says
+so."""
 
 from __future__ import annotations
 
@@ -16,7 +17,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from advbayes import L2, AttackChannel, BayesianModel, Categorical, Gaussian, Mixture, Noise, Purifier, one_step
+from advbayes import (
+    L2,
+    AttackChannel,
+    BayesianModel,
+    Categorical,
+    Gaussian,
+    Mixture,
+    Noise,
+    Purifier,
+    one_step,
+)
 from advbayes.store import DiskFullError, StoreError, read_bundle
 from advbayes.store import tables as tables_module
 from advbayes.store.manifest import Manifest, Part, encode, versions
@@ -29,7 +40,9 @@ WIDTH = 6
 
 def purifier_of(version: int = 0, outputs: int = 3, channel: Any = None, num: int = 40) -> Purifier:
     source = generator(version)
-    model = BayesianModel(nn.Linear(WIDTH, outputs), Categorical() if outputs > 1 else Gaussian(0.3))
+    model = BayesianModel(
+        nn.Linear(WIDTH, outputs), Categorical() if outputs > 1 else Gaussian(0.3)
+    )
     thetas = torch.randn(2, model.num_params, generator=source)
     x = torch.randn(num, WIDTH, generator=source)
     mixed = Mixture([0.4, 0.6], [Noise(0.5), AttackChannel(one_step(L2(1.0)), 0.7)])
@@ -47,7 +60,9 @@ def answer(purifier: Purifier) -> Tensor:
 @pytest.mark.parametrize("limit", [1, 1 << 30])
 @pytest.mark.parametrize("outputs", [1, 3])
 @pytest.mark.parametrize("kind", ["mixture", "features", "widened"])
-def test_what_is_loaded_answers_as_what_was_saved(kind: str, outputs: int, limit: int, tmp_path: Path) -> None:
+def test_what_is_loaded_answers_as_what_was_saved(
+    kind: str, outputs: int, limit: int, tmp_path: Path
+) -> None:
     purifier = purifier_of(outputs=outputs, channel=PerFeature(0.5) if kind == "features" else None)
     purifier = purifier.widened(2.0) if kind == "widened" else purifier
     purifier.save(tmp_path / "a")
@@ -58,14 +73,18 @@ def test_what_is_loaded_answers_as_what_was_saved(kind: str, outputs: int, limit
     assert repr(loaded) == repr(purifier)
     assert loaded.update == purifier.update
     loaded.save(tmp_path / "b")  # and so on
-    torch.testing.assert_close(answer(Purifier.load(tmp_path / "b")), answer(loaded), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        answer(Purifier.load(tmp_path / "b")), answer(loaded), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_it_is_a_bundle_like_any_other(tmp_path: Path) -> None:
     purifier = purifier_of()
     purifier.save(tmp_path / "a")
     parts, texts = read_bundle(tmp_path / "a")
-    assert torch.equal(parts["centres-0"]["table"], purifier.store.banks[0].centres.block(slice(None), slice(None)))  # type: ignore[union-attr]
+    assert torch.equal(
+        parts["centres-0"]["table"], purifier.store.banks[0].centres.block(slice(None), slice(None))
+    )  # type: ignore[union-attr]
     assert set(parts) == {"values", "centres-0", "centres-1", "vectors"}
     assert set(texts) == {"purifier"}
 
@@ -101,7 +120,9 @@ def sealed_again(folder: Path, name: str, change: Callable[[bytes], bytes]) -> N
         file.unlink()
         parts.append(Part(part, hashlib.sha256(data).hexdigest(), len(data)))
         (folder / parts[-1].file).write_bytes(data)
-    (folder / "manifest.json").write_bytes(encode(Manifest(1, versions(), tuple(parts)), folder / "manifest.json"))
+    (folder / "manifest.json").write_bytes(
+        encode(Manifest(1, versions(), tuple(parts)), folder / "manifest.json")
+    )
 
 
 def nan_at_the_end(data: bytes) -> bytes:
@@ -137,7 +158,10 @@ def text(**changes: object) -> Callable[[bytes], bytes]:
         ("values.safetensors", nan_at_the_end),
         ("values.safetensors", number_at_the_end(-0.5)),
         ("values.safetensors", lambda data: data.replace(b"40", b"41", 1)),
-        ("vectors.safetensors", lambda data: data[:-8] + torch.tensor(math.nan, dtype=torch.float64).numpy().tobytes()),
+        (
+            "vectors.safetensors",
+            lambda data: data[:-8] + torch.tensor(math.nan, dtype=torch.float64).numpy().tobytes(),
+        ),
         ("purifier.json", text(num_thetas=3)),
         ("purifier.json", text(num_thetas=0)),
         ("purifier.json", text(num_thetas=True)),
@@ -154,7 +178,9 @@ def text(**changes: object) -> Callable[[bytes], bytes]:
         ("purifier.json", lambda data: b"[]"),
     ],
 )
-def test_what_does_not_fit_is_refused_whatever_its_hash(part: str, change: Callable[[bytes], bytes], tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_whatever_its_hash(
+    part: str, change: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
     purifier_of(channel=PerFeature(0.5)).save(tmp_path / "a")
     Purifier.load(tmp_path / "a")
     sealed_again(tmp_path / "a", part, change)
@@ -184,13 +210,17 @@ def test_a_kill_leaves_one_of_two_versions_whole(replacing: bool, tmp_path: Path
         if not replacing and not path.exists():
             continue
         found = answer(Purifier.load(path))
-        assert any(torch.equal(found, other) for other in (wanted if replacing else wanted[1:])), point
+        assert any(torch.equal(found, other) for other in (wanted if replacing else wanted[1:])), (
+            point
+        )
         versions_of[0].save(path)
         assert torch.equal(answer(Purifier.load(path)), wanted[0])
         assert os.listdir(path.parent) == ["a"]
 
 
-def test_a_full_disk_says_the_bytes_before_anything_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_says_the_bytes_before_anything_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = purifier_of(1), purifier_of(2)
     first.save(tmp_path / "a")
     before = answer(first)
@@ -209,7 +239,13 @@ def test_a_full_disk_says_the_bytes_before_anything_is_lost(tmp_path: Path, monk
         second.save(tmp_path / "a")
     model = BayesianModel(nn.Linear(WIDTH, 3), Categorical())
     with pytest.raises(OSError, match=r"need \d+ bytes of disk, got 100 bytes free"):
-        Purifier(model, Noise(0.5), torch.zeros(1, model.num_params), torch.zeros(9, WIDTH), folder=tmp_path / "tables")
+        Purifier(
+            model,
+            Noise(0.5),
+            torch.zeros(1, model.num_params),
+            torch.zeros(9, WIDTH),
+            folder=tmp_path / "tables",
+        )
 
 
 def test_other_folders_are_left_alone(tmp_path: Path) -> None:
@@ -231,7 +267,9 @@ def test_other_folders_are_left_alone(tmp_path: Path) -> None:
         loaded.save(tmp_path / "a")
 
 
-def test_tables_are_hashed_without_being_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_are_hashed_without_being_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No read while loading from disk is larger than a piece."""
     purifier_of(num=4000).save(tmp_path / "a")
     sizes = []

@@ -1,4 +1,5 @@
-"""Purifying by simulation: converges to the exact answer where there is one, and works where there is none."""
+"""Purifying by simulation: converges to the exact answer where there is one, and works where there
+is none."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ class BlackBox:
     """SM-2's channel as a simulator: it can be asked for x' and for nothing else."""
 
     def sample(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         return (1 + SM2.eps) * x + SM2.sd * torch.randn(x.shape, generator=generator, dtype=x.dtype)
 
@@ -31,7 +37,9 @@ def test_converges_to_the_closed_form() -> None:
     errors, bandwidths = [], []
     for num, draws in ((100, 1), (10_000, 4)):
         reference = SM2.sx * randn(num, 1, seed=2)
-        purifier = SimulatedPurifier(model, BlackBox(), thetas[:20], reference, num_simulations=draws)
+        purifier = SimulatedPurifier(
+            model, BlackBox(), thetas[:20], reference, num_simulations=draws
+        )
         exact = thetas[:20].mean() / thetas.mean() * lam_mean
         errors.append(float((purifier(x_adv).mean - exact).abs().max()))
         bandwidths.append(purifier.bandwidth)
@@ -50,7 +58,9 @@ def test_equals_the_purifier_of_the_kernel_when_the_channel_is_still() -> None:
     found = SimulatedPurifier(model, AttackChannel(attack, 0.0), thetas, (x, y), bandwidth=0.3)
     wanted = Purifier(model, AttackChannel(attack, 0.3), thetas, (x, y))
     torch.testing.assert_close(found(x_adv).probs, wanted(x_adv).probs, rtol=1e-10, atol=0)
-    torch.testing.assert_close(found.diagnose(x_adv).ess_reference, wanted.diagnose(x_adv).ess_reference)
+    torch.testing.assert_close(
+        found.diagnose(x_adv).ess_reference, wanted.diagnose(x_adv).ess_reference
+    )
     at = x_adv.clone().requires_grad_()
     gradients = [torch.autograd.grad(nll(p(at), y[:5]).sum(), at)[0] for p in (found, wanted)]
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
@@ -60,12 +70,17 @@ def test_effective_sample_size_grows_with_the_bandwidth_and_runs_repeat() -> Non
     model = BayesianModel(nn.Linear(3, 3).to(FLOAT), Categorical())
     thetas, x = randn(2, model.num_params), randn(300, 3, seed=1)
     sizes = [
-        float(SimulatedPurifier(model, Noise(0.2), thetas, x, bandwidth=h).diagnose(x[:20]).ess_reference.mean())
+        float(
+            SimulatedPurifier(model, Noise(0.2), thetas, x, bandwidth=h)
+            .diagnose(x[:20])
+            .ess_reference.mean()
+        )
         for h in (0.05, 0.3, 2.0)
     ]
     assert sizes[0] < sizes[1] < sizes[2]
     first, again, other = (
-        SimulatedPurifier(model, Noise(0.2), thetas, x, num_simulations=2, seed=s)(x[:3]).probs for s in (0, 0, 1)
+        SimulatedPurifier(model, Noise(0.2), thetas, x, num_simulations=2, seed=s)(x[:3]).probs
+        for s in (0, 0, 1)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -90,4 +105,9 @@ def test_bad_arguments_are_named() -> None:
         ({"channel": 3}, "channel must have sample"),
     ):
         with pytest.raises((ValueError, TypeError), match=message):
-            SimulatedPurifier(**({"model": model, "channel": Noise(0.0), "thetas": thetas, "reference": x} | settings))  # type: ignore[arg-type]
+            SimulatedPurifier(
+                **(
+                    {"model": model, "channel": Noise(0.0), "thetas": thetas, "reference": x}
+                    | settings
+                )
+            )  # type: ignore[arg-type]

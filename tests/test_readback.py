@@ -1,4 +1,5 @@
-"""What is printed is what was measured: tables and sentences of terminal and report, read back and compared with the numbers."""
+"""What is printed is what was measured: tables and sentences of terminal and report, read back and
+compared with the numbers."""
 
 from __future__ import annotations
 
@@ -35,28 +36,64 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     score_ = x @ [1.0, -0.2, 0.01]
     lines = [",".join(f"{value:.4f}" for value in row) for row in x]
     (folder / "kinds.csv").write_text(
-        "a,b,c,kind\n" + "\n".join(f"{r},{'up' if s > 0 else 'down'}" for r, s in zip(lines, score_, strict=True))
+        "a,b,c,kind\n"
+        + "\n".join(f"{r},{'up' if s > 0 else 'down'}" for r, s in zip(lines, score_, strict=True))
     )
     (folder / "prices.csv").write_text(
-        "a,b,c,price\n" + "\n".join(f"{r},{500 + 40 * s:.3f}" for r, s in zip(lines, score_, strict=True))
+        "a,b,c,price\n"
+        + "\n".join(f"{r},{500 + 40 * s:.3f}" for r, s in zip(lines, score_, strict=True))
     )
     found = {}
     for task, target in (("kinds", "kind"), ("prices", "price")):
-        argv = ["train", "--data", str(folder / f"{task}.csv"), "--target", target, "--epochs", "15", "--lr", "0.03"]
+        argv = [
+            "train",
+            "--data",
+            str(folder / f"{task}.csv"),
+            "--target",
+            target,
+            "--epochs",
+            "15",
+            "--lr",
+            "0.03",
+        ]
         assert main([*argv, "--eps", "0.3", "--out", str(folder / task), "--quiet"]) == 0
-        assert main(["evaluate", str(folder / task), *FEW, "--eps", "0.2", "--eps", "0.5", "--name", "two"]) == 0
+        assert (
+            main(
+                [
+                    "evaluate",
+                    str(folder / task),
+                    *FEW,
+                    "--eps",
+                    "0.2",
+                    "--eps",
+                    "0.5",
+                    "--name",
+                    "two",
+                ]
+            )
+            == 0
+        )
         assert main(["report", str(folder / task), "--thetas", "3"]) == 0
         found[task] = str(folder / task)
     return found
 
 
 def numbers(text: str) -> list[float]:
-    return [float(part) for part in re.findall(r"-?\d+(?:\.\d+)?(?:e-?\d+)?", text.replace("−", "-").replace(",", ""))]
+    return [
+        float(part)
+        for part in re.findall(
+            r"-?\d+(?:\.\d+)?(?:e-?\d+)?", text.replace("−", "-").replace(",", "")
+        )
+    ]
 
 
 def cells_of(text: str) -> list[list[str]]:
     """The rows of a table drawn on the terminal."""
-    return [[cell.strip() for cell in line.strip("│┃ ").split("│")] for line in text.splitlines() if line.startswith("│")]
+    return [
+        [cell.strip() for cell in line.strip("│┃ ").split("│")]
+        for line in text.splitlines()
+        if line.startswith("│")
+    ]
 
 
 def close(shown: list[float], wanted: list[float], digits: int = 3) -> bool:
@@ -68,7 +105,9 @@ def close(shown: list[float], wanted: list[float], digits: int = 3) -> bool:
 
 
 @pytest.mark.parametrize("task", ["kinds", "prices"])
-def test_the_table_on_the_terminal(runs: dict[str, str], task: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_on_the_terminal(
+    runs: dict[str, str], task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     argv = ["evaluate", runs[task], *FEW, "--eps", "0.2", "--eps", "0.5", "--name", "two"]
     capsys.readouterr()
     assert main([*argv, "--json"]) == 0
@@ -84,18 +123,25 @@ def test_the_table_on_the_terminal(runs: dict[str, str], task: str, capsys: pyte
         assert row[2] == ("" if found["eps"] is None else f"{found['eps']:g}")
         for cell, metric in zip(row[3:], metrics, strict=True):
             size = unit if metric == "rmse" else 1.0
-            assert close(numbers(cell), [size * found[metric][key] for key in ("value", "low", "high")]), (cell, found[metric])
+            assert close(
+                numbers(cell), [size * found[metric][key] for key in ("value", "low", "high")]
+            ), (cell, found[metric])
     head = next(line for line in text.splitlines() if line.startswith("┃"))
     names = (
-        ["RMSE (in the unit of 'price')", "NLL (nats)", "coverage of 90 % intervals"] if task == "prices" else ["accuracy", "NLL"]
+        ["RMSE (in the unit of 'price')", "NLL (nats)", "coverage of 90 % intervals"]
+        if task == "prices"
+        else ["accuracy", "NLL"]
     )
     for name in names:
         assert name in head
-    assert "24 test examples, with 95 % intervals" in " ".join(text.split())  # a long path wraps the title
+    # a long path wraps the title
+    assert "24 test examples, with 95 % intervals" in " ".join(text.split())
 
 
 @pytest.mark.parametrize("task", ["kinds", "prices"])
-def test_what_a_run_says_of_itself(runs: dict[str, str], task: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_run_says_of_itself(
+    runs: dict[str, str], task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     capsys.readouterr()
     assert main(["show", runs[task]]) == 0
     text = capsys.readouterr().out
@@ -103,12 +149,19 @@ def test_what_a_run_says_of_itself(runs: dict[str, str], task: str, capsys: pyte
     line = next(line for line in text.splitlines() if "clean test set" in line)
     trained = load_trained(runs[task])
     assert f"({kept['num']} examples, 95 % intervals)" in line
-    for metric, words in {"rmse": "RMSE (in the unit of 'price')", "nll": "NLL (nats)", "accuracy": "accuracy"}.items():
+    for metric, words in {
+        "rmse": "RMSE (in the unit of 'price')",
+        "nll": "NLL (nats)",
+        "accuracy": "accuracy",
+    }.items():
         if metric in kept["clean"]:
             shown = re.search(re.escape(words) + r" (\S+ \[\S+ \S+\])", line)
             assert shown is not None
             size = float(trained.scaling.target_std) if metric == "rmse" else 1.0  # type: ignore[union-attr,arg-type]
-            assert close(numbers(shown[1]), [size * kept["clean"][metric][key] for key in ("value", "low", "high")])
+            assert close(
+                numbers(shown[1]),
+                [size * kept["clean"][metric][key] for key in ("value", "low", "high")],
+            )
     if task == "prices":  # the truth, computed without the package's metrics
         assert "regression, since column 'price' holds numbers" in text
         assert "coverage of 90 % intervals" in line
@@ -146,17 +199,30 @@ class Tables(HTMLParser):
 
 @pytest.mark.parametrize("task", ["kinds", "prices"])
 def test_the_tables_of_the_report(runs: dict[str, str], task: str) -> None:
-    folder, evaluation = Path(runs[task]) / "report", load_evaluation(Path(runs[task]) / "evaluation" / "two")
+    folder, evaluation = (
+        Path(runs[task]) / "report",
+        load_evaluation(Path(runs[task]) / "evaluation" / "two"),
+    )
     unit = float(load_trained(runs[task]).scaling.target_std) if task == "prices" else 1.0  # type: ignore[union-attr,arg-type]
     metrics = json.loads((folder / "report.json").read_text())["metrics"]
 
     def wanted(predictor: str, attack: str, eps: float, metric: str) -> list[float]:
-        found = evaluation.estimate(metric, predictor, {"untouched": "clean", "any": "clean"}.get(attack, attack), eps)
-        size = 100.0 if metric in ("accuracy", "coverage", "selective_accuracy") else unit if metric in ("rmse", "crps") else 1.0
+        found = evaluation.estimate(
+            metric, predictor, {"untouched": "clean", "any": "clean"}.get(attack, attack), eps
+        )
+        size = (
+            100.0
+            if metric in ("accuracy", "coverage", "selective_accuracy")
+            else unit
+            if metric in ("rmse", "crps")
+            else 1.0
+        )
         return [size * value for value in (found.value, found.low, found.high)]
 
     compared = 0
-    lines = [line for line in (folder / "report.md").read_text().splitlines() if line.startswith("| ")]
+    lines = [
+        line for line in (folder / "report.md").read_text().splitlines() if line.startswith("| ")
+    ]
     head = next(line for line in lines if line.startswith("| predictor | attack"))
     assert head.count("|") == len(metrics) + 4
     for line in lines[lines.index(head) + 1 :]:
@@ -164,7 +230,9 @@ def test_the_tables_of_the_report(runs: dict[str, str], task: str) -> None:
         if len(cells) != len(metrics) + 3:
             break
         for cell, metric in zip(cells[3:], metrics, strict=True):
-            value = wanted(cells[0], cells[1], 0.0 if cells[2] == "any" else float(cells[2]), metric)
+            value = wanted(
+                cells[0], cells[1], 0.0 if cells[2] == "any" else float(cells[2]), metric
+            )
             digits = 1 if metric in ("accuracy", "coverage", "selective_accuracy") else 3
             assert close(numbers(cell.replace("†", "")), value, digits), (line, metric, value)
             compared += 1
@@ -181,7 +249,9 @@ def test_the_tables_of_the_report(runs: dict[str, str], task: str) -> None:
         who, attack, eps = (row[0], "any", 0.0) if trivial else (predictor, row[0], float(row[1]))
         for cell, metric in zip(row[2:], metrics, strict=True):
             digits = 1 if metric in ("accuracy", "coverage", "selective_accuracy") else 3
-            assert close(numbers(cell.replace("†", " ")), wanted(who, attack, eps, metric), digits), (row, metric)
+            assert close(
+                numbers(cell.replace("†", " ")), wanted(who, attack, eps, metric), digits
+            ), (row, metric)
             compared -= 1
     assert compared == 0
 
@@ -189,8 +259,12 @@ def test_the_tables_of_the_report(runs: dict[str, str], task: str) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == len(metrics) * (1 + 2 * 3 + (2 if task == "kinds" else 1))
     for row in rows:
-        found = evaluation.estimate(row["metric"], row["predictor"], "clean" if row["attack"] == "any" else row["attack"],
-                                    float(row["eps"]) if row["eps"] else 0.0)  # fmt: skip
+        found = evaluation.estimate(
+            row["metric"],
+            row["predictor"],
+            "clean" if row["attack"] == "any" else row["attack"],
+            float(row["eps"]) if row["eps"] else 0.0,
+        )
         assert [float(row[key]) for key in ("value", "low", "high", "examples")] == [
             found.value,
             found.low,
@@ -201,12 +275,17 @@ def test_the_tables_of_the_report(runs: dict[str, str], task: str) -> None:
 
 @pytest.mark.parametrize("task", ["kinds", "prices"])
 def test_the_sentences_of_the_report(runs: dict[str, str], task: str) -> None:
-    folder, evaluation = Path(runs[task]) / "report", load_evaluation(Path(runs[task]) / "evaluation" / "two")
+    folder, evaluation = (
+        Path(runs[task]) / "report",
+        load_evaluation(Path(runs[task]) / "evaluation" / "two"),
+    )
     eps = json.loads((folder / "report.json").read_text())["eps"]
     text = (folder / "report.md").read_text()
     if task == "kinds":
         shown = re.search(
-            r"answers ([\d.]+) % of untouched inputs correctly, and ([\d.]+) %†? \(95 % interval ([\d.]+) to ([\d.]+)\)", text
+            r"answers ([\d.]+) % of untouched inputs correctly, and ([\d.]+) %†? \(95 % interval "
+            r"([\d.]+) to ([\d.]+)\)",
+            text,
         )
         metric, size, digits = "accuracy", 100.0, 1
     else:
@@ -214,19 +293,33 @@ def test_the_sentences_of_the_report(runs: dict[str, str], task: str) -> None:
         shown = re.search(first + r", and ([\d.]+)†? \(95 % interval ([\d.]+) to ([\d.]+)\)", text)
         metric, size, digits = "rmse", float(load_trained(runs[task]).scaling.target_std), 3  # type: ignore[union-attr,arg-type]
     assert shown is not None
-    clean, worst = evaluation.estimate(metric, None, "clean"), evaluation.estimate(metric, None, "worst", eps)
+    clean, worst = (
+        evaluation.estimate(metric, None, "clean"),
+        evaluation.estimate(metric, None, "worst", eps),
+    )
     assert close(
-        [float(v) for v in shown.groups()], [size * v for v in (clean.value, worst.value, worst.low, worst.high)], digits
+        [float(v) for v in shown.groups()],
+        [size * v for v in (clean.value, worst.value, worst.low, worst.high)],
+        digits,
     )
     assert "24 test examples" in " ".join(text.split())
     what = ("ece", "expected calibration error") if task == "kinds" else ("coverage", "coverage")
     for attack, words in (("clean", "untouched"), ("worst", f"worst case, ε = {eps:g}")):
-        line = next(line for line in text.splitlines() if line.startswith("- ") and f"{words}: {what[1]}" in line)
+        line = next(
+            line
+            for line in text.splitlines()
+            if line.startswith("- ") and f"{words}: {what[1]}" in line
+        )
         found = evaluation.estimate(what[0], None, attack, 0.0 if attack == "clean" else eps)
-        assert close(numbers(line.partition(what[1])[2]), [100 * v for v in (found.value, found.low, found.high)], 1)
+        assert close(
+            numbers(line.partition(what[1])[2]),
+            [100 * v for v in (found.value, found.low, found.high)],
+            1,
+        )
 
 
-# --- intervals have the coverage that they are labelled with ---------------------------------------------------------------
+# --- intervals have the coverage that they are labelled with
+# ---------------------------------------------------------------
 
 
 def lopsided(x: Tensor) -> GaussianMixture:
@@ -249,7 +342,9 @@ def test_predicted_intervals_have_their_coverage_and_their_label(level: float) -
     num = 4000
     x, y = drawn(num, 3)
     scaling = Standardize(torch.zeros(1), torch.ones(1), torch.tensor(7.0), torch.tensor(20.0))
-    trained = SimpleNamespace(predict=lambda num: lopsided, scaling=scaling, target_names=("price",), class_names=())
+    trained = SimpleNamespace(
+        predict=lambda num: lopsided, scaling=scaling, target_names=("price",), class_names=()
+    )
     columns = tabulate(trained, x, level=level)  # type: ignore[arg-type]
     low, high = (np.array(columns[f"price {100 * level:g}% {side}"]) for side in ("low", "high"))
     truth = y.numpy() * 20 + 7
@@ -276,11 +371,14 @@ def test_scored_coverage_is_that_of_its_level(level: float, kind: str) -> None:
     assert abs(inside - level) < 4 * math.sqrt(level * (1 - level) / num)
 
 
-# --- thresholds, from both sides -------------------------------------------------------------------------------------------
+# --- thresholds, from both sides
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("low", "said"), [(0.75, True), (0.7500001, False)])
-def test_a_model_is_said_to_be_no_better_exactly_where_its_interval_reaches_the_majority(low: float, said: bool) -> None:
+def test_a_model_is_said_to_be_no_better_exactly_where_its_interval_reaches_the_majority(
+    low: float, said: bool
+) -> None:
     from advbayes.cli.describe import no_better
 
     clean = {"accuracy": {"value": 0.8, "low": low, "high": 0.9}}
@@ -290,14 +388,17 @@ def test_a_model_is_said_to_be_no_better_exactly_where_its_interval_reaches_the_
 
 
 @pytest.mark.parametrize(("largest", "logarithmic"), [(20.0, False), (20.1, True)])
-def test_curves_are_logarithmic_where_a_linear_axis_would_hide_the_small(largest: float, logarithmic: bool) -> None:
+def test_curves_are_logarithmic_where_a_linear_axis_would_hide_the_small(
+    largest: float, logarithmic: bool
+) -> None:
     from advbayes.report.figures import _spans
 
     assert _spans([1.0, largest]) is logarithmic
     assert not _spans([-1.0, largest])
 
 
-# --- reproduction ----------------------------------------------------------------------------------------------------------
+# --- reproduction ---------------------------------------------------------------------------------
+# -------------------------
 
 
 def test_the_commands_of_a_report_make_the_same_numbers_again(
@@ -309,7 +410,9 @@ def test_the_commands_of_a_report_make_the_same_numbers_again(
 
     text = (Path(runs["kinds"]) / "report" / "report.md").read_text()
     part = text.partition("## How to reproduce this")[2]
-    commands = [line.strip() for line in part.splitlines() if line.startswith("    advbayes evaluate")]
+    commands = [
+        line.strip() for line in part.splitlines() if line.startswith("    advbayes evaluate")
+    ]
     assert len(commands) == 1
     words = shlex.split(commands[0])[1:]
     assert words[:2] == ["evaluate", runs["kinds"]]
@@ -320,7 +423,23 @@ def test_the_commands_of_a_report_make_the_same_numbers_again(
     before = load_evaluation(Path(runs["kinds"]) / "evaluation" / "two").table().json()["rows"]
     assert rows == before
     # An evaluation of other examples is not shown, and that is said.
-    assert main(["evaluate", runs["kinds"], "--num", "7", "--attack", "pgd1", "--thetas", "3", "--name", "few"]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                runs["kinds"],
+                "--num",
+                "7",
+                "--attack",
+                "pgd1",
+                "--thetas",
+                "3",
+                "--name",
+                "few",
+            ]
+        )
+        == 0
+    )
     paths = report_runs([runs["kinds"]], tmp_path / "report", num_thetas=3)
     for file in (paths.html, paths.markdown):
         assert "few (7 examples)" in file.read_text()

@@ -12,9 +12,19 @@ README = Path(__file__).parents[1] / "README.md"
 
 def test_quickstart_runs_as_printed(tmp_path: Path) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    done = subprocess.run([sys.executable, "-W", "error", "-c", block], capture_output=True, text=True, cwd=tmp_path, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", block],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr
-    accuracies = {row[1]: float(row[3]) for row in (line.split() for line in done.stdout.splitlines()) if row[:1] == ["predict"]}
+    accuracies = {
+        row[1]: float(row[3])
+        for row in (line.split() for line in done.stdout.splitlines())
+        if row[:1] == ["predict"]
+    }
     assert accuracies["clean"] > 0.9, done.stdout
     assert 0.2 < accuracies["worst"] < accuracies["clean"], done.stdout
 

@@ -1,4 +1,5 @@
-"""The report: what it says, that it is the same twice, that nothing from outside is live in it, that a browser shows it."""
+"""The report: what it says, that it is the same twice, that nothing from outside is live in it,
+that a browser shows it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,16 @@ from torch.distributions import Normal
 
 from advbayes import L2, Linf, one_step, pgd, squared_error
 from advbayes.evaluation import Cell, Evaluation, evaluate
-from advbayes.report import Gallery, ReportPaths, View, gather, make_gallery, report_run, report_runs, write_report
+from advbayes.report import (
+    Gallery,
+    ReportPaths,
+    View,
+    gather,
+    make_gallery,
+    report_run,
+    report_runs,
+    write_report,
+)
 from advbayes.report.pictures import png
 from advbayes.report.text import clean, markdown
 from advbayes.report.words import MANDATORY
@@ -86,12 +96,14 @@ HOSTILE = (
 )
 
 
-# --- things to report on --------------------------------------------------------------------------------------------------
+# --- things to report on
+# --------------------------------------------------------------------------------------------------
 
 
 def slope(weight: float) -> Any:
     return lambda x: Classes(
-        logits=weight * torch.stack([x.flatten(1).mean(1), -x.flatten(1).mean(1), 0.1 * x.flatten(1)[:, 0]], 1)
+        logits=weight
+        * torch.stack([x.flatten(1).mean(1), -x.flatten(1).mean(1), 0.1 * x.flatten(1)[:, 0]], 1)
     )
 
 
@@ -108,36 +120,55 @@ def image_data() -> tuple[Tensor, Tensor]:
 def image_evaluation() -> Evaluation:
     ball = L2(1.0, box=(0, 1))
     attacks = {"c": one_step(ball), "d": pgd(ball, steps=4)}
-    return evaluate({"a": slope(8.0), "b": slope(3.0)}, image_data(), attacks=attacks, radii=(0.5, 1.0))
+    return evaluate(
+        {"a": slope(8.0), "b": slope(3.0)}, image_data(), attacks=attacks, radii=(0.5, 1.0)
+    )
 
 
 @lru_cache
 def table_evaluation() -> Evaluation:
     x = torch.randn(30, 3, generator=torch.Generator().manual_seed(1))
-    return evaluate({"wine": line}, (x, x.sum(1) + 0.1), attacks={"PGD": pgd(Linf(0.5), 3, squared_error)})
+    return evaluate(
+        {"wine": line}, (x, x.sum(1) + 0.1), attacks={"PGD": pgd(Linf(0.5), 3, squared_error)}
+    )
 
 
 def image_case(**names: Any) -> dict[str, Any]:
     """A whole report's arguments: two predictors, two attacks, two radii, an audit, a gallery."""
     x, y = image_data()
-    predictors = dict(zip(names.get("predictors", ("plain", "MIX")), (slope(8.0), slope(3.0)), strict=True))
+    predictors = dict(
+        zip(names.get("predictors", ("plain", "MIX")), (slope(8.0), slope(3.0)), strict=True)
+    )
     first, second = names.get("attacks", ("one step", "PGD"))
     ball = L2(1.0, box=(0, 1))
     attacks = {first: one_step(ball), second: pgd(ball, steps=4)}
     found = evaluate(
-        {"a": slope(8.0), "b": slope(3.0)}, (x, y), attacks={"c": attacks[first], "d": attacks[second]}, radii=(0.5, 1.0)
+        {"a": slope(8.0), "b": slope(3.0)},
+        (x, y),
+        attacks={"c": attacks[first], "d": attacks[second]},
+        radii=(0.5, 1.0),
     )
     told = dict(zip("abcd", (*predictors, first, second), strict=True))
     cells = {
-        Cell(told.get(c.predictor, c.predictor), told.get(c.attack, c.attack), c.eps): rows for c, rows in found.cells.items()
+        Cell(told.get(c.predictor, c.predictor), told.get(c.attack, c.attack), c.eps): rows
+        for c, rows in found.cells.items()
     }
     config = {**found.config, "attacks": {told[k]: v for k, v in found.config["attacks"].items()}}
-    attacked = {second: {name: attacks[second](predict, x[:3], y[:3]) for name, predict in predictors.items()}}
+    attacked = {
+        second: {
+            name: attacks[second](predict, x[:3], y[:3]) for name, predict in predictors.items()
+        }
+    }
     return {
         "title": names.get("title", "Two predictors"),
         "evaluation": Evaluation(found.task, cells, found.trivial, config),
         "audit": {list(predictors)[1]: verdict(advice=names.get("advice", "run more steps"))},
-        "threat_model": {"norm": "L2", "eps": 1.0, "units": "raw", "knowledge": names.get("knowledge", "no thetas")},
+        "threat_model": {
+            "norm": "L2",
+            "eps": 1.0,
+            "units": "raw",
+            "knowledge": names.get("knowledge", "no thetas"),
+        },
         "run": run(names.get("run", "MIX"), seconds=1.0),
         "history": {name: {"bound": [-9.0, -5.0, math.nan, -4.0]} for name in predictors},
         "gallery": make_gallery(predictors, x, y, attacked, eps=1.0, num=3),
@@ -156,17 +187,44 @@ def run(name: str, *, seconds: float) -> dict[str, Any]:
         "eps": 1.0,
         "norm": "l2",
     }
-    started = {"command": ["/usr/bin/advbayes", "train", "--out", name], "commit": "abc123", "machine": f"box {seconds}"}
-    manifest = {"started": started, "versions": {"torch": "2.13.0"}, "steps": 4, "seconds": seconds, "weights": "ff" * 32}
-    return {name: {"config": {**config, "root": f"/tmp/{seconds}", "seed": 3}, "manifest": manifest}}
+    started = {
+        "command": ["/usr/bin/advbayes", "train", "--out", name],
+        "commit": "abc123",
+        "machine": f"box {seconds}",
+    }
+    manifest = {
+        "started": started,
+        "versions": {"torch": "2.13.0"},
+        "steps": 4,
+        "seconds": seconds,
+        "weights": "ff" * 32,
+    }
+    return {
+        name: {"config": {**config, "root": f"/tmp/{seconds}", "seed": 3}, "manifest": manifest}
+    }
 
 
-def verdict(level: str = "C", *, failed: tuple[str, ...] = ("E6",), advice: str = "run more steps") -> dict[str, Any]:
+def verdict(
+    level: str = "C", *, failed: tuple[str, ...] = ("E6",), advice: str = "run more steps"
+) -> dict[str, Any]:
     def finding(id: str) -> dict[str, Any]:
         status = "failed" if id in failed else "passed"
-        return {"id": id, "title": f"check {id}", "status": status, "figures": {"x": 0.25}, "advice": advice, "mandatory": True}
+        return {
+            "id": id,
+            "title": f"check {id}",
+            "status": status,
+            "figures": {"x": 0.25},
+            "advice": advice,
+            "mandatory": True,
+        }
 
-    return {"level": level, "tier": "standard", "certified": False, "summary": {}, "findings": [finding(id) for id in MANDATORY]}
+    return {
+        "level": level,
+        "tier": "standard",
+        "certified": False,
+        "summary": {},
+        "findings": [finding(id) for id in MANDATORY],
+    }
 
 
 def table_case(features: tuple[str, ...] = ("alcohol", "acidity", "sugar")) -> dict[str, Any]:
@@ -177,9 +235,16 @@ def table_case(features: tuple[str, ...] = ("alcohol", "acidity", "sugar")) -> d
         "title": "Wine",
         "evaluation": table_evaluation(),
         "audit": verdict("B", failed=()),
-        "gallery": make_gallery({"wine": line}, x, y, {"PGD": attack(line, x[:2], y[:2])}, eps=0.5, num=2),
+        "gallery": make_gallery(
+            {"wine": line}, x, y, {"PGD": attack(line, x[:2], y[:2])}, eps=0.5, num=2
+        ),
         "feature_names": features,
-        "scaling": {"mean": [10.0, 0.5, 2.0], "std": [2.0, 0.1, 4.0], "target_mean": 5.0, "target_std": 3.0},
+        "scaling": {
+            "mean": [10.0, 0.5, 2.0],
+            "std": [2.0, 0.1, 4.0],
+            "target_mean": 5.0,
+            "target_std": 3.0,
+        },
     }
 
 
@@ -218,7 +283,8 @@ class Page(HTMLParser):
         return " ".join("".join(self.text).split())
 
 
-# --- what it says ---------------------------------------------------------------------------------------------------------
+# --- what it says ---------------------------------------------------------------------------------
+# ------------------------
 
 
 def test_the_numbers_are_those_of_the_evaluation(images: ReportPaths) -> None:
@@ -228,14 +294,31 @@ def test_the_numbers_are_those_of_the_evaluation(images: ReportPaths) -> None:
     for row in document["table"]:
         attack = "clean" if row["kind"] == "trivial" else row["attack"]
         for metric, shown in row["values"].items():
-            wanted = found.estimate(metric, row["predictor"], attack, None if row["kind"] == "trivial" else row["eps"])
-            assert (shown["value"], shown["low"], shown["high"]) == (wanted.value, wanted.low, wanted.high)
-    assert {row["predictor"] for row in document["table"]} == {"plain", "MIX", "uniform", "majority"}
+            wanted = found.estimate(
+                metric, row["predictor"], attack, None if row["kind"] == "trivial" else row["eps"]
+            )
+            assert (shown["value"], shown["low"], shown["high"]) == (
+                wanted.value,
+                wanted.low,
+                wanted.high,
+            )
+    assert {row["predictor"] for row in document["table"]} == {
+        "plain",
+        "MIX",
+        "uniform",
+        "majority",
+    }
     assert len(document["table"]) == 2 * (1 + 2 * 3) + 2
-    worst = next(row for row in document["table"] if (row["predictor"], row["attack"], row["eps"]) == ("MIX", "worst", 1.0))
+    worst = next(
+        row
+        for row in document["table"]
+        if (row["predictor"], row["attack"], row["eps"]) == ("MIX", "worst", 1.0)
+    )
     page = Page(images.html.read_text()).words
     value = worst["values"]["accuracy"]
-    assert f"{100 * value['value']:.1f}†{100 * value['low']:.1f} to {100 * value['high']:.1f}" in page
+    assert (
+        f"{100 * value['value']:.1f}†{100 * value['low']:.1f} to {100 * value['high']:.1f}" in page
+    )
 
 
 @pytest.mark.parametrize(
@@ -247,7 +330,8 @@ def test_the_numbers_are_those_of_the_evaluation(images: ReportPaths) -> None:
         ({"MIX": verdict("C")}, {"plain", "MIX"}),
         ({"MIX": verdict("D")}, {"plain", "MIX"}),
         (verdict("B", failed=()), {"MIX"}),  # of the first predictor
-        ({"MIX": {**verdict("B"), "findings": verdict("B")["findings"][:3]}}, {"plain", "MIX"}),  # most was never asked for
+        # most was never asked for
+        ({"MIX": {**verdict("B"), "findings": verdict("B")["findings"][:3]}}, {"plain", "MIX"}),
     ],
 )
 def test_a_dagger_stands_at_what_is_not_to_be_believed(audit: Any, daggers: set[str]) -> None:
@@ -272,7 +356,17 @@ def test_the_verdict_is_told_in_words_with_advice(images: ReportPaths) -> None:
 def test_the_page_holds_every_part(images: ReportPaths) -> None:
     page = Page(images.html.read_text())
     ids = {attributes.get("id") for _, attributes in page.elements}
-    assert {"short", "verdict", "results", "curves", "calibration", "abstention", "examples", "threat", "training"} <= ids
+    assert {
+        "short",
+        "verdict",
+        "results",
+        "curves",
+        "calibration",
+        "abstention",
+        "examples",
+        "threat",
+        "training",
+    } <= ids
     assert "reproduce" in ids
     assert "advbayes demo --seed 0" in page.words
     assert "ε = 1 (L2)" in page.words
@@ -297,7 +391,11 @@ def test_units_are_raw_and_standardised(features: ReportPaths) -> None:
 
 def test_only_what_is_there_is_told(tmp_path: Path) -> None:
     x, y = image_data()
-    paths = write_report(tmp_path, title="bare", evaluation=evaluate(slope(2.0), (x, y), attacks={"PGD": pgd(L2(0.5), steps=2)}))
+    paths = write_report(
+        tmp_path,
+        title="bare",
+        evaluation=evaluate(slope(2.0), (x, y), attacks={"PGD": pgd(L2(0.5), steps=2)}),
+    )
     ids = {attributes.get("id") for _, attributes in Page(paths.html.read_text()).elements}
     assert not {"examples", "training"} & ids
 
@@ -317,7 +415,11 @@ def test_png_is_what_was_given() -> None:
     with Image.open(io.BytesIO(png(grey))) as image:
         assert (image.format, image.mode, list(image.tobytes())) == ("PNG", "L", [0, 255, 128, 255])
     with Image.open(io.BytesIO(png(torch.eye(3)[:, :, None]))) as image:
-        assert (image.mode, image.size, list(image.tobytes())) == ("RGB", (1, 3), [255, 0, 0, 0, 255, 0, 0, 0, 255])
+        assert (image.mode, image.size, list(image.tobytes())) == (
+            "RGB",
+            (1, 3),
+            [255, 0, 0, 0, 255, 0, 0, 0, 255],
+        )
 
 
 def test_bad_galleries_and_audits_are_refused() -> None:
@@ -330,7 +432,8 @@ def test_bad_galleries_and_audits_are_refused() -> None:
         gather(title="t", evaluation=image_case()["evaluation"], audit={"MIX": {"level": "B"}})
 
 
-# --- the same twice -------------------------------------------------------------------------------------------------------
+# --- the same twice -------------------------------------------------------------------------------
+# ------------------------
 
 
 def test_two_runs_of_one_seed_have_the_same_json(images: ReportPaths, tmp_path: Path) -> None:
@@ -338,7 +441,10 @@ def test_two_runs_of_one_seed_have_the_same_json(images: ReportPaths, tmp_path: 
     again["run"] = run("MIX", seconds=2.0)  # another machine, another folder, another duration
     again["reproduce"] = ["advbayes demo --seed 0 --out elsewhere"]
     paths = write_report(tmp_path, **again)
-    assert hashlib.sha256(paths.json.read_bytes()).hexdigest() == hashlib.sha256(images.json.read_bytes()).hexdigest()
+    assert (
+        hashlib.sha256(paths.json.read_bytes()).hexdigest()
+        == hashlib.sha256(images.json.read_bytes()).hexdigest()
+    )
     assert paths.digest == hashlib.sha256(paths.json.read_bytes()).hexdigest()
     assert "elsewhere" in paths.html.read_text()
     again["evaluation"] = evaluate(slope(7.0), image_data(), attacks={"PGD": pgd(L2(0.5), steps=2)})
@@ -347,11 +453,16 @@ def test_two_runs_of_one_seed_have_the_same_json(images: ReportPaths, tmp_path: 
 
 def test_the_page_is_the_same_twice(images: ReportPaths, tmp_path: Path) -> None:
     paths = write_report(tmp_path, **image_case())
-    for one, other in ((paths.html, images.html), (paths.markdown, images.markdown), (paths.csv, images.csv)):
+    for one, other in (
+        (paths.html, images.html),
+        (paths.markdown, images.markdown),
+        (paths.csv, images.csv),
+    ):
         assert one.read_bytes() == other.read_bytes()
 
 
-# --- nothing from outside is live -----------------------------------------------------------------------------------------
+# --- nothing from outside is live
+# -----------------------------------------------------------------------------------------
 
 
 def test_there_are_fifty_hostile_strings() -> None:
@@ -364,7 +475,18 @@ ALLOWED_ADDRESSES = re.compile(r"#[a-zA-Z0-9_.-]+|data:image/png;base64,[A-Za-z0
 def check_dead(page: Page) -> None:
     """No script, handler, outside address or style from outside."""
     for tag, attributes in page.elements:
-        assert tag not in ("script", "iframe", "object", "embed", "form", "input", "link", "base", "math", "foreignobject"), tag
+        assert tag not in (
+            "script",
+            "iframe",
+            "object",
+            "embed",
+            "form",
+            "input",
+            "link",
+            "base",
+            "math",
+            "foreignobject",
+        ), tag
         for name, value in attributes.items():
             assert not name.startswith("on"), (tag, name)
             if name in ("href", "src", "action", "data", "xlink:href", "srcset", "poster"):
@@ -389,7 +511,8 @@ def hostile_case(string: str) -> dict[str, Any]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Neither bootstraps nor drawings hang on names (figures have them in title and description alone): make them once."""
+    """Neither bootstraps nor drawings hang on names (figures have them in title and description
+    alone): make them once."""
     from advbayes.evaluation.result import REDUCTIONS
     from advbayes.report import figures
 
@@ -402,8 +525,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     def draw(paint: Any, *, name: str, title: str, description: str, **size: Any) -> str:
         key = state["case"], name
         if key not in DRAWN:
-            DRAWN[key] = real(paint, name=name, title="@title@", description="@description@", **size)
-        return DRAWN[key].replace("@title@", entities.escape(title)).replace("@description@", entities.escape(description))
+            DRAWN[key] = real(
+                paint, name=name, title="@title@", description="@description@", **size
+            )
+        return (
+            DRAWN[key]
+            .replace("@title@", entities.escape(title))
+            .replace("@description@", entities.escape(description))
+        )
 
     monkeypatch.setattr(figures, "draw", draw)
     return state
@@ -414,17 +543,25 @@ PLAIN: dict[str, list[Any]] = {}  # the elements of pages whose names are harmle
 
 
 @pytest.mark.parametrize("string", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_names_add_nothing_to_the_page(string: str, tmp_path: Path, quick: dict[str, str]) -> None:
-    cases = {"images": hostile_case, "features": lambda name: table_case(features=(name, f"{name}1", f"{name}2"))}
+def test_hostile_names_add_nothing_to_the_page(
+    string: str, tmp_path: Path, quick: dict[str, str]
+) -> None:
+    cases = {
+        "images": hostile_case,
+        "features": lambda name: table_case(features=(name, f"{name}1", f"{name}2")),
+    }
     for case, make in cases.items():
         quick["case"] = case
         if case not in PLAIN:
-            PLAIN[case] = Page(write_report(tmp_path / "plain", **make("plain")).html.read_text()).shape
+            PLAIN[case] = Page(
+                write_report(tmp_path / "plain", **make("plain")).html.read_text()
+            ).shape
         other = write_report(tmp_path / case, **make(string))
         page = Page(other.html.read_text(encoding="utf-8"))
         check_dead(page)
         assert page.shape == PLAIN[case]  # not an element, not an attribute more
-        assert " ".join(clean(string).split()) in page.words  # as text, and whole: nothing was computed or cut out
+        # as text, and whole: nothing was computed or cut out
+        assert " ".join(clean(string).split()) in page.words
         check_markdown(other.markdown.read_text(encoding="utf-8"))
         check_csv(other.csv)
     results = (tmp_path / "images" / "report.json").read_text(encoding="utf-8")
@@ -465,7 +602,11 @@ def test_figures_escape_what_they_are_called(tmp_path: Path) -> None:
     paths = write_report(tmp_path, **image_case(title=string, predictors=(string, f"{string}2")))
     page = Page(paths.html.read_text(encoding="utf-8"))
     check_dead(page)
-    drawn = [attributes for tag, attributes in page.elements if tag == "svg" and attributes.get("class") == "figure"]
+    drawn = [
+        attributes
+        for tag, attributes in page.elements
+        if tag == "svg" and attributes.get("class") == "figure"
+    ]
     assert len(drawn) == 7
 
 
@@ -503,7 +644,8 @@ def test_figures_have_alternative_text(images: ReportPaths) -> None:
     assert figures > 7
 
 
-# --- run folders ----------------------------------------------------------------------------------------------------------
+# --- run folders ----------------------------------------------------------------------------------
+# ------------------------
 
 
 def trained_run(folder: Path, defense: str, seed: int = 0) -> Path:
@@ -512,7 +654,16 @@ def trained_run(folder: Path, defense: str, seed: int = 0) -> Path:
     from advbayes.config import make_config
     from advbayes.runs import create_run, load_trained, prepare, train
 
-    config = make_config({"data": "digits", "defense": defense, "epochs": 0.2, "network": "mlp", "hidden": [8], "seed": seed})
+    config = make_config(
+        {
+            "data": "digits",
+            "defense": defense,
+            "epochs": 0.2,
+            "network": "mlp",
+            "hidden": [8],
+            "seed": seed,
+        }
+    )
     with create_run(config, folder) as made:
         train(made)
     model, data = load_trained(folder), prepare(config)
@@ -560,7 +711,10 @@ def test_several_runs_are_compared(run_folder: Path, tmp_path: Path) -> None:
     other = trained_run(tmp_path / "none", "none")
     document = json.loads(report_runs([run_folder, other], tmp_path / "out").json.read_text())
     assert document["predictors"] == ["mix", "none"]
-    assert [one["name"] for one in document["gallery"]["examples"][0]["predictors"]] == ["mix", "none"]
+    assert [one["name"] for one in document["gallery"]["examples"][0]["predictors"]] == [
+        "mix",
+        "none",
+    ]
 
 
 def test_a_run_that_was_not_evaluated_says_what_to_do(run_folder: Path, tmp_path: Path) -> None:
@@ -571,7 +725,8 @@ def test_a_run_that_was_not_evaluated_says_what_to_do(run_folder: Path, tmp_path
         report_run(copy)
 
 
-# --- in a browser ---------------------------------------------------------------------------------------------------------
+# --- in a browser ---------------------------------------------------------------------------------
+# ------------------------
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = [
@@ -587,18 +742,24 @@ FLAGS = [
     "--enable-logging=stderr",
     "--virtual-time-budget=4000",
 ]
-# Each page in a frame of its own width; all closed parts opened; the widths and whatever sticks out are written into the page.
+# Each page in a frame of its own width; all closed parts opened; the widths and whatever sticks out
+# are written into the page.
 MEASURE = """
 const said = [];
 for (const frame of document.querySelectorAll("iframe")) {
   const page = frame.contentDocument;
   for (const each of page.querySelectorAll("details")) each.open = true;
   const width = page.documentElement.clientWidth;
-  const out = [...page.querySelectorAll("body *")].filter((each) => !each.closest(".scroll, pre") || each.matches(".scroll, pre"))
-    .filter((each) => { const box = each.getBoundingClientRect(); return box.width && (box.right > width + 1 || box.left < -1); })
+  const out = [...page.querySelectorAll("body *")]
+    .filter((each) => !each.closest(".scroll, pre") || each.matches(".scroll, pre"))
+    .filter((each) => {
+      const box = each.getBoundingClientRect();
+      return box.width && (box.right > width + 1 || box.left < -1); })
     .map((each) => each.tagName + "." + each.getAttribute("class"));
-  const empty = [...page.querySelectorAll("svg.figure, img")].filter((each) => each.getBoundingClientRect().height < 20).length;
-  said.push({name: frame.name, width, scroll: page.documentElement.scrollWidth, out: out.slice(0, 5), empty,
+  const empty = [...page.querySelectorAll("svg.figure, img")]
+    .filter((each) => each.getBoundingClientRect().height < 20).length;
+  said.push({name: frame.name, width, scroll: page.documentElement.scrollWidth,
+    out: out.slice(0, 5), empty,
     paper: page.defaultView.getComputedStyle(page.body).backgroundColor});
 }
 document.getElementById("said").textContent = JSON.stringify(said);
@@ -607,7 +768,8 @@ document.getElementById("said").textContent = JSON.stringify(said);
 
 def shown(pages: dict[str, str], folder: Path, *, dark: bool) -> tuple[list[dict[str, Any]], str]:
     frames = [
-        f'<iframe name="{name} {width}" style="border:0;width:{width}px;height:900px" srcdoc="{entities.escape(page)}"></iframe>'
+        f'<iframe name="{name} {width}" style="border:0;width:{width}px;height:900px" '
+        f'srcdoc="{entities.escape(page)}"></iframe>'
         for name, page in pages.items()
         for width in (360, 390, 1280)
     ]
@@ -618,7 +780,14 @@ def shown(pages: dict[str, str], folder: Path, *, dark: bool) -> tuple[list[dict
         encoding="utf-8",
     )
     scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
-    command = [str(CHROMIUM), *FLAGS, *scheme, f"--user-data-dir={folder / f'profile{dark}'}", "--dump-dom", wrapper.as_uri()]
+    command = [
+        str(CHROMIUM),
+        *FLAGS,
+        *scheme,
+        f"--user-data-dir={folder / f'profile{dark}'}",
+        "--dump-dom",
+        wrapper.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     found = re.search(r'<pre id="said">(.*?)</pre>', done.stdout, re.S)
     assert found, done.stderr[-2000:]
@@ -626,9 +795,19 @@ def shown(pages: dict[str, str], folder: Path, *, dark: bool) -> tuple[list[dict
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-def test_a_browser_shows_it_at_phone_and_desktop_width(images: ReportPaths, features: ReportPaths, tmp_path: Path) -> None:
-    long = write_report(tmp_path, **image_case(title="W" * 300, predictors=("M" * 200, "<b>" * 90), classes=("x" * 99, "b", "c")))
-    pages = {name: paths.html.read_text() for name, paths in (("images", images), ("features", features), ("long", long))}
+def test_a_browser_shows_it_at_phone_and_desktop_width(
+    images: ReportPaths, features: ReportPaths, tmp_path: Path
+) -> None:
+    long = write_report(
+        tmp_path,
+        **image_case(
+            title="W" * 300, predictors=("M" * 200, "<b>" * 90), classes=("x" * 99, "b", "c")
+        ),
+    )
+    pages = {
+        name: paths.html.read_text()
+        for name, paths in (("images", images), ("features", features), ("long", long))
+    }
     light, logged = shown(pages, tmp_path, dark=False)
     darkened, also_logged = shown(pages, tmp_path, dark=True)
     assert len(light) == len(darkened) == 9
@@ -651,4 +830,7 @@ def test_predictions_that_cannot_say_everything_are_reported(tmp_path: Path) -> 
     paths = write_report(tmp_path, title="heavy tails", evaluation=evaluation)
     document = json.loads(paths.json.read_text())
     ours = [row for row in document["table"] if row["kind"] != "trivial"]
-    assert all(row["values"]["coverage"]["value"] is None and row["values"]["rmse"]["value"] > 0 for row in ours)
+    assert all(
+        row["values"]["coverage"]["value"] is None and row["values"]["rmse"]["value"] > 0
+        for row in ours
+    )

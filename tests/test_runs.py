@@ -1,4 +1,5 @@
-"""Run folders: exact resume after any death, signals, locks, full disks, what must never be saved."""
+"""Run folders: exact resume after any death, signals, locks, full disks, what must never be
+saved."""
 
 from __future__ import annotations
 
@@ -37,21 +38,47 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
 
 
 def small(**changes: Any) -> Any:
-    values = {"data": "digits", "network": "mlp", "hidden": [8], "num_train": 256, "batch_size": 32, "epochs": 1}
+    values = {
+        "data": "digits",
+        "network": "mlp",
+        "hidden": [8],
+        "num_train": 256,
+        "batch_size": 32,
+        "epochs": 1,
+    }
     return make_config(values | {"lr": 0.01, "checkpoint_every": 5} | changes)
 
 
-# --- The same, again -----------------------------------------------------------------------------------------------------
+# --- The same, again ------------------------------------------------------------------------------
+# -----------------------
 
 
-def test_two_runs_of_one_seed_are_the_same_to_the_byte(reference: tuple[Path, float], tmp_path: Path) -> None:
-    assert main(["train", *killing.flags(killing.SMALL), "--out", str(tmp_path / "again"), "--quiet"]) == 0
+def test_two_runs_of_one_seed_are_the_same_to_the_byte(
+    reference: tuple[Path, float], tmp_path: Path
+) -> None:
+    assert (
+        main(["train", *killing.flags(killing.SMALL), "--out", str(tmp_path / "again"), "--quiet"])
+        == 0
+    )
     assert killing.state_of(tmp_path / "again") == killing.state_of(reference[0])
-    assert main(["train", *killing.flags(killing.SMALL | {"seed": "1"}), "--out", str(tmp_path / "other"), "--quiet"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                *killing.flags(killing.SMALL | {"seed": "1"}),
+                "--out",
+                str(tmp_path / "other"),
+                "--quiet",
+            ]
+        )
+        == 0
+    )
     assert Run(tmp_path / "other").manifest["weights"] != Run(reference[0]).manifest["weights"]
 
 
-def test_a_run_killed_at_random_moments_ends_as_if_it_had_not_been(reference: tuple[Path, float], tmp_path: Path) -> None:
+def test_a_run_killed_at_random_moments_ends_as_if_it_had_not_been(
+    reference: tuple[Path, float], tmp_path: Path
+) -> None:
     """Three kills; the script in benchmarks/reliability takes fifty."""
     draw = random.Random(SEED)
     kills = 0
@@ -64,7 +91,9 @@ def test_a_run_killed_at_random_moments_ends_as_if_it_had_not_been(reference: tu
     pytest.fail(f"only {kills} kills came while the run was alive")
 
 
-def test_a_kill_at_any_call_that_changes_the_disk_loses_nothing(reference: tuple[Path, float], tmp_path: Path) -> None:
+def test_a_kill_at_any_call_that_changes_the_disk_loses_nothing(
+    reference: tuple[Path, float], tmp_path: Path
+) -> None:
     """A sample of the points; the script in benchmarks/reliability takes more."""
 
     def action(run: Path) -> int:
@@ -82,7 +111,8 @@ def test_a_kill_at_any_call_that_changes_the_disk_loses_nothing(reference: tuple
 
 @pytest.mark.parametrize("defense", ["nn50", "trades", "none"])
 def test_every_kind_of_state_is_resumed_exactly(tmp_path: Path, defense: str) -> None:
-    """Interrupted after some steps, with the adversary's network and optimiser where there is one."""
+    """Interrupted after some steps, with the adversary's network and optimiser where there is
+    one."""
     config = small(defense=defense, attack_steps=2)
     with create_run(config, tmp_path / "whole") as run:
         train(run, progress=False)
@@ -100,7 +130,9 @@ def test_data_that_changed_are_not_gone_on_with(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     x, y = draw.normal(size=(60, 3)), draw.integers(0, 2, 60)
     np.savez(tmp_path / "data.npz", x=x, y=y)
-    config = make_config({"data": str(tmp_path / "data.npz"), "epochs": 5, "batch_size": 8, "defense": "none"})
+    config = make_config(
+        {"data": str(tmp_path / "data.npz"), "epochs": 5, "batch_size": 8, "defense": "none"}
+    )
     with create_run(config, tmp_path / "run") as run:
         assert train(run, progress=False, stop=lambda: True).interrupted
         np.savez(tmp_path / "data.npz", x=x + 1, y=y)
@@ -108,11 +140,14 @@ def test_data_that_changed_are_not_gone_on_with(tmp_path: Path) -> None:
             train(run, progress=False)
 
 
-# --- Signals --------------------------------------------------------------------------------------------------------------
+# --- Signals --------------------------------------------------------------------------------------
+# ------------------------
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_finish_the_step_and_leave_a_checkpoint(tmp_path: Path, number: int, code: int) -> None:
+def test_signals_finish_the_step_and_leave_a_checkpoint(
+    tmp_path: Path, number: int, code: int
+) -> None:
     settings = killing.SMALL | {"epochs": "3000", "checkpoint_every": "100000"}
     run = Run(tmp_path / "run")
     pid = killing.start(["train", *killing.flags(settings), "--out", str(run.path), "--quiet"])
@@ -158,7 +193,8 @@ def test_a_signal_before_the_first_step_ends_at_once_and_a_long_step_does_not_ho
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-# --- One writer -----------------------------------------------------------------------------------------------------------
+# --- One writer -----------------------------------------------------------------------------------
+# ------------------------
 
 
 def contenders(folder: Path, num: int, *, named: bool) -> list[int]:
@@ -166,12 +202,16 @@ def contenders(folder: Path, num: int, *, named: bool) -> list[int]:
     settings = killing.SMALL | {"epochs": "0.2"}
     os.chdir(folder)
     out = ["--out", "run"] if named else []
-    children = [killing.start(["train", *killing.flags(settings), *out, "--quiet"]) for _ in range(num)]
+    children = [
+        killing.start(["train", *killing.flags(settings), *out, "--quiet"]) for _ in range(num)
+    ]
     return [killing.wait(pid) for pid in children]
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_of_many_processes_on_one_name_each_run_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool) -> None:
+def test_of_many_processes_on_one_name_each_run_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
     monkeypatch.chdir(tmp_path)
     codes = contenders(tmp_path, 4, named=named)
     runs = [tmp_path / "run"] if named else sorted((tmp_path / "runs").iterdir())
@@ -182,17 +222,25 @@ def test_of_many_processes_on_one_name_each_run_is_whole(tmp_path: Path, monkeyp
     assert all(Run(run).status == "trained" for run in runs)
 
 
-def test_a_folder_in_use_or_with_files_in_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_in_use_or_with_files_in_it_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with create_run(small(), tmp_path / "run"):
         assert main(["train", "--resume", str(tmp_path / "run")]) == 2
         assert f"pid {os.getpid()}" in capsys.readouterr().err
-        with pytest.raises(ConfigError, match="train --resume"), create_run(small(), tmp_path / "run"):
+        with (
+            pytest.raises(ConfigError, match="train --resume"),
+            create_run(small(), tmp_path / "run"),
+        ):
             pass
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
     with pytest.raises(ConfigError, match="not a run's"), create_run(small(), tmp_path / "mine"):
         pass
-    with pytest.raises(ConfigError, match="below a file"), create_run(small(), tmp_path / "mine" / "thesis.tex" / "run"):
+    with (
+        pytest.raises(ConfigError, match="below a file"),
+        create_run(small(), tmp_path / "mine" / "thesis.tex" / "run"),
+    ):
         pass
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "x"
     with pytest.raises(ConfigError, match="wanted a run folder"):
@@ -200,7 +248,8 @@ def test_a_folder_in_use_or_with_files_in_it_is_refused(tmp_path: Path, capsys: 
 
 
 def test_what_a_dead_process_left_of_a_folder_is_taken_over(tmp_path: Path) -> None:
-    """Killed between the folder's creation and its configuration: the lock is stale, the half-written file is swept."""
+    """Killed between the folder's creation and its configuration: the lock is stale, the
+    half-written file is swept."""
 
     def die() -> None:
         with store.Lock(tmp_path / "run"):
@@ -214,11 +263,15 @@ def test_what_a_dead_process_left_of_a_folder_is_taken_over(tmp_path: Path) -> N
     assert os.listdir(tmp_path / "run") == ["config.toml"]
 
 
-# --- The disk, and numbers that are none ---------------------------------------------------------------------------------
+# --- The disk, and numbers that are none
+# ---------------------------------------------------------------------------------
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_and_says_what_was_needed(
-    reference: tuple[Path, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    reference: tuple[Path, float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = Run(tmp_path / "run")
     real, free = os.write, [60_000]
@@ -231,7 +284,9 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_says_what_was_needed(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", limited)
-        assert main(["train", *killing.flags(killing.SMALL), "--out", str(run.path), "--quiet"]) == 2
+        assert (
+            main(["train", *killing.flags(killing.SMALL), "--out", str(run.path), "--quiet"]) == 2
+        )
     message = capsys.readouterr().err
     assert "bytes of disk" in message
     assert "bytes free" in message
@@ -283,7 +338,11 @@ def finite_on_disk(run: Run) -> Iterator[bool]:
         if path.exists():
             for tensors in store.read_bundle(path)[0].values():
                 yield from (bool(torch.isfinite(value).all()) for value in tensors.values())
-    yield "NaN" not in (run.path / "history.jsonl").read_text() if (run.path / "history.jsonl").exists() else True
+    yield (
+        "NaN" not in (run.path / "history.jsonl").read_text()
+        if (run.path / "history.jsonl").exists()
+        else True
+    )
 
 
 @pytest.mark.filterwarnings("ignore::advbayes.training.SkippedStepWarning")
@@ -296,8 +355,24 @@ def test_nan_in_the_network_or_its_gradient_is_named_and_never_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], factory: str, cause: str
 ) -> None:
     run = Run(tmp_path / "run")
-    settings = killing.SMALL | {"network": f"tests.test_runs:{factory}", "defense": "none", "epochs": "20"}
-    assert main(["train", *killing.flags(settings), "--trust-network", "--out", str(run.path), "--quiet"]) == 2
+    settings = killing.SMALL | {
+        "network": f"tests.test_runs:{factory}",
+        "defense": "none",
+        "epochs": "20",
+    }
+    assert (
+        main(
+            [
+                "train",
+                *killing.flags(settings),
+                "--trust-network",
+                "--out",
+                str(run.path),
+                "--quiet",
+            ]
+        )
+        == 2
+    )
     message = capsys.readouterr().err
     assert cause in message
     assert "Traceback" not in message
@@ -305,11 +380,15 @@ def test_nan_in_the_network_or_its_gradient_is_named_and_never_saved(
     assert all(finite_on_disk(run))
 
 
-def test_nan_in_the_data_is_refused_naming_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nan_in_the_data_is_refused_naming_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     x = np.zeros((40, 3))
     x[7, 1] = math.nan
     np.savez(tmp_path / "data.npz", x=x, y=np.arange(40) % 2)
-    assert main(["train", "--data", str(tmp_path / "data.npz"), "--out", str(tmp_path / "run")]) == 2
+    assert (
+        main(["train", "--data", str(tmp_path / "data.npz"), "--out", str(tmp_path / "run")]) == 2
+    )
     message = capsys.readouterr().err
     assert "data.npz: wanted finite numbers" in message
     assert "row 8" in message
@@ -324,7 +403,9 @@ def test_a_step_that_is_skipped_is_null_in_the_history_and_goes_on_exactly(
 
     real, poisoned = Noise.sample, {3}
 
-    def sample(self: Noise, predict: Any, x: torch.Tensor, y: Any = None, *, generator: Any = None) -> torch.Tensor:
+    def sample(
+        self: Noise, predict: Any, x: torch.Tensor, y: Any = None, *, generator: Any = None
+    ) -> torch.Tensor:
         result = real(self, predict, x, y, generator=generator)
         return result * math.nan if step.pop() in poisoned else result
 
@@ -341,10 +422,13 @@ def test_a_step_that_is_skipped_is_null_in_the_history_and_goes_on_exactly(
     assert killing.state_of(tmp_path / "parts") == killing.state_of(tmp_path / "whole")
 
 
-# --- Code and files of others -----------------------------------------------------------------------------------------------
+# --- Code and files of others
+# -----------------------------------------------------------------------------------------------
 
 
-def test_a_network_of_ones_own_runs_only_when_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_of_ones_own_runs_only_when_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = "from pathlib import Path\nfrom torch import nn\nPath('ran').touch()\n"
     code += "def make():\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
     (tmp_path / "mynet_for_test.py").write_text(code)
@@ -360,9 +444,14 @@ def test_a_network_of_ones_own_runs_only_when_trusted(tmp_path: Path, monkeypatc
     assert trained.predict(2)(prepare(config).x_test[:3]).probs.shape == (3, 10)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("network", ["no_such_module_here:make", "math:nothing", "math:gamma", "os:getcwd"])
+@pytest.mark.parametrize(
+    "network", ["no_such_module_here:make", "math:nothing", "math:gamma", "os:getcwd"]
+)
 def test_a_factory_that_does_not_work_is_the_users_to_mend(tmp_path: Path, network: str) -> None:
-    with create_run(small(network=network), tmp_path / "run") as run, pytest.raises(ConfigError, match="network: "):
+    with (
+        create_run(small(network=network), tmp_path / "run") as run,
+        pytest.raises(ConfigError, match="network: "),
+    ):
         train(run, trusted=True, progress=False)
 
 
@@ -382,7 +471,10 @@ def test_a_damaged_checkpoint_or_history_is_refused(tmp_path: Path) -> None:
 
 def test_the_manifest_proves_where_the_weights_come_from(reference: tuple[Path, float]) -> None:
     manifest = json.loads((reference[0] / "manifest.json").read_text())
-    parts = {part.name: part.sha256 for part in store.read_manifest(reference[0] / "model.advbayes").parts}
+    parts = {
+        part.name: part.sha256
+        for part in store.read_manifest(reference[0] / "model.advbayes").parts
+    }
     assert manifest["weights"] == parts["posterior.safetensors"]
     assert manifest["started"].keys() == {"command", "commit", "machine"}
     assert manifest["data"]["sha256"]

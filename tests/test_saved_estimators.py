@@ -1,4 +1,5 @@
-"""Estimators and pipelines, saved without pickle: what comes back predicts the same, in any process."""
+"""Estimators and pipelines, saved without pickle: what comes back predicts the same, in any
+process."""
 
 from __future__ import annotations
 
@@ -43,14 +44,19 @@ class Own(nn.Module):
 
 
 def channel() -> AttackChannel:
-    return AttackChannel(one_step(L2(0.3, scale=torch.tensor([20.0, 0.1, 1.0], dtype=torch.float64)), nll), 0.1)
+    return AttackChannel(
+        one_step(L2(0.3, scale=torch.tensor([20.0, 0.1, 1.0], dtype=torch.float64)), nll), 0.1
+    )
 
 
 ESTIMATORS: dict[str, tuple[Any, Any]] = {
     "classifier": (RobustClassifier(**QUICK), LABEL),
     "numbered classes": (RobustClassifier("os", **QUICK), (LABEL == "dear") + 3),
     "channel of one's own": (RobustClassifier(channel(), **QUICK), LABEL),
-    "named channel, raw eps": (RobustClassifier("mix", eps=(1.0, 0.0, 2.0), units="raw", norm="linf", **QUICK), LABEL),
+    "named channel, raw eps": (
+        RobustClassifier("mix", eps=(1.0, 0.0, 2.0), units="raw", norm="linf", **QUICK),
+        LABEL,
+    ),
     "ensemble": (RobustClassifier(posterior="ensemble", **QUICK), LABEL),
     "low rank": (RobustRegressor(posterior="low_rank", **QUICK), SCORE),
     "point": (RobustRegressor(posterior="point", **QUICK), SCORE),
@@ -65,7 +71,11 @@ ESTIMATORS: dict[str, tuple[Any, Any]] = {
 
 
 def answers(estimator: Any, x: Any = X) -> Any:
-    return estimator.predict_proba(x) if hasattr(estimator, "predict_proba") else np.stack(estimator.predict(x, return_std=True))
+    return (
+        estimator.predict_proba(x)
+        if hasattr(estimator, "predict_proba")
+        else np.stack(estimator.predict(x, return_std=True))
+    )
 
 
 @pytest.mark.parametrize("case", ESTIMATORS, ids=lambda case: case.replace(" ", "-"))
@@ -80,7 +90,9 @@ def test_what_comes_back_is_the_same(case: str, kind: type, tmp_path: Path) -> N
     np.testing.assert_array_equal(came.predict(x), fitted.predict(x))
     assert came.score(x, y) == fitted.score(x, y)
     assert came.ball_ == fitted.ball_
-    assert {k: str(v) for k, v in came.get_params().items()} == {k: str(v) for k, v in fitted.get_params().items()}
+    assert {k: str(v) for k, v in came.get_params().items()} == {
+        k: str(v) for k, v in fitted.get_params().items()
+    }
     for name, value in fitted.posterior_.state_dict().items():
         assert torch.equal(came.posterior_.state_dict()[name], value)
     if isinstance(fitted, RobustClassifier):
@@ -91,13 +103,17 @@ def test_what_comes_back_is_the_same(case: str, kind: type, tmp_path: Path) -> N
     assert torch.equal(targets, again[1])
     if case in ("classifier", "regressor", "purifier"):  # saved again, and trained again
         came.save(tmp_path / "again.advbayes")
-        np.testing.assert_array_equal(answers(type(fitted).load(tmp_path / "again.advbayes"), x), answers(fitted, x))
+        np.testing.assert_array_equal(
+            answers(type(fitted).load(tmp_path / "again.advbayes"), x), answers(fitted, x)
+        )
         np.testing.assert_array_equal(answers(clone(came).fit(x, y), x), answers(fitted, x))
 
 
 @pytest.mark.parametrize("regression", [False, True])
 @pytest.mark.parametrize("channel_name", [None, "os"])
-def test_a_network_with_code_of_its_own_is_given(tmp_path: Path, regression: bool, channel_name: str | None) -> None:
+def test_a_network_with_code_of_its_own_is_given(
+    tmp_path: Path, regression: bool, channel_name: str | None
+) -> None:
     if regression:
         fitted: Any = RobustRegressor(channel_name, net=Own(1), **QUICK).fit(X, SCORE)
     else:
@@ -116,7 +132,12 @@ MIXED = np.column_stack([np.where(RNG.random((48, 3)) < 0.2, np.nan, X).astype(o
 def mixed_pipeline(last: Any) -> Pipeline:
     numbers = make_pipeline(SimpleImputer(add_indicator=True), StandardScaler())
     text = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
-    return Pipeline([("columns", ColumnTransformer([("n", numbers, [0, 1, 2]), ("t", text, [3])])), ("robust", last)])
+    return Pipeline(
+        [
+            ("columns", ColumnTransformer([("n", numbers, [0, 1, 2]), ("t", text, [3])])),
+            ("robust", last),
+        ]
+    )
 
 
 def test_pipelines(tmp_path: Path) -> None:
@@ -127,7 +148,9 @@ def test_pipelines(tmp_path: Path) -> None:
     np.testing.assert_array_equal(came.predict(X), scaled.predict(X))
     mixed = mixed_pipeline(RobustClassifier(**QUICK)).fit(MIXED, LABEL)
     save_pipeline(mixed, tmp_path / "mixed.advbayes")
-    np.testing.assert_array_equal(load_pipeline(tmp_path / "mixed.advbayes").predict_proba(MIXED), mixed.predict_proba(MIXED))
+    np.testing.assert_array_equal(
+        load_pipeline(tmp_path / "mixed.advbayes").predict_proba(MIXED), mixed.predict_proba(MIXED)
+    )
     with pytest.raises(store.StoreError, match="a RobustClassifier, got a Pipeline"):
         RobustClassifier.load(tmp_path / "mixed.advbayes")
     RobustRegressor(**QUICK).fit(X, SCORE).save(tmp_path / "r")
@@ -139,9 +162,22 @@ def test_the_command_line_takes_them(tmp_path: Path) -> None:
     mixed = mixed_pipeline(RobustRegressor("os", **QUICK)).fit(MIXED, SCORE)
     save_pipeline(mixed, tmp_path / "m.advbayes", feature_names=["a", "b", "c", "colour"])
     rows = MIXED[:5].tolist()
-    lines = ["colour,c,b,a"] + [",".join("" if v != v else str(v) for v in reversed(row)) for row in rows]
+    lines = ["colour,c,b,a"] + [
+        ",".join("" if v != v else str(v) for v in reversed(row)) for row in rows
+    ]
     (tmp_path / "new.csv").write_text("\n".join(lines) + "\n")
-    assert main(["predict", str(tmp_path / "m.advbayes"), str(tmp_path / "new.csv"), "--out", str(tmp_path / "p.json")]) == 0
+    assert (
+        main(
+            [
+                "predict",
+                str(tmp_path / "m.advbayes"),
+                str(tmp_path / "new.csv"),
+                "--out",
+                str(tmp_path / "p.json"),
+            ]
+        )
+        == 0
+    )
     columns = json.loads((tmp_path / "p.json").read_text())
     mean, std = mixed.predict(MIXED[:5], return_std=True)
     np.testing.assert_allclose(columns["y0"], mean, rtol=1e-6)
@@ -149,7 +185,18 @@ def test_the_command_line_takes_them(tmp_path: Path) -> None:
     scaled = make_pipeline(StandardScaler(), RobustClassifier(**QUICK)).fit(X, LABEL)
     save_pipeline(scaled, tmp_path / "s.advbayes")
     np.savez(tmp_path / "x.npz", x=X)
-    assert main(["predict", str(tmp_path / "s.advbayes"), str(tmp_path / "x.npz"), "--out", str(tmp_path / "q.json")]) == 0
+    assert (
+        main(
+            [
+                "predict",
+                str(tmp_path / "s.advbayes"),
+                str(tmp_path / "x.npz"),
+                "--out",
+                str(tmp_path / "q.json"),
+            ]
+        )
+        == 0
+    )
     assert json.loads((tmp_path / "q.json").read_text())["class"] == scaled.predict(X).tolist()
 
 
@@ -182,7 +229,8 @@ def test_another_process(tmp_path: Path) -> None:
     np.savez(tmp_path / "x.npz", x=X)
     program = (
         "import sys, numpy as np; from advbayes.estimators import load_pipeline\n"
-        "x = np.load(sys.argv[2])['x']; np.savez(sys.argv[3], p=load_pipeline(sys.argv[1]).predict_proba(x))"
+        "x = np.load(sys.argv[2])['x']; np.savez(sys.argv[3], "
+        "p=load_pipeline(sys.argv[1]).predict_proba(x))"
     )
     arguments = [str(tmp_path / name) for name in ("m.advbayes", "x.npz", "p.npz")]
     subprocess.run([sys.executable, "-c", program, *arguments], check=True, timeout=120)
@@ -192,13 +240,18 @@ def test_another_process(tmp_path: Path) -> None:
 def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     ready = RobustClassifier(**QUICK).fit(X, LABEL)
     with pytest.raises(store.StoreError, match=r"steps/log: wanted one of StandardScaler"):
-        save_pipeline(Pipeline([("log", FunctionTransformer(np.cbrt)), ("r", ready)]).fit(X, LABEL), tmp_path / "m")
+        save_pipeline(
+            Pipeline([("log", FunctionTransformer(np.cbrt)), ("r", ready)]).fit(X, LABEL),
+            tmp_path / "m",
+        )
     with pytest.raises(store.StoreError, match="wanted RobustClassifier or RobustRegressor"):
         save_pipeline(StandardScaler().fit(X), tmp_path / "m")
     with pytest.raises(ValueError, match="feature_names must name the 3 columns"):
         save_pipeline(ready, tmp_path / "m", feature_names=["a"])
     with pytest.raises(store.StoreError, match="random_state: wanted a plain setting"):
-        RobustClassifier(**{**QUICK, "random_state": np.random.RandomState(0)}).fit(X, LABEL).save(tmp_path / "m")
+        RobustClassifier(**{**QUICK, "random_state": np.random.RandomState(0)}).fit(X, LABEL).save(
+            tmp_path / "m"
+        )
     with pytest.raises(Exception, match="not fitted"):
         RobustClassifier().save(tmp_path / "m")
     assert not (tmp_path / "m").exists()
@@ -209,9 +262,15 @@ def test_altered_files_are_refused(tmp_path: Path) -> None:
     tensors, documents = store.read_bundle(tmp_path / "m")
     said: Any = documents["extra"]
     for change in (
-        {"class": "os.system"}, {"settings": {"epoch": 3}}, {"settings": 3}, {"layout": []}, {"posterior": "LowRank"},
-        {"num_features": "three"}, {"classes": {"dtype": "|V8", "values": []}}, {"purified": True},
-    ):  # fmt: skip
+        {"class": "os.system"},
+        {"settings": {"epoch": 3}},
+        {"settings": 3},
+        {"layout": []},
+        {"posterior": "LowRank"},
+        {"num_features": "three"},
+        {"classes": {"dtype": "|V8", "values": []}},
+        {"purified": True},
+    ):
         altered = {**documents, "extra": {**said, "estimator": {**said["estimator"], **change}}}
         store.write_bundle(tmp_path / "x", tensors, altered)
         with pytest.raises(store.StoreError):

@@ -1,4 +1,5 @@
-"""What reaches the screen: nothing from a file drives the terminal, and what cannot be done says what it would have taken."""
+"""What reaches the screen: nothing from a file drives the terminal, and what cannot be done says
+what it would have taken."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def visible(text: str) -> bool:
     return all(c == "\n" or c.isprintable() for c in text)
 
 
-def test_escapes_in_columns_classes_and_paths_are_spelled_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_escapes_in_columns_classes_and_paths_are_spelled_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "a\x1b[2Jb"
     folder.mkdir()
     table = folder / "t.csv"
@@ -30,13 +33,25 @@ def test_escapes_in_columns_classes_and_paths_are_spelled_out(tmp_path: Path, ca
     rows = [f"{v:.3f},{-v:.3f},{'yes' + ESCAPES if v > 0 else 'no'}" for v in values]
     table.write_text(f"width\x1b[31m,b,kind{ESCAPES}\n" + "\n".join(rows) + "\n")
     run = folder / "run"
-    train = ["train", "--data", str(table), "--target", f"kind{ESCAPES}", "--task", "classification", "--epochs", "2"]
+    train = [
+        "train",
+        "--data",
+        str(table),
+        "--target",
+        f"kind{ESCAPES}",
+        "--task",
+        "classification",
+        "--epochs",
+        "2",
+    ]
     assert main([*train, "--out", str(run), "--quiet"]) == 0
     few = ["--num", "8", "--thetas", "2", "--eps", "0.1"]
     assert main(["evaluate", str(run), "--attack", "pgd1", *few]) == 0
     assert main(["show", str(run)]) == 0
     assert main(["show", str(run / "model.advbayes")]) == 0
-    assert main(["attack", str(run), "--attack", "pgd1", *few, "--out", str(tmp_path / "x.npz")]) == 0
+    assert (
+        main(["attack", str(run), "--attack", "pgd1", *few, "--out", str(tmp_path / "x.npz")]) == 0
+    )
     assert main(["show", str(folder / "absent\x1b[31m")]) == 2
     assert main([*train, "--out", str(run)]) == 2
     assert main(["predict", str(run), str(folder / "none\x1b.csv")]) == 2
@@ -47,7 +62,9 @@ def test_escapes_in_columns_classes_and_paths_are_spelled_out(tmp_path: Path, ca
     assert "width" in out
 
 
-def test_a_lock_file_cannot_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lock_file_cannot_drive_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text('data = "digits"\n')
@@ -67,15 +84,23 @@ def test_warnings_of_libraries_are_one_visible_line() -> None:
         "sys.argv = ['advbayes', 'warn']\n"
         "sys.exit(run())\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+    )
     assert done.returncode == 0
     assert done.stderr.startswith("advbayes: warning: column \\x1b")
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("allocate", [lambda: torch.empty(10**14), lambda: np.empty(10**14), lambda: torch.empty(10**10, 10**10)])
+@pytest.mark.parametrize(
+    "allocate",
+    [lambda: torch.empty(10**14), lambda: np.empty(10**14), lambda: torch.empty(10**10, 10**10)],
+)
 def test_out_of_memory_says_what_was_wanted_and_what_needs_less(
-    allocate: object, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    allocate: object,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from advbayes.cli import describe
 
@@ -86,10 +111,14 @@ def test_out_of_memory_says_what_was_wanted_and_what_needs_less(
     assert err.startswith("advbayes: out of memory: ")
     assert "--batch-size" in err
     assert "bug" not in err
-    assert any(amount in err for amount in ("400000.00 GB", "728. TiB", "[10000000000, 10000000000]"))
+    assert any(
+        amount in err for amount in ("400000.00 GB", "728. TiB", "[10000000000, 10000000000]")
+    )
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="limits of address space as on Linux")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/statm"), reason="limits of address space as on Linux"
+)
 def test_a_net_too_wide_for_the_machine_is_no_bug(tmp_path: Path) -> None:
     script = (
         "import resource, sys, torch\n"
@@ -97,10 +126,13 @@ def test_a_net_too_wide_for_the_machine_is_no_bug(tmp_path: Path) -> None:
         "import advbayes.runs, sklearn.datasets\n"
         "pages = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
         "resource.setrlimit(resource.RLIMIT_AS, (pages + (1 << 30), pages + (1 << 30)))\n"
-        f"sys.exit(main(['train', '--data', 'digits', '--network', 'mlp', '--hidden', '65536,65536', '--epochs', '0.1',\n"
+        f"sys.exit(main(['train', '--data', 'digits', '--network', 'mlp', '--hidden', "
+        f"'65536,65536', '--epochs', '0.1',\n"
         f"    '--out', {str(tmp_path / 'run')!r}]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
+    )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("advbayes: out of memory: wanted 17.18 GB at once")
 

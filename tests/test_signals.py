@@ -1,4 +1,5 @@
-"""Signals: from the first instruction on they end the program quietly, and never inside an import that might swallow them."""
+"""Signals: from the first instruction on they end the program quietly, and never inside an import
+that might swallow them."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
 
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
 @pytest.mark.parametrize("when", [0.0, 0.4])
-def test_the_program_ends_quietly_from_its_first_instruction_on(tmp_path: Path, number: signal.Signals, when: float) -> None:
+def test_the_program_ends_quietly_from_its_first_instruction_on(
+    tmp_path: Path, number: signal.Signals, when: float
+) -> None:
     command = "demo" if number is signal.SIGINT else "train"
     code, said, took = killing.early([command, "--out", str(tmp_path / "out")], number, when)
     assert (code, said) == (CODES[number], "")
@@ -40,12 +43,15 @@ def test_ctrl_c_while_a_module_is_imported_ends_quietly(tmp_path: Path, module: 
         f"sys.argv = ['advbayes', 'train', '--out', {str(tmp_path / 'out')!r}]\n"
         "sys.exit(main())\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_ctrl_c_in_the_middle_of_the_demo_is_no_mistake_of_the_user(tmp_path: Path) -> None:
-    """Training catches Ctrl-C for those who call it from Python; the demo must not go on with half of a model."""
+    """Training catches Ctrl-C for those who call it from Python; the demo must not go on with half
+    of a model."""
     script = (
         "import os, signal, sys\n"
         "import advbayes.training as training\n"
@@ -56,10 +62,13 @@ def test_ctrl_c_in_the_middle_of_the_demo_is_no_mistake_of_the_user(tmp_path: Pa
         "import advbayes.runs.training as runs\n"
         "runs.fit = fit\n"
         "from advbayes.cli import main\n"
-        f"sys.argv = ['advbayes', 'demo', '--quick', '--json', '--out', {str(tmp_path / 'out')!r}]\n"
+        f"sys.argv = ['advbayes', 'demo', '--quick', '--json', '--out', "
+        f"{str(tmp_path / 'out')!r}]\n"
         "sys.exit(main())\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
     assert not list((tmp_path / "out").glob("*/.lock"))
 
@@ -71,8 +80,11 @@ def _import_slowly() -> None:
         time.sleep(1)
 
 
-def test_nothing_is_raised_inside_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module swallows whatever is raised in it, as C extensions do: the signal comes after it."""
+def test_nothing_is_raised_inside_an_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module swallows whatever is raised in it, as C extensions do: the signal comes after
+    it."""
     (tmp_path / "swallowing_module.py").write_text(
         "import os, signal, time\n"
         "raised = False\n"

@@ -31,14 +31,19 @@ def predictor(likelihood: object = None, outputs: int = 3, num: int = 4) -> Post
 
 def test_no_noise_is_no_smoothing() -> None:
     x = randn(6, 5, seed=1)
-    for predict in (predictor(), predictor(Gaussian(0.3), 1), predictor(Gaussian(0.3, num_outputs=2), 2)):
+    for predict in (
+        predictor(),
+        predictor(Gaussian(0.3), 1),
+        predictor(Gaussian(0.3, num_outputs=2), 2),
+    ):
         smoothed, plain = Smoothed(predict, 0.0, num=7)(x), predict(x)
         for name in ("probs",) if hasattr(plain, "probs") else ("mean", "variance"):
             torch.testing.assert_close(getattr(smoothed, name), getattr(plain, name))
 
 
 def test_linear_regression_smooths_in_closed_form() -> None:
-    """E over the noise of N(w.x + b, s^2) has the mean of the middle and the variance s^2 + sigma^2 |w|^2."""
+    """E over the noise of N(w.x + b, s^2) has the mean of the middle and the variance s^2 + sigma^2
+    |w|^2."""
     predict, sigma = predictor(Gaussian(0.3), 1, num=1), 0.4
     x = randn(6, 5, seed=1)
     found = Smoothed(predict, sigma, num=20_000)(x)

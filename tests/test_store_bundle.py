@@ -32,9 +32,21 @@ FORMS = ["bundle", "bundle.advbayes"]
 
 @pytest.mark.parametrize("form", FORMS)
 def test_round_trip(tmp_path: Path, form: str) -> None:
-    kinds = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8)
+    kinds = (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int8,
+        torch.uint8,
+    )
     values = {str(kind): torch.arange(6).reshape(2, 3).to(kind) for kind in kinds}
-    values |= {"bool": torch.tensor([True, False]), "empty": torch.zeros(0, 3), "scalar": torch.tensor(2.0)}
+    values |= {
+        "bool": torch.tensor([True, False]),
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(2.0),
+    }
     values["strided"] = torch.arange(6.0).reshape(2, 3).T
     values["view"] = values["strided"]  # shared memory is saved twice
     values["grad"] = torch.ones(2, requires_grad=True)
@@ -131,7 +143,9 @@ def test_every_file_of_a_folder(tmp_path: Path) -> None:
     assert faults.small_version(read_bundle(tmp_path / "a")) == 0
 
 
-def test_nothing_is_parsed_before_every_hash_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_parsed_before_every_hash_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     faults.small_bundle(tmp_path / "a")
     parsed = []
     monkeypatch.setattr(strict, "decode", lambda data, name: parsed.append(name))
@@ -144,11 +158,22 @@ def test_nothing_is_parsed_before_every_hash_is_right(tmp_path: Path, monkeypatc
 
 def test_another_schema(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    for schema, got in ((2, "2 .written by a newer advbayes: update it"), (0, "0"), (True, "True"), ("1", "'1'")):
+    for schema, got in (
+        (2, "2 .written by a newer advbayes: update it"),
+        (0, "0"),
+        (True, "True"),
+        ("1", "'1'"),
+    ):
         (tmp_path / "a" / "manifest.json").write_bytes(faults.sealed({}, schema=schema)[0])
         with pytest.raises(StoreError, match=rf"manifest\.json: wanted schema 1, got {got}"):
             read_bundle(tmp_path / "a")
-    for changes in ({"format": "x"}, {"more": 1}, {"versions": []}, {"parts": {"a.pkl": {}}}, {"parts": []}):
+    for changes in (
+        {"format": "x"},
+        {"more": 1},
+        {"versions": []},
+        {"parts": {"a.pkl": {}}},
+        {"parts": []},
+    ):
         (tmp_path / "a" / "manifest.json").write_bytes(faults.sealed({}, **changes)[0])
         with pytest.raises(StoreError, match=r"manifest\.json: wanted"):
             read_bundle(tmp_path / "a")
@@ -161,7 +186,9 @@ def test_another_schema(tmp_path: Path) -> None:
         bytes(7),
         faults.header(b"[]"),
         faults.header({"a": 1}),
-        faults.header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], "more": 1}}, bytes(4)),
+        faults.header(
+            {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], "more": 1}}, bytes(4)
+        ),
         faults.header({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, bytes(4)),
         faults.header({"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, bytes(4)),
         faults.header({"a": {"dtype": "F4", "shape": [1], "data_offsets": [0, 4]}}, bytes(4)),
@@ -171,8 +198,12 @@ def test_another_schema(tmp_path: Path) -> None:
         faults.header({"a": {"dtype": "F32", "shape": [1] * 17, "data_offsets": [0, 4]}}, bytes(4)),
         faults.header(b'{"a": {}, "a": {}}'),
         faults.header({"__metadata__": {"a": 1}}),
-        faults.header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0\0\xc0\x7f"),
-        faults.header({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0\0\x80\x7f"),
+        faults.header(
+            {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0\0\xc0\x7f"
+        ),
+        faults.header(
+            {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"\0\0\x80\x7f"
+        ),
     ],
 )
 def test_tensor_files_refused(data: bytes) -> None:
@@ -188,7 +219,9 @@ def test_tensor_files_refused(data: bytes) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_nan_is_never_saved(tmp_path: Path, bad: float, kind: torch.dtype, form: str) -> None:
     faults.small_bundle(tmp_path / form)
-    with pytest.raises(StoreError, match=r"theta: wanted finite tensors, got . NaN and . infinite values in rho"):
+    with pytest.raises(
+        StoreError, match=r"theta: wanted finite tensors, got . NaN and . infinite values in rho"
+    ):
         write_bundle(tmp_path / form, {"theta": {"rho": torch.tensor([1.0, bad], dtype=kind)}}, {})
     with pytest.raises(StoreError, match=r"history\.loss\[1\]: wanted a finite number"):
         write_bundle(tmp_path / form, {}, {"history": {"loss": [1.0, bad]}})
@@ -207,7 +240,9 @@ def test_parts_differ_by_more_than_case(tmp_path: Path) -> None:
         write_bundle(tmp_path / "a", {}, {"a": 1, "A": 1})
 
 
-@pytest.mark.parametrize("value", [[1.0], torch.ones(2, dtype=torch.complex64), torch.ones(2).to_sparse()])
+@pytest.mark.parametrize(
+    "value", [[1.0], torch.ones(2, dtype=torch.complex64), torch.ones(2).to_sparse()]
+)
 def test_what_is_no_plain_tensor(tmp_path: Path, value: object) -> None:
     with pytest.raises(StoreError, match="theta: wanted named dense tensors"):
         write_bundle(tmp_path / "a", {"theta": {"mean": value}}, {})  # type: ignore[dict-item]
@@ -249,7 +284,9 @@ def test_too_large(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("before", [False, True])
-def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, before: bool) -> None:
+def test_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, before: bool
+) -> None:
     if before:
         faults.small_bundle(tmp_path / form, 0)
     whole, left = os.write, [700]
@@ -263,7 +300,9 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, b
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", filling)
-        with pytest.raises(DiskFullError, match=r"wanted \d+ bytes of disk, got \d+ bytes free") as caught:
+        with pytest.raises(
+            DiskFullError, match=r"wanted \d+ bytes of disk, got \d+ bytes free"
+        ) as caught:
             faults.small_bundle(tmp_path / form, 1)
     assert caught.value.needed > 700
     if before:
@@ -289,7 +328,9 @@ def test_killed_at_every_call(tmp_path: Path, form: str, before: bool) -> None:
 
     trial = fresh(tmp_path / "trial")
     points = faults.kill_points(lambda: faults.small_bundle(trial, 2))
-    assert {"write", "fsync", "replace" if before or form != "bundle" else "rename"} <= {name for _, name, _ in points}
+    assert {"write", "fsync", "replace" if before or form != "bundle" else "rename"} <= {
+        name for _, name, _ in points
+    }
     for number, point in enumerate(points[:: 3 if before and form == "bundle" else 1]):
         path = fresh(tmp_path / f"{number}")
         assert faults.killed_at(point, lambda path=path: faults.small_bundle(path, 2)), point  # type: ignore[misc]
@@ -340,11 +381,20 @@ def attacks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], 
 def test_hostile_files(attacks: tuple[dict[str, Path], Path]) -> None:
     made, canary = attacks
     assert len(made) == 60
-    load(Path(__file__).parent / "data" / "schema1.advbayes")  # whatever loading imports is imported here
+    # whatever loading imports is imported here
+    load(Path(__file__).parent / "data" / "schema1.advbayes")
 
     def watched(load: Callable[[], object], name: str) -> None:
         def watch(event: str, arguments: tuple[object, ...]) -> None:
-            forbidden = ("exec", "os.system", "subprocess.Popen", "os.mkdir", "pickle.find_class", "import", "compile")
+            forbidden = (
+                "exec",
+                "os.system",
+                "subprocess.Popen",
+                "os.mkdir",
+                "pickle.find_class",
+                "import",
+                "compile",
+            )
             if event in forbidden or (event == "open" and "w" in str(arguments[1])):
                 os._exit(3)
 

@@ -42,11 +42,15 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, call: str, error: int = errno.ENO
 
 @pytest.mark.parametrize("call", ["write", "fsync", "replace"])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int) -> None:
+def test_full_disk_keeps_the_old_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: int
+) -> None:
     write_bytes(tmp_path / "a", b"old")
     with monkeypatch.context() as patch:
         full_disk(patch, call, error)
-        with pytest.raises(DiskFullError, match=r"a: wanted 1000 bytes of disk, got \d+ bytes free") as caught:
+        with pytest.raises(
+            DiskFullError, match=r"a: wanted 1000 bytes of disk, got \d+ bytes free"
+        ) as caught:
             write_bytes(tmp_path / "a", 1000 * b"x")
     assert caught.value.errno == errno.ENOSPC
     assert isinstance(caught.value, OSError)
@@ -54,7 +58,9 @@ def test_full_disk_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "a").read_bytes() == b"old"
 
 
-def test_no_room_is_known_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_is_known_before_the_first_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
@@ -97,14 +103,19 @@ def test_leftovers_of_the_dead_only(tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).write_bytes(b"")
     (tmp_path / ".a.1111111111111111.tmp").mkdir()
-    with files.staged(tmp_path / "a") as living, files.staged(tmp_path / "a", folder=True) as folder:
+    with (
+        files.staged(tmp_path / "a") as living,
+        files.staged(tmp_path / "a", folder=True) as folder,
+    ):
         write_bytes(tmp_path / "a", b"x")
         stay = {name for name, stays in names.items() if stays}
         assert set(os.listdir(tmp_path)) == {"a", living.name, folder.name, *stay}
     assert set(os.listdir(tmp_path)) == {"a", *stay}
 
 
-def test_a_writer_whose_name_was_swept_takes_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_whose_name_was_swept_takes_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     close, swept = os.close, []
 
     def sweeping(descriptor: int) -> None:
@@ -119,7 +130,9 @@ def test_a_writer_whose_name_was_swept_takes_another(tmp_path: Path, monkeypatch
     assert (tmp_path / "a").read_bytes() == b"x"
 
 
-def test_without_locks_files_are_written_and_nothing_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_files_are_written_and_nothing_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / ".a.0123456789abcdef.tmp").touch()
 
     def refuse(*_: object) -> None:
@@ -139,7 +152,9 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x")
     (tmp_path / "link").symlink_to(tmp_path / "a")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(StoreError, match="link: wanted a readable regular file, got a symbolic link"):
+    with pytest.raises(
+        StoreError, match="link: wanted a readable regular file, got a symbolic link"
+    ):
         read_bytes(tmp_path / "link", limit=10)
     with pytest.raises(StoreError, match="pipe: wanted a regular file, got p"):
         read_bytes(tmp_path / "pipe", limit=10)
@@ -178,7 +193,9 @@ def test_documents_refused(data: bytes, wanted: str) -> None:
         strict.decode(data, "x.json")
 
 
-@pytest.mark.parametrize("value", [{1: 2}, {"a": {1}}, {"a": b"x"}, {"a": object()}, {"a": float("inf")}, {"a": 2**63}])
+@pytest.mark.parametrize(
+    "value", [{1: 2}, {"a": {1}}, {"a": b"x"}, {"a": object()}, {"a": float("inf")}, {"a": 2**63}]
+)
 def test_documents_that_are_not_written(value: object) -> None:
     with pytest.raises(StoreError, match=r"^x"):
         strict.encode(value, "x")
@@ -203,10 +220,16 @@ def test_lock_says_who(tmp_path: Path) -> None:
     host = platform.node()
     with Lock(tmp_path) as lock:
         assert json.loads(lock.path.read_text()) == {"pid": os.getpid(), "host": host}
-        with pytest.raises(LockedError, match=f"pid {os.getpid()} on host {host}") as caught, Lock(tmp_path):
+        with (
+            pytest.raises(LockedError, match=f"pid {os.getpid()} on host {host}") as caught,
+            Lock(tmp_path),
+        ):
             pass
         assert (caught.value.pid, caught.value.host) == (os.getpid(), host)
-        for content, shown in ((b'{"pid": 7, "host": "\\u001b[2J"}', r"pid 7 on host \\x1b\[2J"), (b"\xff[", "pid 0")):
+        for content, shown in (
+            (b'{"pid": 7, "host": "\\u001b[2J"}', r"pid 7 on host \\x1b\[2J"),
+            (b"\xff[", "pid 0"),
+        ):
             lock.path.write_bytes(content)
             with pytest.raises(LockedError, match=shown) as caught, Lock(tmp_path):
                 pass
@@ -223,11 +246,16 @@ def test_lock_is_released_by_an_exception(tmp_path: Path) -> None:
 
 
 def test_lock_needs_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(MissingError, match="absent: wanted a folder to lock"), Lock(tmp_path / "absent"):
+    with (
+        pytest.raises(MissingError, match="absent: wanted a folder to lock"),
+        Lock(tmp_path / "absent"),
+    ):
         pass
 
 
-@pytest.mark.parametrize("content", [b"", b'{"pid": 1', b"[" * 4000, b"null", b'{"pid": 1, "host": "alpha"}'])
+@pytest.mark.parametrize(
+    "content", [b"", b'{"pid": 1', b"[" * 4000, b"null", b'{"pid": 1, "host": "alpha"}']
+)
 def test_the_lock_of_a_dead_process_is_taken(tmp_path: Path, content: bytes) -> None:
     (tmp_path / ".lock").write_bytes(content)
     with Lock(tmp_path) as lock:
@@ -236,11 +264,18 @@ def test_the_lock_of_a_dead_process_is_taken(tmp_path: Path, content: bytes) -> 
 
 
 @pytest.mark.parametrize(
-    "make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/null", path)], ids=["pipe", "folder", "link"]
+    "make",
+    [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/null", path)],
+    ids=["pipe", "folder", "link"],
 )
-def test_what_is_no_lock_file_is_refused_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_what_is_no_lock_file_is_refused_at_once(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
     make(tmp_path / ".lock")
-    with pytest.raises(StoreError, match=r"\.lock: wanted a lock file, got [pdl]r"), Lock(tmp_path, wait=60):
+    with (
+        pytest.raises(StoreError, match=r"\.lock: wanted a lock file, got [pdl]r"),
+        Lock(tmp_path, wait=60),
+    ):
         pass
 
 
@@ -253,8 +288,13 @@ def test_a_forked_child_leaves_its_parents_lock_alone(tmp_path: Path) -> None:
 
 
 def test_lock_waits(tmp_path: Path) -> None:
-    program = "import sys, time; from advbayes.store import Lock\nwith Lock(sys.argv[1]): print(flush=True); time.sleep(0.3)"
-    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE) as child:
+    program = (
+        "import sys, time; from advbayes.store import Lock\nwith Lock(sys.argv[1]): "
+        "print(flush=True); time.sleep(0.3)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE
+    ) as child:
         assert child.stdout is not None
         child.stdout.readline()
         with pytest.raises(LockedError, match=f"pid {child.pid} "), Lock(tmp_path):
@@ -326,7 +366,12 @@ def test_every_bit_flip_is_refused_and_located(tmp_path: Path) -> None:
 
 def test_lost_and_swapped_lines_are_refused(tmp_path: Path) -> None:
     lines = filled(tmp_path / "log").splitlines(keepends=True)
-    for wrong in (lines[1:], lines[:1] + lines[2:], [lines[1], lines[0], *lines[2:]], [lines[0], *lines]):
+    for wrong in (
+        lines[1:],
+        lines[:1] + lines[2:],
+        [lines[1], lines[0], *lines[2:]],
+        [lines[0], *lines],
+    ):
         (tmp_path / "log").write_bytes(b"".join(wrong))
         with pytest.raises(StoreError, match="misplaced"):
             RecordLog(tmp_path / "log").append({"step": 5})
@@ -339,7 +384,9 @@ def test_keep(tmp_path: Path) -> None:
         log.keep(6)
     log.keep(3)
     log.append({"step": 3, "loss": 1 / 4}, {"step": 4, "loss": 1 / 5})
-    assert (tmp_path / "log").read_bytes() == data  # what a resumed run writes is what an uninterrupted one wrote
+    assert (
+        tmp_path / "log"
+    ).read_bytes() == data  # what a resumed run writes is what an uninterrupted one wrote
     log.keep(0)
     assert (tmp_path / "log").read_bytes() == b""
 

@@ -1,4 +1,5 @@
-"""`save` and `load`: what comes back predicts the same, and nothing but the listed classes can come."""
+"""`save` and `load`: what comes back predicts the same, and nothing but the listed classes can
+come."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def scrambled(posterior: Any) -> Any:
-    """Every tensor of the posterior its own random numbers, so that none is what the constructor makes."""
+    """Every tensor of the posterior its own random numbers, so that none is what the constructor
+    makes."""
     for index, value in enumerate(posterior.state_dict().values()):
         value.copy_(torch.randn(value.shape, generator=seeded(index)))
     return posterior
@@ -91,10 +93,15 @@ def test_posteriors_come_back(tmp_path: Path, kind: str, form: str) -> None:
     thetas = posterior.sample(5, generator=seeded())
     assert torch.equal(bundle.posterior.sample(5, generator=seeded()), thetas)
     x = torch.randn(6, 3, generator=seeded(1))
-    mine, theirs = PosteriorPredictive(model, thetas)(x), PosteriorPredictive(bundle.model, thetas)(x)
+    mine, theirs = (
+        PosteriorPredictive(model, thetas)(x),
+        PosteriorPredictive(bundle.model, thetas)(x),
+    )
     assert torch.equal(mine.probs, theirs.probs)  # type: ignore[attr-defined]
     assert bundle.versions == versions()
-    assert (bundle.channel, bundle.scaling, bundle.class_names, bundle.audit, bundle.extra) == (None,) * 5
+    assert (bundle.channel, bundle.scaling, bundle.class_names, bundle.audit, bundle.extra) == (
+        None,
+    ) * 5
 
 
 @pytest.mark.parametrize(
@@ -103,12 +110,33 @@ def test_posteriors_come_back(tmp_path: Path, kind: str, form: str) -> None:
         conv_net(num_classes=3, channels=2, size=8),
         mlp(4, hidden=()),
         nn.Linear(4, 3, bias=False),
-        nn.Sequential(OrderedDict(first=nn.Linear(4, 6), act=nn.GELU("tanh"), last=nn.Sequential(nn.Linear(6, 3)))),
-        nn.Sequential(nn.Conv2d(1, 4, (3, 2), stride=2, padding="valid", bias=False), nn.MaxPool2d(2), nn.Flatten()),
-        with_group_norm(nn.Sequential(nn.Conv2d(1, 6, 3, padding_mode="reflect", padding=1), nn.BatchNorm2d(6))),
-        nn.Sequential(nn.LayerNorm((4,)), nn.Linear(4, 2), nn.LeakyReLU(0.3), nn.Dropout(0.2), nn.Softplus(), nn.ELU()),
-        nn.Sequential(nn.Conv1d(2, 2, 3), nn.SiLU(), nn.Flatten(), nn.Tanh(), nn.Sigmoid(), nn.Identity()),
-        nn.Sequential(nn.Conv2d(1, 2, 1), nn.AdaptiveAvgPool2d((None, 2)), nn.AvgPool2d(2, ceil_mode=True)),
+        nn.Sequential(
+            OrderedDict(
+                first=nn.Linear(4, 6), act=nn.GELU("tanh"), last=nn.Sequential(nn.Linear(6, 3))
+            )
+        ),
+        nn.Sequential(
+            nn.Conv2d(1, 4, (3, 2), stride=2, padding="valid", bias=False),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+        ),
+        with_group_norm(
+            nn.Sequential(nn.Conv2d(1, 6, 3, padding_mode="reflect", padding=1), nn.BatchNorm2d(6))
+        ),
+        nn.Sequential(
+            nn.LayerNorm((4,)),
+            nn.Linear(4, 2),
+            nn.LeakyReLU(0.3),
+            nn.Dropout(0.2),
+            nn.Softplus(),
+            nn.ELU(),
+        ),
+        nn.Sequential(
+            nn.Conv1d(2, 2, 3), nn.SiLU(), nn.Flatten(), nn.Tanh(), nn.Sigmoid(), nn.Identity()
+        ),
+        nn.Sequential(
+            nn.Conv2d(1, 2, 1), nn.AdaptiveAvgPool2d((None, 2)), nn.AvgPool2d(2, ceil_mode=True)
+        ),
         mlp(4).double(),
         mlp(2, hidden=(3,) * 12),  # layers 10, 11, ... after 9
     ],
@@ -138,7 +166,13 @@ def test_frozen_weights_stay_frozen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "likelihood", [Gaussian(0.3), Gaussian(0.3, learned=True), Gaussian((0.1, 0.2), num_outputs=2), HeteroscedasticGaussian()]
+    "likelihood",
+    [
+        Gaussian(0.3),
+        Gaussian(0.3, learned=True),
+        Gaussian((0.1, 0.2), num_outputs=2),
+        HeteroscedasticGaussian(),
+    ],
 )
 def test_likelihoods_and_flat_prior(tmp_path: Path, likelihood: Any) -> None:
     model = BayesianModel(mlp(3, 2), likelihood, prior_scale=math.inf)
@@ -152,8 +186,14 @@ def full_channel() -> Mixture:
     scale, mask = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([True, False, True])
     ball = L2(0.5, box=(torch.zeros(3) - 1, math.inf), scale=scale, mask=mask)
     attack = PGD(ball, stages=((nll, 3), (entropy, 2)), step_size=0.1, restarts=2)
-    inner = Mixture([1.0], [AttackChannel(one_step(Linf(0.1, box=(-1, 1)), squared_error), 0.2)], stratified=False)
-    learned = Learned(FullyConnectedGenerator(3, num_classes=2, width=8), Linf(0.3), (0.02, 0.4), 0.1)
+    inner = Mixture(
+        [1.0],
+        [AttackChannel(one_step(Linf(0.1, box=(-1, 1)), squared_error), 0.2)],
+        stratified=False,
+    )
+    learned = Learned(
+        FullyConnectedGenerator(3, num_classes=2, width=8), Linf(0.3), (0.02, 0.4), 0.1
+    )
     return Mixture([0.4, 0.3, 0.2, 0.1], [Noise(0.1), AttackChannel(attack, 0.3), inner, learned])
 
 
@@ -165,7 +205,11 @@ def test_channels_come_back(tmp_path: Path) -> None:
     assert came.weights == channel.weights
     assert came.channels[:3] == channel.channels[:3]
     learned, original = came.channels[3], channel.channels[3]
-    assert (learned.ball, learned.sigma_range, learned.entropy_bonus) == (Linf(0.3), (0.02, 0.4), 0.1)
+    assert (learned.ball, learned.sigma_range, learned.entropy_bonus) == (
+        Linf(0.3),
+        (0.02, 0.4),
+        0.1,
+    )
     assert all(value.requires_grad for value in learned.generator.parameters())
     for name, value in original.generator.state_dict().items():  # type: ignore[attr-defined]
         assert torch.equal(learned.generator.state_dict()[name], value)
@@ -173,7 +217,10 @@ def test_channels_come_back(tmp_path: Path) -> None:
     predict = model.at(model.initial_theta())
     inner = Mixture((0.4, 0.6), [Noise(0.1), original])
     again = Mixture((0.4, 0.6), [Noise(0.1), learned])
-    assert torch.equal(inner.sample(predict, x, y, generator=seeded(3)), again.sample(predict, x, y, generator=seeded(3)))
+    assert torch.equal(
+        inner.sample(predict, x, y, generator=seeded(3)),
+        again.sample(predict, x, y, generator=seeded(3)),
+    )
 
 
 BALL = L2(0.5, box=(0, 1))
@@ -187,9 +234,24 @@ BALL = L2(0.5, box=(0, 1))
         attacks.RandomSearch(BALL, 7, attacks.certainty),
         attacks.Square(BALL),
         attacks.HardLabel(BALL),
-        attacks.Suite((attacks.pgd(BALL), attacks.pgd(BALL, loss=attacks.Toward(attacks.margin))), rank=attacks.nll),
-        PGD(BALL, stages=((attacks.ByLoss(attacks.inflate_variance), 2), (attacks.Exceeding(squared_error, 2.0), 1))),
-        PGD(BALL, stages=tuple((loss, 1) for loss in (attacks.deflate_variance, attacks.raise_mean, attacks.lower_mean))),
+        attacks.Suite(
+            (attacks.pgd(BALL), attacks.pgd(BALL, loss=attacks.Toward(attacks.margin))),
+            rank=attacks.nll,
+        ),
+        PGD(
+            BALL,
+            stages=(
+                (attacks.ByLoss(attacks.inflate_variance), 2),
+                (attacks.Exceeding(squared_error, 2.0), 1),
+            ),
+        ),
+        PGD(
+            BALL,
+            stages=tuple(
+                (loss, 1)
+                for loss in (attacks.deflate_variance, attacks.raise_mean, attacks.lower_mean)
+            ),
+        ),
         PGD(BALL, stages=((attacks.MarginTo(torch.tensor([1, 0])), 2),)),
         PGD(BALL, stages=((attacks.DivergenceFrom(torch.tensor([0.5, 0.5])), 2),)),
     ],
@@ -202,13 +264,19 @@ def test_attacks_come_back(attack: Any) -> None:
     assert repr(came) == repr(attack)
     again: dict[str, Tensor] = {}
     assert kinds.encode(came, "attack", again) == document
-    assert {name: value.tolist() for name, value in again.items()} == {name: v.tolist() for name, v in tensors.items()}
+    assert {name: value.tolist() for name, value in again.items()} == {
+        name: v.tolist() for name, v in tensors.items()
+    }
 
 
-@pytest.mark.parametrize("generator", [ConvGenerator(3, 2, 8), FullyConnectedGenerator(5), FullyConnectedGenerator(5, 2)])
+@pytest.mark.parametrize(
+    "generator", [ConvGenerator(3, 2, 8), FullyConnectedGenerator(5), FullyConnectedGenerator(5, 2)]
+)
 def test_generators_come_back(tmp_path: Path, generator: nn.Module) -> None:
     model = BayesianModel(mlp(5), Gaussian())
-    save(tmp_path / "m", model=model, posterior=PointMass(model), channel=Learned(generator, L2(1.0)))
+    save(
+        tmp_path / "m", model=model, posterior=PointMass(model), channel=Learned(generator, L2(1.0))
+    )
     came: Any = load(tmp_path / "m").channel
     assert repr(came.generator) == repr(generator)
 
@@ -216,10 +284,20 @@ def test_generators_come_back(tmp_path: Path, generator: nn.Module) -> None:
 def test_all_the_rest_comes_back(tmp_path: Path) -> None:
     model = BayesianModel(mlp(3, 2), Categorical())
     scaling = {"mean": torch.randn(3), "std": torch.rand(3) + 1}
-    threat = {"ball": L2(2.0, box=(0, 1)), "attacks": {"PGD": one_step(L2(2.0), margin)}, "knows": ["weights", "channel"]}
+    threat = {
+        "ball": L2(2.0, box=(0, 1)),
+        "attacks": {"PGD": one_step(L2(2.0), margin)},
+        "knows": ["weights", "channel"],
+    }
     audit = {"verdict": "believe", "accuracy": 0.5}
     names = ["cat", "<script>alert(1)</script>", "=1+1"]
-    write = {"scaling": scaling, "threat_model": threat, "audit": audit, "class_names": names, "extra": [1, None]}
+    write = {
+        "scaling": scaling,
+        "threat_model": threat,
+        "audit": audit,
+        "class_names": names,
+        "extra": [1, None],
+    }
     save(tmp_path / "m", model=model, posterior=MeanField(model), **write)  # type: ignore[arg-type]
     bundle = load(tmp_path / "m")
     assert bundle.scaling is not None
@@ -286,7 +364,9 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     posterior = MeanField(model)
     ok: dict[str, Any] = {"model": model, "posterior": posterior}
     own_loss = PGD(L2(1.0), stages=((lambda prediction, y: -prediction.log_prob(y), 1),))
-    with pytest.raises(StoreError, match=r"channel/attack/stages/0/0: wanted one of Categorical, .*, got <function"):
+    with pytest.raises(
+        StoreError, match=r"channel/attack/stages/0/0: wanted one of Categorical, .*, got <function"
+    ):
         save(tmp_path / "m", **ok, channel=AttackChannel(own_loss))
     with pytest.raises(StoreError, match="channel/generator: wanted a network of plain layers"):
         save(tmp_path / "m", **ok, channel=Learned(Own(), L2(1.0)))
@@ -296,22 +376,36 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
         save(tmp_path / "m", **ok, extra={"a": object()})
     with pytest.raises(StoreError, match=r"m:audit.acc: wanted a finite number, got nan"):
         save(tmp_path / "m", **ok, audit={"acc": math.nan})
-    with pytest.raises(StoreError, match="m:posterior: wanted a posterior over the model's 370 parameters, got 2"):
+    with pytest.raises(
+        StoreError, match="m:posterior: wanted a posterior over the model's 370 parameters, got 2"
+    ):
         save(tmp_path / "m", model=model, posterior=Samples(torch.zeros(1, 2)))
     with pytest.raises(StoreError, match=r"m:posterior: wanted one of MeanField, .*, got Own"):
         save(tmp_path / "m", model=model, posterior=Own())  # type: ignore[arg-type]
     with torch.no_grad():
         posterior.rho[3] = math.nan
-    with pytest.raises(StoreError, match="m:posterior: wanted finite tensors, got 1 NaN and 0 infinite values in rho"):
+    with pytest.raises(
+        StoreError,
+        match="m:posterior: wanted finite tensors, got 1 NaN and 0 infinite values in rho",
+    ):
         save(tmp_path / "m", **ok)
     assert not (tmp_path / "m").exists()
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+def saved(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     path = tmp_path_factory.mktemp("saved") / "m"
     model = BayesianModel(mlp(3, 2), Categorical())
-    save(path, model=model, posterior=MeanField(model), channel=full_channel(), class_names="ab", threat_model=L2(1.0))
+    save(
+        path,
+        model=model,
+        posterior=MeanField(model),
+        channel=full_channel(),
+        class_names="ab",
+        threat_model=L2(1.0),
+    )
     return read_bundle(path)
 
 
@@ -371,7 +465,11 @@ def change(document: Any, place: str, value: object) -> Any:
         ("channel/channels/1/attack/stages/0", 1, "settings that PGD accepts"),
         ("channel/channels/3/generator/net/width", 9, "of shape"),
         ("channel/channels/3/generator/net/width", 2**30, "of shape"),
-        ("channel/channels/3/generator/net/width", 2**40, "settings that FullyConnectedGenerator accepts"),
+        (
+            "channel/channels/3/generator/net/width",
+            2**40,
+            "settings that FullyConnectedGenerator accepts",
+        ),
         ("channel", {"kind": "L2", "eps": 1.0}, "a channel"),
         ("channel", {"eps": 1.0}, "a setting"),
         ("threat_model/eps", -1.0, "settings that L2 accepts"),
@@ -419,15 +517,26 @@ def test_altered_tensors_are_refused(
         load(tmp_path / "m")
 
 
-def test_unaltered_is_not_refused(tmp_path: Path, saved: tuple[dict[str, dict[str, Tensor]], dict[str, Any]]) -> None:
+def test_unaltered_is_not_refused(
+    tmp_path: Path, saved: tuple[dict[str, dict[str, Tensor]], dict[str, Any]]
+) -> None:
     write_bundle(tmp_path / "m", *saved)
     assert load(tmp_path / "m").class_names == ("a", "b")
 
 
 def test_random_bundles_give_typed_errors_or_models(tmp_path: Path) -> None:
     model = BayesianModel(mlp(3, 2), Categorical())
-    save(tmp_path / "m", model=model, posterior=MeanField(model), channel=full_channel(), threat_model=L2(1.0))
-    files = {part.name: (tmp_path / "m" / part.file).read_bytes() for part in read_manifest(tmp_path / "m").parts}
+    save(
+        tmp_path / "m",
+        model=model,
+        posterior=MeanField(model),
+        channel=full_channel(),
+        threat_model=L2(1.0),
+    )
+    files = {
+        part.name: (tmp_path / "m" / part.file).read_bytes()
+        for part in read_manifest(tmp_path / "m").parts
+    }
     draw = random.Random(0)
     refused = 0
     for _ in range(500):  # the reliability script goes on for longer
@@ -461,6 +570,11 @@ def test_schema_1_still_loads() -> None:
 
 def test_a_future_schema_is_refused_clearly(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "manifest.json").write_bytes(faults.sealed({}, schema=7, parts={"x.arrow": 1})[0])
-    with pytest.raises(StoreError, match=r"manifest\.json: wanted schema 1, got 7 \(written by a newer advbayes: update"):
+    (tmp_path / "m" / "manifest.json").write_bytes(
+        faults.sealed({}, schema=7, parts={"x.arrow": 1})[0]
+    )
+    with pytest.raises(
+        StoreError,
+        match=r"manifest\.json: wanted schema 1, got 7 \(written by a newer advbayes: update",
+    ):
         load(tmp_path / "m")

@@ -1,4 +1,5 @@
-"""Tables with text and missing values: encoded, kept with the model, asked for again, and out of the attacker's reach."""
+"""Tables with text and missing values: encoded, kept with the model, asked for again, and out of
+the attacker's reach."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def table(path: Path, num: int = 60) -> Path:
         size, colour = rng.normal(10, 3), ["red", "blue", "green"][row % 3]
         weight = "" if row % 5 == 0 else f"{rng.normal(2, 1):.3f}"
         price = 5 * size + {"red": 40, "blue": 0, "green": -40}[colour]
-        lines.append(f"{size:.3f},{colour},{weight},{'dear' if price > 50 else 'cheap'},{price:.3f}")
+        lines.append(
+            f"{size:.3f},{colour},{weight},{'dear' if price > 50 else 'cheap'},{price:.3f}"
+        )
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -50,16 +53,23 @@ def test_text_and_missing_values_become_features(csv_file: Path) -> None:
     lost = data.x_train[:, 2] == 1
     known = data.x_train[~lost, 1]
     assert 0.1 < float(lost.float().mean()) < 0.3
-    assert torch.equal(data.x_train[lost, 1], known.double().quantile(0.5).float().expand(int(lost.sum())))
+    assert torch.equal(
+        data.x_train[lost, 1], known.double().quantile(0.5).float().expand(int(lost.sum()))
+    )
     offset = {(1, 0, 0): 0.0, (0, 1, 0): -40.0, (0, 0, 1): 40.0}
     for row, y in zip(data.x_train.tolist(), data.y_train.tolist(), strict=True):
         assert y == pytest.approx(5 * row[0] + offset[tuple(map(int, row[3:]))], abs=0.01)  # type: ignore[index]
     # Medians come from the training rows alone: the test rows are encoded with them.
-    assert torch.equal(data.x_test[data.x_test[:, 2] == 1, 1].unique(), data.x_train[lost, 1].unique())
+    assert torch.equal(
+        data.x_test[data.x_test[:, 2] == 1, 1].unique(), data.x_train[lost, 1].unique()
+    )
 
 
 def test_options(csv_file: Path) -> None:
-    assert from_csv(csv_file, "price", features=["size", "colour"]).feature_names == ("size", *NAMES[3:])
+    assert from_csv(csv_file, "price", features=["size", "colour"]).feature_names == (
+        "size",
+        *NAMES[3:],
+    )
     assert from_csv(csv_file, "price", features=["size"]).encoding is None
     free = from_csv(csv_file, "price", drop=["label"], movable=["colour"])
     assert free.mask is not None
@@ -111,7 +121,10 @@ def test_rows_that_were_never_seen(csv_file: Path) -> None:
     assert rows[0, :3].tolist() == [1.0, 2.0, 0.0]
     assert rows[2, 0] == 3
     assert rows[1:, 2].tolist() == [1.0, 1.0]
-    for wrong, words in (([[1, "red"]], "columns size, colour, weight"), ([["tall", "red", 1]], "a number in column 'size'")):
+    for wrong, words in (
+        ([[1, "red"]], "columns size, colour, weight"),
+        ([["tall", "red", 1]], "a number in column 'size'"),
+    ):
         with pytest.raises(ValueError, match=words):
             encoding.transform(wrong)
     with pytest.raises(DataError, match="float32"):
@@ -127,13 +140,24 @@ def test_it_comes_back_from_json(csv_file: Path) -> None:
     assert torch.equal(came.transform(rows), data.encoding.transform(rows))
     assert came.feature_names == data.feature_names
     assert torch.equal(came.mask, data.encoding.mask)
-    for change in ({"columns": ["a"]}, {"numeric": 1}, {"transformer": {"kind": "os.system"}}, {"movable": None}):
+    for change in (
+        {"columns": ["a"]},
+        {"numeric": 1},
+        {"transformer": {"kind": "os.system"}},
+        {"movable": None},
+    ):
         with pytest.raises(store.StoreError, match="encoding"):
             Encoding.from_json({**document, **change})
 
 
 def test_train_predict_and_load(csv_file: Path, tmp_path: Path) -> None:
-    values: dict[str, Any] = {"data": str(csv_file), "target": "price", "drop": ("label",), "defense": "at", "eps": 0.3}
+    values: dict[str, Any] = {
+        "data": str(csv_file),
+        "target": "price",
+        "drop": ("label",),
+        "defense": "at",
+        "eps": 0.3,
+    }
     config = make_config({**values, "hidden": [8], "epochs": 40, "lr": 0.03, "batch_size": 16})
     with create_run(config, tmp_path / "run") as run:
         train(run)

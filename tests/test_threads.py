@@ -1,4 +1,5 @@
-"""Eight threads answer as one: predictions, attacks, training, evaluation; whatever the net is made of."""
+"""Eight threads answer as one: predictions, attacks, training, evaluation; whatever the net is made
+of."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ THREADS = 8
 class Residual(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.first, self.second = (
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2)
+        )
         self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,7 +51,8 @@ class Residual(nn.Module):
 
 
 class Own(nn.Module):
-    """A user's module: tied weights, a buffer, a list beside the registered layers, a method kept as an attribute."""
+    """A user's module: tied weights, a buffer, a list beside the registered layers, a method kept
+    as an attribute."""
 
     scale: Tensor
 
@@ -80,9 +84,16 @@ def frozen() -> nn.Module:
 
 NETS: dict[str, Callable[[], nn.Module]] = {
     "sequential conv": lambda: nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.AvgPool2d(2), nn.Conv2d(4, 4, 2), nn.Flatten(), nn.Linear(4, 3)
+        nn.Conv2d(1, 4, 3),
+        nn.ReLU(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(4, 4, 2),
+        nn.Flatten(),
+        nn.Linear(4, 3),
     ),
-    "layer norm": lambda: nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3)),
+    "layer norm": lambda: nn.Sequential(
+        nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3)
+    ),
     "group norm resnet": lambda: with_group_norm(
         nn.Sequential(nn.Conv2d(1, 4, 3), Residual(4), Residual(4), nn.Flatten(), nn.Linear(64, 3))
     ),
@@ -95,7 +106,11 @@ def make(kind: str) -> tuple[BayesianModel, Tensor, Tensor, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = BayesianModel(NETS[kind](), Categorical())
-        x = torch.rand(40, 1, 6, 6) if kind in ("sequential conv", "group norm resnet") else torch.rand(40, 6)
+        x = (
+            torch.rand(40, 1, 6, 6)
+            if kind in ("sequential conv", "group norm resnet")
+            else torch.rand(40, 6)
+        )
         thetas = torch.randn(12, model.num_params)
     return model, thetas, x, torch.arange(40) % 3
 
@@ -116,11 +131,20 @@ def test_predictions_and_gradients_of_eight_threads_are_those_of_one(kind: str) 
         one = model.at(thetas[i % 12])
         leaf = thetas[i % 12].clone().requires_grad_()
         (gradient,) = torch.autograd.grad(model.log_likelihood(leaf, x[rows], y[rows]).sum(), leaf)
-        return [predict(x[rows]).logits, one(x[rows]).logits, predict.loss_and_gradient(nll, x[rows], y[rows])[2], gradient]
+        return [
+            predict(x[rows]).logits,
+            one(x[rows]).logits,
+            predict.loss_and_gradient(nll, x[rows], y[rows])[2],
+            gradient,
+        ]
 
     wanted = [answer(i) for i in range(24)]
     got = in_threads(lambda i: answer(i % 24), 240)
-    assert all(torch.equal(a, b) for i, parts in enumerate(got) for a, b in zip(parts, wanted[i % 24], strict=True))
+    assert all(
+        torch.equal(a, b)
+        for i, parts in enumerate(got)
+        for a, b in zip(parts, wanted[i % 24], strict=True)
+    )
 
 
 @pytest.mark.parametrize("kind", ["group norm resnet", "own module"])
@@ -133,15 +157,29 @@ def test_attacks_and_evaluations_of_eight_threads_are_those_of_one(kind: str) ->
         return pgd(L2(0.5), steps=3, restarts=2)(predict, x[:8], y[:8], generator=generator)
 
     def evaluated(i: int) -> str:
-        return str(evaluate(predict, (x[i : i + 10], y[i : i + 10]), attacks={"PGD": pgd(L2(0.5), 2)}, progress=False).table())
+        return str(
+            evaluate(
+                predict,
+                (x[i : i + 10], y[i : i + 10]),
+                attacks={"PGD": pgd(L2(0.5), 2)},
+                progress=False,
+            ).table()
+        )
 
     wanted = [attacked(i) for i in range(4)], [evaluated(i) for i in range(4)]
-    assert all(torch.equal(a, wanted[0][i % 4]) for i, a in enumerate(in_threads(lambda i: attacked(i % 4), 16)))
-    assert all(a == wanted[1][i % 4] for i, a in enumerate(in_threads(lambda i: evaluated(i % 4), 8)))
+    assert all(
+        torch.equal(a, wanted[0][i % 4])
+        for i, a in enumerate(in_threads(lambda i: attacked(i % 4), 16))
+    )
+    assert all(
+        a == wanted[1][i % 4] for i, a in enumerate(in_threads(lambda i: evaluated(i % 4), 8))
+    )
 
 
 @pytest.mark.parametrize("through", [False, True])
-def test_fits_side_by_side_of_one_model_and_one_channel_are_those_of_one_thread(through: bool) -> None:
+def test_fits_side_by_side_of_one_model_and_one_channel_are_those_of_one_thread(
+    through: bool,
+) -> None:
     model, _, x, y = make("own module")
     attacks = [AttackChannel(one_step(L2(0.5), loss), 0.1) for loss in (nll, margin)]
     channel = Mixture([0.4, 0.3, 0.3], [Noise(0.1), *attacks])
@@ -150,11 +188,24 @@ def test_fits_side_by_side_of_one_model_and_one_channel_are_those_of_one_thread(
         posterior = MeanField(model)
         # Only half of them send gradients through the attack: a flag shared by threads would show.
         objective = ChannelELBO(len(x), through=through and i % 2 == 0)
-        fit(model, posterior, channel, (x, y), steps=12, batch_size=20, seed=i, objective=objective, progress=False)
+        fit(
+            model,
+            posterior,
+            channel,
+            (x, y),
+            steps=12,
+            batch_size=20,
+            seed=i,
+            objective=objective,
+            progress=False,
+        )
         return posterior.mu.detach()
 
     wanted = [trained(i) for i in range(2)]
-    assert all(torch.equal(mu, wanted[i % 2]) for i, mu in enumerate(in_threads(lambda i: trained(i % 2), 16)))
+    assert all(
+        torch.equal(mu, wanted[i % 2])
+        for i, mu in enumerate(in_threads(lambda i: trained(i % 2), 16))
+    )
 
 
 def test_ensembles_begun_side_by_side_have_the_members_of_one_thread() -> None:
@@ -213,7 +264,8 @@ def test_a_net_may_call_its_own_model() -> None:
 
 
 def test_recomputed_passes_see_the_theta_of_their_graph() -> None:
-    """torch.utils.checkpoint runs parts of the net again in the backward pass, when other thetas have been run since."""
+    """torch.utils.checkpoint runs parts of the net again in the backward pass, when other thetas
+    have been run since."""
     torch.manual_seed(0)
     net = Own()
     plain, recomputing = BayesianModel(net, Categorical()), BayesianModel(net, Categorical())
@@ -223,7 +275,10 @@ def test_recomputed_passes_see_the_theta_of_their_graph() -> None:
     def gradients(model: BayesianModel) -> list[Tensor]:
         leaves = [theta.clone().requires_grad_() for theta in thetas]
         outputs = [model.output(leaf, x)[0].square().sum() for leaf in leaves]
-        return [torch.autograd.grad(output, leaf)[0] for output, leaf in zip(outputs, leaves, strict=True)]
+        return [
+            torch.autograd.grad(output, leaf)[0]
+            for output, leaf in zip(outputs, leaves, strict=True)
+        ]
 
     for a, b in zip(gradients(plain), gradients(recomputing), strict=True):
         assert torch.allclose(a, b, rtol=1e-6, atol=1e-7)

@@ -29,7 +29,9 @@ def corners(num: int, seed: int = 0) -> Tensor:
     return torch.randint(2, (num, 6), generator=generator(seed)).to(FLOAT)
 
 
-@pytest.mark.parametrize("ball", [L2(0.9, box=(0, 1)), L2(0.9, box=(0, 1), scale=SCALE), L2(0.9), Linf(0.4, box=(0, 1))])
+@pytest.mark.parametrize(
+    "ball", [L2(0.9, box=(0, 1)), L2(0.9, box=(0, 1), scale=SCALE), L2(0.9), Linf(0.4, box=(0, 1))]
+)
 def test_the_gradient_of_a_projection_is_that_of_differences(ball: Ball) -> None:
     """Half of the points lie within the ball, all coordinates of x on faces."""
     x = corners(12)
@@ -38,19 +40,28 @@ def test_the_gradient_of_a_projection_is_that_of_differences(ball: Ball) -> None
     assert torch.autograd.gradcheck(lambda p: ball.project(p, x), (point,), eps=1e-7, atol=1e-5)
 
 
-@pytest.mark.parametrize("ball", [L2(2.0, box=(0, 1)), L2(0.0, box=(0, 1)), L2(2.0), Linf(2.0, box=(0, 1))])
+@pytest.mark.parametrize(
+    "ball", [L2(2.0, box=(0, 1)), L2(0.0, box=(0, 1)), L2(2.0), Linf(2.0, box=(0, 1))]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, FLOAT])
 def test_gradients_stay_finite_where_nothing_moves(ball: Ball, dtype: torch.dtype) -> None:
-    """No move, a move that the box takes back whole, one that leaves all faces; a direction of zeros."""
+    """No move, a move that the box takes back whole, one that leaves all faces; a direction of
+    zeros."""
     x = corners(8).to(dtype)
     for point in (x, x + (2 * x - 1), x + 5 * (2 * x - 1), x - 0.1 * (2 * x - 1), 1 - x):
         leaf = point.clone().requires_grad_()
-        for value in (ball.project(leaf, x), ball.ascend(leaf - point, 1.0), ball.ascend(leaf - point, ball.eps)):
+        for value in (
+            ball.project(leaf, x),
+            ball.ascend(leaf - point, 1.0),
+            ball.ascend(leaf - point, ball.eps),
+        ):
             (gradient,) = torch.autograd.grad(value.square().sum() + value.sum(), leaf)
             assert bool(torch.isfinite(gradient).all())
 
 
-def objective_and_parts(dtype: torch.dtype, seed: int) -> tuple[ChannelELBO, BayesianModel, MeanField, Tensor, Tensor]:
+def objective_and_parts(
+    dtype: torch.dtype, seed: int
+) -> tuple[ChannelELBO, BayesianModel, MeanField, Tensor, Tensor]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
@@ -63,7 +74,9 @@ def objective_and_parts(dtype: torch.dtype, seed: int) -> tuple[ChannelELBO, Bay
 def test_training_through_an_attack_on_the_faces_skips_no_step(seed: int) -> None:
     for attack in (one_step(L2(2.0, box=(0, 1))), pgd(L2(2.0, box=(0, 1)), steps=4)):
         objective, model, posterior, x, y = objective_and_parts(torch.float32, seed)
-        result = fit(model, posterior, AttackChannel(attack, 0.1), (x, y), objective=objective, steps=2)
+        result = fit(
+            model, posterior, AttackChannel(attack, 0.1), (x, y), objective=objective, steps=2
+        )
         assert result.skipped == 0
 
 
@@ -82,4 +95,6 @@ def test_the_pathwise_gradient_on_the_faces_is_that_of_differences() -> None:
                 posterior.mu[index] += sign * 1e-6
                 values.append(float(bound().detach()))
                 posterior.mu[index] -= sign * 1e-6
-        assert (values[0] - values[1]) / 2e-6 == pytest.approx(float(gradient[index]), rel=1e-4, abs=1e-5)
+        assert (values[0] - values[1]) / 2e-6 == pytest.approx(
+            float(gradient[index]), rel=1e-4, abs=1e-5
+        )

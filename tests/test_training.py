@@ -1,4 +1,5 @@
-"""`fit`: reproducible bit for bit, exact when it goes on, honest about what it skips, kind to Ctrl-C."""
+"""`fit`: reproducible bit for bit, exact when it goes on, honest about what it skips, kind to
+Ctrl-C."""
 
 from __future__ import annotations
 
@@ -72,9 +73,20 @@ def test_same_seed_same_bits_and_a_state_goes_on_exactly(name: str) -> None:
     first = fit(model, whole, CHANNELS[name](), (X, Y), steps=9, **settings)
     second = fit(model, again, CHANNELS[name](), (X, Y), steps=9, **settings)
     saved: list[State] = []
-    fit(model, parts, CHANNELS[name](), (X, Y), steps=9, stop=lambda: True, checkpoint=saved.append, **settings)
+    fit(
+        model,
+        parts,
+        CHANNELS[name](),
+        (X, Y),
+        steps=9,
+        stop=lambda: True,
+        checkpoint=saved.append,
+        **settings,
+    )
     assert saved[-1].step == 1
-    rest = fit(model, MeanField(model), CHANNELS[name](), (X, Y), steps=9, state=saved[-1], **settings)
+    rest = fit(
+        model, MeanField(model), CHANNELS[name](), (X, Y), steps=9, state=saved[-1], **settings
+    )
     resumed = [rest.state.tensors[f"posterior/{key}"] for key in whole.state_dict()]
     for a, b, c in zip(weights(whole), weights(again), resumed, strict=True):
         assert torch.equal(a, b)
@@ -96,7 +108,9 @@ def test_another_seed_another_run() -> None:
 @pytest.mark.parametrize("kind", [MeanField, PointMass, Ensemble, LowRank])
 def test_every_posterior_improves_its_bound(kind: type) -> None:
     model = small_model("classification", torch.float32)
-    result = fit(model, kind(model), AttackChannel(one_step(L2(0.1)), 0.05), (X, Y), steps=150, lr=2e-2)
+    result = fit(
+        model, kind(model), AttackChannel(one_step(L2(0.1)), 0.05), (X, Y), steps=150, lr=2e-2
+    )
     bounds = result.history["bound"]
     assert sum(bounds[-20:]) > sum(bounds[:20])
     assert result.steps == len(bounds) == 150
@@ -107,7 +121,14 @@ def test_every_example_is_used_equally_often_whatever_the_batch_size() -> None:
     seen: list[Tensor] = []
 
     class Recorder:
-        def sample(self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: object = None) -> Tensor:
+        def sample(
+            self,
+            predict: Predictor,
+            x: Tensor,
+            y: Tensor | None = None,
+            *,
+            generator: object = None,
+        ) -> Tensor:
             seen.append(x[:, 0].clone())
             return x
 
@@ -135,9 +156,13 @@ def test_the_learned_adversary_learns_and_stays_in_its_ball() -> None:
     fit(model, posterior, Noise(0.0), (X, Y), steps=200, lr=2e-2)
     channel = learned()
     predict = model.at(posterior.mean)
-    before = float(-predict(channel.sample(predict, X, Y, generator=seeded()).detach()).log_prob(Y).mean())
+    before = float(
+        -predict(channel.sample(predict, X, Y, generator=seeded()).detach()).log_prob(Y).mean()
+    )
     fit(model, posterior, channel, (X, Y), steps=150, lr=1e-8, adversary_lr=1e-2)
-    after = float(-predict(channel.sample(predict, X, Y, generator=seeded()).detach()).log_prob(Y).mean())
+    after = float(
+        -predict(channel.sample(predict, X, Y, generator=seeded()).detach()).log_prob(Y).mean()
+    )
     assert after > before + 0.05
     centre, std = channel.moments(predict, X, Y)
     assert bool(L2(0.5).contains(centre.detach(), X).all())
@@ -150,9 +175,13 @@ def test_the_entropy_bonus_widens_the_learned_channel() -> None:
         model = small_model("classification", torch.float32)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            channel = Learned(FullyConnectedGenerator(4, num_classes=3, width=16), L2(0.5), entropy_bonus=bonus)
+            channel = Learned(
+                FullyConnectedGenerator(4, num_classes=3, width=16), L2(0.5), entropy_bonus=bonus
+            )
         fit(model, PointMass(model), channel, (X, Y), steps=60, adversary_lr=1e-2)
-        spreads.append(float(channel.moments(model.at(model.initial_theta()), X, Y)[1].detach().mean()))
+        spreads.append(
+            float(channel.moments(model.at(model.initial_theta()), X, Y)[1].detach().mean())
+        )
     assert spreads[1] > spreads[0] + 0.05
 
 
@@ -162,7 +191,9 @@ class Poison:
     def __init__(self, bad: range) -> None:
         self.bad, self.calls = bad, 0
 
-    def sample(self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: object = None) -> Tensor:
+    def sample(
+        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: object = None
+    ) -> Tensor:
         self.calls += 1
         return x * math.nan if self.calls - 1 in self.bad else x
 
@@ -184,7 +215,10 @@ def test_ten_bad_steps_in_a_row_stop_name_the_channel_and_keep_the_last_finite_s
     model = small_model("classification", torch.float32)
     posterior, reference = MeanField(model), MeanField(model)
     fit(model, reference, Poison(range(0)), (X, Y), steps=4)
-    with pytest.warns(SkippedStepWarning), pytest.raises(NonFiniteError, match="the cause is the channel"):
+    with (
+        pytest.warns(SkippedStepWarning),
+        pytest.raises(NonFiniteError, match="the cause is the channel"),
+    ):
         fit(model, posterior, Poison(range(4, 99)), (X, Y), steps=50)
     for kept, wanted in zip(weights(posterior), weights(reference), strict=True):
         assert torch.equal(kept, wanted)
@@ -200,7 +234,10 @@ def test_the_likelihood_is_named_when_it_overflows() -> None:
             return (x @ self.weight).square()
 
     model = BayesianModel(Square(), Gaussian(1.0))
-    with pytest.warns(SkippedStepWarning), pytest.raises(NonFiniteError, match="the cause is the likelihood"):
+    with (
+        pytest.warns(SkippedStepWarning),
+        pytest.raises(NonFiniteError, match="the cause is the likelihood"),
+    ):
         fit(model, PointMass(model), Noise(0.0), (X, X[:, 0]), steps=20)
 
 
@@ -214,9 +251,11 @@ def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
 SCRIPT = """
 import json, signal, sys, torch
 from advbayes import *
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may have it ignored
+# whoever started the tests may have it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)
 x = torch.rand(512, 50); y = (x.sum(1) > 25).long()
-model = BayesianModel(torch.nn.Sequential(torch.nn.Linear(50, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2)), Categorical())
+net = torch.nn.Sequential(torch.nn.Linear(50, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
+model = BayesianModel(net, Categorical())
 posterior = MeanField(model)
 started = []
 def stop():  # called after every step, never stops
@@ -226,14 +265,17 @@ def stop():  # called after every step, never stops
 result = fit(model, posterior, AttackChannel(pgd(L2(1.0), 10), 0.1), (x, y), steps=10**6, stop=stop)
 finite = all(bool(torch.isfinite(t).all()) for t in posterior.state_dict().values())
 entries = len(result.history["bound"])
-print(json.dumps({"interrupted": result.interrupted, "steps": result.steps, "entries": entries, "finite": finite}))
+said = {"interrupted": result.interrupted, "steps": result.steps, "entries": entries}
+print(json.dumps({**said, "finite": finite}))
 """
 
 
 def test_ctrl_c_keeps_what_is_trained(tmp_path: Path) -> None:
     """A real process, a real SIGINT."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, env=env, cwd=tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, env=env, cwd=tmp_path
+    )
     assert process.stdout is not None
     try:
         assert process.stdout.readline().strip() == "ready"
@@ -250,11 +292,21 @@ def test_ctrl_c_keeps_what_is_trained(tmp_path: Path) -> None:
 
 
 def test_the_learning_rate_decays_from_epoch_to_epoch() -> None:
-    """With a decay to nothing only the first epoch moves the posterior; without one every epoch does."""
+    """With a decay to nothing only the first epoch moves the posterior; without one every epoch
+    does."""
 
     def reached(epochs: int, decay: float) -> torch.Tensor:
         posterior = MeanField(model)
-        fit(model, posterior, Noise(0.1), (X, Y), epochs=epochs, batch_size=len(X), lr=1e-2, decay=decay)
+        fit(
+            model,
+            posterior,
+            Noise(0.1),
+            (X, Y),
+            epochs=epochs,
+            batch_size=len(X),
+            lr=1e-2,
+            decay=decay,
+        )
         return posterior.mu.detach()
 
     model = small_model("classification", torch.float32)
@@ -263,12 +315,20 @@ def test_the_learning_rate_decays_from_epoch_to_epoch() -> None:
 
 
 def test_minibatches_and_objective_settings_reach_the_bound() -> None:
-    """The KL weight and the number of thetas and channel samples show in the history, not only in the configuration."""
+    """The KL weight and the number of thetas and channel samples show in the history, not only in
+    the configuration."""
     model = small_model("classification", torch.float64)
     x, y = X.double(), Y
     posterior = MeanField(model)
     kl = float(posterior.kl(1.0).detach())
-    heavy = fit(model, posterior, Noise(0.1), (x, y), steps=1, objective=ChannelELBO(60, 3, 2, kl_weight=5.0))
+    heavy = fit(
+        model,
+        posterior,
+        Noise(0.1),
+        (x, y),
+        steps=1,
+        objective=ChannelELBO(60, 3, 2, kl_weight=5.0),
+    )
     assert heavy.history["kl"][0] == pytest.approx(kl)
     assert heavy.history["bound"][0] == pytest.approx(heavy.history["log_likelihood"][0] - 5.0 * kl)
 

@@ -41,18 +41,22 @@ def regressor(*, activation: nn.Module | None = None, bias: bool = True) -> Baye
     return BayesianModel(net, Gaussian(0.5))
 
 
-# --- A step -----------------------------------------------------------------------------------------------------------
+# --- A step ---------------------------------------------------------------------------------------
+# --------------------
 
 
 @pytest.mark.parametrize("through", [False, True])
 @pytest.mark.parametrize("posterior_type", [MeanField, PointMass, LowRank])
 def test_fit_is_adam_on_the_bound(posterior_type: type[MeanField], through: bool) -> None:
-    """Five steps of `fit` against a loop of five lines: the objective, autograd, torch.optim.Adam."""
+    """Five steps of `fit` against a loop of five lines: the objective, autograd,
+    torch.optim.Adam."""
     model = regressor()
     channel = AttackChannel(one_step(L2(0.5)), 0.1)
     objective = ChannelELBO(40, num_theta=2, kl_weight=0.7, through=through)
     ours, theirs = posterior_type(model), posterior_type(model)
-    history = fit(model, ours, channel, (X, Y), objective=objective, steps=5, batch_size=8, lr=1e-2, decay=0.5).history
+    history = fit(
+        model, ours, channel, (X, Y), objective=objective, steps=5, batch_size=8, lr=1e-2, decay=0.5
+    ).history
     batches = TensorBatches(X, Y, 8, seed=0)
     reference = torch.optim.Adam(theirs.parameters(), lr=1e-2)
     for step in range(5):
@@ -61,7 +65,9 @@ def test_fit_is_adam_on_the_bound(posterior_type: type[MeanField], through: bool
         reference.zero_grad()
         (-terms.bound / 40).backward()
         reference.param_groups[0]["lr"] = 1e-2 * 0.5 ** (step / 5)
-        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in theirs.parameters() if p.grad is not None))
+        norm = math.sqrt(
+            sum(float(p.grad.square().sum()) for p in theirs.parameters() if p.grad is not None)
+        )
         reference.step()
         assert history["bound"][step] == pytest.approx(terms.bound.item(), rel=1e-5)
         assert history["gradient_norm"][step] == pytest.approx(norm, rel=1e-5)
@@ -76,7 +82,9 @@ def test_gradients_through_the_attack_differ_from_those_that_stop_there() -> Non
     for through in (False, True):
         posterior = MeanField(model)
         channel = AttackChannel(one_step(L2(0.5)), 0.1)
-        result = fit(model, posterior, channel, (X, Y), objective=ChannelELBO(40, through=through), steps=1)
+        result = fit(
+            model, posterior, channel, (X, Y), objective=ChannelELBO(40, through=through), steps=1
+        )
         ends.append(result.history["gradient_norm"][0])
     assert ends[0] != pytest.approx(ends[1], rel=1e-3)
 
@@ -95,14 +103,17 @@ def test_a_frozen_parameter_stays() -> None:
 
 
 def test_one_channel_images_really_run_channels_last() -> None:
-    model = BayesianModel(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(64, 3)), Categorical())
+    model = BayesianModel(
+        nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(64, 3)), Categorical()
+    )
     seen: list[Tensor] = []
     model.net[0].register_forward_hook(lambda layer, inputs, output: seen.append(output))
     model.output(model.initial_theta(), torch.rand(3, 1, 6, 6))
     assert seen[0].stride(1) == 1
 
 
-# --- Batches ----------------------------------------------------------------------------------------------------------
+# --- Batches --------------------------------------------------------------------------------------
+# --------------------
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
@@ -119,26 +130,43 @@ def test_a_stream_trains_when_its_size_is_told() -> None:
         fit(model, MeanField(model), Noise(0.0), loader, epochs=2)
 
 
-def test_a_loader_s_batches_are_checked_but_the_net_is_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_s_batches_are_checked_but_the_net_is_probed_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = regressor()
     probes = []
     output = BayesianModel.output
-    monkeypatch.setattr(BayesianModel, "output", lambda self, theta, x: probes.append(len(x)) or output(self, theta, x))
-    fit(model, MeanField(model), Noise(0.0), DataLoader(TensorDataset(X, Y), batch_size=8), epochs=2)
+    monkeypatch.setattr(
+        BayesianModel,
+        "output",
+        lambda self, theta, x: probes.append(len(x)) or output(self, theta, x),
+    )
+    fit(
+        model, MeanField(model), Noise(0.0), DataLoader(TensorDataset(X, Y), batch_size=8), epochs=2
+    )
     assert probes.count(1) == 1
     bad = Y.clone()
     bad[20] = math.nan
     with pytest.raises(ValueError, match="y must be finite"):
-        fit(model, MeanField(model), Noise(0.0), DataLoader(TensorDataset(X, bad), batch_size=8), epochs=1)
+        fit(
+            model,
+            MeanField(model),
+            Noise(0.0),
+            DataLoader(TensorDataset(X, bad), batch_size=8),
+            epochs=1,
+        )
 
 
 def test_a_loader_of_something_else_is_refused() -> None:
     model = regressor()
     with pytest.raises(TypeError, match=r"pairs \(x, y\)"):
-        fit(model, MeanField(model), Noise(0.0), DataLoader(TensorDataset(X), batch_size=8), steps=1)
+        fit(
+            model, MeanField(model), Noise(0.0), DataLoader(TensorDataset(X), batch_size=8), steps=1
+        )
 
 
-# --- Bad input, good words --------------------------------------------------------------------------------------------
+# --- Bad input, good words
+# --------------------------------------------------------------------------------------------
 
 
 def test_classes_instead_of_instances_are_refused() -> None:
@@ -170,9 +198,13 @@ def test_a_state_has_the_names_of_every_run_folder_so_far() -> None:
     model = regressor()
     state = fit(model, MeanField(model), Noise(0.1), (X, Y), steps=2, progress=False).state
     slots = ("exp_avg", "exp_avg_sq", "step")
-    wanted = {"posterior/mu", "posterior/rho"} | {f"posterior/adam/{k}/{name}" for k in (0, 1) for name in slots}
+    wanted = {"posterior/mu", "posterior/rho"} | {
+        f"posterior/adam/{k}/{name}" for k in (0, 1) for name in slots
+    }
     assert set(state.tensors) == wanted
     assert [float(state.tensors[f"posterior/adam/{k}/step"]) for k in (0, 1)] == [2.0, 2.0]
     del state.tensors["posterior/adam/1/exp_avg"]
-    with pytest.raises(ValueError, match="state must hold the optimiser's tensor 'posterior/adam/1/exp_avg'"):
+    with pytest.raises(
+        ValueError, match="state must hold the optimiser's tensor 'posterior/adam/1/exp_avg'"
+    ):
         fit(model, MeanField(model), Noise(0.1), (X, Y), steps=3, state=state, progress=False)

@@ -18,7 +18,8 @@ def _few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", zoo.BROKEN)
-@pytest.mark.filterwarnings("ignore::advbayes.attacks.gradients.NoGradientWarning")  # the zero-gradient layer's attack
+# the zero-gradient layer's attack
+@pytest.mark.filterwarnings("ignore::advbayes.attacks.gradients.NoGradientWarning")
 def test_a_broken_evaluation_is_flagged_by_the_check_meant_for_it(name: str) -> None:
     check, make = zoo.BROKEN[name]
     if name == "double softmax":
@@ -57,6 +58,8 @@ def test_the_figures_say_how_bad_it_is() -> None:
     label = zoo.label_leak()["E5"].figures["accuracy"]
     assert label == 1.0
     redrawn = zoo.thetas_redrawn()["E14"].figures
-    assert float(redrawn["thetas truly known leave"]) < float(redrawn["claimed arrays leave"]) - 0.05  # type: ignore[arg-type]
+    assert (
+        float(redrawn["thetas truly known leave"]) < float(redrawn["claimed arrays leave"]) - 0.05
+    )  # type: ignore[arg-type]
     memory = zoo.recognises_test_points()["E28"].figures
     assert float(memory["displaced"]) < float(memory["at_x"]) - 0.2  # type: ignore[arg-type]

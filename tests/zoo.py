@@ -48,7 +48,9 @@ from advbayes.smoothing import Smoothed
 BALL = L2(0.5, box=(0, 1))
 CONTROL = L2(1.5, box=(0, 1))
 QUERIES = 60  # of the black box: 5,000 are tested apart
-SMALL = Budget(num=50, steps=10, restarts=1, random_points=10, queries=QUERIES, max_steps=200, max_thetas=80)
+SMALL = Budget(
+    num=50, steps=10, restarts=1, random_points=10, queries=QUERIES, max_steps=200, max_thetas=80
+)
 RAW = ThreatModel(units="raw")
 
 
@@ -61,7 +63,10 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """1,200 training and 150 test images, flat, in [0, 1]."""
     held = load_digits()
     order = torch.randperm(len(held.target), generator=generator(0))
-    x, y = torch.tensor(held.data / 16, dtype=torch.float32)[order], torch.tensor(held.target)[order]
+    x, y = (
+        torch.tensor(held.data / 16, dtype=torch.float32)[order],
+        torch.tensor(held.target)[order],
+    )
     return x[:1200], y[:1200], x[1200:1350], y[1200:1350]
 
 
@@ -82,7 +87,8 @@ class Trained:
 
 @lru_cache(maxsize=8)
 def trained(defended: bool = False, seed: int = 0, spread: float | None = None) -> Trained:
-    """A small net; `spread` widens its posterior, so that one theta says little about the others."""
+    """A small net; `spread` widens its posterior, so that one theta says little about the
+    others."""
     x, y, _, _ = digits()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -90,48 +96,93 @@ def trained(defended: bool = False, seed: int = 0, spread: float | None = None) 
     model = BayesianModel(net, Categorical())
     posterior = MeanField(model)
     channel = AttackChannel(pgd(L2(0.5, box=(0, 1)), 3), 0.05) if defended else Noise(0.0)
-    fit(model, posterior, channel, (x, y), epochs=10, lr=2e-2, batch_size=100, seed=seed, progress=False)
+    fit(
+        model,
+        posterior,
+        channel,
+        (x, y),
+        epochs=10,
+        lr=2e-2,
+        batch_size=100,
+        seed=seed,
+        progress=False,
+    )
     if spread is not None:
         with torch.no_grad():
             for name, parameter in posterior.named_parameters():
                 if "rho" in name or "scale" in name:
-                    parameter.copy_(torch.full_like(parameter, torch.tensor(spread).expm1().log().item()))
+                    parameter.copy_(
+                        torch.full_like(parameter, torch.tensor(spread).expm1().log().item())
+                    )
     return Trained(model, posterior)
 
 
-def judge(predict: Any, attacks: dict[str, Any], *check: str, through: Any = None, **options: Any) -> Verdict:
-    """The verdict of some checks on a claim: arrays made by `attacks` through `through`, scored by `predict`."""
+def judge(
+    predict: Any, attacks: dict[str, Any], *check: str, through: Any = None, **options: Any
+) -> Verdict:
+    """The verdict of some checks on a claim: arrays made by `attacks` through `through`, scored by
+    `predict`."""
     x, y = options.pop("data", digits()[2:])
     arrays = options.pop("arrays", None) or {
-        name: attack(predict if through is None else through, x, y, generator=generator(5)) for name, attack in attacks.items()
+        name: attack(predict if through is None else through, x, y, generator=generator(5))
+        for name, attack in attacks.items()
     }
     with torch.no_grad():
         correct = {name: predict(x_adv).logits.argmax(1) == y for name, x_adv in arrays.items()}
     worst = torch.stack(list(correct.values())).all(0)
-    fields = {"correct": correct, "worst": worst, "through": through, "seed": 5, "config": {"steps": 20}, "code": "0" * 64}
+    fields = {
+        "correct": correct,
+        "worst": worst,
+        "through": through,
+        "seed": 5,
+        "config": {"steps": 20},
+        "code": "0" * 64,
+    }
     fields |= {"test_size": len(x), "test_hash": data_hash(x, y)}
     claim = Claim(arrays, **(fields | options.pop("claim", {})))
-    chosen = {"ball": BALL, "threat_model": RAW, "tier": SMALL, "only": check, "progress": False} | options
+    chosen = {
+        "ball": BALL,
+        "threat_model": RAW,
+        "tier": SMALL,
+        "only": check,
+        "progress": False,
+    } | options
     return audit(predict, (x, y), attacks=attacks, claim=claim, **chosen)
 
 
-# --- the broken ones --------------------------------------------------------------------------------------------------
+# --- the broken ones
+# --------------------------------------------------------------------------------------------------
 
 
 def one_theta_attack() -> Verdict:
     """The attack goes through one theta, the score through twenty."""
     wide = trained(spread=0.25)
     one = wide.model.at(wide.thetas()[0])
-    said = ThreatModel(units="raw", knowledge="thetas known", attack_thetas=1, evaluation_thetas=20, randomness="fixed")
+    said = ThreatModel(
+        units="raw",
+        knowledge="thetas known",
+        attack_thetas=1,
+        evaluation_thetas=20,
+        randomness="fixed",
+    )
     return judge(
-        wide.predictive(), {"PGD": pgd(BALL, 20)}, "E10", through=one, threat_model=said, support=Support(fresh=wide.fresh())
+        wide.predictive(),
+        {"PGD": pgd(BALL, 20)},
+        "E10",
+        through=one,
+        threat_model=said,
+        support=Support(fresh=wide.fresh()),
     )
 
 
 def double_softmax() -> Verdict:
     """Probabilities are handed over as logits."""
     plain = trained().predictive()
-    return judge(lambda x: Classes(logits=plain(x).probs), {"PGD": pgd(BALL, 20), "margin": pgd(BALL, 20, margin)}, "E16")
+    return judge(
+        lambda x: Classes(logits=plain(x).probs),
+        {"PGD": pgd(BALL, 20), "margin": pgd(BALL, 20, margin)},
+        "E16",
+    )
 
 
 def ball_leak() -> Verdict:
@@ -149,23 +200,44 @@ def one_step_only() -> Verdict:
 def zero_gradient_layer() -> Verdict:
     """A hard threshold in front of the net has no gradient."""
     plain = trained().predictive()
-    return judge(lambda x: plain((x > 0.4).float()), {"PGD": pgd(BALL, 20), "margin": pgd(BALL, 20, margin)}, "E9")
+    return judge(
+        lambda x: plain((x > 0.4).float()),
+        {"PGD": pgd(BALL, 20), "margin": pgd(BALL, 20, margin)},
+        "E9",
+    )
 
 
 def quantiser() -> Verdict:
-    """Inputs are rounded to five levels: harmless to a transferred attack, invisible to a gradient."""
+    """Inputs are rounded to five levels: harmless to a transferred attack, invisible to a
+    gradient."""
     plain = trained().predictive()
     quantised = lambda x: plain((4 * x).round() / 4)  # noqa: E731
-    return judge(quantised, {"PGD": pgd(BALL, 20)}, "E13", support=Support(siblings={"without rounding": plain}))
+    return judge(
+        quantised,
+        {"PGD": pgd(BALL, 20)},
+        "E13",
+        support=Support(siblings={"without rounding": plain}),
+    )
 
 
 def thetas_redrawn() -> Verdict:
     """Said to be fixed, the thetas are drawn anew between attack and score."""
     wide = trained(spread=0.25)
-    said = ThreatModel(units="raw", knowledge="thetas known", attack_thetas=5, evaluation_thetas=5, randomness="fixed")
+    said = ThreatModel(
+        units="raw",
+        knowledge="thetas known",
+        attack_thetas=5,
+        evaluation_thetas=5,
+        randomness="fixed",
+    )
     attacked = PosteriorPredictive(wide.model, wide.thetas(5, seed=8))
     return judge(
-        wide.fresh(5), {"PGD": pgd(BALL, 20)}, "E14", through=attacked, threat_model=said, support=Support(fresh=wide.fresh())
+        wide.fresh(5),
+        {"PGD": pgd(BALL, 20)},
+        "E14",
+        through=attacked,
+        threat_model=said,
+        support=Support(fresh=wide.fresh()),
     )
 
 
@@ -176,12 +248,16 @@ class LastIterate:
     ball: Any
     steps: int = 15
 
-    def __call__(self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+    def __call__(
+        self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None
+    ) -> Tensor:
         point = x
         for loss in (nll, entropy):
             for _ in range(self.steps):
                 gradient = loss_and_gradient(predict, loss, point, y)[2]
-                point = self.ball.project(point + self.ball.ascend(gradient, 2.5 * self.ball.eps / self.steps), x)
+                point = self.ball.project(
+                    point + self.ball.ascend(gradient, 2.5 * self.ball.eps / self.steps), x
+                )
         return point
 
 
@@ -191,10 +267,17 @@ def last_iterate() -> Verdict:
 
 
 def wrong_units() -> Verdict:
-    """eps = 0.5 is claimed in the units of the pixels, but was spent in units of their standard deviation."""
+    """eps = 0.5 is claimed in the units of the pixels, but was spent in units of their standard
+    deviation."""
     deviation = float(digits()[0].std())
     standardised = pgd(L2(BALL.eps * deviation, box=(0, 1)), 20)
-    said = ThreatModel(units="raw", knowledge="thetas known", attack_thetas=20, evaluation_thetas=20, randomness="fixed")
+    said = ThreatModel(
+        units="raw",
+        knowledge="thetas known",
+        attack_thetas=20,
+        evaluation_thetas=20,
+        randomness="fixed",
+    )
     return judge(trained().predictive(), {"PGD": standardised}, "E0", threat_model=said)
 
 
@@ -205,7 +288,9 @@ def stale_model() -> Verdict:
     x_adv = pgd(BALL, 20)(old, x, y)
     with torch.no_grad():
         stale = old(x_adv).logits.argmax(1) == y
-    return judge(new, {"PGD": pgd(BALL, 20)}, "E27", arrays={"PGD": x_adv}, claim={"correct": {"PGD": stale}})
+    return judge(
+        new, {"PGD": pgd(BALL, 20)}, "E27", arrays={"PGD": x_adv}, claim={"correct": {"PGD": stale}}
+    )
 
 
 def purifier_bypassed() -> Verdict:
@@ -231,16 +316,19 @@ def label_leak() -> Verdict:
     return judge(predict, {"PGD": pgd(ball, 20)}, "E5", data=data, ball=ball)
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
+# --------------------
 
 
 def straight_through(value: Tensor, gradient_of: Tensor) -> Tensor:
-    """One thing's value with another's gradient: what a predictor that hides its memory would do."""
+    """One thing's value with another's gradient: what a predictor that hides its memory would
+    do."""
     return value.detach() + gradient_of - gradient_of.detach()
 
 
 class Recogniser:
-    """Answers within `reach` of a known point as at that point; `points` are the test set, or whatever was asked before."""
+    """Answers within `reach` of a known point as at that point; `points` are the test set, or
+    whatever was asked before."""
 
     def __init__(self, plain: Any, points: Tensor | None, reach: float) -> None:
         self.plain, self.reach = plain, reach
@@ -256,7 +344,9 @@ class Recogniser:
                 if float((self.points - row).norm(dim=1).min()) > self.reach:
                     self.points = torch.cat([self.points, row.unsqueeze(0)])
         distance, nearest = torch.cdist(flat, self.points).min(1)
-        known = torch.where((distance <= self.reach).unsqueeze(1), self.points[nearest], flat).view_as(x)
+        known = torch.where(
+            (distance <= self.reach).unsqueeze(1), self.points[nearest], flat
+        ).view_as(x)
         honest = self.plain(x)
         with torch.no_grad():
             remembered = self.plain(known)
@@ -265,9 +355,17 @@ class Recogniser:
         return Normal(straight_through(remembered.mean, honest.mean), remembered.variance.sqrt())
 
 
-def looked_at(predict: Any, *check: str, data: Any = None, ball: Any = BALL, **options: Any) -> Verdict:
+def looked_at(
+    predict: Any, *check: str, data: Any = None, ball: Any = BALL, **options: Any
+) -> Verdict:
     """An audit of our own by some checks."""
-    chosen = {"ball": ball, "threat_model": RAW, "tier": SMALL, "only": check, "progress": False} | options
+    chosen = {
+        "ball": ball,
+        "threat_model": RAW,
+        "tier": SMALL,
+        "only": check,
+        "progress": False,
+    } | options
     return audit(predict, digits()[2:] if data is None else data, **chosen)
 
 
@@ -305,7 +403,8 @@ def remembers_in_a_closure() -> Verdict:
     return looked_at(predict, "E29")
 
 
-# --- claims -----------------------------------------------------------------------------------------------------------
+# --- claims ---------------------------------------------------------------------------------------
+# --------------------
 
 
 def better_than_the_union() -> Verdict:
@@ -316,7 +415,13 @@ def better_than_the_union() -> Verdict:
         weak = predict(attacks["weak"](predict, x, y, generator=generator(5))).logits.argmax(1) == y
     strong = pgd(BALL, 20)(predict, x, y, generator=generator(5))
     correct = {"weak": weak}
-    return judge(predict, attacks, "E17", claim={"worst": weak, "correct": correct}, arrays={"weak": x, "strong": strong})
+    return judge(
+        predict,
+        attacks,
+        "E17",
+        claim={"worst": weak, "correct": correct},
+        arrays={"weak": x, "strong": strong},
+    )
 
 
 def array_without_its_scores() -> Verdict:
@@ -335,7 +440,9 @@ def cherry_picked() -> Verdict:
     with torch.no_grad():
         stood = predict(x_adv).logits.argmax(1) == y
     unsaid = {"test_size": None, "test_hash": None}
-    return judge(predict, {}, "E27", data=(x[stood], y[stood]), arrays={"PGD": x_adv[stood]}, claim=unsaid)
+    return judge(
+        predict, {}, "E27", data=(x[stood], y[stood]), arrays={"PGD": x_adv[stood]}, claim=unsaid
+    )
 
 
 def cherry_picked_as_the_whole() -> Verdict:
@@ -345,7 +452,8 @@ def cherry_picked_as_the_whole() -> Verdict:
     return judge(predict, {"PGD": pgd(BALL, 20)}, "E27", data=(x[:40], y[:40]), claim=said)
 
 
-# --- what helps -------------------------------------------------------------------------------------------------------
+# --- what helps -----------------------------------------------------------------------------------
+# --------------------
 
 
 def point(seed: int = 0) -> Any:
@@ -358,7 +466,9 @@ def untrained_control() -> Verdict:
     """A net that knows nothing falls to any attack."""
     held = trained()
     nothing = held.model.at(torch.randn(held.model.num_params, generator=generator(0)))
-    return looked_at(held.predictive(5), "E20", support=Support(undefended=nothing, control_ball=CONTROL))
+    return looked_at(
+        held.predictive(5), "E20", support=Support(undefended=nothing, control_ball=CONTROL)
+    )
 
 
 def averaging_control() -> Verdict:
@@ -380,7 +490,9 @@ def evaluation_of_other_data() -> Verdict:
 def _saved(attack: Any, data: Any) -> Verdict:
     predict = trained().predictive(5)
     with TemporaryDirectory() as folder:
-        evaluation = evaluate(predict, data, attacks={"PGD": attack}, out=Path(folder) / "run", progress=False)
+        evaluation = evaluate(
+            predict, data, attacks={"PGD": attack}, out=Path(folder) / "run", progress=False
+        )
         return looked_at(predict, "E27", support=Support(evaluation=evaluation))
 
 
@@ -422,10 +534,17 @@ ORIGINAL = tuple(BROKEN.values())[:12]
 
 
 def honest_claim() -> Verdict:
-    """The same kind of claim with nothing wrong, before every check that catches one of the broken ones."""
+    """The same kind of claim with nothing wrong, before every check that catches one of the broken
+    ones."""
     plain = trained()
     attacks = {"nll": APGD(BALL, nll, 20), "margin": APGD(BALL, margin, 20, 1, 2)}
-    said = ThreatModel(units="raw", knowledge="thetas known", attack_thetas=10, evaluation_thetas=10, randomness="fixed")
+    said = ThreatModel(
+        units="raw",
+        knowledge="thetas known",
+        attack_thetas=10,
+        evaluation_thetas=10,
+        randomness="fixed",
+    )
     return judge(
         plain.predictive(10),
         attacks,
@@ -444,7 +563,8 @@ def honest_claim() -> Verdict:
     )
 
 
-# --- the honest ones --------------------------------------------------------------------------------------------------
+# --- the honest ones
+# --------------------------------------------------------------------------------------------------
 
 
 def honest(predict: Any, folder: Path, **options: Any) -> Verdict:
@@ -453,8 +573,11 @@ def honest(predict: Any, folder: Path, **options: Any) -> Verdict:
     ball = options.pop("ball", BALL)
     attack = options.pop("recorded", pgd(ball, 10))
     evaluation = evaluate(predict, data, attacks={"PGD": attack}, out=folder, progress=False)
-    support = Support(**({"channel": Noise(0.0), "evaluation": evaluation} | options.pop("support")))
-    attacks = {"nll": APGD(ball, nll, 10), "margin": APGD(ball, margin, 10, 1, 2)}  # the default list takes twice as long
+    support = Support(
+        **({"channel": Noise(0.0), "evaluation": evaluation} | options.pop("support"))
+    )
+    # the default list takes twice as long
+    attacks = {"nll": APGD(ball, nll, 10), "margin": APGD(ball, margin, 10, 1, 2)}
     chosen = {"threat_model": RAW, "tier": SMALL, "progress": False, "attacks": attacks} | options
     return audit(predict, data, ball=ball, support=support, **chosen)
 
@@ -467,7 +590,11 @@ def adversarially_trained() -> Any:
 
 
 def controls() -> dict[str, Any]:
-    return {"undefended": point(seed=1), "baseline": adversarially_trained(), "control_ball": CONTROL}
+    return {
+        "undefended": point(seed=1),
+        "baseline": adversarially_trained(),
+        "control_ball": CONTROL,
+    }
 
 
 def honest_undefended(folder: Path) -> Verdict:
@@ -500,25 +627,42 @@ def blobs(num: int, seed: int) -> tuple[Tensor, Tensor]:
     """Two classes that one feature tells apart safely and three others better, but by little."""
     y = torch.arange(num) % 2
     means, spread = torch.tensor([1.0, 0.12, 0.12, 0.12]), torch.tensor([0.8, 0.1, 0.1, 0.1])
-    return (2.0 * y.unsqueeze(1) - 1) * means + spread * torch.randn(num, 4, generator=generator(seed)), y
+    return (2.0 * y.unsqueeze(1) - 1) * means + spread * torch.randn(
+        num, 4, generator=generator(seed)
+    ), y
 
 
 def linear(direction: Tensor, detached: bool = False) -> Any:
-    return lambda x: Classes(logits=(x.detach() if detached else x) @ torch.stack([-direction, direction], 1))
+    return lambda x: Classes(
+        logits=(x.detach() if detached else x) @ torch.stack([-direction, direction], 1)
+    )
 
 
 def discriminant(seed: int) -> Tensor:
     """Fisher's, from a training set: it leans on the fragile features."""
     x, y = blobs(400, seed)
     apart = x[y == 1].mean(0) - x[y == 0].mean(0)
-    return torch.linalg.solve(torch.cov(torch.cat([x[y == 0] - x[y == 0].mean(0), x[y == 1] - x[y == 1].mean(0)]).T), apart)
+    return torch.linalg.solve(
+        torch.cov(torch.cat([x[y == 0] - x[y == 0].mean(0), x[y == 1] - x[y == 1].mean(0)]).T),
+        apart,
+    )
 
 
 def honest_black_box(folder: Path) -> Verdict:
     """Answers without any gradient."""
-    support = {"undefended": linear(discriminant(1)), "baseline": linear(torch.tensor([3.0, 0, 0, 0])), "control_ball": L2(0.6)}
+    support = {
+        "undefended": linear(discriminant(1)),
+        "baseline": linear(torch.tensor([3.0, 0, 0, 0])),
+        "control_ball": L2(0.6),
+    }
     data, ball = blobs(40, 5), L2(0.1)
-    options: dict[str, Any] = {"data": data, "ball": ball, "recorded": Square(ball, 50), "support": support, "attacks": None}
+    options: dict[str, Any] = {
+        "data": data,
+        "ball": ball,
+        "recorded": Square(ball, 50),
+        "support": support,
+        "attacks": None,
+    }
     return honest(linear(discriminant(0), detached=True), folder, **options)
 
 
@@ -528,7 +672,9 @@ def regression_training() -> tuple[Tensor, Tensor]:
 
 def regression_data() -> tuple[Tensor, Tensor]:
     x = torch.randn(500, 4, generator=generator(0))
-    return x, x[:, 0].sin() + 0.5 * x[:, 1] * x[:, 2] + 0.2 * torch.randn(500, generator=generator(1))
+    return x, x[:, 0].sin() + 0.5 * x[:, 1] * x[:, 2] + 0.2 * torch.randn(
+        500, generator=generator(1)
+    )
 
 
 @lru_cache(maxsize=1)
@@ -540,7 +686,16 @@ def regression() -> tuple[PosteriorPredictive, FreshPredictive, Tensor, Tensor]:
         net = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
     model = BayesianModel(net, Gaussian(0.3))
     posterior = MeanField(model)
-    fit(model, posterior, Noise(0.0), (x[:400], y[:400]), epochs=40, lr=1e-2, batch_size=50, progress=False)
+    fit(
+        model,
+        posterior,
+        Noise(0.0),
+        (x[:400], y[:400]),
+        epochs=40,
+        lr=1e-2,
+        batch_size=50,
+        progress=False,
+    )
     predict = PosteriorPredictive(model, posterior.sample(20, generator=generator(2)))
     return predict, FreshPredictive(model, posterior, 20, generator(3)), x[400:], y[400:]
 
@@ -550,7 +705,15 @@ def honest_regression(folder: Path) -> Verdict:
     predict, fresh, x, y = regression()
     ball = L2(0.3)
     support = {"fresh": fresh, "siblings": {"fresh": fresh}, "training": regression_training()}
-    return honest(predict, folder, data=(x, y), ball=ball, recorded=APGD(ball, nll, 10), support=support, attacks=None)
+    return honest(
+        predict,
+        folder,
+        data=(x, y),
+        ball=ball,
+        recorded=APGD(ball, nll, 10),
+        support=support,
+        attacks=None,
+    )
 
 
 HONEST: dict[str, Callable[[Path], Verdict]] = {
@@ -563,12 +726,14 @@ HONEST: dict[str, Callable[[Path], Verdict]] = {
 }
 
 
-# --- certificates -----------------------------------------------------------------------------------------------------
+# --- certificates ---------------------------------------------------------------------------------
+# --------------------
 
 
 @lru_cache(maxsize=1)
 def smoothed() -> tuple[Smoothed, Certificates]:
-    """A smoothed net whose predictor has 32 draws, and honest certificates of the vote of infinitely many."""
+    """A smoothed net whose predictor has 32 draws, and honest certificates of the vote of
+    infinitely many."""
     predictor = Smoothed(point(), 0.25, num=32)
     return predictor, certify(predictor, digits()[2][:40], n=1000, generator=generator(7))
 
@@ -578,5 +743,8 @@ def certificate(factor: float = 1.0, folder: Path | None = None, **options: Any)
     predictor, held = smoothed()
     claimed = replace(held, radii=factor * held.radii)
     data = tuple(part[:40] for part in digits()[2:])
-    chosen = {"ball": L2(0.25), "tier": replace(SMALL, num=40, steps=5, certified_again=40)} | options
+    chosen = {
+        "ball": L2(0.25),
+        "tier": replace(SMALL, num=40, steps=5, certified_again=40),
+    } | options
     return audit(predictor, data, certified=claimed, threat_model=RAW, progress=False, **chosen)

@@ -10,7 +10,16 @@ from pathlib import Path
 import outcome
 import torch
 
-from advbayes import L2, AttackChannel, BayesianModel, Categorical, MeanField, Mixture, Noise, one_step
+from advbayes import (
+    L2,
+    AttackChannel,
+    BayesianModel,
+    Categorical,
+    MeanField,
+    Mixture,
+    Noise,
+    one_step,
+)
 from advbayes.networks import conv_net
 from advbayes.store import StoreError, load, save
 
@@ -40,8 +49,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
         for form in ("model", "model.advbayes"):
-            save(base / form, model=model, posterior=MeanField(model), channel=channel, class_names="0123456789")
-        # Half of the trials on the one file, half on the folder, there on each file alike: small ones are hit as often.
+            save(
+                base / form,
+                model=model,
+                posterior=MeanField(model),
+                channel=channel,
+                class_names="0123456789",
+            )
+        # Half of the trials on the one file, half on the folder, there on each file alike: small
+        # ones are hit as often.
         files = sorted((base / "model").iterdir())
         for trial in range(FLIPS + CUTS):
             file = base / "model.advbayes" if trial % 2 else files[trial // 2 % len(files)]

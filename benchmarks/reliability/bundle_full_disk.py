@@ -1,4 +1,5 @@
-"""Save to a disk that fills up at every possible point (a real, small tmpfs; needs the right to mount)."""
+"""Save to a disk that fills up at every possible point (a real, small tmpfs; needs the right to
+mount)."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ def main() -> None:
                             assert faults.small_version(read_bundle(home / form)) == version
                         except DiskFullError as error:
                             refused += 1
-                            if not re.search(r"wanted \d+ bytes of disk, got \d+ bytes free", str(error)):
+                            if not re.search(
+                                r"wanted \d+ bytes of disk, got \d+ bytes free", str(error)
+                            ):
                                 failures.append(f"unclear: {error}")
                             assert faults.small_version(read_bundle(home / form)) == 1
                         try:
@@ -70,7 +73,8 @@ def main() -> None:
             subprocess.run(["umount", folder], check=True)
     outcome.write(
         "bundle_full_disk",
-        wanted="the last checkpoint intact, the message says bytes needed and free, the next save works",
+        wanted="the last checkpoint intact, the message says bytes needed and free, the next save "
+        "works",
         passed=not failures and refused > 0 and saved > 0,
         seed=None,
         seconds=time.time() - start,

@@ -1,4 +1,5 @@
-"""Load random bundles for a while: altered settings and bytes under correct hashes, and altered archives; typed errors only."""
+"""Load random bundles for a while: altered settings and bytes under correct hashes, and altered
+archives; typed errors only."""
 
 from __future__ import annotations
 
@@ -13,7 +14,20 @@ import outcome
 import torch
 from tests import faults
 
-from advbayes import L2, PGD, AttackChannel, BayesianModel, Categorical, Learned, Linf, MeanField, Mixture, Noise, entropy, nll
+from advbayes import (
+    L2,
+    PGD,
+    AttackChannel,
+    BayesianModel,
+    Categorical,
+    Learned,
+    Linf,
+    MeanField,
+    Mixture,
+    Noise,
+    entropy,
+    nll,
+)
 from advbayes.networks import FullyConnectedGenerator, mlp
 from advbayes.store import StoreError, archive, load, read_manifest, save
 
@@ -26,7 +40,12 @@ def main() -> None:
     seconds = parser.parse_args().seconds
     start = time.time()
     draw = random.Random(SEED)
-    ball = L2(0.5, box=(-1, 1), scale=torch.tensor([1.0, 2.0, 3.0]), mask=torch.tensor([True, False, True]))
+    ball = L2(
+        0.5,
+        box=(-1, 1),
+        scale=torch.tensor([1.0, 2.0, 3.0]),
+        mask=torch.tensor([True, False, True]),
+    )
     attack = AttackChannel(PGD(ball, stages=((nll, 3), (entropy, 2))), 0.3)
     learned = Learned(FullyConnectedGenerator(3, num_classes=2, width=8), Linf(0.3))
     model = BayesianModel(mlp(3, 2), Categorical())
@@ -35,17 +54,35 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         base, path = Path(folder) / "m", Path(folder) / "x.advbayes"
         channel = Mixture([0.4, 0.3, 0.3], [Noise(0.1), attack, learned])
-        save(base, model=model, posterior=MeanField(model), channel=channel, class_names="ab", threat_model={"ball": ball})
+        save(
+            base,
+            model=model,
+            posterior=MeanField(model),
+            channel=channel,
+            class_names="ab",
+            threat_model={"ball": ball},
+        )
         parts = {part.name: (base / part.file).read_bytes() for part in read_manifest(base).parts}
         while time.time() - start < seconds:
             kind = draw.choice(("parts", "parts", "parts", "archive"))
-            manifest, files = faults.sealed(faults.mutated(parts, draw) if kind == "parts" else parts)
+            manifest, files = faults.sealed(
+                faults.mutated(parts, draw) if kind == "parts" else parts
+            )
             data = archive.pack({"manifest.json": manifest, **files}, "x")
             if kind == "archive":
                 whole = data
                 for _ in range(draw.randint(1, 4)):
-                    place = draw.choice((draw.randrange(len(data)), len(data) - 1 - draw.randrange(min(len(data), 900))))
-                    data = data[:place] + draw.randbytes(draw.choice((0, 1, 2, 4))) + data[place + draw.choice((0, 1, 2, 4)) :]
+                    place = draw.choice(
+                        (
+                            draw.randrange(len(data)),
+                            len(data) - 1 - draw.randrange(min(len(data), 900)),
+                        )
+                    )
+                    data = (
+                        data[:place]
+                        + draw.randbytes(draw.choice((0, 1, 2, 4)))
+                        + data[place + draw.choice((0, 1, 2, 4)) :]
+                    )
                 if data == whole:
                     continue
             path.write_bytes(data)

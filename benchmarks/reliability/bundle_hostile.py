@@ -1,4 +1,5 @@
-"""Load sixty hostile files, each in a process of its own that watches every interpreter event and its memory."""
+"""Load sixty hostile files, each in a process of its own that watches every interpreter event and
+its memory."""
 
 from __future__ import annotations
 
@@ -16,8 +17,26 @@ from tests import faults
 from advbayes.store import StoreError, load
 
 LIMIT = 100_000_000
-FORBIDDEN = ("exec", "compile", "import", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "pickle.find_class")
-WRITING = ("os.mkdir", "os.rename", "os.remove", "os.link", "os.symlink", "os.truncate", "shutil.copyfile", "os.chmod")
+FORBIDDEN = (
+    "exec",
+    "compile",
+    "import",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "subprocess.Popen",
+    "pickle.find_class",
+)
+WRITING = (
+    "os.mkdir",
+    "os.rename",
+    "os.remove",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+    "shutil.copyfile",
+    "os.chmod",
+)
 
 
 def attempt(path: Path) -> dict[str, object]:
@@ -30,7 +49,11 @@ def attempt(path: Path) -> dict[str, object]:
         def watch(event: str, arguments: tuple[object, ...]) -> None:
             if event in FORBIDDEN or event in WRITING:
                 events.append(event)
-            elif event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            elif (
+                event == "open"
+                and isinstance(arguments[2], int)
+                and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            ):
                 events.append(f"open {arguments[0]!r} for writing")
 
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -43,14 +66,24 @@ def attempt(path: Path) -> dict[str, object]:
         seconds = time.time() - start
         seen = list(events)
         grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-        result = {"error": error, "typed": typed, "events": seen, "memory": grown, "seconds": round(seconds, 3)}
+        result = {
+            "error": error,
+            "typed": typed,
+            "events": seen,
+            "memory": grown,
+            "seconds": round(seconds, 3),
+        }
         os.write(writing, json.dumps(result).encode())
 
     status = faults.forked(child)
     os.close(writing)
     with os.fdopen(reading) as pipe:
         text = pipe.read()
-    return json.loads(text) if status == 0 else {"error": f"died with {status}", "typed": False, "events": [], "memory": 0}
+    return (
+        json.loads(text)
+        if status == 0
+        else {"error": f"died with {status}", "typed": False, "events": [], "memory": 0}
+    )
 
 
 def main() -> None:
@@ -60,12 +93,19 @@ def main() -> None:
         inside.mkdir()
         canary = Path(folder) / "canary"
         made = faults.hostile(inside, canary)
-        load(outcome.ROOT / "tests" / "data" / "schema1.advbayes")  # whatever loading imports is imported here
+        # whatever loading imports is imported here
+        load(outcome.ROOT / "tests" / "data" / "schema1.advbayes")
         before = sorted(map(str, Path(folder).rglob("*")))
         found = {name: attempt(path) for name, path in made.items()}
-        clear = {name: bool(one["typed"]) and str(made[name]) in str(one["error"]) for name, one in found.items()}
+        clear = {
+            name: bool(one["typed"]) and str(made[name]) in str(one["error"])
+            for name, one in found.items()
+        }
         untouched = sorted(map(str, Path(folder).rglob("*"))) == before and not canary.exists()
-        messages = {name: str(one["error"]).replace(str(inside), "FILES")[:200] for name, one in found.items()}
+        messages = {
+            name: str(one["error"]).replace(str(inside), "FILES")[:200]
+            for name, one in found.items()
+        }
     memory = max(int(str(one["memory"])) for one in found.values())
     outcome.write(
         "bundle_hostile",

@@ -1,8 +1,9 @@
 """Cut the power at every step of a save, on a disk that promises no more than POSIX does.
 
-A save is recorded as a list of changes. After a cut, a change that no `fsync` covered may be there or not, independently of
-all others; a written block may be whole, half or missing. For each step, many such disks are built and read: a bundle must be
-the old one or the new one, and the new one once the save has returned; a log must hold every record that was acknowledged.
+A save is recorded as a list of changes. After a cut, a change that no `fsync` covered may be there
+or not, independently of all others; a written block may be whole, half or missing. For each step,
+many such disks are built and read: a bundle must be the old one or the new one, and the new one
+    once the save has returned; a log must hold every record that was acknowledged.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ class Recorder:
                     change.durable = self.step
 
     def disk(self, step: int, chance: Callable[[Change], float], target: Path) -> None:
-        """What may be found after a cut at a step: durable changes, and each other one by `chance` (0, part, 1)."""
+        """What may be found after a cut at a step: durable changes, and each other one by `chance`
+        (0, part, 1)."""
         files = dict(self.files)
         folders = {inode: dict(names) for inode, names in self.folders.items()}
         for change in self.changes:
@@ -148,14 +150,20 @@ class Recorder:
                     if inode is not None:
                         folders[change.inode][name] = inode
             elif change.kind == "size":
-                files[change.inode] = files.get(change.inode, b"")[: change.offset].ljust(change.offset, b"\0")
+                files[change.inode] = files.get(change.inode, b"")[: change.offset].ljust(
+                    change.offset, b"\0"
+                )
             else:
                 content = change.content[: round(share * len(change.content))]
                 old = files.get(change.inode, b"").ljust(change.offset, b"\0")
-                files[change.inode] = old[: change.offset] + content + old[change.offset + len(content) :]
+                files[change.inode] = (
+                    old[: change.offset] + content + old[change.offset + len(content) :]
+                )
         self._build(self.root, folders, files, target)
 
-    def _build(self, inode: int, folders: dict[int, dict[str, int]], files: dict[int, bytes], target: Path) -> None:
+    def _build(
+        self, inode: int, folders: dict[int, dict[str, int]], files: dict[int, bytes], target: Path
+    ) -> None:
         target.mkdir()
         for name, child in folders[inode].items():
             if child in folders:
@@ -166,11 +174,14 @@ class Recorder:
 
 def disks(recorder: Recorder, step: int, draw: random.Random) -> list[Callable[[Change], float]]:
     """Nothing, everything, everything but one, one alone, halves of files, and random choices."""
-    pending = [c for c in recorder.changes if c.step <= step and (c.durable is None or c.durable > step)]
+    pending = [
+        c for c in recorder.changes if c.step <= step and (c.durable is None or c.durable > step)
+    ]
     chosen: list[Callable[[Change], float]] = [
         lambda change: 0.0,
         lambda change: 1.0,
-        lambda change: 1.0 if change.kind == "names" else 0.0,  # names reached the disk, contents did not
+        # names reached the disk, contents did not
+        lambda change: 1.0 if change.kind == "names" else 0.0,
         lambda change: 1.0 if change.kind == "names" else 0.5,
     ]
     for one in pending:
@@ -183,7 +194,10 @@ def disks(recorder: Recorder, step: int, draw: random.Random) -> list[Callable[[
 
 
 def trial(
-    base: Path, action: Callable[[], object], check: Callable[[Path, bool], None], draw: random.Random
+    base: Path,
+    action: Callable[[], object],
+    check: Callable[[Path, bool], None],
+    draw: random.Random,
 ) -> tuple[int, int, list[str]]:
     """Steps, disks and failures of one recorded action."""
     recorder = Recorder(base)
@@ -219,11 +233,20 @@ def main() -> None:
 
                 def check(disk: Path, done: bool, form: str = form, before: bool = before) -> None:
                     there = (disk / form).exists()
-                    version = faults.small_version(read_bundle(disk / form)) if there or before or done else 0
-                    assert version == 2 or (not done and version == (1 if before else 0)), f"version {version}"
+                    version = (
+                        faults.small_version(read_bundle(disk / form))
+                        if there or before or done
+                        else 0
+                    )
+                    assert version == 2 or (not done and version == (1 if before else 0)), (
+                        f"version {version}"
+                    )
 
                 steps[name], count[name], found = trial(
-                    base, lambda base=base, form=form: faults.small_bundle(base / form, 2), check, draw
+                    base,
+                    lambda base=base, form=form: faults.small_bundle(base / form, 2),
+                    check,
+                    draw,
                 )
                 failures += [f"{name}: {failure}" for failure in found]
     with tempfile.TemporaryDirectory() as folder:
@@ -240,11 +263,14 @@ def main() -> None:
             RecordLog(disk / "log").append({"step": 99})
             assert RecordLog(disk / "log").read() == [*read, {"step": 99}]
 
-        steps["log"], count["log"], found = trial(base, lambda: RecordLog(base / "log").append(*new), whole, draw)
+        steps["log"], count["log"], found = trial(
+            base, lambda: RecordLog(base / "log").append(*new), whole, draw
+        )
         failures += [f"log: {failure}" for failure in found]
     outcome.write(
         "bundle_power_cuts",
-        wanted="after any power cut the old or the new bundle, the new one once saved; every acknowledged record",
+        wanted="after any power cut the old or the new bundle, the new one once saved; every "
+        "acknowledged record",
         passed=not failures,
         seed=SEED,
         seconds=time.time() - start,

@@ -1,9 +1,11 @@
-"""Eight processes, one run name, 100 rounds, some killed at a random moment: no mixed folder, no lost run.
+"""Eight processes, one run name, 100 rounds, some killed at a random moment: no mixed folder, no
+lost run.
 
-In each round all eight want the folder RUN. Half ask for it alone (a resumed run: the lock decides), half for a folder of
-their own under that name (a new run). Whoever holds a folder logs records and replaces its checkpoint; two of the eight are
-killed while they do. Afterwards every folder must hold one whole checkpoint, written by a process that held the lock, and
-its log must show that holders never overlapped.
+In each round all eight want the folder RUN. Half ask for it alone (a resumed run: the lock
+decides), half for a folder of their own under that name (a new run). Whoever holds a folder logs
+records and replaces its checkpoint; two of the eight are killed while they do. Afterwards every
+folder must hold one whole checkpoint, written by a process that held the lock, and its log must
+show that holders never overlapped.
 """
 
 from __future__ import annotations
@@ -49,14 +51,17 @@ def rival(base: Path, who: int, gate: float) -> int:
 
 
 def check(folder: Path, killed: set[int]) -> None:
-    """One holder at a time, and the checkpoint is the last recorded, or one that a killed holder did not come to record."""
+    """One holder at a time, and the checkpoint is the last recorded, or one that a killed holder
+    did not come to record."""
     holder: int | None = None
     possible: set[object] = {None}
     for record in RecordLog(folder / "history.jsonl").read():
         who, event = record["who"], record["event"]
         assert isinstance(who, int)
         if event == "enter":
-            assert holder is None or holder in killed, f"{who} entered while {holder} held {folder.name}"
+            assert holder is None or holder in killed, (
+                f"{who} entered while {holder} held {folder.name}"
+            )
             holder = who
             possible |= {1000 * who} if who in killed else set()
         else:
@@ -67,7 +72,11 @@ def check(folder: Path, killed: set[int]) -> None:
                 possible = {version, version + 1} if who in killed else {version}
             else:
                 holder = None
-    found = faults.small_version(read_bundle(folder / "checkpoint")) if (folder / "checkpoint").exists() else None
+    found = (
+        faults.small_version(read_bundle(folder / "checkpoint"))
+        if (folder / "checkpoint").exists()
+        else None
+    )
     assert found in possible, f"{folder.name} holds {found}, not one of {possible}"
 
 
@@ -96,13 +105,17 @@ def main() -> None:
             for pid in victims:
                 time.sleep(draw.random() * 0.2)
                 os.kill(pid, signal.SIGKILL)  # it is our child and not yet waited for
-            ended = {children[pid]: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children}
+            ended = {
+                children[pid]: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children
+            }
             killed = {who for who, code in ended.items() if code == -signal.SIGKILL}
             finished += sum(code == 0 for code in ended.values())
             refused += sum(code == 2 for code in ended.values())
             killed_in_all += len(killed)
             try:
-                assert not set(ended.values()) - {0, 2, -signal.SIGKILL}, f"a process failed: {ended}"
+                assert not set(ended.values()) - {0, 2, -signal.SIGKILL}, (
+                    f"a process failed: {ended}"
+                )
                 runs = sorted(base.iterdir())
                 folders += len(runs)
                 for folder in runs:
@@ -118,7 +131,10 @@ def main() -> None:
                 for folder in runs:  # a killed holder is no obstacle
                     with Lock(folder):
                         work(folder, 99)
-                    assert faults.small_version(read_bundle(folder / "checkpoint")) == 99_000 + SAVES - 1
+                    assert (
+                        faults.small_version(read_bundle(folder / "checkpoint"))
+                        == 99_000 + SAVES - 1
+                    )
             except Exception as error:
                 failures.append(f"round {round_}: {error!r}")
     outcome.write(

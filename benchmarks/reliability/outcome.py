@@ -29,12 +29,18 @@ def machine() -> dict[str, object]:
 
 def commit() -> str:
     """The commit of the working tree, with a mark when the package itself differs from it."""
-    run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    clean = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "src/advbayes/store"], cwd=ROOT, check=False)
+    run = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    clean = subprocess.run(
+        ["git", "diff", "--quiet", "HEAD", "--", "src/advbayes/store"], cwd=ROOT, check=False
+    )
     return run.stdout.strip() + ("" if clean.returncode == 0 else " (store changed)")
 
 
-def write(name: str, *, wanted: str, passed: bool, seed: int | None, seconds: float, **figures: object) -> None:
+def write(
+    name: str, *, wanted: str, passed: bool, seed: int | None, seconds: float, **figures: object
+) -> None:
     """`results/NAME.json`, and one line on the screen."""
     result = {
         "name": name,
@@ -43,7 +49,9 @@ def write(name: str, *, wanted: str, passed: bool, seed: int | None, seconds: fl
         "figures": figures,
         "seed": seed,
         "seconds": round(seconds, 2),
-        "command": shlex.join(["python", os.fspath(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]]),
+        "command": shlex.join(
+            ["python", os.fspath(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]]
+        ),
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),

@@ -1,4 +1,5 @@
-"""1,000 single-bit flips and 100 truncations of a saved purifier, read into memory and from disk: all refused."""
+"""1,000 single-bit flips and 100 truncations of a saved purifier, read into memory and from disk:
+all refused."""
 
 from __future__ import annotations
 

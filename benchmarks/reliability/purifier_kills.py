@@ -1,4 +1,5 @@
-"""Kill a purifier's save (SIGKILL) at every system call that changes the disk; then load and save again."""
+"""Kill a purifier's save (SIGKILL) at every system call that changes the disk; then load and save
+again."""
 
 from __future__ import annotations
 
@@ -37,24 +38,33 @@ def main() -> None:
                 points += 1
                 calls[f"{point[1]}, {point[2]}"] = calls.get(f"{point[1]}, {point[2]}", 0) + 1
                 try:
-                    assert faults.killed_at(point, lambda path=path: new.save(path)), "was not killed"
+                    assert faults.killed_at(point, lambda path=path: new.save(path)), (
+                        "was not killed"
+                    )
                     version = 0
                     if replacing or path.exists():
                         found = answer(Purifier.load(path))
-                        version = next((v for v, known in wanted.items() if torch.equal(found, known)), -1)
+                        version = next(
+                            (v for v, known in wanted.items() if torch.equal(found, known)), -1
+                        )
                     assert version in ((1, 2) if replacing else (0, 2)), f"version {version}"
                     kept += version != 2
                     advanced += version == 2
                     old.save(path)
-                    assert torch.equal(answer(Purifier.load(path)), wanted[1]), "the next save is not there"
-                    assert os.listdir(path.parent) == ["a"], f"left behind {os.listdir(path.parent)}"
+                    assert torch.equal(answer(Purifier.load(path)), wanted[1]), (
+                        "the next save is not there"
+                    )
+                    assert os.listdir(path.parent) == ["a"], (
+                        f"left behind {os.listdir(path.parent)}"
+                    )
                     left = [name for name in os.listdir(path) if name != ".lock"]
                     assert len(left) == 6, f"left behind {left}"
                 except Exception as error:
                     failures.append(f"replacing {replacing}, {point}: {error!r}")
     outcome.write(
         "purifier_kills",
-        wanted="at least 200 kill points; always the old or the new purifier, whole; the next save works and cleans up",
+        wanted="at least 200 kill points; always the old or the new purifier, whole; the next "
+        "save works and cleans up",
         passed=points >= 200 and not failures,
         seed=None,
         seconds=time.time() - start,

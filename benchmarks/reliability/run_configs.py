@@ -1,4 +1,5 @@
-"""Sixty bad configurations: each refused in under two seconds, naming key and range, and nothing started."""
+"""Sixty bad configurations: each refused in under two seconds, naming key and range, and nothing
+started."""
 
 from __future__ import annotations
 
@@ -31,7 +32,10 @@ def main() -> None:
                 text=True,
                 check=False,
             )
-            slowest, busiest = max(slowest, time.monotonic() - began), max(busiest, time_of_children() - used)
+            slowest, busiest = (
+                max(slowest, time.monotonic() - began),
+                max(busiest, time_of_children() - used),
+            )
             named = done.stderr.startswith(f"advbayes: {key}:") and wanted in done.stderr
             if done.returncode != 2 or not named or done.stdout or "Traceback" in done.stderr:
                 failures.append(f"{number}: {text!r}: {done.returncode}: {done.stderr[-300:]}")

@@ -1,5 +1,6 @@
-"""A run on a disk that fills up at every size, and NaN or infinity injected where it can be: the last checkpoint stays good,
-nothing that is not finite is ever saved, the message names the cause."""
+"""A run on a disk that fills up at every size, and NaN or infinity injected where it can be: the
+last checkpoint stays good, nothing that is not finite is ever saved, the message names the
+cause."""
 
 from __future__ import annotations
 
@@ -33,7 +34,10 @@ DISKS = 40
 
 def called(argv: list[str]) -> tuple[int, str]:
     """Exit code and standard error of a command."""
-    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as said,
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         code = advbayes(argv)
     return code, said.getvalue()
 
@@ -67,11 +71,20 @@ def full_disks(folder: Path, wanted: dict[str, bytes], failures: list[str]) -> i
         if code == 0:
             continue
         stopped += 1
-        if code != 2 or "bytes of disk" not in said or "bytes free" not in said or "Traceback" in said:
+        if (
+            code != 2
+            or "bytes of disk" not in said
+            or "bytes free" not in said
+            or "Traceback" in said
+        ):
             failures.append(f"disk {number}: exit code {code}: {said[-200:]}")
         if (run.path / "checkpoint").exists():
             store.read_bundle(run.path / "checkpoint")
-        again = ["train", "--resume", str(run.path), "--quiet"] if (run.path / "config.toml").exists() else argv
+        again = (
+            ["train", "--resume", str(run.path), "--quiet"]
+            if (run.path / "config.toml").exists()
+            else argv
+        )
         if called(again)[0] != 0 or killing.state_of(run.path) != wanted:
             failures.append(f"disk {number}: did not go on to the same end")
     return stopped
@@ -104,7 +117,8 @@ def after(calls: int, value: float) -> Callable[[Any], Any]:
 
 
 def injected(folder: Path, failures: list[str]) -> int:
-    """NaN and infinity in the data, the channel, the weights' draws, the network's output and its gradient."""
+    """NaN and infinity in the data, the channel, the weights' draws, the network's output and its
+    gradient."""
     tried = 0
     base = killing.SMALL | {"defense": "noise", "epochs": "20"}
     own = "tests.test_runs:poisoned_"
@@ -114,16 +128,50 @@ def injected(folder: Path, failures: list[str]) -> int:
         x[17, 2] = value
         path = folder / f"{value}.npz"
         np.savez(path, x=x, y=np.arange(300) % 3)
-        cases.append((f"data {value}", base | {"data": str(path)}, contextlib.nullcontext(), "finite numbers"))
-        cases.append((f"channel {value}", base, changed(Noise, "sample", after(30, value)), "the channel"))
-        cases.append((f"weights {value}", base, changed(MeanField, "at", after(30, value)), "the posterior's draws"))
-    cases.append(("network's output", base | {"network": f"{own}output"}, contextlib.nullcontext(), "the likelihood"))
-    cases.append(("gradient", base | {"network": f"{own}gradient"}, contextlib.nullcontext(), "the gradient"))
+        cases.append(
+            (
+                f"data {value}",
+                base | {"data": str(path)},
+                contextlib.nullcontext(),
+                "finite numbers",
+            )
+        )
+        cases.append(
+            (f"channel {value}", base, changed(Noise, "sample", after(30, value)), "the channel")
+        )
+        cases.append(
+            (
+                f"weights {value}",
+                base,
+                changed(MeanField, "at", after(30, value)),
+                "the posterior's draws",
+            )
+        )
+    cases.append(
+        (
+            "network's output",
+            base | {"network": f"{own}output"},
+            contextlib.nullcontext(),
+            "the likelihood",
+        )
+    )
+    cases.append(
+        ("gradient", base | {"network": f"{own}gradient"}, contextlib.nullcontext(), "the gradient")
+    )
     for number, (name, settings, broken, cause) in enumerate(cases):
         tried += 1
         run = Run(folder / f"nan{number}")
         with broken:
-            code, said = called(["train", *killing.flags(settings), "--trust-network", "--out", str(run.path), "--quiet"])
+            code, said = called(
+                [
+                    "train",
+                    *killing.flags(settings),
+                    "--trust-network",
+                    "--out",
+                    str(run.path),
+                    "--quiet",
+                ]
+            )
         if code != 2 or cause not in said or "Traceback" in said:
             failures.append(f"{name}: exit code {code}, wanted {cause!r}: {said[-300:]}")
         if not all(finite_on_disk(run)):
@@ -142,7 +190,8 @@ def main() -> None:
         tried = injected(folder, failures)
     outcome.write(
         "run_faults",
-        wanted="full disks: last checkpoint intact, bytes needed and free in the message; no NaN saved, the cause named",
+        wanted="full disks: last checkpoint intact, bytes needed and free in the message; no NaN "
+        "saved, the cause named",
         passed=not failures and stopped >= DISKS // 2,
         seed=SEED,
         seconds=time.time() - start,

@@ -1,4 +1,5 @@
-"""SIGKILL at fifty random moments of a training run, resumed: final weights, history and metrics to the byte."""
+"""SIGKILL at fifty random moments of a training run, resumed: final weights, history and metrics to
+the byte."""
 
 from __future__ import annotations
 
@@ -30,7 +31,11 @@ def main() -> None:
             try:
                 run, times = killing.killed_and_resumed(folder, killing.SMALL, duration, draw)
                 kills += times
-                changed = [file for file, content in killing.state_of(run).items() if content != wanted[file]]
+                changed = [
+                    file
+                    for file, content in killing.state_of(run).items()
+                    if content != wanted[file]
+                ]
                 if changed:
                     failures.append(f"{run.name}: other {', '.join(changed)}")
             except (AssertionError, OSError) as error:
@@ -46,7 +51,8 @@ def main() -> None:
         identical=runs - len(failures),
         failures=failures[:20],
         settings=killing.SMALL,
-        how="the command line in a child forked after loading torch, killed once or twice at times uniform over a run's length",
+        how="the command line in a child forked after loading torch, killed once or twice at "
+        "times uniform over a run's length",
     )
 
 

@@ -1,4 +1,5 @@
-"""Eight processes that want one run name at once, a hundred rounds: no mixed folder, no lost run."""
+"""Eight processes that want one run name at once, a hundred rounds: no mixed folder, no lost
+run."""
 
 from __future__ import annotations
 
@@ -30,16 +31,25 @@ def main() -> None:
             os.chdir(folder)
             named = number % 2 == 0  # by turns all ask for one folder, or for the next free name
             out = ["--out", "run"] if named else []
-            children = [killing.start(["train", *killing.flags(SETTINGS), *out, "--quiet"]) for _ in range(PROCESSES)]
+            children = [
+                killing.start(["train", *killing.flags(SETTINGS), *out, "--quiet"])
+                for _ in range(PROCESSES)
+            ]
             codes = sorted(killing.wait(child) for child in children)
             os.chdir(home)
             runs = sorted(path.parent for path in folder.glob("**/config.toml"))
             if codes != ([0] + [2] * (PROCESSES - 1) if named else [0] * PROCESSES):
                 failures.append(f"round {number}: exit codes {codes}")
             if len(runs) != codes.count(0):
-                failures.append(f"round {number}: {len(runs)} runs for {codes.count(0)} that ended well")
+                failures.append(
+                    f"round {number}: {len(runs)} runs for {codes.count(0)} that ended well"
+                )
             for run in runs:
-                same = Run(run).status == "trained" and killing.state_of(run) == wanted and not (run / ".lock").exists()
+                same = (
+                    Run(run).status == "trained"
+                    and killing.state_of(run) == wanted
+                    and not (run / ".lock").exists()
+                )
                 if not same:
                     failures.append(f"round {number}: {run.name} is not what one process makes")
             trained, refused = trained + codes.count(0), refused + codes.count(2)

@@ -1,7 +1,8 @@
 """SIGTERM and Ctrl-C: exit codes 143 and 130 within five seconds.
 
-python benchmarks/reliability/run_signals.py         at random moments of a run, which then goes on to the same end
-python benchmarks/reliability/run_signals.py early   in the first two seconds of the program, while it imports
+python benchmarks/reliability/run_signals.py         at random moments of a run, which then goes on
+to the same end python benchmarks/reliability/run_signals.py early   in the first two seconds of the
+program, while it imports
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def main() -> None:
         for number in range(10 * SIGNALS):
             which = draw.choice(list(CODES))
             run = folder / f"run{number}"
-            code, took = killing.signalled(killing._command(run, killing.SMALL), which, draw.uniform(0.05, duration))
+            code, took = killing.signalled(
+                killing._command(run, killing.SMALL), which, draw.uniform(0.05, duration)
+            )
             if code not in (0, CODES[which]):  # 0: it was done before the signal came
                 failures.append(f"{number}: exit code {code} after {which.name}")
             if code == CODES[which]:
@@ -42,7 +45,10 @@ def main() -> None:
                 sent[str(code)] += 1
             if (run / ".lock").exists():
                 failures.append(f"{number}: the lock was left")
-            if killing.wait(killing.start(killing._command(run, killing.SMALL))) != 0 or killing.state_of(run) != wanted:
+            if (
+                killing.wait(killing.start(killing._command(run, killing.SMALL))) != 0
+                or killing.state_of(run) != wanted
+            ):
                 failures.append(f"{number}: did not go on to the same end")
             if sum(sent.values()) >= SIGNALS:
                 break
@@ -71,9 +77,13 @@ def early() -> None:
             code, said, took = killing.early(argv, which, draw.uniform(0, 2))
             sent[command] += 1
             slowest = max(slowest, took)
-            quiet = not any(word in said for word in ("Traceback", "Error", "abort", "terminate", "Exception"))
+            quiet = not any(
+                word in said for word in ("Traceback", "Error", "abort", "terminate", "Exception")
+            )
             if code != CODES[which] or not quiet:
-                failures.append(f"{number}: {command}, {which.name}: exit code {code}, {said[-200:]!r}")
+                failures.append(
+                    f"{number}: {command}, {which.name}: exit code {code}, {said[-200:]!r}"
+                )
     outcome.write(
         "run_signals_early",
         wanted="exit codes 143 and 130 within 5 s and not a word, from the first instruction on",

@@ -1,4 +1,5 @@
-"""Two runs of one seed for each defense: the same weights and report; evaluations killed and resumed: the same records."""
+"""Two runs of one seed for each defense: the same weights and report; evaluations killed and
+resumed: the same records."""
 
 from __future__ import annotations
 
@@ -55,7 +56,16 @@ def main() -> None:
         for defense in DEFENSES:
             settings = killing.SMALL | {"defense": defense, "epochs": "1", "attack_steps": "2"}
             both = [
-                told(["train", *killing.flags(settings), "--out", str(folder / f"{defense}{turn}"), "--quiet"]) for turn in "ab"
+                told(
+                    [
+                        "train",
+                        *killing.flags(settings),
+                        "--out",
+                        str(folder / f"{defense}{turn}"),
+                        "--quiet",
+                    ]
+                )
+                for turn in "ab"
             ]
             weights[defense] = str(both[0]["weights"])
             if both[0]["weights"] != both[1]["weights"] or both[0]["metrics"] != both[1]["metrics"]:
@@ -74,17 +84,24 @@ def main() -> None:
         length = time.monotonic() - began
         for number in range(10 * EVALUATION_KILLS):
             argv = ["evaluate", str(folder / "mixb"), *few, "--name", f"killed{number}"]
-            kills += killing.signalled(argv, signal.SIGKILL, draw.uniform(0, length))[0] == -signal.SIGKILL
+            kills += (
+                killing.signalled(argv, signal.SIGKILL, draw.uniform(0, length))[0]
+                == -signal.SIGKILL
+            )
             code = killing.wait(killing.start(argv))
             parts = folder / "mixb" / "evaluation" / f"killed{number}"
-            same = code == 0 and (parts / "records.jsonl").read_bytes() == (whole / "records.jsonl").read_bytes()
+            same = (
+                code == 0
+                and (parts / "records.jsonl").read_bytes() == (whole / "records.jsonl").read_bytes()
+            )
             if not same:
                 failures.append(f"evaluation {number}: exit code {code}, records differ")
             if kills >= EVALUATION_KILLS:
                 break
     outcome.write(
         "run_twice",
-        wanted="identical SHA-256 of weights and of the report's JSON; killed evaluations end with the same records",
+        wanted="identical SHA-256 of weights and of the report's JSON; killed evaluations end "
+        "with the same records",
         passed=not failures and kills >= EVALUATION_KILLS,
         seed=SEED,
         seconds=time.time() - start,

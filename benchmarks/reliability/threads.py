@@ -1,4 +1,5 @@
-"""Eight threads against one: predictions for five kinds of net, two fits side by side, a regressor under joblib's threads."""
+"""Eight threads against one: predictions for five kinds of net, two fits side by side, a regressor
+under joblib's threads."""
 
 from __future__ import annotations
 
@@ -13,14 +14,26 @@ import torch
 from tests.test_threads import NETS, make
 from torch import Tensor
 
-from advbayes import L2, AttackChannel, MeanField, Mixture, Noise, PosteriorPredictive, fit, margin, nll, one_step
+from advbayes import (
+    L2,
+    AttackChannel,
+    MeanField,
+    Mixture,
+    Noise,
+    PosteriorPredictive,
+    fit,
+    margin,
+    nll,
+    one_step,
+)
 from advbayes.estimators import RobustRegressor
 
 THREADS, ANSWERS, FITS = 8, 1000, 10
 
 
 def wrong_answers(kind: str) -> int:
-    """Of THREADS x ANSWERS predictions and gradients, through four predictors of one model: how many differ in any bit."""
+    """Of THREADS x ANSWERS predictions and gradients, through four predictors of one model: how
+    many differ in any bit."""
     model, thetas, x, y = make(kind)
     predictors = [PosteriorPredictive(model, part) for part in thetas.split(3)]
 
@@ -45,9 +58,13 @@ def wrong_answers(kind: str) -> int:
 
 
 def wrong_fits() -> int:
-    """Two fits at once of two models that share a channel; how many of 2 x FITS end elsewhere than alone."""
+    """Two fits at once of two models that share a channel; how many of 2 x FITS end elsewhere than
+    alone."""
     models = [make(kind) for kind in ("group norm resnet", "own module")]
-    channel = Mixture([0.4, 0.3, 0.3], [Noise(0.1), *(AttackChannel(one_step(L2(0.5), loss), 0.1) for loss in (nll, margin))])
+    channel = Mixture(
+        [0.4, 0.3, 0.3],
+        [Noise(0.1), *(AttackChannel(one_step(L2(0.5), loss), 0.1) for loss in (nll, margin))],
+    )
 
     def trained(which: int) -> Tensor:
         model, _, x, y = models[which]
@@ -58,12 +75,16 @@ def wrong_fits() -> int:
     wanted, wrong = [trained(0), trained(1)], 0
     for _ in range(FITS):
         with ThreadPoolExecutor(2) as pool:
-            wrong += sum(not torch.equal(got, alone) for got, alone in zip(pool.map(trained, range(2)), wanted, strict=True))
+            wrong += sum(
+                not torch.equal(got, alone)
+                for got, alone in zip(pool.map(trained, range(2)), wanted, strict=True)
+            )
     return wrong
 
 
 def wrong_regressions() -> int:
-    """Of 400 predictions of one RobustRegressor asked by joblib's threads: how many differ in any bit."""
+    """Of 400 predictions of one RobustRegressor asked by joblib's threads: how many differ in any
+    bit."""
     draw = np.random.default_rng(0)
     x = draw.normal(size=(200, 4))
     y = x[:, 0] - x[:, 1] + 0.1 * draw.normal(size=200)
@@ -80,7 +101,8 @@ def main() -> None:
     fits, regressions = wrong_fits(), wrong_regressions()
     outcome.write(
         "threads",
-        wanted=f"{THREADS} threads x {ANSWERS} answers for each net, {2 * FITS} fits, 400 regressions: no bit differs",
+        wanted=f"{THREADS} threads x {ANSWERS} answers for each net, {2 * FITS} fits, 400 "
+        f"regressions: no bit differs",
         passed=not any(wrong.values()) and not fits and not regressions,
         seed=0,
         seconds=time.time() - start,

@@ -1,4 +1,5 @@
-"""Draws docs/figures/purification_sigma.svg from the study's records: accuracy and effective sample size against sigma."""
+"""Draws docs/figures/purification_sigma.svg from the study's records: accuracy and effective sample
+size against sigma."""
 
 from __future__ import annotations
 
@@ -21,14 +22,26 @@ def main() -> None:
     plt.rcParams.update({"svg.hashsalt": "advbayes", "font.size": 9})
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 2.8), layout="constrained")
     left.plot(sigma, [record["clean"] for record in records], "o-", label="clean")
-    left.plot(sigma, [record["robust"]["exact nll"] for record in records], "s--", label="plain PGD through it, eps 2")
-    left.plot(sigma, [record["worst"] for record in records], "v-", label="worst of all attacks, eps 2")
+    left.plot(
+        sigma,
+        [record["robust"]["exact nll"] for record in records],
+        "s--",
+        label="plain PGD through it, eps 2",
+    )
+    left.plot(
+        sigma, [record["worst"] for record in records], "v-", label="worst of all attacks, eps 2"
+    )
     left.set(xlabel="sigma of the channel", ylabel="accuracy", ylim=(0, 1))
     left.legend(fontsize=7, loc="center right")
-    right.plot(sigma, [record["ess_reference_median"] for record in records], "o-", color="tab:green")
+    right.plot(
+        sigma, [record["ess_reference_median"] for record in records], "o-", color="tab:green"
+    )
     right.axhline(2, color="grey", lw=0.8, ls=":")
     right.set(xlabel="sigma of the channel", ylabel="effective sample size (median)", yscale="log")
-    figure.savefig(HERE / "purification_sigma.svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    figure.savefig(
+        HERE / "purification_sigma.svg",
+        metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")),
+    )
 
 
 if __name__ == "__main__":

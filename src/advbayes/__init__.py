@@ -1,6 +1,7 @@
 """Bayesian predictive models that withstand inference-time attacks, and proof of how far they do.
 
-Names are imported when first used, so that the command line starts without waiting for torch, or even for `typing`.
+Names are imported when first used, so that the command line starts without waiting for torch, or
+even for `typing`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "adapters": "from_function from_sklearn from_torch to_art to_autoattack to_foolbox",
     "attacks": (
-        "APGD PGD DivergenceFrom HardLabel MarginTo MinimumNorm RandomSearch Square Suite Toward Transfer "
-        "certainty deflate_variance dlr entropy entropy_pgd inflate_variance lower_mean margin nll one_step pgd "
+        "APGD PGD DivergenceFrom HardLabel MarginTo MinimumNorm RandomSearch Square Suite Toward "
+        "Transfer "
+        "certainty deflate_variance dlr entropy entropy_pgd inflate_variance lower_mean margin "
+        "nll one_step pgd "
         "pgd_plus raise_mean squared_error strong_suite"
     ),
     "auditing": "Claim Support ThreatModel Verdict audit audit_cost audit_records",

@@ -1,4 +1,5 @@
-"""What an adversary may do to an input: {x + d : norm(d / scale) <= eps, x + d in the box, d = 0 where masked} (SM-5)."""
+"""What an adversary may do to an input: {x + d : norm(d / scale) <= eps, x + d in the box, d = 0
+where masked} (SM-5)."""
 
 from __future__ import annotations
 
@@ -19,11 +20,14 @@ _ROUNDS = 12  # of the projection onto a ball and a box; three or four are the r
 
 @dataclass(frozen=True, eq=False)
 class Ball(ABC):
-    """The shared parts of a ball: `eps` in units of `scale`, `box` = (low, high), `mask` True where touching is allowed."""
+    """The shared parts of a ball: `eps` in units of `scale`, `box` = (low, high), `mask` True where
+    touching is allowed."""
 
     eps: float
     box: tuple[Bound, Bound] | None = None
-    scale: Tensor | float | None = None  # per-feature units of the norm, broadcastable against the event
+    scale: Tensor | float | None = (
+        None  # per-feature units of the norm, broadcastable against the event
+    )
     mask: Tensor | None = None  # bool, broadcastable against the event
 
     def __post_init__(self) -> None:
@@ -33,16 +37,26 @@ class Ball(ABC):
                 raise ValueError(f"box must be a pair (low, high), got {checks.describe(self.box)}")
             object.__setattr__(self, "box", tuple(_bound("box", side) for side in self.box))
             low, high = (torch.as_tensor(side, dtype=torch.float64) for side in self.box)
-            ordered = bool((low <= high).all()) and bool((low < high).any())  # a feature may be constant, not all; NaN is neither
+            # a feature may be constant, not all; NaN is neither
+            ordered = bool((low <= high).all()) and bool((low < high).any())
             if not ordered:
-                raise ValueError(f"box must be a pair (low, high) with low < high, got {_short(self.box)}")
+                raise ValueError(
+                    f"box must be a pair (low, high) with low < high, got {_short(self.box)}"
+                )
         if self.scale is not None:
             object.__setattr__(self, "scale", _bound("scale", self.scale))
             scale = torch.as_tensor(self.scale)
             if not bool(torch.isfinite(scale).all()) or not bool((scale > 0).all()):
-                raise ValueError(f"scale must be finite and positive, got {checks.describe(self.scale)}")
-        if self.mask is not None and (not isinstance(self.mask, Tensor) or self.mask.dtype != torch.bool):
-            raise TypeError(f"mask must be a bool tensor (True: may be touched), got {checks.describe(self.mask)}")
+                raise ValueError(
+                    f"scale must be finite and positive, got {checks.describe(self.scale)}"
+                )
+        if self.mask is not None and (
+            not isinstance(self.mask, Tensor) or self.mask.dtype != torch.bool
+        ):
+            raise TypeError(
+                f"mask must be a bool tensor (True: may be touched), got "
+                f"{checks.describe(self.mask)}"
+            )
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and all(
@@ -54,11 +68,16 @@ class Ball(ABC):
 
     def __repr__(self) -> str:
         shown = [f"{self.eps:g}"]
-        shown += [f"{f.name}={_short(getattr(self, f.name))}" for f in fields(self)[1:] if getattr(self, f.name) is not None]
+        shown += [
+            f"{f.name}={_short(getattr(self, f.name))}"
+            for f in fields(self)[1:]
+            if getattr(self, f.name) is not None
+        ]
         return f"{type(self).__name__}({', '.join(shown)})"
 
     def check(self, x: Tensor) -> None:
-        """Refuse data that the ball does not fit: inputs outside the box, a scale or mask of another shape."""
+        """Refuse data that the ball does not fit: inputs outside the box, a scale or mask of
+        another shape."""
         sides = () if self.box is None else (("box", self.box[0]), ("box", self.box[1]))
         for name, value in (("scale", self.scale), ("mask", self.mask), *sides):
             if isinstance(value, Tensor) and value.ndim:
@@ -66,14 +85,16 @@ class Ball(ABC):
                     torch.broadcast_to(value, x.shape[1:])
                 except RuntimeError:
                     raise ValueError(
-                        f"{name} must broadcast against the event shape {tuple(x.shape[1:])}, got {checks.describe(value)}"
+                        f"{name} must broadcast against the event shape {tuple(x.shape[1:])}, got "
+                        f"{checks.describe(value)}"
                     ) from None
         if self.box is not None:
             low, high = self.box
             outside = (x < _on(low, x)) | (x > _on(high, x))
             if checks.known(outside.any(), otherwise=False):
                 raise ValueError(
-                    f"box must contain the data, got box {_short(self.box)} and x from {float(x.min()):g} to {float(x.max()):g}"
+                    f"box must contain the data, got box {_short(self.box)} and x from "
+                    f"{float(x.min()):g} to {float(x.max()):g}"
                 )
 
     def _unit(self, x: Tensor) -> Tensor | float:
@@ -97,11 +118,13 @@ class Ball(ABC):
         return x.clamp(low, high)
 
     def unblocked(self, gradient: Tensor, point: Tensor) -> Tensor:
-        """The gradient without what pushes against the box: a step in it would be clipped away, and its length lost."""
+        """The gradient without what pushes against the box: a step in it would be clipped away, and
+        its length lost."""
         if self.box is None:
             return gradient
         low, high = (_on(side, point) for side in self.box)
-        # Signs and products in place of comparisons and where, which take five to ten times as long.
+        # Signs and products in place of comparisons and where, which take five to ten times as
+        # long.
         below, above = (point - low).sign().clamp_min(0.0), (high - point).sign().clamp_min(0.0)
         return gradient.clamp_max(0.0) * below + gradient.clamp_min(0.0) * above
 
@@ -117,9 +140,11 @@ class Ball(ABC):
         return self.shifted(x, self._shrink(d, x))
 
     def shifted(self, x: Tensor, d: Tensor) -> Tensor:
-        """x + d in the box, for d within the ball; rounded towards x where the sum, being rounded, would leave the ball.
+        """x + d in the box, for d within the ball; rounded towards x where the sum, being rounded,
+        would leave the ball.
 
-        Where x is large beside eps (years, kelvins, pixels up to 255) its last digit is not small beside eps.
+        Where x is large beside eps (years, kelvins, pixels up to 255) its last digit is not small
+        beside eps.
         """
         point = self.clip(x + d)
         with torch.no_grad():
@@ -141,7 +166,8 @@ class Ball(ABC):
 
     @abstractmethod
     def ascend(self, gradient: Tensor, step: float | Tensor) -> Tensor:
-        """argmax <gradient, d> over norm(d / scale) <= step: the steepest move; zero where the gradient is."""
+        """argmax <gradient, d> over norm(d / scale) <= step: the steepest move; zero where the
+        gradient is."""
 
     @abstractmethod
     def _offsets(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -154,8 +180,8 @@ class Ball(ABC):
         return self.shifted(x, self._offsets(x, generator))
 
     def sphere(self, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-        """Points drawn from the edge of the ball (L2: every direction alike in units of the norm; Linf: its corners), then
-        moved into the box; nothing moves where masked.
+        """Points drawn from the edge of the ball (L2: every direction alike in units of the norm;
+        Linf: its corners), then moved into the box; nothing moves where masked.
 
         >>> Linf(0.5, scale=2.0).sphere(torch.zeros(1, 3)).abs()
         tensor([[1., 1., 1.]])
@@ -164,9 +190,12 @@ class Ball(ABC):
         return self.project(x + self.ascend(self._scaled(noise), self.eps), x)
 
     def contains(self, x_adv: Tensor, x: Tensor) -> Tensor:
-        """Which examples are finite, within eps (1 + 1e-5) + 1e-7, in the box, and untouched where masked; (B,) bool."""
+        """Which examples are finite, within eps (1 + 1e-5) + 1e-7, in the box, and untouched where
+        masked; (B,) bool."""
         d = x_adv - x
-        fine = torch.isfinite(x_adv).flatten(1).all(1) & (self.norm(d) <= self.eps * (1 + 1e-5) + 1e-7)
+        fine = torch.isfinite(x_adv).flatten(1).all(1) & (
+            self.norm(d) <= self.eps * (1 + 1e-5) + 1e-7
+        )
         if self.box is not None:
             fine &= (self.clip(x_adv) == x_adv).flatten(1).all(1)
         if self.mask is not None:
@@ -190,8 +219,9 @@ class L2(Ball):
     def _shrink(self, d: Tensor, x: Tensor) -> Tensor:
         """t d clipped to the box, with the largest t <= 1 whose clipped move is no longer than eps.
 
-        Without a box t is eps / norm(d). Clipping makes the move shorter, so t grows from there: given which features are
-        clipped, the others' share of the budget says how far; each round clips a few more and none ever overshoots.
+        Without a box t is eps / norm(d). Clipping makes the move shorter, so t grows from there:
+        given which features are clipped, the others' share of the budget says how far; each round
+        clips a few more and none ever overshoots.
         """
         norm = self.norm(d).clamp_min(max(self.eps, torch.finfo(d.dtype).tiny))
         t = (self.eps / norm).view(-1, *[1] * (d.ndim - 1))
@@ -257,7 +287,8 @@ class Linf(Ball):
 
 
 def _normalised(d: Tensor) -> Tensor:
-    """Unit vectors, zero where d is; scaled by the largest entry first where squares could underflow or overflow."""
+    """Unit vectors, zero where d is; scaled by the largest entry first where squares could
+    underflow or overflow."""
     flat = d.flatten(1)
     norm: Tensor = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
     if norm.numel():
@@ -275,7 +306,11 @@ def _or_infinite(size: Tensor) -> Tensor:
 
 
 def _each(value: float | Tensor, like: Tensor) -> float | Tensor:
-    return value.view(-1, *[1] * (like.ndim - 1)) if isinstance(value, Tensor) and value.ndim else value
+    return (
+        value.view(-1, *[1] * (like.ndim - 1))
+        if isinstance(value, Tensor) and value.ndim
+        else value
+    )
 
 
 def _bound(name: str, value: object) -> Bound:
@@ -297,7 +332,12 @@ def _same(a: object, b: object) -> bool:
     if isinstance(a, tuple) and isinstance(b, tuple):
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
+        return (
+            isinstance(a, Tensor)
+            and isinstance(b, Tensor)
+            and a.shape == b.shape
+            and torch.equal(a, b)
+        )
     return a == b
 
 

@@ -18,9 +18,11 @@ ABSTAIN = -1
 
 @dataclass(frozen=True, eq=False)
 class Certificates:
-    """For each input: the certified class (-1: abstained), its radius (0 there), and the lower bound of its vote.
+    """For each input: the certified class (-1: abstained), its radius (0 there), and the lower
+    bound of its vote.
 
-    Each holds with probability at least 1 - alpha: no perturbation of smaller L2 norm changes the smoothed vote.
+    Each holds with probability at least 1 - alpha: no perturbation of smaller L2 norm changes the
+    smoothed vote.
     """
 
     classes: Tensor  # (B,) int64
@@ -40,14 +42,25 @@ class Certificates:
         y: Tensor,  # (B,)
         radii: float | Sequence[float] | Tensor,  # (R,)
     ) -> Tensor:  # (R,)
-        """The certified-accuracy curve: the share of inputs whose right class is certified at each radius.
+        """The certified-accuracy curve: the share of inputs whose right class is certified at each
+        radius.
 
-        >>> certificates = Certificates(torch.tensor([0, 1, -1]), torch.tensor([0.3, 0.7, 0.0]), torch.ones(3), 0.5, 0.001, 1, 1)
+        >>> certificates = Certificates(
+        ...     torch.tensor([0, 1, -1]),
+        ...     torch.tensor([0.3, 0.7, 0.0]),
+        ...     torch.ones(3),
+        ...     0.5,
+        ...     0.001,
+        ...     1,
+        ...     1,
+        ... )
         >>> certificates.accuracy(torch.tensor([0, 1, 1]), [0.0, 0.5])
         tensor([0.6667, 0.3333], dtype=torch.float64)
         """
         if y.shape != self.classes.shape:
-            raise ValueError(f"y must have shape {tuple(self.classes.shape)}, got {checks.describe(y)}")
+            raise ValueError(
+                f"y must have shape {tuple(self.classes.shape)}, got {checks.describe(y)}"
+            )
         at = torch.as_tensor(radii, dtype=torch.float64, device=self.radii.device).reshape(-1)
         right = self.classes == y
         return (right & (self.radii.double() >= at.unsqueeze(1))).double().mean(1)
@@ -63,14 +76,21 @@ def certify(
     generator: torch.Generator | None = None,
     batch: int = 256,
 ) -> Certificates:
-    """sigma Phi^-1(p) where p <= P(vote = c) with confidence 1 - alpha; c from `n0` draws, p from `n` others.
+    """sigma Phi^-1(p) where p <= P(vote = c) with confidence 1 - alpha; c from `n0` draws, p from
+    `n` others.
 
-    The bound is Clopper and Pearson's, one-sided; p <= 1/2 abstains. Draws are independent for every input. A smoothed
-    `FreshPredictive` draws a theta with every noise, so that it is the Bayesian vote that is certified.
+    The bound is Clopper and Pearson's, one-sided; p <= 1/2 abstains. Draws are independent for
+    every input. A smoothed `FreshPredictive` draws a theta with every noise, so that it is the
+    Bayesian vote that is certified.
 
     >>> from torch.distributions import Categorical
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
-    >>> found = certify(Smoothed(predict, 0.5), torch.tensor([[1.0, 0.0]]), n=1000, generator=torch.Generator().manual_seed(0))
+    >>> found = certify(
+    ...     Smoothed(predict, 0.5),
+    ...     torch.tensor([[1.0, 0.0]]),
+    ...     n=1000,
+    ...     generator=torch.Generator().manual_seed(0),
+    ... )
     >>> int(found.classes), bool(0.5 < found.radii < 1.0)
     (0, True)
     """
@@ -84,9 +104,13 @@ def certify(
     for start in range(0, len(x), batch):
         part = x[start : start + batch]
         guess = smoothed.votes(part, n0, generator=generator).argmax(-1)
-        votes = smoothed.votes(part, n, generator=generator).gather(1, guess.unsqueeze(1)).squeeze(1)
+        votes = (
+            smoothed.votes(part, n, generator=generator).gather(1, guess.unsqueeze(1)).squeeze(1)
+        )
         classes.append(guess)
-        lower += [clopper_pearson(vote, n, level=1 - alpha, side="lower")[0] for vote in votes.tolist()]
+        lower += [
+            clopper_pearson(vote, n, level=1 - alpha, side="lower")[0] for vote in votes.tolist()
+        ]
     bounds = torch.tensor(lower, dtype=torch.float64, device=x.device)
     quantile = NormalDist().inv_cdf
     radii = [smoothed.sigma * quantile(bound) if bound > 0.5 else 0.0 for bound in lower]

@@ -11,12 +11,16 @@ from torch import Tensor
 
 
 def printable(text: str, limit: int = 500) -> str:
-    r"""Text from a file as a message may show it: no control characters, which could steer a terminal, and not endless.
+    r"""Text from a file as a message may show it: no control characters, which could steer a
+    terminal, and not endless.
 
     >>> printable("a\x1b[2Jb\u202ec"), printable("x" * 20, limit=10)
     ('a\\x1b[2Jb\\u202ec', 'xxxxxxx...')
     """
-    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[: limit + 1])
+    shown = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text[: limit + 1]
+    )
     return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
 
 
@@ -93,7 +97,9 @@ def choice(name: str, value: Any, options: Sequence[str]) -> str:
     ValueError: update must be one of 'online', 'offline', got 'on'
     """
     if value not in options:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, options))}, got {describe(value)}")
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, options))}, got {describe(value)}"
+        )
     return str(value)
 
 
@@ -104,16 +110,20 @@ def finite(name: str, value: Tensor) -> Tensor:
     Traceback (most recent call last):
     ...
     ValueError: x must be finite, got 1 NaN and 0 infinite values in a torch.float32 tensor of shape (2,) on cpu
-    """
+    """  # noqa: E501
     if value.is_floating_point() and not known(torch.isfinite(value).all(), otherwise=True):
         nan = int(torch.isnan(value).sum())
         infinite = int(torch.isinf(value).sum())
-        raise ValueError(f"{name} must be finite, got {nan} NaN and {infinite} infinite values in {describe(value)}")
+        raise ValueError(
+            f"{name} must be finite, got {nan} NaN and {infinite} infinite values in "
+            f"{describe(value)}"
+        )
     return value
 
 
 def known(condition: Tensor, *, otherwise: bool) -> bool:
-    """Whether a condition holds; `otherwise` where it has no value yet, as in code that is being compiled.
+    """Whether a condition holds; `otherwise` where it has no value yet, as in code that is being
+    compiled.
 
     >>> known(torch.tensor(1.0) > 0, otherwise=False)
     True

@@ -1,8 +1,10 @@
-"""Split conformal prediction on top of any predictive: intervals and sets with a coverage that holds for finite samples.
+"""Split conformal prediction on top of any predictive: intervals and sets with a coverage that
+holds for finite samples.
 
-The guarantee is about new examples that are drawn as the calibration examples were. Under attack that means calibrating on
-attacked examples: `attack=` makes them, and the coverage then holds for inputs attacked the same way, on average over
-examples; on clean inputs the intervals are wider than they need be.
+The guarantee is about new examples that are drawn as the calibration examples were. Under attack
+that means calibrating on attacked examples: `attack=` makes them, and the coverage then holds for
+inputs attacked the same way, on average over examples; on clean inputs the intervals are wider than
+they need be.
 """
 
 from __future__ import annotations
@@ -19,9 +21,13 @@ from advbayes.types import Attack, Predictor
 
 
 def conformal_quantile(scores: Tensor, level: float) -> float:
-    """The ceil((n + 1) level)-th smallest of n scores, infinity where there are too few: P(new score <= it) >= level.
+    """The ceil((n + 1) level)-th smallest of n scores, infinity where there are too few: P(new
+    score <= it) >= level.
 
-    >>> conformal_quantile(torch.tensor([3.0, 1.0, 2.0, 4.0]), 0.75), conformal_quantile(torch.tensor([1.0]), 0.9)
+    >>> (
+    ...     conformal_quantile(torch.tensor([3.0, 1.0, 2.0, 4.0]), 0.75),
+    ...     conformal_quantile(torch.tensor([1.0]), 0.9),
+    ... )
     (4.0, inf)
     """
     checks.number("level", level, low=0, high=1, open_low=True, open_high=True)
@@ -79,7 +85,8 @@ def conformal_intervals(
     attack: Attack | None = None,
     generator: torch.Generator | None = None,
 ) -> ConformalIntervals:
-    """Intervals that hold y with probability >= `level`: the score is |y - mean| / sd, the largest over outputs.
+    """Intervals that hold y with probability >= `level`: the score is |y - mean| / sd, the largest
+    over outputs.
 
     >>> predict = lambda x: torch.distributions.Normal(x[:, 0], 1.0)
     >>> x = torch.zeros(9, 1)
@@ -92,7 +99,9 @@ def conformal_intervals(
     if isinstance(prediction, Categorical):
         raise TypeError("predict must be a regression predictor, got classes; see conformal_sets")
     scores = (y.reshape(prediction.mean.shape) - prediction.mean).abs() / prediction.stddev
-    return ConformalIntervals(predict, conformal_quantile(scores.reshape(len(y), -1).amax(1), level), level)
+    return ConformalIntervals(
+        predict, conformal_quantile(scores.reshape(len(y), -1).amax(1), level), level
+    )
 
 
 @torch.no_grad()
@@ -107,27 +116,39 @@ def conformal_sets(
     """Sets of classes that hold y with probability >= `level`: the score is 1 - p(y).
 
     >>> predict = lambda x: Categorical(probs=torch.tensor([[0.7, 0.2, 0.1]]).expand(len(x), 3))
-    >>> sets = conformal_sets(predict, (torch.zeros(9, 1), torch.tensor([0] * 7 + [1, 1])), level=0.8)
+    >>> sets = conformal_sets(
+    ...     predict, (torch.zeros(9, 1), torch.tensor([0] * 7 + [1, 1])), level=0.8
+    ... )
     >>> sets(torch.zeros(1, 1))
     tensor([[ True,  True, False]])
     """
     x, y = _calibration(predict, data, attack, generator)
     probs = _classes(predict(x)).probs
-    return ConformalSets(predict, conformal_quantile(1 - probs.gather(1, y.unsqueeze(1)).squeeze(1), level), level)
+    return ConformalSets(
+        predict, conformal_quantile(1 - probs.gather(1, y.unsqueeze(1)).squeeze(1), level), level
+    )
 
 
 def _classes(prediction: Distribution) -> Categorical:
     if not isinstance(prediction, Categorical):
-        raise TypeError(f"predict must predict classes, got {type(prediction).__name__}; see conformal_intervals")
+        raise TypeError(
+            f"predict must predict classes, got {type(prediction).__name__}; see "
+            f"conformal_intervals"
+        )
     return prediction
 
 
 def _calibration(
-    predict: Predictor, data: tuple[Tensor, Tensor], attack: Attack | None, generator: torch.Generator | None
+    predict: Predictor,
+    data: tuple[Tensor, Tensor],
+    attack: Attack | None,
+    generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor]:
     x, y = data
     if not len(x) or len(x) != len(y):
-        raise ValueError(f"data must hold one y for each x, and at least one, got {len(x)} and {len(y)}")
+        raise ValueError(
+            f"data must hold one y for each x, and at least one, got {len(x)} and {len(y)}"
+        )
     if attack is None:
         return x, y
     with torch.enable_grad():

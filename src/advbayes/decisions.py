@@ -1,4 +1,5 @@
-"""Acting on a prediction: the action of largest expected utility, or of largest worst-case expected utility under attack."""
+"""Acting on a prediction: the action of largest expected utility, or of largest worst-case expected
+utility under attack."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ Utility = Callable[[Tensor, Tensor], Tensor]  # (action, y), broadcast against e
 class Choices:
     """What may be done and what it is worth.
 
-    Classes: `utility` is a matrix (C, A), what action a is worth if the class is c. Regression: `utility` is a function of
-    (action, y), such as `lambda action, y: -(action - y) ** 2`, and `actions` (A,) the actions to choose from. With `abstain`
-    there is one more action, the last, that always costs as much.
+    Classes: `utility` is a matrix (C, A), what action a is worth if the class is c. Regression:
+    `utility` is a function of (action, y), such as `lambda action, y: -(action - y) ** 2`, and
+    `actions` (A,) the actions to choose from. With `abstain` there is one more action, the last,
+    that always costs as much.
 
     >>> Choices(torch.eye(2), abstain=0.2).num_actions
     3
@@ -38,10 +40,21 @@ class Choices:
     def __post_init__(self) -> None:
         if isinstance(self.utility, Tensor):
             if self.utility.ndim != 2 or self.actions is not None:
-                raise ValueError("utility must be a matrix (classes, actions), without actions, or a function with them")
+                raise ValueError(
+                    "utility must be a matrix (classes, actions), without actions, or a function "
+                    "with them"
+                )
             checks.finite("utility", self.utility)
-        elif not callable(self.utility) or self.actions is None or self.actions.ndim != 1 or not len(self.actions):
-            raise ValueError("utility must be a matrix (classes, actions), or a function (action, y) with actions (A,)")
+        elif (
+            not callable(self.utility)
+            or self.actions is None
+            or self.actions.ndim != 1
+            or not len(self.actions)
+        ):
+            raise ValueError(
+                "utility must be a matrix (classes, actions), or a function (action, y) with "
+                "actions (A,)"
+            )
         if self.abstain is not None:
             checks.number("abstain", self.abstain)
         checks.count("num", self.num)
@@ -58,15 +71,25 @@ class Choices:
         return self.actions
 
     def expected(self, prediction: Distribution) -> Tensor:  # (B, A)
-        """E[utility(a, y)] under a prediction: differentiable in classes; in regression over draws, the same for each call."""
+        """E[utility(a, y)] under a prediction: differentiable in classes; in regression over draws,
+        the same for each call."""
         if isinstance(self.utility, Tensor):
-            if not isinstance(prediction, Categorical) or prediction.probs.shape[-1] != len(self.utility):
-                raise TypeError(f"predict must give {len(self.utility)} classes for this utility, got {prediction}")
+            if not isinstance(prediction, Categorical) or prediction.probs.shape[-1] != len(
+                self.utility
+            ):
+                raise TypeError(
+                    f"predict must give {len(self.utility)} classes for this utility, got "
+                    f"{prediction}"
+                )
             worth = prediction.probs @ self.utility.to(prediction.probs)
         else:
             with torch.random.fork_rng():
                 torch.manual_seed(0)
-                draws = prediction.rsample((self.num,)) if prediction.has_rsample else prediction.sample((self.num,))
+                draws = (
+                    prediction.rsample((self.num,))
+                    if prediction.has_rsample
+                    else prediction.sample((self.num,))
+                )
             worth = self.utility(self._grid.to(draws), draws.reshape(self.num, -1, 1)).mean(0)
         return self._with_abstention(worth)
 
@@ -84,7 +107,8 @@ class Choices:
 
 @dataclass(frozen=True)
 class Worthless:
-    """The loss of an attacker who wants one action to look bad: minus its expected utility. No example is ever broken."""
+    """The loss of an attacker who wants one action to look bad: minus its expected utility. No
+    example is ever broken."""
 
     choices: Choices
     action: int
@@ -98,10 +122,11 @@ class Worthless:
 
 @dataclass(frozen=True)
 class Spoiling:
-    """The loss of an attacker who wants the decision to turn out badly: minus the utility of the action that is taken.
+    """The loss of an attacker who wants the decision to turn out badly: minus the utility of the
+    action that is taken.
 
-    Smoothed by a softmax over expected utilities at `temperature`, for gradients; broken where the action taken is worth
-    less than the best one.
+    Smoothed by a softmax over expected utilities at `temperature`, for gradients; broken where the
+    action taken is worth less than the best one.
     """
 
     choices: Choices
@@ -129,13 +154,17 @@ def decide(
     steps: int = 20,
     generator: torch.Generator | None = None,
 ) -> Tensor:  # (B,) indices of actions
-    """The action of largest expected utility; with `worst_case`, of the largest that no input within the ball takes away.
+    """The action of largest expected utility; with `worst_case`, of the largest that no input
+    within the ball takes away.
 
-    The worst case of an action is the least of its expected utilities over the ball around the input that came in (which
-    holds the clean one, if the attacker's budget is the ball's), found by projected ascent.
+    The worst case of an action is the least of its expected utilities over the ball around the
+    input that came in (which holds the clean one, if the attacker's budget is the ball's), found by
+    projected ascent.
 
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
-    >>> worth = torch.tensor([[1.0, 0.0], [-9.0, 0.0]])  # acting is worth 1 in class 0 and costs 9 in class 1
+    >>> worth = torch.tensor(
+    ...     [[1.0, 0.0], [-9.0, 0.0]]
+    ... )  # acting is worth 1 in class 0 and costs 9 in class 1
     >>> decide(predict, torch.tensor([[3.0], [0.5]]), worth)
     tensor([0, 1])
     >>> from advbayes import L2
@@ -145,7 +174,9 @@ def decide(
     choices = utility if isinstance(utility, Choices) else Choices(utility, actions, abstain)
     if worst_case is None:
         return choices.expected(predict(x)).argmax(1)
-    return worst_case_utility(predict, x, choices, worst_case, steps=steps, generator=generator).argmax(1)
+    return worst_case_utility(
+        predict, x, choices, worst_case, steps=steps, generator=generator
+    ).argmax(1)
 
 
 def worst_case_utility(
@@ -157,11 +188,14 @@ def worst_case_utility(
     steps: int = 20,
     generator: torch.Generator | None = None,
 ) -> Tensor:  # (B, A)
-    """The least expected utility of each action over the ball around x, as far as projected ascent finds it."""
+    """The least expected utility of each action over the ball around x, as far as projected ascent
+    finds it."""
     nobody = torch.zeros(len(x), dtype=torch.long, device=x.device)  # these losses do not look at y
     columns = []
     for action in range(choices.num_actions):
-        x_adv = pgd(ball, steps, Worthless(choices, action))(predict, x, nobody, generator=generator)
+        x_adv = pgd(ball, steps, Worthless(choices, action))(
+            predict, x, nobody, generator=generator
+        )
         with torch.no_grad():
             columns.append(choices.expected(predict(x_adv))[:, action])
     return torch.stack(columns, 1)
@@ -177,10 +211,13 @@ def utility_under(
     steps: int = 20,
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    """The mean utility that decisions turn out to have, on inputs as they are or after an attack, with its interval.
+    """The mean utility that decisions turn out to have, on inputs as they are or after an attack,
+    with its interval.
 
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
-    >>> utility_under(predict, (torch.tensor([[1.0], [-1.0]]), torch.tensor([0, 0])), Choices(torch.eye(2))).value
+    >>> utility_under(
+    ...     predict, (torch.tensor([[1.0], [-1.0]]), torch.tensor([0, 0])), Choices(torch.eye(2))
+    ... ).value
     0.5
     """
     x, y = data

@@ -1,8 +1,10 @@
-"""scikit-learn estimators: a posterior trained through a channel, behind `fit`, `predict` and `predict_proba`.
+"""scikit-learn estimators: a posterior trained through a channel, behind `fit`, `predict` and
+`predict_proba`.
 
-They go where scikit-learn's own do (pipelines, cross-validation, grid search), and what they predict with is a Predictor, so that
-everything in this package can attack it: `evaluate(estimator.predictor_, estimator.as_tensors(X, y), attacks=...)`, where
-`estimator.ball_` is the adversary that it was trained against.
+They go where scikit-learn's own do (pipelines, cross-validation, grid search), and what they
+predict with is a Predictor, so that everything in this package can attack it:
+`evaluate(estimator.predictor_, estimator.as_tensors(X, y), attacks=...)`, where `estimator.ball_`
+is the adversary that it was trained against.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ CHANNELS = ("none", "noise", "at", "os", "os50", "mix", "pgd")
 
 
 class _Estimator(BaseEstimator):  # type: ignore[misc]
-    """What both tasks share. Parameters are kept as given and looked at by `fit`, as scikit-learn wants it."""
+    """What both tasks share. Parameters are kept as given and looked at by `fit`, as scikit-learn
+    wants it."""
 
     def __init__(
         self,
@@ -91,8 +94,16 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         self.abstain = abstain
         self.random_state = random_state
 
-    def _train(self, x: Tensor, y: Tensor, num_outputs: int, likelihood: Likelihood, last: nn.Linear | None = None) -> None:
-        """Build, train, draw thetas. After Ctrl-C the estimator holds what was trained and the interrupt goes on."""
+    def _train(
+        self,
+        x: Tensor,
+        y: Tensor,
+        num_outputs: int,
+        likelihood: Likelihood,
+        last: nn.Linear | None = None,
+    ) -> None:
+        """Build, train, draw thetas. After Ctrl-C the estimator holds what was trained and the
+        interrupt goes on."""
         checks.count("num_thetas", self.num_thetas)
         checks.choice("defense", self.defense, DEFENSES)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
@@ -101,12 +112,17 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         shift, spread = self._scaling(x)
         self.ball_ = self._ball(spread)
         channel = self._channel(spread, regression=isinstance(self, RegressorMixin))
-        # Trained on standardised inputs where the channel is in those units; the same thetas then answer for X as it is.
+        # Trained on standardised inputs where the channel is in those units; the same thetas then
+        # answer for X as it is.
         model, seen = BayesianModel(inner, likelihood, self.prior_scale), x
         self.model_ = model
         if spread is not None:
             seen = (x - shift) / spread
-            self.model_ = BayesianModel(nn.Sequential(_affine(1 / spread, -shift / spread), inner), likelihood, self.prior_scale)
+            self.model_ = BayesianModel(
+                nn.Sequential(_affine(1 / spread, -shift / spread), inner),
+                likelihood,
+                self.prior_scale,
+            )
         self.posterior_ = named_posterior(self.posterior, model, seed=seed)
         proactive = self.defense in ("proactive", "both")
         self.result_ = fit(
@@ -124,7 +140,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         if self.posterior in ("point", "ensemble"):
             thetas = thetas_of(self.posterior_, self.num_thetas, seed_for(seed, "thetas"))
         self.thetas_ = thetas
-        self._layout = (spread is not None, 0 if last is None else len(last.bias))  # layers around the net
+        # layers around the net
+        self._layout = (spread is not None, 0 if last is None else len(last.bias))
         self.predictor_: Predictor = PosteriorPredictive(self.model_, thetas)
         if self.defense in ("reactive", "both"):
             self._reference = (seen, y, channel, shift, spread)
@@ -138,7 +155,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         return purifier if spread is None else _Standardised(purifier, shift, spread)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the fitted estimator as a bundle, without pickle; `load` gives back one that predicts the same.
+        """Save the fitted estimator as a bundle, without pickle; `load` gives back one that
+        predicts the same.
 
         The history of the training (`result_`) is not in it.
         """
@@ -153,9 +171,12 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         return estimator
 
     def _scaling(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Mean and spread of each feature; no spread where X is taken as it is (a channel of one's own, images)."""
+        """Mean and spread of each feature; no spread where X is taken as it is (a channel of one's
+        own, images)."""
         shift, spread = x.mean(0), x.std(0, correction=0)
-        as_it_is = self.event_shape is not None or not (self.channel is None or isinstance(self.channel, str))
+        as_it_is = self.event_shape is not None or not (
+            self.channel is None or isinstance(self.channel, str)
+        )
         return shift, None if as_it_is else torch.where(spread > 0, spread, 1.0)
 
     def _ball(self, spread: Tensor | None) -> Ball:
@@ -165,12 +186,20 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         unit = spread if self.units == "standardised" else None
         if np.ndim(self.eps) == 0:
             return make_ball(self.norm, float(self.eps), scale=unit)  # type: ignore[arg-type]
-        each = torch.as_tensor(np.asarray(self.eps), dtype=torch.float64 if spread is None else spread.dtype)
+        each = torch.as_tensor(
+            np.asarray(self.eps), dtype=torch.float64 if spread is None else spread.dtype
+        )
         if each.shape != (self.n_features_in_,):
-            raise ValueError(f"eps must be a number or hold one for each of {self.n_features_in_} features, got {self.eps!r}")
+            raise ValueError(
+                f"eps must be a number or hold one for each of {self.n_features_in_} features, "
+                f"got {self.eps!r}"
+            )
         each = each if unit is None else each * unit
         return make_ball(
-            self.norm, 1.0, mask=None if bool((each > 0).all()) else each > 0, scale=torch.where(each > 0, each, 1.0)
+            self.norm,
+            1.0,
+            mask=None if bool((each > 0).all()) else each > 0,
+            scale=torch.where(each > 0, each, 1.0),
         )
 
     def _channel(self, spread: Tensor | None, *, regression: bool) -> Channel:
@@ -183,7 +212,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         scale = (
             self.ball_.scale
             if spread is None
-            else (torch.ones_like(spread) if self.ball_.scale is None else self.ball_.scale) / spread
+            else (torch.ones_like(spread) if self.ball_.scale is None else self.ball_.scale)
+            / spread
         )
         ball = make_ball(self.norm, self.ball_.eps, mask=self.ball_.mask, scale=scale)
         return named_channel(self.channel, ball, self.sigma, regression=regression)
@@ -191,12 +221,18 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
     def _own_net(self, x: Tensor, num_outputs: int, seed: int) -> nn.Module:
         if self.net is not None:
             if not isinstance(self.net, nn.Module):
-                raise TypeError(f"net must be a torch.nn.Module with {num_outputs} outputs, got {checks.describe(self.net)}")
+                raise TypeError(
+                    f"net must be a torch.nn.Module with {num_outputs} outputs, got "
+                    f"{checks.describe(self.net)}"
+                )
             net = copy.deepcopy(self.net).to(x.dtype)
             with torch.no_grad():
                 shape = tuple(net(x[:1]).shape)
             if shape != (1, num_outputs):
-                raise ValueError(f"net must give {num_outputs} outputs for this y, got shape {shape} for one input")
+                raise ValueError(
+                    f"net must give {num_outputs} outputs for this y, got shape {shape} for one "
+                    f"input"
+                )
             return net
         with GlobalStream(seed):
             layers = mlp(x[0].numel(), num_outputs, tuple(self.hidden))
@@ -213,7 +249,10 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         if self.event_shape is None:
             return x
         if math.prod(self.event_shape) != x.shape[1]:
-            raise ValueError(f"event_shape must have as many entries as X has features ({x.shape[1]}), got {self.event_shape}")
+            raise ValueError(
+                f"event_shape must have as many entries as X has features ({x.shape[1]}), got "
+                f"{self.event_shape}"
+            )
         return x.view(len(x), *self.event_shape)
 
     def _predicted(self, X: ArrayLike) -> Distribution:
@@ -234,12 +273,15 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     """A Bayesian classifier trained through a channel, or one that purifies its inputs.
 
-    - `channel`: a name (noise, at, os, os50, mix, pgd), or a channel, whose eps and sigma are then in the units of X; None: no
-      adversary. `defense`: "proactive" trains through it, "reactive" purifies with it, "both", or "none".
-    - `eps`: the adversary's budget, or one for each feature (0: cannot be changed), in standard deviations of the features or
-      with `units="raw"` in their own; in the norm `norm`. `sigma`: noise of the channel, in standard deviations.
-    - `posterior`: mean_field, point, ensemble or low_rank. `net`: a module with an output for each class (absent: fully
-      connected, with layers as in `hidden`); `event_shape`: the shape in which it wants a row of X.
+    - `channel`: a name (noise, at, os, os50, mix, pgd), or a channel, whose eps and sigma are then
+      in the units of X; None: no adversary. `defense`: "proactive" trains through it, "reactive"
+      purifies with it, "both", or "none".
+    - `eps`: the adversary's budget, or one for each feature (0: cannot be changed), in standard
+      deviations of the features or with `units="raw"` in their own; in the norm `norm`. `sigma`:
+      noise of the channel, in standard deviations.
+    - `posterior`: mean_field, point, ensemble or low_rank. `net`: a module with an output for each
+      class (absent: fully connected, with layers as in `hidden`); `event_shape`: the shape in which
+      it wants a row of X.
     - `abstain`: `predict` gives None where the likeliest class is less probable than this.
 
     >>> from sklearn.datasets import load_iris
@@ -250,12 +292,15 @@ class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     """
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
-        """Train from the beginning; `classes_`, `model_`, `posterior_`, `predictor_`, `ball_`, `result_` are there then."""
+        """Train from the beginning; `classes_`, `model_`, `posterior_`, `predictor_`, `ball_`,
+        `result_` are there then."""
         x, labels = self._taken(X, y)
         check_classification_targets(labels)
         self.classes_, index = np.unique(labels, return_inverse=True)
         if len(self.classes_) < 2:
-            raise ValueError(f"y must hold at least two classes, got one class: {self.classes_.tolist()}")
+            raise ValueError(
+                f"y must hold at least two classes, got one class: {self.classes_.tolist()}"
+            )
         self._train(x, torch.as_tensor(index, dtype=torch.long), len(self.classes_), Categorical())
         return self
 
@@ -296,9 +341,9 @@ class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
 class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
     """Bayesian regression trained through a channel, or one that purifies its inputs.
 
-    As `RobustClassifier`; predictions, and attacks on `predictor_`, are in the units of y. `noise_scale`: "learned", one number
-    in the units of y, or "heteroscedastic": one for each input. `abstain`: `predict` gives NaN where the standard deviation
-    is larger than this.
+    As `RobustClassifier`; predictions, and attacks on `predictor_`, are in the units of y.
+    `noise_scale`: "learned", one number in the units of y, or "heteroscedastic": one for each
+    input. `abstain`: `predict` gives NaN where the standard deviation is larger than this.
 
     >>> from sklearn.datasets import load_diabetes
     >>> X, y = load_diabetes(return_X_y=True, scaled=False)
@@ -309,24 +354,53 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
     """
 
     def __init__(
-        self, channel: Channel | str | None = None, *, noise_scale: float | str = "learned",
-        defense: str = "proactive", eps: float | Sequence[float] = 0.3, units: str = "standardised",
-        norm: str = "l2", sigma: float = 0.1, posterior: str = "mean_field", net: nn.Module | None = None,
-        hidden: tuple[int, ...] = (16, 16), event_shape: tuple[int, ...] | None = None,
-        prior_scale: float = 1.0, kl_weight: float = 1.0, epochs: float = 200, batch_size: int = 128,
-        lr: float = 1e-2, num_thetas: int = 20, abstain: float | None = None,
+        self,
+        channel: Channel | str | None = None,
+        *,
+        noise_scale: float | str = "learned",
+        defense: str = "proactive",
+        eps: float | Sequence[float] = 0.3,
+        units: str = "standardised",
+        norm: str = "l2",
+        sigma: float = 0.1,
+        posterior: str = "mean_field",
+        net: nn.Module | None = None,
+        hidden: tuple[int, ...] = (16, 16),
+        event_shape: tuple[int, ...] | None = None,
+        prior_scale: float = 1.0,
+        kl_weight: float = 1.0,
+        epochs: float = 200,
+        batch_size: int = 128,
+        lr: float = 1e-2,
+        num_thetas: int = 20,
+        abstain: float | None = None,
         random_state: int | np.random.RandomState | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(
-            channel, defense=defense, eps=eps, units=units, norm=norm, sigma=sigma, posterior=posterior,
-            net=net, hidden=hidden, event_shape=event_shape, prior_scale=prior_scale, kl_weight=kl_weight,
-            epochs=epochs, batch_size=batch_size, lr=lr, num_thetas=num_thetas, abstain=abstain,
+            channel,
+            defense=defense,
+            eps=eps,
+            units=units,
+            norm=norm,
+            sigma=sigma,
+            posterior=posterior,
+            net=net,
+            hidden=hidden,
+            event_shape=event_shape,
+            prior_scale=prior_scale,
+            kl_weight=kl_weight,
+            epochs=epochs,
+            batch_size=batch_size,
+            lr=lr,
+            num_thetas=num_thetas,
+            abstain=abstain,
             random_state=random_state,
-        )  # fmt: skip
+        )
         self.noise_scale = noise_scale
 
     def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
-        """Train from the beginning; `model_`, `posterior_`, `predictor_`, `ball_` and `result_` are there afterwards."""
+        """Train from the beginning; `model_`, `posterior_`, `predictor_`, `ball_` and `result_` are
+        there afterwards."""
         x, wanted = self._taken(X, y, multi_output=True, y_numeric=True)
         self._columns = wanted.ndim == 2
         targets = self._targets(wanted)
@@ -335,29 +409,55 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         spread = torch.where(spread > 0, spread, 1.0)
         num = many.shape[1]
         if self.noise_scale == "heteroscedastic":  # means and log-scales
-            last = _affine(torch.cat([spread, torch.ones_like(spread)]), torch.cat([shift, spread.log()]))
-            self._train(x, targets, 2 * num, HeteroscedasticGaussian(min_scale=1e-3 * float(spread.min())), last)
+            last = _affine(
+                torch.cat([spread, torch.ones_like(spread)]), torch.cat([shift, spread.log()])
+            )
+            self._train(
+                x,
+                targets,
+                2 * num,
+                HeteroscedasticGaussian(min_scale=1e-3 * float(spread.min())),
+                last,
+            )
             return self
         learned = self.noise_scale == "learned"
-        start = tuple(spread.tolist()) if learned else checks.number("noise_scale", self.noise_scale, low=0.0, open_low=True)
-        self._train(x, targets, num, Gaussian(start, learned=learned, num_outputs=num), _affine(spread, shift))
+        start = (
+            tuple(spread.tolist())
+            if learned
+            else checks.number("noise_scale", self.noise_scale, low=0.0, open_low=True)
+        )
+        self._train(
+            x,
+            targets,
+            num,
+            Gaussian(start, learned=learned, num_outputs=num),
+            _affine(spread, shift),
+        )
         return self
 
-    def predict(self, X: ArrayLike, return_std: bool = False) -> Any:  # (B,) or (B, D); with return_std a pair of them
-        """The predictive mean, and its standard deviation: the noise's and what the thetas differ by."""
+    def predict(
+        self, X: ArrayLike, return_std: bool = False
+    ) -> Any:  # (B,) or (B, D); with return_std a pair of them
+        """The predictive mean, and its standard deviation: the noise's and what the thetas differ
+        by."""
         prediction = self._predicted(X)
         mean, std = self._shaped(prediction.mean), self._shaped(prediction.variance.sqrt())
         if self.abstain is not None:
             mean = np.where(std <= checks.number("abstain", self.abstain, low=0.0), mean, np.nan)
         return (mean, std) if return_std else mean
 
-    def predict_quantiles(self, X: ArrayLike, quantiles: Sequence[float] = (0.05, 0.5, 0.95)) -> NDArray[np.float64]:
+    def predict_quantiles(
+        self, X: ArrayLike, quantiles: Sequence[float] = (0.05, 0.5, 0.95)
+    ) -> NDArray[np.float64]:
         """Quantiles of the predictive, one column for each: (B, Q), or (B, Q, D) for D outputs."""
         prediction = self._predicted(X)
         return np.stack([self._shaped(metrics.quantile(prediction, q)) for q in quantiles], axis=1)
 
-    def predict_interval(self, X: ArrayLike, level: float = 0.9) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Lower and upper edge of the central interval that holds the target with probability `level`."""
+    def predict_interval(
+        self, X: ArrayLike, level: float = 0.9
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Lower and upper edge of the central interval that holds the target with probability
+        `level`."""
         checks.number("level", level, low=0.0, high=1.0, open_low=True, open_high=True)
         edges = self.predict_quantiles(X, (0.5 - level / 2, 0.5 + level / 2))
         return edges[:, 0], edges[:, 1]
@@ -391,7 +491,8 @@ class _Standardised:
 
 
 def _affine(weight: Tensor, bias: Tensor) -> nn.Linear:
-    """`weight * x + bias` as a layer that is not trained: the prior is on the weights of the standardised problem."""
+    """`weight * x + bias` as a layer that is not trained: the prior is on the weights of the
+    standardised problem."""
     layer: nn.Linear = nn.utils.skip_init(nn.Linear, len(bias), len(bias), dtype=bias.dtype)  # type: ignore[no-untyped-call]
     layer.requires_grad_(False)
     layer.weight.copy_(weight.diag())
@@ -399,8 +500,11 @@ def _affine(weight: Tensor, bias: Tensor) -> nn.Linear:
     return layer
 
 
-def robust_scorer(metric: str = "accuracy", *, steps: int = 20, seed: int = 0) -> Callable[[Any, ArrayLike, ArrayLike], float]:
-    """A scorer for `GridSearchCV` and `cross_val_score`: accuracy, -NLL or -RMSE under PGD within the estimator's own `ball_`.
+def robust_scorer(
+    metric: str = "accuracy", *, steps: int = 20, seed: int = 0
+) -> Callable[[Any, ArrayLike, ArrayLike], float]:
+    """A scorer for `GridSearchCV` and `cross_val_score`: accuracy, -NLL or -RMSE under PGD within
+    the estimator's own `ball_`.
 
     In a pipeline the attack is on what the last step is given.
 
@@ -408,7 +512,10 @@ def robust_scorer(metric: str = "accuracy", *, steps: int = 20, seed: int = 0) -
     >>> from sklearn.model_selection import cross_val_score
     >>> X, y = load_iris(return_X_y=True)
     >>> robust = RobustClassifier("os", eps=0.5, epochs=30, random_state=0)
-    >>> attacked, clean = (cross_val_score(robust, X, y, cv=3, scoring=s).mean() for s in (robust_scorer(), "accuracy"))
+    >>> attacked, clean = (
+    ...     cross_val_score(robust, X, y, cv=3, scoring=s).mean()
+    ...     for s in (robust_scorer(), "accuracy")
+    ... )
     >>> bool(attacked <= clean)
     True
     """
@@ -422,59 +529,89 @@ def robust_scorer(metric: str = "accuracy", *, steps: int = 20, seed: int = 0) -
         classes = isinstance(last, RobustClassifier)
         attack = pgd(last.ball_, steps, margin if classes else squared_error)
         x_adv = attack(last.predictor_, x, target, generator=generator_for(seed, "scorer"))
-        columns = scored(last.predictor_, x_adv, target, "classification" if classes else "regression")
+        columns = scored(
+            last.predictor_, x_adv, target, "classification" if classes else "regression"
+        )
         if metric == "accuracy":
             return float(columns["correct"].mean())
-        return float(columns["log_prob"].mean()) if metric == "nll" else -float(columns["squared_error"].mean().sqrt())
+        return (
+            float(columns["log_prob"].mean())
+            if metric == "nll"
+            else -float(columns["squared_error"].mean().sqrt())
+        )
 
     return scorer
 
 
 def save_pipeline(
-    pipeline: Any,
-    path: str | os.PathLike[str],
-    *,
-    feature_names: Sequence[str] | None = None,
+    pipeline: Any, path: str | os.PathLike[str], *, feature_names: Sequence[str] | None = None
 ) -> None:
-    """Save a fitted estimator of this module, or a pipeline that ends in one, as a bundle without pickle.
+    """Save a fitted estimator of this module, or a pipeline that ends in one, as a bundle without
+    pickle.
 
-    The steps before it may be StandardScaler, MinMaxScaler, RobustScaler, SimpleImputer, OneHotEncoder, and Pipeline and
-    ColumnTransformer of these. `feature_names` are the columns of X, by which `advbayes predict` reads a CSV file (absent:
-    those that `fit` saw).
+    The steps before it may be StandardScaler, MinMaxScaler, RobustScaler, SimpleImputer,
+    OneHotEncoder, and Pipeline and ColumnTransformer of these. `feature_names` are the columns of
+    X, by which `advbayes predict` reads a CSV file (absent: those that `fit` saw).
 
     >>> import tempfile
     >>> from sklearn.pipeline import make_pipeline
     >>> from sklearn.preprocessing import StandardScaler
     >>> X, y = np.random.default_rng(0).normal(5.0, 2.0, (20, 3)), np.arange(20) % 2
-    >>> pipeline = make_pipeline(StandardScaler(), RobustClassifier(epochs=2, random_state=0)).fit(X, y)
+    >>> pipeline = make_pipeline(StandardScaler(), RobustClassifier(epochs=2, random_state=0)).fit(
+    ...     X, y
+    ... )
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_pipeline(pipeline, f"{folder}/m.advbayes")
     ...     again = load_pipeline(f"{folder}/m.advbayes")
     >>> bool((again.predict_proba(X) == pipeline.predict_proba(X)).all())
     True
     """
-    steps, last = (pipeline.steps[:-1], pipeline[-1]) if isinstance(pipeline, Pipeline) else ([], pipeline)
+    steps, last = (
+        (pipeline.steps[:-1], pipeline[-1]) if isinstance(pipeline, Pipeline) else ([], pipeline)
+    )
     if type(last) not in _KINDS.values():
-        raise StoreError(path, wanted=f"{' or '.join(_KINDS)}, or a pipeline that ends in one", got=f"{last!r:.80}")
+        raise StoreError(
+            path,
+            wanted=f"{' or '.join(_KINDS)}, or a pipeline that ends in one",
+            got=f"{last!r:.80}",
+        )
     check_is_fitted(last, "predictor_")
-    names = list(map(str, getattr(pipeline, "feature_names_in_", ()) if feature_names is None else feature_names))
+    names = list(
+        map(
+            str,
+            getattr(pipeline, "feature_names_in_", ()) if feature_names is None else feature_names,
+        )
+    )
     if names and len(names) != pipeline.n_features_in_:
-        raise ValueError(f"feature_names must name the {pipeline.n_features_in_} columns of X, got {len(names)}")
-    settings = {name: value for name, value in last.get_params(deep=False).items() if name not in ("channel", "net")}
+        raise ValueError(
+            f"feature_names must name the {pipeline.n_features_in_} columns of X, got {len(names)}"
+        )
+    settings = {
+        name: value
+        for name, value in last.get_params(deep=False).items()
+        if name not in ("channel", "net")
+    }
     own_channel = None if last.channel is None or isinstance(last.channel, str) else last.channel
     kind, state = bundle.encode_posterior(last.posterior_, last.model_, "estimator")
     tensors = {f"posterior/{name}": value for name, value in state.items()}
     reference = last._reference if last.defense in ("reactive", "both") else None
     if reference is not None:
-        tensors |= {"reference/x": reference[0], "reference/y": reference[1], "reference/shift": reference[3]}
+        tensors |= {
+            "reference/x": reference[0],
+            "reference/y": reference[1],
+            "reference/shift": reference[3],
+        }
         tensors |= {} if reference[4] is None else {"reference/spread": reference[4]}
     ball = last.ball_
     bundle.save(
         path,
         model=last.model_,
-        posterior=Samples(last.thetas_),  # what it predicts with, so that everything that reads bundles gives its numbers
+        # what it predicts with, so that everything that reads bundles gives its numbers
+        posterior=Samples(last.thetas_),
         channel=own_channel if reference is None else reference[2],
-        class_names=[str(name) for name in last.classes_] if isinstance(last, RobustClassifier) else None,
+        class_names=[str(name) for name in last.classes_]
+        if isinstance(last, RobustClassifier)
+        else None,
         threat_model={
             "norm": last.norm,
             "eps": ball.eps,
@@ -491,12 +628,18 @@ def save_pipeline(
             "estimator": {
                 "class": type(last).__name__,
                 "step": pipeline.steps[-1][0] if isinstance(pipeline, Pipeline) else None,
-                "settings": {name: preprocessing.plain(value, name) for name, value in settings.items()},
-                "channel": last.channel if isinstance(last.channel, str) else own_channel is not None,
+                "settings": {
+                    name: preprocessing.plain(value, name) for name, value in settings.items()
+                },
+                "channel": last.channel
+                if isinstance(last.channel, str)
+                else own_channel is not None,
                 "net": last.net is not None,
                 "layout": list(last._layout),
                 "posterior": kind["kind"],
-                "classes": preprocessing.plain(last.classes_, "classes_") if isinstance(last, RobustClassifier) else None,
+                "classes": preprocessing.plain(last.classes_, "classes_")
+                if isinstance(last, RobustClassifier)
+                else None,
                 "num_features": int(last.n_features_in_),
                 "names": [str(name) for name in getattr(last, "feature_names_in_", ())],
                 "double": last._dtype == torch.float64,
@@ -509,12 +652,19 @@ def save_pipeline(
 
 
 def load_pipeline(path: str | os.PathLike[str], *, net: nn.Module | None = None) -> Any:
-    """What `save_pipeline` saved: an estimator, or a pipeline; a network with code of its own has to be given as `net`."""
+    """What `save_pipeline` saved: an estimator, or a pipeline; a network with code of its own has
+    to be given as `net`."""
     try:
         extra = read_bundle(path)[1].get("extra")
         said = extra.get("estimator") if isinstance(extra, dict) else None
-        if not isinstance(extra, dict) or not isinstance(said, dict) or said.get("class") not in _KINDS:
-            raise StoreError(path, wanted="an estimator saved by save_pipeline", got="another bundle")
+        if (
+            not isinstance(extra, dict)
+            or not isinstance(said, dict)
+            or said.get("class") not in _KINDS
+        ):
+            raise StoreError(
+                path, wanted="an estimator saved by save_pipeline", got="another bundle"
+            )
         last = _restored(path, said, net)
         if said["step"] is None:
             return last
@@ -534,13 +684,22 @@ def _restored(path: str | os.PathLike[str], said: dict[str, Any], net: nn.Module
         dtype = torch.float64 if said["double"] else torch.float32
         whole = copy.deepcopy(net).to(dtype)
         sizes = [said["num_features"]] * bool(front), [back] * bool(back)
-        around = [[_affine(torch.ones(size, dtype=dtype), torch.zeros(size, dtype=dtype)) for size in part] for part in sizes]
+        around = [
+            [
+                _affine(torch.ones(size, dtype=dtype), torch.zeros(size, dtype=dtype))
+                for size in part
+            ]
+            for part in sizes
+        ]
         whole = nn.Sequential(whole, *around[1]) if back else whole
         whole = nn.Sequential(*around[0], whole) if front else whole
     loaded = bundle.load(path, net=whole)
     settings = {name: preprocessing.array(value, name) for name, value in said["settings"].items()}
     estimator = _KINDS[said["class"]](
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in settings.items()
+        }
     )
     if said["channel"]:
         estimator.channel = said["channel"] if isinstance(said["channel"], str) else loaded.channel
@@ -562,12 +721,24 @@ def _restored(path: str | os.PathLike[str], said: dict[str, Any], net: nn.Module
     for key, value in loaded.tensors.items():
         part, _, name = key.partition("/")
         kept[part][name] = value
-    estimator.model_, estimator.ball_, estimator.thetas_ = model, loaded.threat_model["ball"], loaded.posterior.thetas
-    estimator.posterior_ = bundle.decode_posterior({"kind": said["posterior"]}, kept["posterior"], model, os.fspath(path))
+    estimator.model_, estimator.ball_, estimator.thetas_ = (
+        model,
+        loaded.threat_model["ball"],
+        loaded.posterior.thetas,
+    )
+    estimator.posterior_ = bundle.decode_posterior(
+        {"kind": said["posterior"]}, kept["posterior"], model, os.fspath(path)
+    )
     estimator.predictor_ = PosteriorPredictive(model, estimator.thetas_)
     if said["purified"]:
         reference = kept["reference"]
-        estimator._reference = (reference["x"], reference["y"], loaded.channel, reference["shift"], reference.get("spread"))
+        estimator._reference = (
+            reference["x"],
+            reference["y"],
+            loaded.channel,
+            reference["shift"],
+            reference.get("spread"),
+        )
         trained_on = BayesianModel(inner, model.likelihood, model.prior_scale)
         estimator.predictor_ = estimator._purified(trained_on, estimator.thetas_)
     return estimator

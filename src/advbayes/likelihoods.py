@@ -1,7 +1,8 @@
 """p(y | network output): likelihoods, and the predictive mixtures over theta (section 3.1).
 
-A likelihood turns a network's output into a `Distribution` over `y`. Some own a few numbers of theta themselves (a learned
-scale); those are the last coordinates of theta and reach the likelihood as `extra`.
+A likelihood turns a network's output into a `Distribution` over `y`. Some own a few numbers of
+theta themselves (a learned scale); those are the last coordinates of theta and reach the likelihood
+as `extra`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 
 
 class Likelihood(Protocol):
-    """Network output -> Distribution over y, and the same log-density without building the Distribution."""
+    """Network output -> Distribution over y, and the same log-density without building the
+    Distribution."""
 
     def num_extra(self) -> int: ...
 
@@ -72,22 +74,30 @@ class Categorical:
     def check_target(self, output: Tensor, y: Tensor) -> Tensor:
         """Class indices of shape (B,), as int64."""
         if output.ndim != 2 or output.shape[1] < 2:
-            raise ValueError(f"net must give logits of shape (B, C) with C >= 2 for Categorical, got {checks.describe(output)}")
+            raise ValueError(
+                f"net must give logits of shape (B, C) with C >= 2 for Categorical, got "
+                f"{checks.describe(output)}"
+            )
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-            raise TypeError(f"y must hold class indices (an integer tensor) for Categorical, got {checks.describe(y)}")
+            raise TypeError(
+                f"y must hold class indices (an integer tensor) for Categorical, got "
+                f"{checks.describe(y)}"
+            )
         if y.ndim != 1:
             raise ValueError(f"y must have shape (B,) for Categorical, got {checks.describe(y)}")
         num_classes = output.shape[1]
         if y.numel() and (int(y.min()) < 0 or int(y.max()) >= num_classes):
             raise ValueError(
-                f"y must hold class indices in [0, {num_classes - 1}] (the net has {num_classes} outputs), "
+                f"y must hold class indices in [0, {num_classes - 1}] (the net has {num_classes} "
+                f"outputs), "
                 f"got values from {int(y.min())} to {int(y.max())}"
             )
         return y.long()
 
 
 def gaussian_log_density(value: Tensor, mean: Tensor, scale: Tensor | float) -> Tensor:
-    """ln N(value; mean, scale^2) = -0.5 ((value - mean) / scale)^2 - ln scale - 0.5 ln 2 pi, number by number.
+    """ln N(value; mean, scale^2) = -0.5 ((value - mean) / scale)^2 - ln scale - 0.5 ln 2 pi, number
+    by number.
 
     >>> gaussian_log_density(torch.zeros(1), torch.zeros(1), torch.ones(1))
     tensor([-0.9189])
@@ -97,7 +107,8 @@ def gaussian_log_density(value: Tensor, mean: Tensor, scale: Tensor | float) -> 
 
 
 def targets_like(mean: Tensor, y: Tensor) -> Tensor:
-    """`y` in the shape of `mean` ((B,) or (B, D)): (B, 1) is one output, and nothing is ever broadcast.
+    """`y` in the shape of `mean` ((B,) or (B, D)): (B, 1) is one output, and nothing is ever
+    broadcast.
 
     >>> targets_like(torch.zeros(2), torch.ones(2, 1))
     tensor([1., 1.])
@@ -106,7 +117,9 @@ def targets_like(mean: Tensor, y: Tensor) -> Tensor:
         return y
     if y.ndim == mean.ndim + 1 and y.shape[-1] == 1 and y.shape[:-1] == mean.shape:
         return y.squeeze(-1)
-    raise ValueError(f"y must have the predicted mean's shape {tuple(mean.shape)}, got {checks.describe(y)}")
+    raise ValueError(
+        f"y must have the predicted mean's shape {tuple(mean.shape)}, got {checks.describe(y)}"
+    )
 
 
 def _outputs(output: Tensor) -> Tensor:
@@ -115,7 +128,8 @@ def _outputs(output: Tensor) -> Tensor:
 
 
 class _GaussianPrediction(Normal):
-    """One output: a Normal of batch shape (*, B) that accepts targets of shape (B, 1) and never broadcasts."""
+    """One output: a Normal of batch shape (*, B) that accepts targets of shape (B, 1) and never
+    broadcasts."""
 
     def __init__(self, loc: Tensor, scale: Tensor) -> None:
         self.loc, self.scale = loc, scale  # of one shape: nothing to broadcast
@@ -138,7 +152,8 @@ class _GaussianVector(Independent):  # type: ignore[type-arg]
 
 
 def gaussian_prediction(mean: Tensor, scale: Tensor, num_outputs: int) -> Distribution:
-    """N(mean, scale^2) over y of shape (B,), or (B, D) for D outputs; (B, 1) is taken for (B,), never broadcast.
+    """N(mean, scale^2) over y of shape (B,), or (B, D) for D outputs; (B, 1) is taken for (B,),
+    never broadcast.
 
     >>> gaussian_prediction(torch.zeros(3), torch.ones(3), 1).log_prob(torch.zeros(3, 1)).shape
     torch.Size([3])
@@ -150,7 +165,9 @@ def gaussian_prediction(mean: Tensor, scale: Tensor, num_outputs: int) -> Distri
 
 def _check_regression(mean: Tensor, y: Tensor) -> Tensor:
     if not y.is_floating_point():
-        raise TypeError(f"y must be a floating-point tensor for a Gaussian likelihood, got {checks.describe(y)}")
+        raise TypeError(
+            f"y must be a floating-point tensor for a Gaussian likelihood, got {checks.describe(y)}"
+        )
     y = targets_like(mean, y)
     if y.dtype != mean.dtype:
         raise TypeError(f"y must have the model's dtype {mean.dtype}, got {checks.describe(y)}")
@@ -159,7 +176,8 @@ def _check_regression(mean: Tensor, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gaussian:
-    """Regression, N(y; output, scale^2): `scale` fixed, or learned with theta (log-scales, one per output, last in theta).
+    """Regression, N(y; output, scale^2): `scale` fixed, or learned with theta (log-scales, one per
+    output, last in theta).
 
     With several outputs, `scale` is one number or one per output, and learning needs `num_outputs`.
 
@@ -175,7 +193,9 @@ class Gaussian:
         checks.count("num_outputs", self.num_outputs)
         scales = self.scale if isinstance(self.scale, tuple) else (self.scale,)
         if len(scales) not in (1, self.num_outputs):
-            raise ValueError(f"scale must be one number or {self.num_outputs} (num_outputs), got {self.scale}")
+            raise ValueError(
+                f"scale must be one number or {self.num_outputs} (num_outputs), got {self.scale}"
+            )
         for scale in scales:
             checks.number("scale", scale, low=0, open_low=True)
 
@@ -198,7 +218,9 @@ class Gaussian:
 
     def __call__(self, output: Tensor, extra: Tensor) -> Distribution:
         mean = _outputs(output)
-        scale = torch.as_tensor(self._scale(output, extra), dtype=output.dtype, device=output.device)
+        scale = torch.as_tensor(
+            self._scale(output, extra), dtype=output.dtype, device=output.device
+        )
         return gaussian_prediction(mean, scale.expand_as(mean), output.shape[-1])
 
     def log_prob(self, output: Tensor, y: Tensor, extra: Tensor) -> Tensor:
@@ -211,7 +233,8 @@ class Gaussian:
         one_scale_for_all = not self.learned and not isinstance(self.scale, tuple)
         if output.ndim != 2 or (output.shape[1] != self.num_outputs and not one_scale_for_all):
             raise ValueError(
-                f"net must give an output of shape (B, {self.num_outputs}) for {self}, got {checks.describe(output)}"
+                f"net must give an output of shape (B, {self.num_outputs}) for {self}, got "
+                f"{checks.describe(output)}"
             )
         return _check_regression(_outputs(output), y)
 
@@ -237,7 +260,10 @@ class HeteroscedasticGaussian:
 
     def _split(self, output: Tensor) -> tuple[Tensor, Tensor]:
         if output.shape[-1] % 2:
-            raise ValueError(f"net must give D means and D log-scales (an even number of outputs), got {checks.describe(output)}")
+            raise ValueError(
+                f"net must give D means and D log-scales (an even number of outputs), got "
+                f"{checks.describe(output)}"
+            )
         mean, log_scale = output.chunk(2, dim=-1)
         # The clamp keeps exp finite; it is far outside what data of unit scale call for.
         scale = log_scale.clamp(-15.0, 15.0).exp().clamp_min(self.min_scale)
@@ -255,15 +281,18 @@ class HeteroscedasticGaussian:
     def check_target(self, output: Tensor, y: Tensor) -> Tensor:
         """Targets of shape (B,) for one mean, (B, D) for D."""
         if output.ndim != 2:
-            raise ValueError(f"net must give an output of shape (B, 2 D), got {checks.describe(output)}")
+            raise ValueError(
+                f"net must give an output of shape (B, 2 D), got {checks.describe(output)}"
+            )
         return _check_regression(self._split(output)[0], y)
 
 
 class GaussianMixture(Distribution):
-    """A regression predictive sum_s w_s N(means_s, scales_s^2), components on axis 0; D outputs share their component.
+    """A regression predictive sum_s w_s N(means_s, scales_s^2), components on axis 0; D outputs
+    share their component.
 
-    `entropy()` is that of the moment-matched Gaussian, an upper bound (exact for one component) with a gradient in the
-    means; `monte_carlo_entropy` is unbiased and noisy.
+    `entropy()` is that of the moment-matched Gaussian, an upper bound (exact for one component)
+    with a gradient in the means; `monte_carlo_entropy` is unbiased and noisy.
 
     >>> two = GaussianMixture(torch.tensor([[-1.0], [1.0]]), torch.full((2, 1), 0.5))
     >>> two.mean, two.variance
@@ -321,11 +350,14 @@ class GaussianMixture(Distribution):
         return (weights * (self.scales.square() + (self.means - mean).square())).sum(0)
 
     def entropy(self) -> Tensor:
-        """Of the Gaussian with this mean and (per-output) variance: 0.5 ln(2 pi e Var), summed over outputs."""
+        """Of the Gaussian with this mean and (per-output) variance: 0.5 ln(2 pi e Var), summed over
+        outputs."""
         per_output = 0.5 * self.variance.log() + 0.5 + _HALF_LOG_TWO_PI
         return per_output if self.means.ndim == 2 else per_output.sum(-1)
 
-    def monte_carlo_entropy(self, num: int = 1000, *, generator: torch.Generator | None = None) -> Tensor:
+    def monte_carlo_entropy(
+        self, num: int = 1000, *, generator: torch.Generator | None = None
+    ) -> Tensor:
         """-mean log p over `num` draws."""
         draws = self.sample(torch.Size([num]), generator=generator)
         return -torch.stack([self.log_prob(draw) for draw in draws]).mean(0)
@@ -339,7 +371,9 @@ class GaussianMixture(Distribution):
 
     def icdf(self, value: Tensor) -> Tensor:
         """Quantiles for one output, by bisection to the dtype's precision."""
-        level = torch.as_tensor(value, dtype=self.means.dtype, device=self.means.device).expand(self.batch_shape)
+        level = torch.as_tensor(value, dtype=self.means.dtype, device=self.means.device).expand(
+            self.batch_shape
+        )
         reach = 40.0 * self.scales.amax(0)
         low, high = self.means.amin(0) - reach, self.means.amax(0) + reach
         for _ in range(100):
@@ -352,10 +386,14 @@ class GaussianMixture(Distribution):
         shape = torch.Size(sample_shape)
         with torch.no_grad():
             num = max(1, math.prod(shape))
-            pick = torch.multinomial(self.log_weights.exp().T, num, replacement=True, generator=generator).T  # (num, B)
+            pick = torch.multinomial(
+                self.log_weights.exp().T, num, replacement=True, generator=generator
+            ).T  # (num, B)
             rows = torch.arange(self.means.shape[1], device=self.means.device)
             means, scales = self.means[pick, rows], self.scales[pick, rows]
-            noise = torch.randn(means.shape, generator=generator, dtype=means.dtype, device=means.device)
+            noise = torch.randn(
+                means.shape, generator=generator, dtype=means.dtype, device=means.device
+            )
             return (means + scales * noise).reshape(shape + self.batch_shape + self.event_shape)
 
 
@@ -375,7 +413,10 @@ def mix(
             mixed = torch.logsumexp(log_probs, dim=0) - math.log(log_probs.shape[0])
         else:
             log_weights = log_weights.log_softmax(0)
-            mixed = torch.logsumexp(log_weights.reshape(*log_weights.shape, *[1] * (3 - log_weights.ndim)) + log_probs, 0)
+            mixed = torch.logsumexp(
+                log_weights.reshape(*log_weights.shape, *[1] * (3 - log_weights.ndim)) + log_probs,
+                0,
+            )
         return CategoricalDistribution(logits=mixed, validate_args=False)
     if isinstance(each, Independent):
         each = each.base_dist

@@ -18,15 +18,18 @@ from advbayes import checks
 from advbayes.likelihoods import Likelihood
 
 Vjp = Callable[[Tensor], Tensor]  # a cotangent of the outputs (S, B, O) -> the gradient in x
-Parts = tuple[Tensor, ...]  # theta cut into the network's tensors, then the likelihood's coordinates
+# theta cut into the network's tensors, then the likelihood's coordinates
+Parts = tuple[Tensor, ...]
 _RANDOM_IN_EVAL = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 class BayesianModel:
-    """Any network becomes p(y | x, theta) N(theta; 0, prior_scale^2 I); theta holds every trainable parameter.
+    """Any network becomes p(y | x, theta) N(theta; 0, prior_scale^2 I); theta holds every trainable
+    parameter.
 
-    The network is copied and put in evaluation mode: theta is the only randomness, so dropout does nothing. Parameters
-    with `requires_grad=False` stay constants. `prior_scale=math.inf` is the flat prior.
+    The network is copied and put in evaluation mode: theta is the only randomness, so dropout does
+    nothing. Parameters with `requires_grad=False` stay constants. `prior_scale=math.inf` is the
+    flat prior.
 
     >>> from advbayes import Categorical
     >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
@@ -38,9 +41,14 @@ class BayesianModel:
         if not isinstance(net, nn.Module):
             raise TypeError(f"net must be a torch.nn.Module, got {checks.describe(net)}")
         if isinstance(likelihood, type) or not callable(getattr(likelihood, "log_prob", None)):
-            raise TypeError(f"likelihood must be one such as Categorical() or Gaussian(0.5), got {checks.describe(likelihood)}")
+            raise TypeError(
+                f"likelihood must be one such as Categorical() or Gaussian(0.5), got "
+                f"{checks.describe(likelihood)}"
+            )
         self.prior_scale = (
-            math.inf if prior_scale == math.inf else checks.number("prior_scale", prior_scale, low=0, open_low=True)
+            math.inf
+            if prior_scale == math.inf
+            else checks.number("prior_scale", prior_scale, low=0, open_low=True)
         )
         _refuse_unfit_layers(net)
         self.likelihood = likelihood
@@ -52,7 +60,8 @@ class BayesianModel:
         for name, p in trainable.items():
             if p.dtype != first.dtype or p.device != first.device:
                 raise TypeError(
-                    f"net must keep its parameters in one dtype and on one device, got {first.dtype} on {first.device} "
+                    f"net must keep its parameters in one dtype and on one device, got "
+                    f"{first.dtype} on {first.device} "
                     f"and {p.dtype} on {p.device} ({name})"
                 )
         self.names = tuple(trainable)
@@ -65,16 +74,19 @@ class BayesianModel:
             p.requires_grad_(False)
         self._trees = _Trees(self.net, self._originals)
         layers = list(map(type, self.net.modules()))
-        self._channels_last = nn.Conv2d in layers and nn.GroupNorm not in layers  # which is ten times slower in that order
+        # which is ten times slower in that order
+        self._channels_last = nn.Conv2d in layers and nn.GroupNorm not in layers
 
     def __repr__(self) -> str:
         return (
-            f"BayesianModel({type(self.net).__name__}, {self.likelihood}, prior_scale={self.prior_scale:g}, "
+            f"BayesianModel({type(self.net).__name__}, {self.likelihood}, "
+            f"prior_scale={self.prior_scale:g}, "
             f"num_params={self.num_params})"
         )
 
     def initial_theta(self) -> Tensor:
-        """The network's own weights (and the likelihood's initial scale) as a theta: where posteriors start."""
+        """The network's own weights (and the likelihood's initial scale) as a theta: where
+        posteriors start."""
         return self.theta_of(self.net)
 
     def theta_of(self, net: nn.Module) -> Tensor:
@@ -84,13 +96,18 @@ class BayesianModel:
         for name, shape in zip(self.names, self.shapes, strict=True):
             if name not in parameters or parameters[name].shape != shape:
                 came = tuple(parameters[name].shape) if name in parameters else "no such parameter"
-                raise ValueError(f"net must have a parameter {name!r} of shape {tuple(shape)}, got {came}")
+                raise ValueError(
+                    f"net must have a parameter {name!r} of shape {tuple(shape)}, got {came}"
+                )
             parts.append(parameters[name].detach().reshape(-1).to(self.device, self.dtype))
-        parts.append(torch.tensor(self.likelihood.initial_extra(), dtype=self.dtype, device=self.device))
+        parts.append(
+            torch.tensor(self.likelihood.initial_extra(), dtype=self.dtype, device=self.device)
+        )
         return torch.cat(parts)
 
     def parts(self, theta: Tensor) -> Parts:
-        """Views of theta in the shapes of the network's parameters, and last its coordinates for the likelihood.
+        """Views of theta in the shapes of the network's parameters, and last its coordinates for
+        the likelihood.
 
         Every method that takes one theta takes its parts as well: cut once, used many times.
         """
@@ -102,7 +119,8 @@ class BayesianModel:
         theta: Tensor | Parts,  # (P,)
         x: Tensor,  # (B, *event)
     ) -> tuple[Tensor, Tensor]:  # (B, O), (num_extra,)
-        """The network's raw output at one theta, and theta's coordinates that belong to the likelihood."""
+        """The network's raw output at one theta, and theta's coordinates that belong to the
+        likelihood."""
         parts = self.parts(theta) if isinstance(theta, Tensor) else theta
         return _as_matrix(self._trees.run(parts, self.laid_out(x))), parts[-1]
 
@@ -115,9 +133,11 @@ class BayesianModel:
         thetas: Tensor,  # (S, P), constants
         x: Tensor,  # (B, *event)
     ) -> tuple[Tensor, Vjp]:  # (S, B, O)
-        """The network's raw outputs at each theta, and their vector-Jacobian product in x (where gradients are enabled).
+        """The network's raw outputs at each theta, and their vector-Jacobian product in x (where
+        gradients are enabled).
 
-        This is the definition of a pass through many thetas, for any net; `advbayes.accelerated` has faster ones.
+        This is the definition of a pass through many thetas, for any net; `advbayes.accelerated`
+        has faster ones.
         """
         leaf = x.detach().requires_grad_(torch.is_grad_enabled())
         outputs = torch.stack([self.output(theta, leaf)[0] for theta in thetas.detach()])
@@ -147,31 +167,48 @@ class BayesianModel:
 
     def _check_theta(self, name: str, theta: Tensor, ndim: int) -> None:
         wanted = f"({self.num_params},)" if ndim == 1 else f"(S, {self.num_params})"
-        if not isinstance(theta, Tensor) or theta.ndim != ndim or theta.shape[-1] != self.num_params or not theta.numel():
-            raise ValueError(f"{name} must be a tensor of shape {wanted} for this model, got {checks.describe(theta)}")
+        if (
+            not isinstance(theta, Tensor)
+            or theta.ndim != ndim
+            or theta.shape[-1] != self.num_params
+            or not theta.numel()
+        ):
+            raise ValueError(
+                f"{name} must be a tensor of shape {wanted} for this model, got "
+                f"{checks.describe(theta)}"
+            )
         if theta.dtype != self.dtype or theta.device != self.device:
-            raise TypeError(f"{name} must be {self.dtype} on {self.device} as the net, got {checks.describe(theta)}")
+            raise TypeError(
+                f"{name} must be {self.dtype} on {self.device} as the net, got "
+                f"{checks.describe(theta)}"
+            )
 
     def _check_input(self, x: Any) -> None:
         if not isinstance(x, Tensor) or x.ndim < 2:
             raise TypeError(f"x must be a tensor of shape (B, *event), got {checks.describe(x)}")
         if x.dtype != self.dtype or x.device != self.device:
-            raise TypeError(f"x must be {self.dtype} on {self.device} as the net, got {checks.describe(x)}")
+            raise TypeError(
+                f"x must be {self.dtype} on {self.device} as the net, got {checks.describe(x)}"
+            )
 
 
 class _Trees:
     """Runs a net at given parameters, each pass under way in a module tree of its own.
 
-    `net` itself is never touched. Its copies share its tensors, buffers and hooks, so what is registered on it later is seen;
-    a copy is made anew where the tree or an attribute has changed since. Parameters hang in a copy until the pass is over,
-    and in modules with a forward of their own until its graph is gone: `torch.utils.checkpoint` runs them again.
+    `net` itself is never touched. Its copies share its tensors, buffers and hooks, so what is
+    registered on it later is seen; a copy is made anew where the tree or an attribute has changed
+    since. Parameters hang in a copy until the pass is over, and in modules with a forward of their
+    own until its graph is gone: `torch.utils.checkpoint` runs them again.
     """
 
     def __init__(self, net: nn.Module, parameters: Sequence[Tensor]) -> None:
         self.net, self.parameters = net, list(parameters)
         self._idle: list[_Tree] = []
-        self._lock = threading.RLock()  # for nets that cannot be copied: one pass at a time, in the net itself
-        self._may_recompute = any(not type(m).__module__.startswith("torch.nn.") for m in net.modules())
+        # for nets that cannot be copied: one pass at a time, in the net itself
+        self._lock = threading.RLock()
+        self._may_recompute = any(
+            not type(m).__module__.startswith("torch.nn.") for m in net.modules()
+        )
 
     def __getstate__(self) -> tuple[nn.Module, list[Tensor]]:
         return self.net, self.parameters
@@ -212,7 +249,11 @@ class _Trees:
                 return tree
         memo: dict[int, Any] = {}
         for module in self.net.modules():
-            shared = (v for k, v in vars(module).items() if k == "_buffers" or "_hooks" in k or isinstance(v, Tensor))
+            shared = (
+                v
+                for k, v in vars(module).items()
+                if k == "_buffers" or "_hooks" in k or isinstance(v, Tensor)
+            )
             memo.update((id(value), value) for value in (*shared, *module._parameters.values()))
         try:
             copied = copy.deepcopy(self.net, memo)
@@ -223,19 +264,29 @@ class _Trees:
 
 
 class _Tree:
-    """A module tree, where parameters hang in it (tied ones in several places), and what it was copied from."""
+    """A module tree, where parameters hang in it (tied ones in several places), and what it was
+    copied from."""
 
     def __init__(self, net: nn.Module, source: nn.Module, parameters: Sequence[Tensor]) -> None:
         self.net, self.parameters = net, parameters
         self._slots = [
-            [(m._parameters, key) for m in net.modules() for key, here in m._parameters.items() if here is p] for p in parameters
+            [
+                (m._parameters, key)
+                for m in net.modules()
+                for key, here in m._parameters.items()
+                if here is p
+            ]
+            for p in parameters
         ]
         self._source = [(m, dict(vars(m)), dict(m._modules)) for m in source.modules()]
 
     def is_current(self) -> bool:
         """Whether the source still has the modules and attributes that were copied."""
         try:
-            return all(vars(m) == attributes and m._modules == children for m, attributes, children in self._source)
+            return all(
+                vars(m) == attributes and m._modules == children
+                for m, attributes, children in self._source
+            )
         except (RuntimeError, ValueError):  # of tensors and arrays, which have no truth value
             return False
 
@@ -299,8 +350,9 @@ def vjp_of(
 def _channels_last(
     x: Tensor,  # (B, C, H, W)
 ) -> Tensor:
-    """x with its channels innermost: convolutions run 1.5 times faster. With one channel that is a matter of strides alone,
-    which `contiguous(memory_format=...)` does not touch and the library then takes for the other order."""
+    """x with its channels innermost: convolutions run 1.5 times faster. With one channel that is a
+    matter of strides alone, which `contiguous(memory_format=...)` does not touch and the library
+    then takes for the other order."""
     if x.shape[1] == 1:
         return x.reshape(len(x), *x.shape[2:], 1).permute(0, 3, 1, 2)
     return x.contiguous(memory_format=torch.channels_last)
@@ -312,14 +364,21 @@ def _as_matrix(output: Tensor) -> Tensor:
 
 def _refuse_unfit_layers(net: nn.Module) -> None:
     for name, layer in net.named_modules():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) or (isinstance(layer, _NormBase) and layer.track_running_stats):
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) or (
+            isinstance(layer, _NormBase) and layer.track_running_stats
+        ):
             raise ValueError(
-                f"net must be free of batch statistics, got layer {name!r}: {layer}; running statistics belong to one theta and "
+                f"net must be free of batch statistics, got layer {name!r}: {layer}; running "
+                f"statistics belong to one theta and "
                 "a posterior has many. Convert it first: advbayes.networks.with_group_norm(net)"
             )
         if any(map(is_lazy, layer.parameters(recurse=False))):
             raise ValueError(
-                f"net must know its shapes, got the lazy layer {name!r}: {layer}; run the net once on an input first"
+                f"net must know its shapes, got the lazy layer {name!r}: {layer}; run the net "
+                f"once on an input first"
             )
         if isinstance(layer, _RANDOM_IN_EVAL):
-            raise ValueError(f"net must be a function of x and theta alone, got layer {name!r}: {layer}, which draws at random")
+            raise ValueError(
+                f"net must be a function of x and theta alone, got layer {name!r}: {layer}, which "
+                f"draws at random"
+            )

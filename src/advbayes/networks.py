@@ -13,7 +13,8 @@ from advbayes import checks
 
 
 def conv_net(num_classes: int = 10, channels: int = 1, size: int = 28) -> nn.Sequential:
-    """SM-6 classification: two blocks of 3x3 convolution (16, 32), ReLU, 2x2 average pooling; one dense layer.
+    """SM-6 classification: two blocks of 3x3 convolution (16, 32), ReLU, 2x2 average pooling; one
+    dense layer.
 
     >>> conv_net()(torch.zeros(2, 1, 28, 28)).shape
     torch.Size([2, 10])
@@ -62,7 +63,9 @@ def wide_conv_net(num_classes: int = 10, channels: int = 1, size: int = 28) -> n
     )
 
 
-def mlp(num_features: int, num_outputs: int = 1, hidden: tuple[int, ...] = (16, 16)) -> nn.Sequential:
+def mlp(
+    num_features: int, num_outputs: int = 1, hidden: tuple[int, ...] = (16, 16)
+) -> nn.Sequential:
     """SM-6 regression: fully connected, two hidden layers of 16 with ReLU, a dense output.
 
     >>> mlp(11)(torch.zeros(2, 11)).shape
@@ -76,7 +79,8 @@ def mlp(num_features: int, num_outputs: int = 1, hidden: tuple[int, ...] = (16, 
 
 
 class ConvGenerator(nn.Module):
-    """SM-5's convolutional adversary: (x, class) -> mean perturbation and raw log-std, both of x's shape.
+    """SM-5's convolutional adversary: (x, class) -> mean perturbation and raw log-std, both of x's
+    shape.
 
     >>> shift, raw = ConvGenerator()(torch.zeros(2, 1, 28, 28), torch.tensor([0, 9]))
     >>> shift.shape, raw.shape
@@ -87,7 +91,10 @@ class ConvGenerator(nn.Module):
         super().__init__()
         self.num_classes = checks.count("num_classes", num_classes, low=2)
         self.features = nn.Sequential(
-            nn.Conv2d(channels, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()
+            nn.Conv2d(channels, 16, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, padding=1),
+            nn.ReLU(),
         )
         self.mean = nn.Conv2d(16, channels, 3, padding=1)
         self.log_std = nn.Conv2d(16, channels, 3, padding=1)
@@ -100,7 +107,8 @@ class ConvGenerator(nn.Module):
 
 
 class FullyConnectedGenerator(nn.Module):
-    """SM-5's adversary for tabular data: (x, y) -> mean perturbation and raw log-std, both of x's shape.
+    """SM-5's adversary for tabular data: (x, y) -> mean perturbation and raw log-std, both of x's
+    shape.
 
     `num_classes` one-hot encodes class labels; without it y is a real target of `num_outputs`.
 
@@ -109,11 +117,19 @@ class FullyConnectedGenerator(nn.Module):
     (torch.Size([2, 3]), torch.Size([2, 3]))
     """
 
-    def __init__(self, num_features: int, num_outputs: int = 1, num_classes: int | None = None, width: int = 128) -> None:
+    def __init__(
+        self,
+        num_features: int,
+        num_outputs: int = 1,
+        num_classes: int | None = None,
+        width: int = 128,
+    ) -> None:
         super().__init__()
         self.num_classes = num_classes
         self.label = nn.Linear(num_classes or num_outputs, num_features)
-        self.hidden = nn.Sequential(nn.Linear(2 * num_features, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+        self.hidden = nn.Sequential(
+            nn.Linear(2 * num_features, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
+        )
         self.mean = nn.Linear(width, num_features)
         self.log_std = nn.Linear(width, num_features)
 
@@ -139,7 +155,9 @@ class _Block(nn.Module):
             nn.GroupNorm(8, after),
         )
         same = stride == 1 and before == after
-        projected = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.GroupNorm(8, after))
+        projected = nn.Sequential(
+            nn.Conv2d(before, after, 1, stride, bias=False), nn.GroupNorm(8, after)
+        )
         self.shortcut = nn.Identity() if same else projected
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,16 +165,23 @@ class _Block(nn.Module):
 
 
 def resnet18(num_classes: int = 10, channels: int = 3, width: int = 64) -> nn.Sequential:
-    """SM-7's ResNet-18 for 32x32 images (a 3x3 stem, no pooling), with GroupNorm instead of BatchNorm.
+    """SM-7's ResNet-18 for 32x32 images (a 3x3 stem, no pooling), with GroupNorm instead of
+    BatchNorm.
 
     >>> resnet18(width=8)(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])
     """
     sizes = [checks.count("width", width, low=8), width, 2 * width, 4 * width, 8 * width]
-    layers: list[nn.Module] = [nn.Conv2d(channels, width, 3, 1, 1, bias=False), nn.GroupNorm(8, width), nn.ReLU()]
+    layers: list[nn.Module] = [
+        nn.Conv2d(channels, width, 3, 1, 1, bias=False),
+        nn.GroupNorm(8, width),
+        nn.ReLU(),
+    ]
     for stage, (before, after) in enumerate(itertools.pairwise(sizes)):
         layers += [_Block(before, after, 1 if stage == 0 else 2), _Block(after, after, 1)]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(sizes[-1], num_classes))
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(sizes[-1], num_classes)
+    )
 
 
 def resnet18_narrow() -> nn.Sequential:
@@ -169,7 +194,8 @@ def resnet18_narrow() -> nn.Sequential:
 
 
 def with_group_norm(net: nn.Module, num_groups: int = 8) -> nn.Module:
-    """A copy of the net in which every BatchNorm is a GroupNorm (the largest number of groups <= `num_groups` that divides).
+    """A copy of the net in which every BatchNorm is a GroupNorm (the largest number of groups <=
+    `num_groups` that divides).
 
     >>> with_group_norm(nn.Sequential(nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6)))[1].num_groups
     6

@@ -1,7 +1,8 @@
 """The variational objectives of the proactive defense (sections 3.3 and 3.4, SM-3, SM-4).
 
-One tensor, log p(y_b | x'_skb, theta_s) of shape (S, K, B), and its one-line reductions. Adversarial training, TRADES, logit
-pairing and the robust Gibbs posterior are settings (docs/defenses.md).
+One tensor, log p(y_b | x'_skb, theta_s) of shape (S, K, B), and its one-line reductions.
+Adversarial training, TRADES, logit pairing and the robust Gibbs posterior are settings
+(docs/defenses.md).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ BOUNDS = ("surrogate", "importance_weighted")
 
 
 class Terms(NamedTuple):
-    """The bound and its parts, each for the whole data set: bound = log_likelihood - kl_weight * kl - penalty."""
+    """The bound and its parts, each for the whole data set: bound = log_likelihood - kl_weight * kl
+    - penalty."""
 
     bound: Tensor
     log_likelihood: Tensor
@@ -40,11 +42,14 @@ class Penalty(Protocol):
     @property
     def likelihood(self) -> str: ...  # where y is scored: "adversarial" (at x') or "clean" (at x)
 
-    def __call__(self, model: BayesianModel, clean: Outputs, adversarial: Outputs) -> Tensor: ...  # (B,)
+    def __call__(
+        self, model: BayesianModel, clean: Outputs, adversarial: Outputs
+    ) -> Tensor: ...  # (B,)
 
 
 class Outputs(NamedTuple):
-    """A network's raw output at one theta, with theta's coordinates that belong to the likelihood."""
+    """A network's raw output at one theta, with theta's coordinates that belong to the
+    likelihood."""
 
     output: Tensor  # (B, O)
     extra: Tensor  # (num_extra,)
@@ -52,7 +57,8 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Trades:
-    """beta KL(p(. | x) || p(. | x')). The paper adds it to the adversarial likelihood, Zhang et al. to the clean one.
+    """beta KL(p(. | x) || p(. | x')). The paper adds it to the adversarial likelihood, Zhang et al.
+    to the clean one.
 
     >>> Trades(6.0, likelihood="clean")
     Trades(beta=6.0, likelihood='clean')
@@ -92,7 +98,10 @@ class LogitPairing:
 def divergence(p: Distribution, q: Distribution) -> Tensor:
     """KL(p || q) of each example; finite for categoricals at any logits.
 
-    >>> divergence(CategoricalDistribution(logits=torch.zeros(1, 2)), CategoricalDistribution(logits=torch.zeros(1, 2)))
+    >>> divergence(
+    ...     CategoricalDistribution(logits=torch.zeros(1, 2)),
+    ...     CategoricalDistribution(logits=torch.zeros(1, 2)),
+    ... )
     tensor([0.])
     """
     if isinstance(p, CategoricalDistribution) and isinstance(q, CategoricalDistribution):
@@ -107,9 +116,10 @@ class ChannelELBO:
     surrogate (Eq. 11):           N/B sum_b mean_s mean_k log p_skb                - KL(q || prior)
     importance_weighted (SM-3):   N/B sum_b mean_s log( 1/K sum_k p_skb )          - KL(q || prior)
 
-    whose gradient is SM-4's self-normalised estimator. The K channel samples of one theta share their attack where the
-    channel is an attack plus noise. By default no gradient flows through the attack, as in adversarial training;
-    `through=True` gives the paper's pathwise formula. With `class_weight` an example of class c counts w_c times.
+    whose gradient is SM-4's self-normalised estimator. The K channel samples of one theta share
+    their attack where the channel is an attack plus noise. By default no gradient flows through the
+    attack, as in adversarial training; `through=True` gives the paper's pathwise formula. With
+    `class_weight` an example of class c counts w_c times.
 
     >>> ChannelELBO(60_000, num_channel=5, bound="importance_weighted").num_theta
     1
@@ -122,7 +132,9 @@ class ChannelELBO:
     penalty: Penalty | None = None
     kl_weight: float = 1.0
     through: bool = False
-    class_weight: tuple[float, ...] | None = None  # one for each class; `datasets.class_weights` balances them
+    class_weight: tuple[float, ...] | None = (
+        None  # one for each class; `datasets.class_weights` balances them
+    )
 
     def __post_init__(self) -> None:
         for weight in self.class_weight or ():
@@ -166,15 +178,29 @@ class ChannelELBO:
             rows = [self._draw(channel, model.at(theta), x, y, generator) for theta in seen]
             return torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
 
-    def _draw(self, channel: Channel, predict: Predictor, x: Tensor, y: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _draw(
+        self,
+        channel: Channel,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor,
+        generator: torch.Generator | None,
+    ) -> Tensor:
         """K samples; K noises share one attack."""
         if self.num_channel == 1:
             return channel.sample(predict, x, y, generator=generator).unsqueeze(0)
         if isinstance(channel, AttackChannel):
             centre = channel.centre(predict, x, y, generator=generator)
             noise = Noise(channel.sigma)
-            return torch.stack([noise.sample(predict, centre, generator=generator) for _ in range(self.num_channel)])
-        return torch.stack([channel.sample(predict, x, y, generator=generator) for _ in range(self.num_channel)])
+            return torch.stack(
+                [
+                    noise.sample(predict, centre, generator=generator)
+                    for _ in range(self.num_channel)
+                ]
+            )
+        return torch.stack(
+            [channel.sample(predict, x, y, generator=generator) for _ in range(self.num_channel)]
+        )
 
     def terms(
         self,
@@ -199,7 +225,9 @@ class ChannelELBO:
             rows = rows * torch.tensor(self.class_weight, dtype=rows.dtype, device=rows.device)[y]
         log_likelihood = scale / len(thetas) * rows.sum()
         bound = log_likelihood - kl if self.kl_weight == 1 else log_likelihood - self.kl_weight * kl
-        return Terms(bound if self.penalty is None else bound - penalty, log_likelihood, kl, penalty)
+        return Terms(
+            bound if self.penalty is None else bound - penalty, log_likelihood, kl, penalty
+        )
 
     def reduce(self, log_p: Tensor) -> Tensor:  # (S, K, B) -> (S, B)
         """Over the channel: the mean of the logs, or the log of the mean."""
@@ -220,9 +248,13 @@ class ChannelELBO:
         generator: torch.Generator | None = None,
     ) -> Tensor:
         """log p(y_b | x'_skb, theta_s), (S, K, B): what the bounds reduce."""
-        return self._score(model, thetas, self.corrupt(model, thetas, channel, x, y, generator=generator), y)
+        return self._score(
+            model, thetas, self.corrupt(model, thetas, channel, x, y, generator=generator), y
+        )
 
-    def _score(self, model: BayesianModel, thetas: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:  # (S, K, B)
+    def _score(
+        self, model: BayesianModel, thetas: Tensor, x_adv: Tensor, y: Tensor
+    ) -> Tensor:  # (S, K, B)
         num_channel = x_adv.shape[1]
         if num_channel > 1:
             y = y.repeat(num_channel, *[1] * (y.ndim - 1))
@@ -240,7 +272,11 @@ class ChannelELBO:
         for theta, inputs in zip(thetas, x_adv, strict=True):
             clean = Outputs(*model.output(theta, x))
             attacked = [Outputs(*model.output(theta, one)) for one in inputs]
-            scored = attacked if self.penalty.likelihood == "adversarial" else [clean] * len(attacked)
-            scores.append(torch.stack([model.likelihood.log_prob(one.output, y, one.extra) for one in scored]))
+            scored = (
+                attacked if self.penalty.likelihood == "adversarial" else [clean] * len(attacked)
+            )
+            scores.append(
+                torch.stack([model.likelihood.log_prob(one.output, y, one.extra) for one in scored])
+            )
             omegas.append(torch.stack([self.penalty(model, clean, one) for one in attacked]))
         return torch.stack(scores), torch.stack(omegas)

@@ -20,24 +20,39 @@ from advbayes.seeds import GlobalStream, seed_for
 class Posterior(nn.Module, ABC):
     """A distribution over theta that `fit` can train: the base of those here and of your own.
 
-    A posterior of your own is an `nn.Module` that sets `num_params` and has `noise`, `at`, `kl` and `mean`.
+    A posterior of your own is an `nn.Module` that sets `num_params` and has `noise`, `at`, `kl` and
+    `mean`.
 
     >>> from advbayes import BayesianModel, Categorical, Noise, fit
     >>> class FixedScale(Posterior):
     ...     def __init__(self, model, scale=0.1):
     ...         super().__init__()
-    ...         self.mu, self.scale, self.num_params = nn.Parameter(model.initial_theta()), scale, model.num_params
+    ...         self.mu, self.scale, self.num_params = (
+    ...             nn.Parameter(model.initial_theta()),
+    ...             scale,
+    ...             model.num_params,
+    ...         )
+    ...
     ...     def noise(self, num, *, generator=None):
     ...         return torch.randn(num, self.num_params, generator=generator)
+    ...
     ...     def at(self, noise):
     ...         return self.mu + self.scale * noise
+    ...
     ...     def kl(self, prior_scale):  # up to a constant
     ...         return 0.5 * self.mu.square().sum() / prior_scale**2
+    ...
     ...     @property
     ...     def mean(self):
     ...         return self.mu.detach()
     >>> model = BayesianModel(nn.Linear(2, 2), Categorical())
-    >>> fit(model, FixedScale(model), Noise(0.1), (torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)), steps=2).steps
+    >>> fit(
+    ...     model,
+    ...     FixedScale(model),
+    ...     Noise(0.1),
+    ...     (torch.zeros(4, 2), torch.zeros(4, dtype=torch.long)),
+    ...     steps=2,
+    ... ).steps
     2
     """
 
@@ -100,11 +115,16 @@ class MeanField(Posterior):
 
     >>> from advbayes import BayesianModel, Categorical
     >>> posterior = MeanField(BayesianModel(nn.Linear(4, 3), Categorical()))
-    >>> posterior.rsample(2, generator=torch.Generator().manual_seed(0)).shape, bool(posterior.kl(1.0) > 0)
+    >>> (
+    ...     posterior.rsample(2, generator=torch.Generator().manual_seed(0)).shape,
+    ...     bool(posterior.kl(1.0) > 0),
+    ... )
     (torch.Size([2, 15]), True)
     """
 
-    def __init__(self, model: BayesianModel, init_scale: float = 0.02, init: Tensor | nn.Module | None = None) -> None:
+    def __init__(
+        self, model: BayesianModel, init_scale: float = 0.02, init: Tensor | nn.Module | None = None
+    ) -> None:
         super().__init__()
         checks.number("init_scale", init_scale, low=0, open_low=True)
         self.mu = nn.Parameter(_start(model, init))
@@ -121,7 +141,9 @@ class MeanField(Posterior):
         return self.mu.detach()
 
     def noise(self, num: int, *, generator: torch.Generator | None = None) -> Tensor:
-        return torch.randn(num, self.num_params, generator=generator, dtype=self.mu.dtype, device=self.mu.device)
+        return torch.randn(
+            num, self.num_params, generator=generator, dtype=self.mu.dtype, device=self.mu.device
+        )
 
     def at(self, noise: Tensor) -> Tensor:
         return torch.addcmul(self.mu, self.scale, noise)
@@ -135,7 +157,8 @@ class MeanField(Posterior):
 
 
 class PointMass(Posterior):
-    """One theta: maximum a posteriori. `kl` is -ln p(theta) without its constant, the limit that MAP keeps.
+    """One theta: maximum a posteriori. `kl` is -ln p(theta) without its constant, the limit that
+    MAP keeps.
 
     >>> from advbayes import BayesianModel, Categorical
     >>> posterior = PointMass(BayesianModel(nn.Linear(4, 3), Categorical()))
@@ -163,34 +186,48 @@ class PointMass(Posterior):
         return 0.5 * self.theta.dot(self.theta) / _check_prior(prior_scale) ** 2
 
 
-def _balanced(num: int, total: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """`num` indices into `total` members, each used as often as any other up to one; all in order when num = total."""
+def _balanced(
+    num: int, total: int, generator: torch.Generator | None, device: torch.device
+) -> Tensor:
+    """`num` indices into `total` members, each used as often as any other up to one; all in order
+    when num = total."""
     if num == total:
         return torch.arange(total, device=device)
-    rounds = [torch.randperm(total, generator=generator, device=device) for _ in range(-(-num // total))]
+    rounds = [
+        torch.randperm(total, generator=generator, device=device) for _ in range(-(-num // total))
+    ]
     return torch.cat(rounds)[:num]
 
 
 class Ensemble(Posterior):
-    """Equal-weight point masses; `rsample` uses each as often as any other. Members start at independent initialisations.
+    """Equal-weight point masses; `rsample` uses each as often as any other. Members start at
+    independent initialisations.
 
-    `kl` is the members' mean -ln p(theta), without its constant: each member is a maximum a posteriori.
+    `kl` is the members' mean -ln p(theta), without its constant: each member is a maximum a
+    posteriori.
 
     >>> from advbayes import BayesianModel, Categorical
     >>> Ensemble(BayesianModel(nn.Linear(4, 3), Categorical()), num=5).sample(5).shape
     torch.Size([5, 15])
     """
 
-    def __init__(self, model: BayesianModel, num: int = 5, seed: int = 0, init: Tensor | None = None) -> None:
+    def __init__(
+        self, model: BayesianModel, num: int = 5, seed: int = 0, init: Tensor | None = None
+    ) -> None:
         super().__init__()
         checks.count("num", num)
         if init is not None:
             model._check_theta("init", init, 2)
             members = init.detach().clone()
         else:
-            members = torch.stack([_reinitialised(model, seed_for(seed, "member", i)) for i in range(num)])
+            members = torch.stack(
+                [_reinitialised(model, seed_for(seed, "member", i)) for i in range(num)]
+            )
             if any(torch.equal(a, b) for a, b in itertools.combinations(members, 2)):
-                raise ValueError("net must have layers with reset_parameters to draw members from, got equal members; pass init=")
+                raise ValueError(
+                    "net must have layers with reset_parameters to draw members from, got equal "
+                    "members; pass init="
+                )
         self.thetas = nn.Parameter(members)
         self.num_params = model.num_params
 
@@ -213,7 +250,8 @@ class Ensemble(Posterior):
 
 
 def _reinitialised(model: BayesianModel, seed: int) -> Tensor:
-    """The net's weights drawn anew by its layers' own rule, without touching the global generator."""
+    """The net's weights drawn anew by its layers' own rule, without touching the global
+    generator."""
     net = copy.deepcopy(model.net)
     devices = [model.device] if model.device.type == "cuda" else []
     with GlobalStream(seed), torch.random.fork_rng(devices=devices):
@@ -247,8 +285,11 @@ class LowRank(Posterior):
         self.mu = nn.Parameter(_start(model, init))
         self.rho = nn.Parameter(torch.full_like(self.mu, _inverse_softplus(init_scale)))
         generator = torch.Generator(self.mu.device).manual_seed(seed_for(seed, "factor"))
-        factor = torch.randn(model.num_params, rank, generator=generator, dtype=self.mu.dtype, device=self.mu.device)
-        self.factor = nn.Parameter(factor * (init_scale / math.sqrt(rank)))  # a zero factor is a saddle point
+        factor = torch.randn(
+            model.num_params, rank, generator=generator, dtype=self.mu.dtype, device=self.mu.device
+        )
+        # a zero factor is a saddle point
+        self.factor = nn.Parameter(factor * (init_scale / math.sqrt(rank)))
         self.num_params = model.num_params
 
     @property
@@ -257,7 +298,9 @@ class LowRank(Posterior):
 
     def noise(self, num: int, *, generator: torch.Generator | None = None) -> Tensor:
         columns = self.num_params + self.factor.shape[1]
-        return torch.randn(num, columns, generator=generator, dtype=self.mu.dtype, device=self.mu.device)
+        return torch.randn(
+            num, columns, generator=generator, dtype=self.mu.dtype, device=self.mu.device
+        )
 
     def at(self, noise: Tensor) -> Tensor:
         diagonal, low = torch.split(noise, [self.num_params, self.factor.shape[1]], dim=1)
@@ -267,18 +310,24 @@ class LowRank(Posterior):
         return f"rank={self.factor.shape[1]}, {super().extra_repr()}"
 
     def kl(self, prior_scale: float) -> Tensor:
-        """0.5 [(tr C + |mu|^2)/t^2 - P + P ln t^2 - ln det C], C = F F' + D, by the determinant lemma."""
+        """0.5 [(tr C + |mu|^2)/t^2 - P + P ln t^2 - ln det C], C = F F' + D, by the determinant
+        lemma."""
         prior_scale = checks.number("prior_scale", prior_scale, low=0, open_low=True)
         variance = functional.softplus(self.rho).square()
         inner = self.factor.T @ (self.factor / variance.unsqueeze(-1))
         eye = torch.eye(inner.shape[0], dtype=inner.dtype, device=inner.device)
         log_det: Tensor = variance.log().sum() + torch.linalg.slogdet(eye + inner)[1]
-        squares = (variance.sum() + self.factor.square().sum() + self.mu.dot(self.mu)) / prior_scale**2
-        return 0.5 * (squares - self.num_params + 2 * self.num_params * math.log(prior_scale) - log_det)
+        squares = (
+            variance.sum() + self.factor.square().sum() + self.mu.dot(self.mu)
+        ) / prior_scale**2
+        return 0.5 * (
+            squares - self.num_params + 2 * self.num_params * math.log(prior_scale) - log_det
+        )
 
 
 class Samples(Posterior):
-    """Given thetas, from MCMC or elsewhere: they predict, purify and are attacked, but are not trained.
+    """Given thetas, from MCMC or elsewhere: they predict, purify and are attacked, but are not
+    trained.
 
     >>> Samples(torch.randn(8, 15)).sample(3).shape
     torch.Size([3, 15])
@@ -289,7 +338,9 @@ class Samples(Posterior):
     def __init__(self, thetas: Tensor) -> None:
         super().__init__()
         if not isinstance(thetas, Tensor) or thetas.ndim != 2 or not thetas.numel():
-            raise ValueError(f"thetas must be a non-empty tensor of shape (S, P), got {checks.describe(thetas)}")
+            raise ValueError(
+                f"thetas must be a non-empty tensor of shape (S, P), got {checks.describe(thetas)}"
+            )
         self.register_buffer("thetas", checks.finite("thetas", thetas.detach().clone()))
         self.num_params = thetas.shape[1]
 
@@ -307,4 +358,7 @@ class Samples(Posterior):
         return f"num={len(self.thetas)}, {super().extra_repr()}"
 
     def kl(self, prior_scale: float) -> Tensor:
-        raise TypeError("Samples has no kl: given thetas have no density. Train a MeanField or LowRank started at their mean")
+        raise TypeError(
+            "Samples has no kl: given thetas have no density. Train a MeanField or LowRank "
+            "started at their mean"
+        )

@@ -1,4 +1,5 @@
-"""Predictive distributions over theta: fixed thetas, or fresh ones at every call (section 3.2, Eq. 9)."""
+"""Predictive distributions over theta: fixed thetas, or fresh ones at every call (section 3.2, Eq.
+9)."""
 
 from __future__ import annotations
 
@@ -41,24 +42,29 @@ class PosteriorPredictive:
     def __post_init__(self) -> None:
         self.model._check_theta("thetas", self.thetas, 2)
         checks.finite("thetas", self.thetas)
-        object.__setattr__(self, "thetas", self.thetas.detach().clone())  # nobody changes them from outside
+        # nobody changes them from outside
+        object.__setattr__(self, "thetas", self.thetas.detach().clone())
 
     def __call__(self, x: Tensor) -> Distribution:
         return _predict(self.model, self.thetas, x)
 
     def loss_and_gradient(self, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss of the mixture, what it breaks and its input gradient, in memory that does not grow with S."""
+        """The loss of the mixture, what it breaks and its input gradient, in memory that does not
+        grow with S."""
         return _loss_and_gradient(self.model, self.thetas, loss, x, y)
 
 
 @dataclass(frozen=True, eq=False)
 class FreshPredictive:
-    """The posterior predictive with `num` thetas drawn anew at every call: attacks through it see the expectation.
+    """The posterior predictive with `num` thetas drawn anew at every call: attacks through it see
+    the expectation.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, MeanField
     >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
-    >>> predict = FreshPredictive(model, MeanField(model, init_scale=0.5), 5, generator=torch.Generator().manual_seed(0))
+    >>> predict = FreshPredictive(
+    ...     model, MeanField(model, init_scale=0.5), 5, generator=torch.Generator().manual_seed(0)
+    ... )
     >>> torch.equal(predict(torch.ones(1, 4)).probs, predict(torch.ones(1, 4)).probs)
     False
     """
@@ -72,9 +78,15 @@ class FreshPredictive:
         checks.count("num", self.num)
         num_params = getattr(self.posterior, "num_params", None)
         if isinstance(self.posterior, type) or not isinstance(num_params, int):
-            raise TypeError(f"posterior must be a posterior such as MeanField(model), got {checks.describe(self.posterior)}")
+            raise TypeError(
+                f"posterior must be a posterior such as MeanField(model), got "
+                f"{checks.describe(self.posterior)}"
+            )
         if num_params != self.model.num_params:
-            raise ValueError(f"posterior must be over the model's {self.model.num_params} parameters, got one over {num_params}")
+            raise ValueError(
+                f"posterior must be over the model's {self.model.num_params} parameters, got one "
+                f"over {num_params}"
+            )
 
     def _thetas(self) -> Tensor:
         return self.posterior.sample(self.num, generator=self.generator).detach()
@@ -88,7 +100,9 @@ class FreshPredictive:
 
 
 def _mixture(model: BayesianModel, thetas: Tensor, outputs: Tensor) -> Distribution:
-    return mix(model.likelihood(outputs, thetas[:, model.num_params - model.likelihood.num_extra() :]))
+    return mix(
+        model.likelihood(outputs, thetas[:, model.num_params - model.likelihood.num_extra() :])
+    )
 
 
 def _predict(model: BayesianModel, thetas: Tensor, x: Tensor) -> Distribution:
@@ -98,12 +112,16 @@ def _predict(model: BayesianModel, thetas: Tensor, x: Tensor) -> Distribution:
         return mix(model.at_each(thetas)(x))
     with torch.no_grad():
         if _is_accelerated():
-            parts = accelerated.in_parts(lambda rows: _outputs(model, thetas, x[rows]), model, thetas, x)
+            parts = accelerated.in_parts(
+                lambda rows: _outputs(model, thetas, x[rows]), model, thetas, x
+            )
             return _mixture(model, thetas, torch.cat(parts, dim=1))
         return _mixture(model, thetas, _outputs(model, thetas, x))
 
 
-def _loss_and_gradient(model: BayesianModel, thetas: Tensor, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _loss_and_gradient(
+    model: BayesianModel, thetas: Tensor, loss: Loss, x: Tensor, y: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Exact for any loss of the mixture."""
     model._check_input(x)
 
@@ -114,12 +132,16 @@ def _loss_and_gradient(model: BayesianModel, thetas: Tensor, loss: Loss, x: Tens
         return part(slice(0, len(x)))
     parts = accelerated.in_parts(part, model, thetas, x)
     values, broken, gradients = zip(*parts, strict=True)
-    return (torch.cat(values), torch.cat(broken), torch.cat(gradients)) if len(parts) > 1 else parts[0]
+    return (
+        (torch.cat(values), torch.cat(broken), torch.cat(gradients)) if len(parts) > 1 else parts[0]
+    )
 
 
-def _part(model: BayesianModel, thetas: Tensor, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss' gradient in the S outputs (a few numbers each) is the cotangent of their vjp. With many thetas one block of
-    them is run at a time, and run again for its vjp."""
+def _part(
+    model: BayesianModel, thetas: Tensor, loss: Loss, x: Tensor, y: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss' gradient in the S outputs (a few numbers each) is the cotangent of their vjp. With
+    many thetas one block of them is run at a time, and run again for its vjp."""
     blocks = torch.split(thetas, _THETAS)
     with torch.enable_grad():
         if len(blocks) == 1:

@@ -8,7 +8,8 @@ from types import TracebackType
 
 
 class Progress:
-    """`show=None`: on a terminal alone; True: always; False: never. Nothing appears in the first two seconds.
+    """`show=None`: on a terminal alone; True: always; False: never. Nothing appears in the first
+    two seconds.
 
     >>> with Progress("fit", 10, show=False) as bar:
     ...     bar.advance("bound", -3.2)
@@ -37,12 +38,20 @@ class Progress:
         speed = (self.done - self._start) / max(now - self._began, 1e-9)
         left = (self.total - self.done) / speed if speed else 0.0
         filled = round(24 * self.done / max(self.total, 1))
-        line = f"{self.what} [{'=' * filled}{' ' * (24 - filled)}] {self.done}/{self.total}  {_clock(left)} left  {note}"
+        line = (
+            f"{self.what} [{'=' * filled}{' ' * (24 - filled)}] {self.done}/{self.total}  "
+            f"{_clock(left)} left  {note}"
+        )
         padded = line.ljust(self._width)
         self._width = len(line)
         print(f"\r{padded}", end="", file=sys.stderr, flush=True)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._width:
             print(f"\r{' ' * self._width}\r", end="", file=sys.stderr, flush=True)
 

@@ -1,4 +1,5 @@
-"""Randomness keyed by (seed, purpose, step): a resumed run draws what an uninterrupted one would have drawn."""
+"""Randomness keyed by (seed, purpose, step): a resumed run draws what an uninterrupted one would
+have drawn."""
 
 from __future__ import annotations
 
@@ -12,24 +13,33 @@ import torch
 def seed_for(seed: int, purpose: str, step: int = 0) -> int:
     """A 63-bit seed that depends on nothing but the key; different keys give independent streams.
 
-    >>> seed_for(0, "theta", 3) == seed_for(0, "theta", 3), seed_for(0, "theta", 3) == seed_for(0, "channel", 3)
+    >>> (
+    ...     seed_for(0, "theta", 3) == seed_for(0, "theta", 3),
+    ...     seed_for(0, "theta", 3) == seed_for(0, "channel", 3),
+    ... )
     (True, False)
     """
     digest = hashlib.blake2b(f"{seed}/{purpose}/{step}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
-def generator_for(seed: int, purpose: str, step: int = 0, device: torch.device | str = "cpu") -> torch.Generator:
+def generator_for(
+    seed: int, purpose: str, step: int = 0, device: torch.device | str = "cpu"
+) -> torch.Generator:
     """A fresh generator for the key.
 
-    >>> torch.equal(torch.randn(2, generator=generator_for(1, "a")), torch.randn(2, generator=generator_for(1, "a")))
+    >>> torch.equal(
+    ...     torch.randn(2, generator=generator_for(1, "a")),
+    ...     torch.randn(2, generator=generator_for(1, "a")),
+    ... )
     True
     """
     return torch.Generator(device).manual_seed(seed_for(seed, purpose, step))
 
 
 class SharedStarts(torch.Generator):
-    """A generator with which `Ball.random` moves all `num_rows` examples of a batch alike, the same way each time.
+    """A generator with which `Ball.random` moves all `num_rows` examples of a batch alike, the same
+    way each time.
 
     An attack whose only randomness is its start is then a function of each example alone. All else
     that is drawn from it is random as from any other generator, and moves its state.
@@ -41,7 +51,9 @@ class SharedStarts(torch.Generator):
 
     num_rows: int
 
-    def __new__(cls, num_rows: int, device: torch.device | str = "cpu", seed: int = 0) -> SharedStarts:
+    def __new__(
+        cls, num_rows: int, device: torch.device | str = "cpu", seed: int = 0
+    ) -> SharedStarts:
         made = super().__new__(cls, device)  # type: ignore[call-arg]
         made.num_rows = num_rows
         made.manual_seed(seed)

@@ -1,4 +1,5 @@
-"""Randomised smoothing as a Predictor: the reactive defense with a flat prior on the clean input (section 3.4)."""
+"""Randomised smoothing as a Predictor: the reactive defense with a flat prior on the clean input
+(section 3.4)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from advbayes.predictive import FreshPredictive
 from advbayes.seeds import generator_for
 from advbayes.types import Predictor
 
-Randomness = tuple[Tensor, torch.Generator | None]  # noises (k, B or 1, *event), and what thetas come from
+# noises (k, B or 1, *event), and what thetas come from
+Randomness = tuple[Tensor, torch.Generator | None]
 _ROWS = 1024  # noisy inputs in one forward pass
 _BLOCK = 256  # draws that one key of the seed stands for
 
@@ -27,12 +29,12 @@ _BLOCK = 256  # draws that one key of the seed stands for
 class Smoothed:
     """E p(y | x' + sigma noise) over `num` Gaussian draws: the smoothing limit as a Predictor.
 
-    Given a `FreshPredictive`, every draw has a theta of its own (its `num` is not used), so that the
-    expectation is over noise and posterior together. Randomness: with a `seed` (the default) the
-    instance is a function: draw k has the same noise and the same theta at every call, for every
-    input and for every `num` above k, so that a prediction depends neither on its neighbours in the
-    batch nor on how the draws are cut into passes. With `seed=None` they are drawn anew at every
-    call, from `generator` if given: what an attack must average over.
+    Given a `FreshPredictive`, every draw has a theta of its own (its `num` is not used), so that
+    the expectation is over noise and posterior together. Randomness: with a `seed` (the default)
+    the instance is a function: draw k has the same noise and the same theta at every call, for
+    every input and for every `num` above k, so that a prediction depends neither on its neighbours
+    in the batch nor on how the draws are cut into passes. With `seed=None` they are drawn anew at
+    every call, from `generator` if given: what an attack must average over.
 
     >>> predict = lambda x: CategoricalDistribution(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> smoothed = Smoothed(predict, sigma=0.5, num=10)
@@ -52,7 +54,9 @@ class Smoothed:
         checks.number("sigma", self.sigma, low=0)
         checks.count("num", self.num)
         if self.seed is not None and self.generator is not None:
-            raise ValueError("generator must be absent unless seed=None, got both a seed and a generator")
+            raise ValueError(
+                "generator must be absent unless seed=None, got both a seed and a generator"
+            )
 
     def __call__(self, x: Tensor) -> Distribution:
         parts = list(self._draws(x, self._randomness(x)))
@@ -70,7 +74,8 @@ class Smoothed:
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:  # (B, C) int64
-        """How many of `num` independent draws (of noise, and of theta where it is fresh) vote for each class."""
+        """How many of `num` independent draws (of noise, and of theta where it is fresh) vote for
+        each class."""
         counts: Tensor | None = None
         with torch.no_grad():
             for part in self._draws(x, _anew(x, checks.count("num", num), generator)):
@@ -89,7 +94,8 @@ class Smoothed:
         for block, start in enumerate(range(0, self.num, _BLOCK)):
             generator = generator_for(self.seed, "smoothing", block, x.device)
             thetas = generator_for(self.seed, "smoothing thetas", block, x.device)
-            # A whole block, whatever is used of it: normal numbers drawn in other pieces are others.
+            # A whole block, whatever is used of it: normal numbers drawn in other pieces are
+            # others.
             noise = _normal(x, (_BLOCK, 1, *x.shape[1:]), generator)
             yield noise[: self.num - start], thetas
 
@@ -124,7 +130,8 @@ def _normal(x: Tensor, shape: tuple[int, ...], generator: torch.Generator | None
 
 
 def _forward(predict: Predictor, noise: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """x -> the parts of its predictions under this noise: (log-probabilities,) or (means, scales, log-weights)."""
+    """x -> the parts of its predictions under this noise: (log-probabilities,) or (means, scales,
+    log-weights)."""
 
     def forward(x: Tensor) -> tuple[Tensor, ...]:
         count, batch = len(noise), len(x)
@@ -133,12 +140,20 @@ def _forward(predict: Predictor, noise: Tensor) -> Callable[[Tensor], tuple[Tens
             return (prediction.logits.view(count, batch, -1),)
         if isinstance(prediction, GaussianMixture):
             inner = len(prediction.means)
-            means, scales = (part.view(inner * count, batch, *part.shape[2:]) for part in (prediction.means, prediction.scales))
+            means, scales = (
+                part.view(inner * count, batch, *part.shape[2:])
+                for part in (prediction.means, prediction.scales)
+            )
             return means, scales, prediction.log_weights.view(inner * count, batch)
         normal = prediction.base_dist if isinstance(prediction, Independent) else prediction
         if isinstance(normal, Normal):
-            means, scales = (part.view(count, batch, *part.shape[1:]) for part in (normal.loc, normal.scale))
+            means, scales = (
+                part.view(count, batch, *part.shape[1:]) for part in (normal.loc, normal.scale)
+            )
             return means, scales, means.new_zeros(count, batch)
-        raise TypeError(f"predict must give classes, Gaussians or Gaussian mixtures, got {type(prediction).__name__}")
+        raise TypeError(
+            f"predict must give classes, Gaussians or Gaussian mixtures, got "
+            f"{type(prediction).__name__}"
+        )
 
     return forward

@@ -4,8 +4,9 @@ One line of pytest checks a member of any family:
 
     def test_mine(): testing.check(testing.ChannelContract, lambda task, dtype: MyChannel(0.3))
 
-A class shows what fails test by test: `class TestMine(ChannelContract)` with a method `make`. Members are
-asked on small problems of four features in [0, 1], three classes or one output, in float32 and float64.
+A class shows what fails test by test: `class TestMine(ChannelContract)` with a method `make`.
+Members are asked on small problems of four features in [0, 1], three classes or one output, in
+float32 and float64.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ TASKS = ("classification", "regression")
 
 
 def check(contract: type[Any], make: Callable[..., Any], **settings: Any) -> None:
-    """Run a contract's tests on what `make` gives; `settings` are the contract's own, such as has_density=False.
+    """Run a contract's tests on what `make` gives; `settings` are the contract's own, such as
+    has_density=False.
 
     >>> from advbayes import Noise
     >>> check(ChannelContract, lambda task, dtype: Noise(0.3))
@@ -98,7 +100,8 @@ def refused(kinds: type[Exception] | tuple[type[Exception], ...], words: str) ->
     assert words in came, f"an error that says {words!r} was wanted, got {came}"
 
 
-# --- Posteriors -------------------------------------------------------------------------------------------------------
+# --- Posteriors -----------------------------------------------------------------------------------
+# --------------------
 
 
 class PosteriorContract(_Contract):
@@ -171,14 +174,18 @@ class PosteriorContract(_Contract):
             for tensor in posterior.state_dict().values():
                 tensor.add_(0.1)
         other.load_state_dict(posterior.state_dict())
-        assert torch.equal(posterior.sample(3, generator=seeded()), other.sample(3, generator=seeded()))
+        assert torch.equal(
+            posterior.sample(3, generator=seeded()), other.sample(3, generator=seeded())
+        )
 
 
-# --- Channels ---------------------------------------------------------------------------------------------------------
+# --- Channels -------------------------------------------------------------------------------------
+# --------------------
 
 
 class ChannelContract(_Contract):
-    """`make(task, dtype) -> channel`; `has_density = False` for those whose `density` says that there is none."""
+    """`make(task, dtype) -> channel`; `has_density = False` for those whose `density` says that
+    there is none."""
 
     has_density = True
 
@@ -195,7 +202,9 @@ class ChannelContract(_Contract):
             before = x.clone()
             for labels in (y, None):
                 with case(task, dtype, "with labels" if labels is y else "without labels"):
-                    drawn = self.make(task, dtype).sample(self.predictor(task, dtype), x, labels, generator=seeded())
+                    drawn = self.make(task, dtype).sample(
+                        self.predictor(task, dtype), x, labels, generator=seeded()
+                    )
                     assert drawn.shape == x.shape
                     assert drawn.dtype == dtype
                     assert bool(torch.isfinite(drawn).all())
@@ -209,7 +218,9 @@ class ChannelContract(_Contract):
             before = torch.get_rng_state()
             first, second = (channel.sample(predict, x, y, generator=seeded(5)) for _ in range(2))
             assert torch.equal(first, second)
-            assert torch.equal(before, torch.get_rng_state()), "the global generator must stay as it was"
+            assert torch.equal(before, torch.get_rng_state()), (
+                "the global generator must stay as it was"
+            )
 
     def test_density_has_shape_and_does_not_depend_on_what_was_asked_before(self) -> None:
         for task, dtype in self.cases():
@@ -226,7 +237,9 @@ class ChannelContract(_Contract):
                 assert log_p.shape == (5, len(queries))
                 assert log_p.dtype == dtype
                 torch.testing.assert_close(log_p[:, 2:3], density.log_prob(queries[2:3]))
-                torch.testing.assert_close(log_p[3:4], channel.density(predict, x[3:4], y[3:4]).log_prob(queries))
+                torch.testing.assert_close(
+                    log_p[3:4], channel.density(predict, x[3:4], y[3:4]).log_prob(queries)
+                )
 
     def test_density_integrates_to_one(self) -> None:
         """By importance sampling from a wide Gaussian around the centre."""
@@ -234,16 +247,21 @@ class ChannelContract(_Contract):
             return
         for task in self.tasks:
             x, y = small_data(task, torch.float64, num=3)
-            density = self.make(task, torch.float64).density(self.predictor(task, torch.float64), x, y)
+            density = self.make(task, torch.float64).density(
+                self.predictor(task, torch.float64), x, y
+            )
             wide = Normal(x.mean(0), torch.full((4,), 0.8, dtype=torch.float64))
-            points = x.mean(0) + 0.8 * torch.randn(200_000, 4, generator=seeded(9), dtype=torch.float64)
+            points = x.mean(0) + 0.8 * torch.randn(
+                200_000, 4, generator=seeded(9), dtype=torch.float64
+            )
             ratios = (density.log_prob(points) - wide.log_prob(points).sum(1)).exp()  # type: ignore[no-untyped-call]
             error = ratios.std(1) / math.sqrt(ratios.shape[1])
             assert bool(((ratios.mean(1) - 1).abs() < 6 * error + 1e-9).all())
             assert bool((error < 0.1).all())
 
     def test_samples_fit_the_density(self) -> None:
-        """Means and squares of samples are those of the density, with labels and without, and where no gradient is."""
+        """Means and squares of samples are those of the density, with labels and without, and where
+        no gradient is."""
         if not self.has_density:
             return
         for task in self.tasks:
@@ -253,7 +271,9 @@ class ChannelContract(_Contract):
                 for labels in (y, None):
                     with case(task, "with labels" if labels is y else "without labels"):
                         many = None if labels is None else labels.expand(4000)
-                        drawn = channel.sample(asked, x.expand(4000, -1), many, generator=seeded(4)).detach()
+                        drawn = channel.sample(
+                            asked, x.expand(4000, -1), many, generator=seeded(4)
+                        ).detach()
                         assert_drawn_from(channel.density(asked, x, labels), drawn)
 
 
@@ -264,9 +284,12 @@ def _flat(predict: Predictor) -> Predictor:
 
 
 def assert_drawn_from(density: ChannelDensity, drawn: Tensor) -> None:
-    """E f(x') over samples (B, d), and under the density of one x by importance sampling; f = 1, x', x'^2, x'_i x'_j."""
+    """E f(x') over samples (B, d), and under the density of one x by importance sampling; f = 1,
+    x', x'^2, x'_i x'_j."""
     middle, spread = drawn.mean(0), 1.5 * drawn.std(0)
-    points = middle + spread * torch.randn(40_000, drawn.shape[1], generator=seeded(9), dtype=drawn.dtype)
+    points = middle + spread * torch.randn(
+        40_000, drawn.shape[1], generator=seeded(9), dtype=drawn.dtype
+    )
     log_q = Normal(middle, spread).log_prob(points).sum(1)  # type: ignore[no-untyped-call]
     ratios = (density.log_prob(points)[0] - log_q).exp()
 
@@ -277,10 +300,14 @@ def assert_drawn_from(density: ChannelDensity, drawn: Tensor) -> None:
     wanted, found = ratios.unsqueeze(1) * features(points), features(drawn)
     error = (wanted.var(0) / len(points) + found.var(0) / len(drawn)).sqrt()
     off = (wanted.mean(0) - found.mean(0)).abs() / error
-    assert float(off.max()) < 5.5, f"samples are {float(off.max()):.1f} standard errors off their density"  # 5e-7 by chance
+    # 5e-7 by chance
+    assert float(off.max()) < 5.5, (
+        f"samples are {float(off.max()):.1f} standard errors off their density"
+    )
 
 
-# --- Attacks ----------------------------------------------------------------------------------------------------------
+# --- Attacks --------------------------------------------------------------------------------------
+# --------------------
 
 
 class AttackContract(_Contract):
@@ -289,12 +316,16 @@ class AttackContract(_Contract):
     def make(self, ball: Ball) -> Attack:
         raise NotImplementedError
 
-    def run(self, ball: Ball, task: str, dtype: torch.dtype, labels: bool = True) -> tuple[Tensor, Tensor]:
+    def run(
+        self, ball: Ball, task: str, dtype: torch.dtype, labels: bool = True
+    ) -> tuple[Tensor, Tensor]:
         model = small_model(task, dtype)
         x, y = small_data(task, dtype)
         before = x.clone()
         attack = self.make(ball)
-        x_adv = attack(model.at(model.initial_theta()), x, y if labels else None, generator=seeded(6))
+        x_adv = attack(
+            model.at(model.initial_theta()), x, y if labels else None, generator=seeded(6)
+        )
         assert torch.equal(x, before)
         return x, x_adv
 
@@ -338,7 +369,9 @@ class AttackContract(_Contract):
             return
 
         def constant(x: Tensor) -> CategoricalDistribution:
-            return CategoricalDistribution(logits=torch.zeros(len(x), 3, dtype=x.dtype), validate_args=False)
+            return CategoricalDistribution(
+                logits=torch.zeros(len(x), 3, dtype=x.dtype), validate_args=False
+            )
 
         x, y = small_data("classification", torch.float32)
         with warnings.catch_warnings():
@@ -347,14 +380,19 @@ class AttackContract(_Contract):
         assert bool(L2(0.5).contains(x_adv, x).all())
 
 
-# --- Predictors -------------------------------------------------------------------------------------------------------
+# --- Predictors -----------------------------------------------------------------------------------
+# --------------------
 
 
 def answer(predict: Predictor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """All that a prediction says of each example, and the gradient of log p(y) in the input, both where it has two."""
+    """All that a prediction says of each example, and the gradient of log p(y) in the input, both
+    where it has two."""
     with torch.no_grad():
         prediction: Any = predict(x)
-        said: dict[str, Tensor] = {"log_prob": prediction.log_prob(y), "entropy": prediction.entropy()}
+        said: dict[str, Tensor] = {
+            "log_prob": prediction.log_prob(y),
+            "entropy": prediction.entropy(),
+        }
         if isinstance(prediction, CategoricalDistribution):
             said["probs"] = prediction.probs
         else:
@@ -369,8 +407,11 @@ def answer(predict: Predictor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     return said
 
 
-def assert_same(answer: dict[str, Tensor], wanted: dict[str, Tensor], units: float, least: float = 0.0) -> None:
-    """Equal up to `units` in the last place of a gradient's row, and a tenth of `least`; of the largest answer, or of 1."""
+def assert_same(
+    answer: dict[str, Tensor], wanted: dict[str, Tensor], units: float, least: float = 0.0
+) -> None:
+    """Equal up to `units` in the last place of a gradient's row, and a tenth of `least`; of the
+    largest answer, or of 1."""
     assert answer.keys() == wanted.keys()
     for name, value in answer.items():
         goal = wanted[name]
@@ -378,10 +419,14 @@ def assert_same(answer: dict[str, Tensor], wanted: dict[str, Tensor], units: flo
         assert value.dtype == goal.dtype
         is_gradient = "gradient" in name
         size = goal.abs().amax(1, keepdim=True) if is_gradient else goal.abs().max().clamp_min(1.0)
-        allowed = units * torch.finfo(value.dtype).eps * size + (0.1 * least if is_gradient else 0.0)
+        allowed = units * torch.finfo(value.dtype).eps * size + (
+            0.1 * least if is_gradient else 0.0
+        )
         over = (value - goal).abs() - allowed
         worst = over.argmax()
-        assert bool((over <= 0).all()), f"{name} is {value.flatten()[worst]:.9g}, not {goal.flatten()[worst]:.9g}"
+        assert bool((over <= 0).all()), (
+            f"{name} is {value.flatten()[worst]:.9g}, not {goal.flatten()[worst]:.9g}"
+        )
 
 
 def _rows(answer: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
@@ -389,17 +434,20 @@ def _rows(answer: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
 
 
 class PredictorContract(_Contract):
-    """`make(model) -> predictor`; `stochastic = True` if two calls may differ, `has_gradient = False` without one.
+    """`make(model) -> predictor`; `stochastic = True` if two calls may differ,
+    `has_gradient = False` without one.
 
-    The answer and its gradient are those of the example alone: neither the batch, the order of rows, the
-    size of chunks (`chunks`: the names of the constants that set it, with values to try), the number of
-    threads nor where tables lie (`same`: the predictor over again, its tables elsewhere) has a part in them.
+    The answer and its gradient are those of the example alone: neither the batch, the order of
+    rows, the size of chunks (`chunks`: the names of the constants that set it, with values to try),
+    the number of threads nor where tables lie (`same`: the predictor over again, its tables
+    elsewhere) has a part in them.
     """
 
     stochastic = False
     has_gradient = True
     num = 33  # examples asked of it
-    units = 16.0  # in the last place: what other orders of sums cost, the more the worse conditioned it is
+    # in the last place: what other orders of sums cost, the more the worse conditioned it is
+    units = 16.0
     least = 0.0  # the smallest gradient whose direction counts
     chunks: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
@@ -409,8 +457,11 @@ class PredictorContract(_Contract):
     def same(self, model: BayesianModel) -> Sequence[Predictor]:
         return ()
 
-    def asking(self, task: str, dtype: torch.dtype) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
-        """(x, y) -> answer and gradient; a stochastic predictor is made anew each time, its generator as at first."""
+    def asking(
+        self, task: str, dtype: torch.dtype
+    ) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
+        """(x, y) -> answer and gradient; a stochastic predictor is made anew each time, its
+        generator as at first."""
         model = small_model(task, dtype)
         predict = self.make(model)
         return lambda x, y: answer(self.make(model) if self.stochastic else predict, x, y)
@@ -426,7 +477,9 @@ class PredictorContract(_Contract):
                 assert log_p.dtype == dtype
                 assert bool(torch.isfinite(log_p).all())
                 if task == "classification":
-                    torch.testing.assert_close(prediction.probs.sum(1), torch.ones(len(x), dtype=dtype))
+                    torch.testing.assert_close(
+                        prediction.probs.sum(1), torch.ones(len(x), dtype=dtype)
+                    )
                     torch.testing.assert_close(prediction.logits.exp(), prediction.probs)
                     assert bool((prediction.entropy() >= -1e-6).all())
                     assert bool((prediction.entropy() <= math.log(3) + 1e-6).all())
@@ -438,7 +491,8 @@ class PredictorContract(_Contract):
                         prediction.log_prob(y[:, None].expand(-1, 2))
 
     def test_answer_and_gradient_do_not_depend_on_batch_or_order(self) -> None:
-        """Up to the order of sums, as in a matrix product of another shape: `units` in the last place."""
+        """Up to the order of sums, as in a matrix product of another shape: `units` in the last
+        place."""
         for task, dtype in self.cases():
             ask = self.asking(task, dtype)
             x, y = small_data(task, dtype, self.num)
@@ -462,7 +516,8 @@ class PredictorContract(_Contract):
                         assert_same(answer(self.make(model), x, y), whole, self.units, self.least)
 
     def test_answer_and_gradient_do_not_depend_on_threads(self) -> None:
-        """Asked by four threads at once the answers keep every bit; other numbers of torch's threads may round anew."""
+        """Asked by four threads at once the answers keep every bit; other numbers of torch's
+        threads may round anew."""
         for task, dtype in self.cases():
             ask = self.asking(task, dtype)
             x, y = small_data(task, dtype, self.num)
@@ -471,7 +526,10 @@ class PredictorContract(_Contract):
             with ThreadPoolExecutor(len(starts)) as pool:
                 together = list(pool.map(lambda start: ask(x[start:], y[start:]), starts * 3))  # noqa: B023
             for one, other in zip(alone * 3, together, strict=True):
-                assert all(torch.equal(other[name], value) for name, value in one.items()), (task, dtype)
+                assert all(torch.equal(other[name], value) for name, value in one.items()), (
+                    task,
+                    dtype,
+                )
             before = torch.get_num_threads()
             try:
                 for num in (1, 3):
@@ -493,10 +551,13 @@ class PredictorContract(_Contract):
                 shift = torch.zeros_like(x)
                 shift[:, column] = 1e-6
                 slope = (predict(x + shift).log_prob(y) - predict(x - shift).log_prob(y)) / 2e-6
-                torch.testing.assert_close(gradient[:, column], slope.detach(), rtol=1e-5, atol=1e-7)
+                torch.testing.assert_close(
+                    gradient[:, column], slope.detach(), rtol=1e-5, atol=1e-7
+                )
 
     def test_own_gradient_is_autograd_s(self) -> None:
-        """A predictor with a faster way to its gradient gives the same numbers as autograd through its call."""
+        """A predictor with a faster way to its gradient gives the same numbers as autograd through
+        its call."""
         for task in self.tasks:
             predict = self.make(small_model(task, torch.float64))
             if self.stochastic or not isinstance(predict, HasInputGradient):

@@ -1,6 +1,7 @@
 """The types that everything meets at.
 
-Axis order, wherever several appear together: `S` (theta), `K` (channel sample), `N` (reference point), `B` (batch).
+Axis order, wherever several appear together: `S` (theta), `K` (channel sample), `N` (reference
+    point), `B` (batch).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from torch.distributions import Distribution
 
 
 class Predictor(Protocol):
-    """Anything that predicts: inputs in, one distribution over `y` for each out (batch shape `(B,)`)."""
+    """Anything that predicts: inputs in, one distribution over `y` for each out (batch shape
+    `(B,)`)."""
 
     def __call__(
         self,

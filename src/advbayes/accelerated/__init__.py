@@ -1,8 +1,9 @@
 """The one door for speed: faster passes through many thetas, and the compiled training step.
 
-Everything here computes what plain code elsewhere defines, equal up to rounding: `run` what `BayesianModel.run` does,
-`CompiledStep` what `fit` does with `ChannelELBO.terms`, autograd and Adam. `disabled()`, or the environment variable
-`ADVBAYES_ACCELERATED=0`, switches all of it off but `fit(compile=True)`, which asks for it by name.
+Everything here computes what plain code elsewhere defines, equal up to rounding: `run` what
+`BayesianModel.run` does, `CompiledStep` what `fit` does with `ChannelELBO.terms`, autograd and
+Adam. `disabled()`, or the environment variable `ADVBAYES_ACCELERATED=0`, switches all of it off but
+`fit(compile=True)`, which asks for it by name.
 """
 
 from __future__ import annotations

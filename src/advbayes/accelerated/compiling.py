@@ -1,10 +1,11 @@
 """Compile a function of tensors once, call it with little overhead: what `fit(compile=True)` runs.
 
-The function is traced operation by operation (automatic differentiation included), then compiled to one native program.
-Against `torch.compile` this saves the checks at each call that nothing has changed, 50 to 100 microseconds, which on a
-small network is the time of the step itself; in return the caller promises that shapes, and all that the function reads
-beside its arguments, stay as they were. The names that this needs are not part of torch's public interface: where a
-release lacks them, `torch.compile` takes their place, or the plain function does.
+The function is traced operation by operation (automatic differentiation included), then compiled to
+one native program. Against `torch.compile` this saves the checks at each call that nothing has
+changed, 50 to 100 microseconds, which on a small network is the time of the step itself; in return
+the caller promises that shapes, and all that the function reads beside its arguments, stay as they
+were. The names that this needs are not part of torch's public interface: where a release lacks
+them, `torch.compile` takes their place, or the plain function does.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from torch import Tensor
 
 Program = Callable[..., tuple[Tensor, ...]]
 
-MAX_LOOP = 1 << 16  # multiplications up to which a product is written as a loop; at twice as many the library is faster
+# Multiplications up to which a product is written as a loop; at twice as many the
+# library is faster.
+MAX_LOOP = 1 << 16
 MAX_SUM = 1 << 10  # terms up to which single precision is enough for a sum
 _ONE_AT_A_TIME = threading.Lock()  # torch's compiler is not made for several threads
 
@@ -29,8 +32,11 @@ class CompileError(RuntimeError):
     """A function could not be traced or compiled; the message says which and why."""
 
 
-def compiled(function: Program, examples: tuple[Tensor, ...], what: str, num_changed: int = 0) -> Program:
-    """The function, compiled for arguments of the examples' shapes and dtypes; arguments must not ask for a gradient.
+def compiled(
+    function: Program, examples: tuple[Tensor, ...], what: str, num_changed: int = 0
+) -> Program:
+    """The function, compiled for arguments of the examples' shapes and dtypes; arguments must not
+    ask for a gradient.
 
     The first `num_changed` arguments may be changed in place.
 
@@ -48,8 +54,9 @@ def compiled(function: Program, examples: tuple[Tensor, ...], what: str, num_cha
     except Exception as error:  # whatever a compiler may raise
         reason = (str(error) or repr(error)).strip().splitlines()[0]
         raise CompileError(
-            f"compile=True could not compile {what}: {type(error).__name__}: {reason}. It needs a C++ compiler (g++) and code "
-            "that does not branch on the values of tensors; compile=False trains the same without it"
+            f"compile=True could not compile {what}: {type(error).__name__}: {reason}. It needs a "
+            "C++ compiler (g++) and code that does not branch on the values of tensors; "
+            "compile=False trains the same without it"
         ) from error
 
 
@@ -66,10 +73,13 @@ def _program(function: Program, examples: tuple[Tensor, ...], num_changed: int) 
         table = _decompositions()
     except (ImportError, AttributeError, KeyError):
         _warn_once("torch.compile")
-        by_torch: Program = torch.compile(make_fx(function, tracing_mode="fake")(*examples), dynamic=False)
+        by_torch: Program = torch.compile(
+            make_fx(function, tracing_mode="fake")(*examples), dynamic=False
+        )
         return by_torch
-    # Not several worker processes, which would outlive the call. The C++ wrapper calls kernels without Python in between.
-    # Theta is read once for each example where products are loops: better to compute it once and store it.
+    # Not several worker processes, which would outlive the call. The C++ wrapper calls kernels
+    # without Python in between. Theta is read once for each example where products are loops:
+    # better to compute it once and store it.
     with config.patch(compile_threads=1):
         graph = make_fx(function, decomposition_table=table, tracing_mode="fake")(*examples)
         options = {"cpp_wrapper": True, "realize_reads_threshold": 1}
@@ -81,13 +91,16 @@ def _program(function: Program, examples: tuple[Tensor, ...], num_changed: int) 
 
 @cache
 def _warn_once(instead: str) -> None:
-    message = f"torch {torch.__version__} lacks what compile=True is made with; it uses {instead} and is slower"
+    message = (
+        f"torch {torch.__version__} lacks what compile=True is made with; it uses {instead} "
+        f"and is slower"
+    )
     warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """The compiler's own, and small matrix products as loops: they are fused with what surrounds them, where calling the
-    library costs as much as the product."""
+    """The compiler's own, and small matrix products as loops: they are fused with what surrounds
+    them, where calling the library costs as much as the product."""
     from torch._inductor.decomposition import select_decomp_table
 
     table = dict(select_decomp_table())
@@ -112,5 +125,8 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
         long = dtype is None and a.dtype is torch.float32 and a.numel() > MAX_SUM
         return a.sum(dtype=torch.float64).float() if long else NotImplemented
 
-    sums: dict[Any, Callable[..., Any]] = {torch.ops.aten.sum.default: total, torch.ops.aten.dot.default: dot}
+    sums: dict[Any, Callable[..., Any]] = {
+        torch.ops.aten.sum.default: total,
+        torch.ops.aten.dot.default: dot,
+    }
     return {**table, **sums, product: mm, with_bias: addmm}

@@ -23,7 +23,8 @@ class Draws(NamedTuple):
 
 
 def draws(channel: Channel, x: Tensor, *, generator: torch.Generator | None = None) -> Draws | None:
-    """The randomness apart from the computation, which can then be compiled; None for channels that mix the two.
+    """The randomness apart from the computation, which can then be compiled; None for channels that
+    mix the two.
 
     >>> from advbayes import Noise
     >>> draws(Mixture([0.5, 0.5], [Noise(0.1), Noise(0.2)]), torch.zeros(4, 2)).order.shape
@@ -50,11 +51,17 @@ def sample_at(
 ) -> Tensor:  # x' in x's order
     """What `sample` computes, given its randomness, by operations whose shapes do not depend on it.
 
-    A stratified component's share of a batch varies by one example: it is computed for the larger share, and kept where
-    the example is its own.
+    A stratified component's share of a batch varies by one example: it is computed for the larger
+    share, and kept where the example is its own.
 
     >>> from advbayes import Noise
-    >>> sample_at(Noise(1.0), Draws(torch.ones(2, 1), *[torch.empty(0)] * 2), None, torch.zeros(2, 1), torch.zeros(2)).sum()
+    >>> sample_at(
+    ...     Noise(1.0),
+    ...     Draws(torch.ones(2, 1), *[torch.empty(0)] * 2),
+    ...     None,
+    ...     torch.zeros(2, 1),
+    ...     torch.zeros(2),
+    ... ).sum()
     tensor(2.)
     """
     if not isinstance(channel, Mixture):
@@ -62,7 +69,11 @@ def sample_at(
     num, first = len(x), 0
     rows = torch.arange(num, device=x.device)
     bounds = [0.0, *channel._cumulated, 1.0]
-    edges: list[Tensor | int] = [0, *(edge(num, share, drawn.offset) for share in channel._cumulated), num]
+    edges: list[Tensor | int] = [
+        0,
+        *(edge(num, share, drawn.offset) for share in channel._cumulated),
+        num,
+    ]
     out = x
     for members in channel._groups:
         last = first + len(members)

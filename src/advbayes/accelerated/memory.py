@@ -1,4 +1,5 @@
-"""How the process gets its memory: what is freed at every step should not be asked of the system again."""
+"""How the process gets its memory: what is freed at every step should not be asked of the system
+again."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ import torch
 def recycle_blocks() -> None:
     """Free one block of 31 MB, once in a process: what `fit` and attacks do before they start.
 
-    The GNU C library learns from it that blocks of this size come and go: it takes them from memory of its own from then
-    on and keeps up to twice as much, where it would let every block return to the system and be mapped and cleared anew.
+    The GNU C library learns from it that blocks of this size come and go: it takes them from memory
+    of its own from then on and keeps up to twice as much, where it would let every block return to
+    the system and be mapped and cleared anew.
 
     >>> recycle_blocks()
     """

@@ -1,9 +1,11 @@
-"""Passes through many thetas at once: `run(model, thetas, x) -> (outputs, vjp)`, as `BayesianModel.run` defines it.
+"""Passes through many thetas at once: `run(model, thetas, x) -> (outputs, vjp)`, as
+`BayesianModel.run` defines it.
 
-Nets of linear layers and norms run all thetas as one batch (`torch.func.vmap`): a product for each layer instead of S
-small ones. So do convolutions of few pixels, where calls cost more than products. Of many pixels they run theta by theta,
-which is then the fastest (grouped convolutions are not); where the images have one or two channels, for which a library's
-input gradient wastes most of a vector register, the first layer's input gradients are matrix products that add up over
+Nets of linear layers and norms run all thetas as one batch (`torch.func.vmap`): a product for each
+layer instead of S small ones. So do convolutions of few pixels, where calls cost more than
+products. Of many pixels they run theta by theta, which is then the fastest (grouped convolutions
+are not); where the images have one or two channels, for which a library's input gradient wastes
+most of a vector register, the first layer's input gradients are matrix products that add up over
 the thetas.
 """
 
@@ -23,9 +25,11 @@ from torch.overrides import TorchFunctionMode
 from advbayes.accelerated.memory import recycle_blocks
 from advbayes.model import BayesianModel, Vjp, vjp_of
 
-_NUMBERS = 1 << 20  # rows x thetas x input size worked on at once: activations then stay near the cache
+# rows x thetas x input size worked on at once: activations then stay near the cache
+_NUMBERS = 1 << 20
 _ROWS = 16  # of a batch; fewer are not worth a call
-_PIXELS = 3 << 10  # of a batch of images, up to which a grouped convolution is faster than one for each theta
+# of a batch of images, up to which a grouped convolution is faster than one for each theta
+_PIXELS = 3 << 10
 _RESHAPES = (torch.flatten, Tensor.flatten, torch.reshape, Tensor.reshape, Tensor.view)
 _THIN = 2  # channels up to which a product is the faster input gradient (docs/performance.md)
 
@@ -38,13 +42,23 @@ def run(
     thetas: Tensor,  # (S, P), constants
     x: Tensor,  # (B, *event)
 ) -> tuple[Tensor, Vjp]:  # (S, B, O)
-    """The raw outputs at each theta and their vector-Jacobian product in x, where gradients are enabled.
+    """The raw outputs at each theta and their vector-Jacobian product in x, where gradients are
+    enabled.
 
     >>> from advbayes import Categorical
-    >>> model = BayesianModel(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)), Categorical())
-    >>> thetas, x, cotangent = torch.randn(5, model.num_params), torch.randn(2, 4), torch.randn(5, 2, 3)
+    >>> model = BayesianModel(
+    ...     nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)), Categorical()
+    ... )
+    >>> thetas, x, cotangent = (
+    ...     torch.randn(5, model.num_params),
+    ...     torch.randn(2, 4),
+    ...     torch.randn(5, 2, 3),
+    ... )
     >>> (outputs, vjp), (plain, plain_vjp) = run(model, thetas, x), model.run(thetas, x)
-    >>> torch.allclose(outputs, plain, atol=1e-5), torch.allclose(vjp(cotangent), plain_vjp(cotangent), atol=1e-5)
+    >>> (
+    ...     torch.allclose(outputs, plain, atol=1e-5),
+    ...     torch.allclose(vjp(cotangent), plain_vjp(cotangent), atol=1e-5),
+    ... )
     (True, True)
     """
     if torch.is_autocast_enabled(x.device.type):
@@ -52,15 +66,20 @@ def run(
     if len(thetas) > 1 and len(x) and model.net not in _one_by_one and _fits_one_batch(model, x):
         try:
             return _as_one_batch(model, thetas, x)
-        except Exception:  # whatever a net does that cannot be vectorised; if it is wrong, it raises again below
+        except (
+            Exception
+        ):  # whatever a net does that cannot be vectorised; if it is wrong, it raises again below
             _one_by_one.add(model.net)
     if _is_thin(model, x) and torch.is_grad_enabled():
         return _with_thin_first_layer(model, thetas, x)
     return _theta_by_theta(model, thetas, x)
 
 
-def in_parts(work: Callable[[slice], _R], model: BayesianModel, thetas: Tensor, x: Tensor) -> list[_R]:
-    """The work on parts of a batch, side by side on torch's threads: layers gain less from threads of their own.
+def in_parts(
+    work: Callable[[slice], _R], model: BayesianModel, thetas: Tensor, x: Tensor
+) -> list[_R]:
+    """The work on parts of a batch, side by side on torch's threads: layers gain less from threads
+    of their own.
 
     >>> from advbayes import Categorical
     >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
@@ -70,11 +89,17 @@ def in_parts(work: Callable[[slice], _R], model: BayesianModel, thetas: Tensor, 
     recycle_blocks()
     numbers = _NUMBERS if _is_convolutional(model) else 4 * _NUMBERS
     most = max(_ROWS, numbers // (max(1, math.prod(x.shape[1:])) * len(thetas)))
-    rows = math.ceil(len(x) / math.ceil(len(x) / most)) if len(x) else 1  # as equal parts as few as may be
+    # as equal parts as few as may be
+    rows = math.ceil(len(x) / math.ceil(len(x) / most)) if len(x) else 1
     slices = [slice(start, min(start + rows, len(x))) for start in range(0, max(1, len(x)), rows)]
     num_threads = min(torch.get_num_threads(), len(slices))
-    # A thread's setting is also that of threads begun after it, so those of the caller's own are left alone.
-    if num_threads == 1 or x.device.type != "cpu" or threading.current_thread() is not threading.main_thread():
+    # A thread's setting is also that of threads begun after it, so those of the caller's own are
+    # left alone.
+    if (
+        num_threads == 1
+        or x.device.type != "cpu"
+        or threading.current_thread() is not threading.main_thread()
+    ):
         return [work(part) for part in slices]
     all_threads = torch.get_num_threads()
     with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -85,8 +110,8 @@ def in_parts(work: Callable[[slice], _R], model: BayesianModel, thetas: Tensor, 
 
 
 def _fits_one_batch(model: BayesianModel, x: Tensor) -> bool:
-    """Whether all parameters are matrices and vectors, or the images are small and few; and nobody looks at what passes
-    through the layers."""
+    """Whether all parameters are matrices and vectors, or the images are small and few; and nobody
+    looks at what passes through the layers."""
     hooked = any(m._forward_hooks or m._forward_pre_hooks for m in model.net.modules())
     is_small = x.ndim == 4 and len(x) * x.shape[2] * x.shape[3] <= _PIXELS
     return not hooked and (is_small or not _is_convolutional(model))
@@ -107,7 +132,9 @@ def _theta_by_theta(model: BayesianModel, thetas: Tensor, x: Tensor) -> tuple[Te
     leaf = x.detach().requires_grad_(torch.is_grad_enabled())
     each = [model.output(theta, leaf)[0] for theta in thetas.detach()]
 
-    return torch.stack([output.detach() for output in each]), lambda cotangent: _sum_of_vjps(each, leaf, cotangent)
+    return torch.stack([output.detach() for output in each]), lambda cotangent: _sum_of_vjps(
+        each, leaf, cotangent
+    )
 
 
 def _sum_of_vjps(each: list[Tensor], leaf: Tensor, cotangent: Tensor) -> Tensor:
@@ -120,16 +147,19 @@ def _sum_of_vjps(each: list[Tensor], leaf: Tensor, cotangent: Tensor) -> Tensor:
     return total
 
 
-# --- Images of one or two channels ------------------------------------------------------------------------------------
+# --- Images of one or two channels
+# ------------------------------------------------------------------------------------
 
 
 def _is_thin(model: BayesianModel, x: Tensor) -> bool:
     is_image = x.ndim == 4 and 0 < x.shape[1] <= _THIN and len(x) > 0
-    return is_image and _is_convolutional(model) and model.laid_out(x) is not x  # products want channels_last
+    # products want channels_last
+    return is_image and _is_convolutional(model) and model.laid_out(x) is not x
 
 
 class _Patches(dict[tuple[int, ...], Tensor]):
-    """Gradients of the patches of x that kernels see, by kernel size and padding: (C k l, B H W) summed over thetas."""
+    """Gradients of the patches of x that kernels see, by kernel size and padding: (C k l, B H W)
+    summed over thetas."""
 
     def add(self, gradient: Tensor, weight: Tensor, padding: tuple[int, int]) -> None:
         rows = gradient.permute(0, 2, 3, 1).reshape(-1, len(weight))  # a view in channels_last
@@ -161,7 +191,8 @@ def _channels_last_again(gradient: Tensor | None) -> Tensor | None:
 
 
 class _FirstConvolutions(TorchFunctionMode):
-    """Lets the graph begin after the convolutions of x itself, and gradients in channels_last where the net is."""
+    """Lets the graph begin after the convolutions of x itself, and gradients in channels_last where
+    the net is."""
 
     def __init__(self, x: Tensor) -> None:
         super().__init__()
@@ -169,12 +200,16 @@ class _FirstConvolutions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _RESHAPES and args and args[0].requires_grad and _is_channels_last(args[0]):
-            args[0].register_hook(_channels_last_again)  # else a pooling before it copies its whole input
+            # else a pooling before it copies its whole input
+            args[0].register_hook(_channels_last_again)
         if func is not torch.conv2d or kwargs or len(args) != 7:
             return func(*args, **(kwargs or {}))
         x, weight, _, stride, padding, dilation, groups = args
         is_plain = (stride, dilation, groups) == ((1, 1), (1, 1), 1) and isinstance(padding, tuple)
-        is_first = (x.data_ptr(), x.numel()) == (self.x.data_ptr(), self.x.numel()) and not weight.requires_grad
+        is_first = (x.data_ptr(), x.numel()) == (
+            self.x.data_ptr(),
+            self.x.numel(),
+        ) and not weight.requires_grad
         if not is_plain or not is_first:
             return func(*args)
         output = func(x.detach(), *args[1:])
@@ -197,7 +232,8 @@ def _with_thin_first_layer(model: BayesianModel, thetas: Tensor, x: Tensor) -> t
 
 
 def _folded(patches: Tensor, shape: torch.Size, key: tuple[int, ...]) -> Tensor:
-    """Every pixel's sum over the patches that hold it, by one shifted addition for each position in a patch."""
+    """Every pixel's sum over the patches that hold it, by one shifted addition for each position in
+    a patch."""
     tall, wide, down, right = key
     batch, channels, height, width = shape
     rows, columns = height + 2 * down - tall + 1, width + 2 * right - wide + 1

@@ -1,6 +1,8 @@
-"""A step of `fit` as one native program, from gathering the batch to Adam, on the random numbers of an eager step.
+"""A step of `fit` as one native program, from gathering the batch to Adam, on the random numbers of
+an eager step.
 
-What is traced is the definition: theta from the posterior, x' from the channel, `ChannelELBO.terms`, autograd.
+What is traced is the definition: theta from the posterior, x' from the channel,
+    `ChannelELBO.terms`, autograd.
 """
 
 from __future__ import annotations
@@ -25,20 +27,28 @@ if TYPE_CHECKING:
 
 
 class CompiledStep:
-    """(batch, generator, learning rate) -> bound, log-likelihood, KL, penalty, norm of the gradient of -bound / N.
+    """(batch, generator, learning rate) -> bound, log-likelihood, KL, penalty, norm of the gradient
+    of -bound / N.
 
-    Compiled at the first batch of each shape. The channel is part of the program where its randomness can be drawn
-    beforehand (noise, one-step attacks, stratified mixtures of them), else its samples come from eager code. Posterior and
-    optimiser change only where bound and gradient are finite.
+    Compiled at the first batch of each shape. The channel is part of the program where its
+    randomness can be drawn beforehand (noise, one-step attacks, stratified mixtures of them), else
+    its samples come from eager code. Posterior and optimiser change only where bound and gradient
+    are finite.
 
     >>> from advbayes import Categorical, MeanField, Noise
     >>> model = BayesianModel(nn.Linear(2, 2), Categorical())
     >>> posterior = MeanField(model)
-    >>> CompiledStep(model, posterior, Noise(0.1), ChannelELBO(4, through=True), torch.optim.Adam(posterior.parameters()))
+    >>> CompiledStep(
+    ...     model,
+    ...     posterior,
+    ...     Noise(0.1),
+    ...     ChannelELBO(4, through=True),
+    ...     torch.optim.Adam(posterior.parameters()),
+    ... )
     Traceback (most recent call last):
     ...
     ValueError: compile must be False for an objective with through=True: second derivatives run in eager code alone
-    """
+    """  # noqa: E501
 
     def __init__(
         self,
@@ -50,25 +60,37 @@ class CompiledStep:
     ) -> None:
         if objective.through:
             raise ValueError(
-                "compile must be False for an objective with through=True: second derivatives run in eager code alone"
+                "compile must be False for an objective with through=True: second derivatives run "
+                "in eager code alone"
             )
-        self.model, self.posterior, self.channel, self.objective = model, posterior, channel, objective
+        self.model, self.posterior, self.channel, self.objective = (
+            model,
+            posterior,
+            channel,
+            objective,
+        )
         self.settings = optimiser.defaults
         trained = {name: p for name, p in posterior.named_parameters() if p.requires_grad}
         self.names = list(trained)
         slots = ("exp_avg", "exp_avg_sq", "step")
-        each = [(p.detach(), *(optimiser.state[p][slot] for slot in slots)) for p in trained.values()]
-        self.state = [tensor for group in each for tensor in group]  # what the program changes in place
+        each = [
+            (p.detach(), *(optimiser.state[p][slot] for slot in slots)) for p in trained.values()
+        ]
+        # what the program changes in place
+        self.state = [tensor for group in each for tensor in group]
         self.lr = torch.zeros((), dtype=torch.float64, device=model.device)
         self.programs: dict[tuple[torch.Size, torch.Size], Program] = {}
-        self.inside = objective.num_channel == 1  # whether the channel is compiled; its first draw may show that it cannot be
+        # whether the channel is compiled; its first draw may show that it cannot be
+        self.inside = objective.num_channel == 1
         self.absent: list[Tensor | None] = []  # the empty fields of Draws, which are not passed
         self.draws_nothing = False
         self.like: Tensor | None = None
 
     def __call__(self, batch: Batch, generator: torch.Generator, lr: float) -> list[float]:
         objective, posterior = self.objective, self.posterior
-        if batch.x.ndim > 2:  # measured: gathered inside the program, images take convolutional nets twice the time
+        if (
+            batch.x.ndim > 2
+        ):  # measured: gathered inside the program, images take convolutional nets twice the time
             batch = batch.gathered()
         noise = posterior.noise(objective.num_theta, generator=generator)
         drawn = self._draw(batch, generator)
@@ -76,20 +98,27 @@ class CompiledStep:
             batch = batch.gathered()
             with torch.no_grad():
                 thetas = posterior.at(noise)
-            drawn = [objective.corrupt(self.model, thetas, self.channel, batch.x, batch.y, generator=generator)]
+            drawn = [
+                objective.corrupt(
+                    self.model, thetas, self.channel, batch.x, batch.y, generator=generator
+                )
+            ]
         x, y, rows = batch
         self.lr.fill_(lr)
         arguments = (*self.state, self.lr, noise, x, y, *(() if rows is None else (rows,)), *drawn)
         key = (x.shape, y.shape) if rows is None else (rows.shape, y.shape)
         if key not in self.programs:
             what = f"a step of {self.model} with a channel of type {type(self.channel).__name__}"
-            self.programs[key] = compiled(self._program(rows is not None), arguments, what, num_changed=len(self.state))
+            self.programs[key] = compiled(
+                self._program(rows is not None), arguments, what, num_changed=len(self.state)
+            )
         (numbers,) = self.programs[key](*arguments)
         found: list[float] = numbers.tolist()
         return found
 
     def _draw(self, batch: Batch, generator: torch.Generator) -> list[Tensor] | None:
-        """The channel's randomness for each theta, one after the other; None where it cannot be drawn beforehand."""
+        """The channel's randomness for each theta, one after the other; None where it cannot be
+        drawn beforehand."""
         if self.draws_nothing or not self.inside:
             return [] if self.inside else None
         like = batch.x
@@ -110,7 +139,8 @@ class CompiledStep:
         return fields
 
     def _program(self, gathers: bool) -> Callable[..., tuple[Tensor, ...]]:
-        """(state), learning rate, noise, x, y, (rows), (the channel's draws, or samples) -> numbers, the state changed."""
+        """(state), learning rate, noise, x, y, (rows), (the channel's draws, or samples) ->
+        numbers, the state changed."""
         step = _Bound(self)
 
         def program(*arguments: Tensor) -> tuple[Tensor, ...]:
@@ -122,11 +152,15 @@ class CompiledStep:
                 x, y = x[rows], y[rows]
             with torch.enable_grad():
                 leaves = [parameter.detach().requires_grad_() for parameter in state[::4]]
-                parameters = {f"posterior.{name}": leaf for name, leaf in zip(self.names, leaves, strict=True)}
+                parameters = {
+                    f"posterior.{name}": leaf for name, leaf in zip(self.names, leaves, strict=True)
+                }
                 terms: Terms = functional_call(step, parameters, (noise, x, y, rest))
                 loss = -terms.bound / self.objective.num_data
                 gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
-            squares = torch.stack([gradient.square().sum(dtype=torch.float64) for gradient in gradients]).sum()
+            squares = torch.stack(
+                [gradient.square().sum(dtype=torch.float64) for gradient in gradients]
+            ).sum()
             bound = terms.bound.detach()
             finite = torch.isfinite(bound) & torch.isfinite(squares)
             for k, gradient in enumerate(gradients):
@@ -180,17 +214,22 @@ class _Bound(nn.Module):
         thetas = self.posterior.at(noise)
         if not step.inside:
             return objective.terms(step.model, self.posterior, thetas, x, next(rest), y)
-        # Each theta has an order of the examples of its own. The bound is a sum over them: it is taken theta by theta.
+        # Each theta has an order of the examples of its own. The bound is a sum over them: it is
+        # taken theta by theta.
         each = [self._at_one(theta, x, y, rest) for theta in thetas.unsqueeze(1)]
         if len(each) == 1:
             return each[0]
         return Terms(*(torch.stack(parts).mean(0) for parts in zip(*each, strict=True)))
 
-    def _at_one(self, theta: Tensor, x: Tensor, y: Tensor, rest: Iterator[Tensor]) -> Terms:  # theta (1, P)
+    def _at_one(
+        self, theta: Tensor, x: Tensor, y: Tensor, rest: Iterator[Tensor]
+    ) -> Terms:  # theta (1, P)
         step = self.step
         drawn = Draws(*(next(rest) if field is None else field for field in step.absent))
         if drawn.order.numel():
             x, y = x[drawn.order], y[drawn.order]
         with torch.no_grad():
             x_adv = sample_at(step.channel, drawn, step.model.at(theta[0].detach()), x, y)
-        return step.objective.terms(step.model, self.posterior, theta, x, x_adv.unsqueeze(0).unsqueeze(0), y)
+        return step.objective.terms(
+            step.model, self.posterior, theta, x, x_adv.unsqueeze(0).unsqueeze(0), y
+        )

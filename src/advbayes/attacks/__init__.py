@@ -1,7 +1,9 @@
-"""Attacks on any Predictor: an attack sees `x -> Distribution` and nothing else, so it meets every defense unchanged.
+"""Attacks on any Predictor: an attack sees `x -> Distribution` and nothing else, so it meets every
+defense unchanged.
 
-Which thetas it goes through is the Predictor's business: one theta (`model.at(theta)`), the posterior predictive
-(`PosteriorPredictive`), fresh thetas at each call (`FreshPredictive`), the posterior's mean (`model.at(posterior.mean)`).
+Which thetas it goes through is the Predictor's business: one theta (`model.at(theta)`), the
+posterior predictive (`PosteriorPredictive`), fresh thetas at each call (`FreshPredictive`), the
+posterior's mean (`model.at(posterior.mean)`).
 """
 
 from advbayes.attacks.apgd import APGD

@@ -10,7 +10,16 @@ from torch.distributions import Categorical, Distribution
 
 from advbayes import checks
 from advbayes.attacks.ascent import check_ball
-from advbayes.attacks.gradients import Best, config, entry, is_flat, loss_and_gradient, move, score, where_rows
+from advbayes.attacks.gradients import (
+    Best,
+    config,
+    entry,
+    is_flat,
+    loss_and_gradient,
+    move,
+    score,
+    where_rows,
+)
 from advbayes.attacks.losses import MarginTo, MeanOf, PerExample, for_rows, margin
 from advbayes.balls import Ball
 from advbayes.types import Loss, Predictor
@@ -18,16 +27,20 @@ from advbayes.types import Loss, Predictor
 
 @dataclass(frozen=True, repr=False)
 class APGD:
-    """Ascent with momentum from a step of 2 eps; an example that stops improving returns to its best point with half the step.
+    """Ascent with momentum from a step of 2 eps; an example that stops improving returns to its
+    best point with half the step.
 
-    The first run starts at x (whose first step is the one-step point), further restarts at random; a vanishing gradient at x
-    starts at random too. `targets` > 0 adds runs by other ways: to as many of the wrong classes, likeliest at x first, on the
-    loss log p(class) - log p(y); in regression by as many outputs, each up and down. More than two ways get a third of the
-    steps each, then the two that came nearest all of them. On a linear model with all classes tried this is the exact
-    optimum. Later runs see only what is not yet broken when `stop_at_success`, and then broken examples leave within a run
-    too.
+    The first run starts at x (whose first step is the one-step point), further restarts at random;
+    a vanishing gradient at x starts at random too. `targets` > 0 adds runs by other ways: to as
+    many of the wrong classes, likeliest at x first, on the loss log p(class) - log p(y); in
+    regression by as many outputs, each up and down. More than two ways get a third of the steps
+    each, then the two that came nearest all of them. On a linear model with all classes tried this
+    is the exact optimum. Later runs see only what is not yet broken when `stop_at_success`, and
+    then broken examples leave within a run too.
 
-    >>> predict = lambda x: torch.distributions.Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
+    >>> predict = lambda x: torch.distributions.Categorical(
+    ...     logits=torch.stack([x[:, 0], -x[:, 0]], 1)
+    ... )
     >>> from advbayes import L2
     >>> APGD(L2(0.5), steps=10)(predict, torch.tensor([[1.0]]), torch.tensor([0]))
     tensor([[0.5000]])
@@ -40,7 +53,9 @@ class APGD:
     targets: int = 0
     stop_at_success: bool = False
     momentum: float = 0.25
-    progress: float = 0.75  # the share of steps between two checks that must improve, or else the step is halved
+    progress: float = (
+        0.75  # the share of steps between two checks that must improve, or else the step is halved
+    )
 
     __repr__ = config
 
@@ -72,24 +87,49 @@ class APGD:
             rows = self._open(best)
             if len(rows):
                 start = x[rows] if run == 0 else self.ball.random(x[rows], generator=generator)
-                reached = self._run(predict, for_rows(self.loss, rows), start, x[rows], y[rows], self.steps, generator)
+                reached = self._run(
+                    predict,
+                    for_rows(self.loss, rows),
+                    start,
+                    x[rows],
+                    y[rows],
+                    self.steps,
+                    generator,
+                )
                 best = best.put(rows, best.pick(rows).or_better(reached))
         return (self._by_the_ways(predict, best, x, y, generator) if self.targets else best).x
 
     def _open(self, best: Best) -> Tensor:
         """The rows that a further run sees."""
-        return (~best.broken if self.stop_at_success else torch.ones_like(best.broken)).nonzero().squeeze(1)
+        return (
+            (~best.broken if self.stop_at_success else torch.ones_like(best.broken))
+            .nonzero()
+            .squeeze(1)
+        )
 
     def _ways(self, prediction: Distribution, y: Tensor) -> tuple[Loss, ...]:
-        """Each another way of leaving y: to one of the likeliest wrong classes; one of the outputs up, or down."""
+        """Each another way of leaving y: to one of the likeliest wrong classes; one of the outputs
+        up, or down."""
         if isinstance(prediction, Categorical):
-            wrong = prediction.logits.scatter(1, y.unsqueeze(1), float("-inf")).argsort(dim=1, descending=True)
-            return tuple(MarginTo(wrong[:, k]) for k in range(min(self.targets, wrong.shape[1] - 1)))
+            wrong = prediction.logits.scatter(1, y.unsqueeze(1), float("-inf")).argsort(
+                dim=1, descending=True
+            )
+            return tuple(
+                MarginTo(wrong[:, k]) for k in range(min(self.targets, wrong.shape[1] - 1))
+            )
         outputs = prediction.mean[0].numel()
         return tuple(MeanOf(k, sign) for k in range(min(self.targets, outputs)) for sign in (1, -1))
 
-    def _by_the_ways(self, predict: Predictor, best: Best, x: Tensor, y: Tensor, generator: torch.Generator | None) -> Best:
-        """A short run by each way, then whole ones from the two that came nearest by this attack's own loss."""
+    def _by_the_ways(
+        self,
+        predict: Predictor,
+        best: Best,
+        x: Tensor,
+        y: Tensor,
+        generator: torch.Generator | None,
+    ) -> Best:
+        """A short run by each way, then whole ones from the two that came nearest by this attack's
+        own loss."""
         with torch.no_grad():
             prediction = predict(x)
         ways = self._ways(prediction, y)
@@ -98,7 +138,9 @@ class APGD:
             rows = self._open(best)
             if not len(rows):
                 return best, best
-            reached = self._run(predict, for_rows(loss, rows), start[rows], x[rows], y[rows], steps, generator)
+            reached = self._run(
+                predict, for_rows(loss, rows), start[rows], x[rows], y[rows], steps, generator
+            )
             here = Best(reached.x, *score(predict, for_rows(self.loss, rows), reached.x, y[rows]))
             return best.put(rows, best.pick(rows).or_better(here)), best.put(rows, here)
 
@@ -128,13 +170,19 @@ class APGD:
         steps: int,
         generator: torch.Generator | None,
     ) -> Best:
-        """One ascent from `start`; rows are dropped from every tensor of the state when their example is broken."""
+        """One ascent from `start`; rows are dropped from every tensor of the state when their
+        example is broken."""
         loss, kept = whole_loss, torch.arange(len(x), device=x.device)
         value, broken, gradient = loss_and_gradient(predict, loss, start, y)
         found = Best(start, value, broken)  # what is returned: broken first
-        peak_x, peak, peak_gradient = start, value, gradient  # where to go back to: the largest loss alone
+        # where to go back to: the largest loss alone
+        peak_x, peak, peak_gradient = (start, value, gradient)
         flat = is_flat(gradient)
-        point = where_rows(flat, self.ball.random(x, generator=generator), start) if bool(flat.any()) else start
+        point = (
+            where_rows(flat, self.ball.random(x, generator=generator), start)
+            if bool(flat.any())
+            else start
+        )
         before, step = point, torch.full_like(value, 2 * self.ball.eps)
         rises, last_value = torch.zeros_like(value), value
         peak_at_check, halved_at_check = peak, torch.ones_like(broken)
@@ -144,27 +192,66 @@ class APGD:
                 stay = (~found.broken[kept]).nonzero().squeeze(1)
                 if not len(stay):
                     break
-                (kept, x, y, point, before, gradient, step, rises, last_value, peak_x, peak, peak_gradient) = (
-                    t[stay] for t in (kept, x, y, point, before, gradient, step, rises, last_value, peak_x, peak, peak_gradient)
+                (
+                    kept,
+                    x,
+                    y,
+                    point,
+                    before,
+                    gradient,
+                    step,
+                    rises,
+                    last_value,
+                    peak_x,
+                    peak,
+                    peak_gradient,
+                ) = (
+                    t[stay]
+                    for t in (
+                        kept,
+                        x,
+                        y,
+                        point,
+                        before,
+                        gradient,
+                        step,
+                        rises,
+                        last_value,
+                        peak_x,
+                        peak,
+                        peak_gradient,
+                    )
                 )
                 peak_at_check, halved_at_check = peak_at_check[stay], halved_at_check[stay]
                 loss = for_rows(whole_loss, kept)
             proposal = move(self.ball, point, gradient, step, x)
             if iteration and self.momentum:
-                mixed = point + (1 - self.momentum) * (proposal - point) + self.momentum * (point - before)
+                mixed = (
+                    point
+                    + (1 - self.momentum) * (proposal - point)
+                    + self.momentum * (point - before)
+                )
                 proposal = self.ball.project(mixed, x)
             point, before = proposal, point
             value, broken, gradient = loss_and_gradient(predict, loss, point, y)
             found = found.put(kept, found.pick(kept).or_better(Best(point, value, broken)))
             rises, last_value = rises + (value > last_value), value
             higher = value > peak
-            peak_x, peak_gradient = where_rows(higher, point, peak_x), where_rows(higher, gradient, peak_gradient)
+            peak_x, peak_gradient = (
+                where_rows(higher, point, peak_x),
+                where_rows(higher, gradient, peak_gradient),
+            )
             peak = torch.where(higher, value, peak)
             since += 1
             if since == check:
-                stuck = (rises <= self.progress * since) | (~halved_at_check & (peak <= peak_at_check))
+                stuck = (rises <= self.progress * since) | (
+                    ~halved_at_check & (peak <= peak_at_check)
+                )
                 step = torch.where(stuck, step / 2, step)
-                point, gradient = where_rows(stuck, peak_x, point), where_rows(stuck, peak_gradient, gradient)
+                point, gradient = (
+                    where_rows(stuck, peak_x, point),
+                    where_rows(stuck, peak_gradient, gradient),
+                )
                 peak_at_check, halved_at_check = peak, stuck
                 rises, since = torch.zeros_like(rises), 0
                 check = max(check - max(1, int(0.03 * steps)), max(1, int(0.06 * steps)))

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from advbayes import checks
-from advbayes.attacks.gradients import Best, config, entry, is_flat, loss_and_gradient, move, score, where_rows
+from advbayes.attacks.gradients import (
+    Best,
+    config,
+    entry,
+    is_flat,
+    loss_and_gradient,
+    move,
+    score,
+    where_rows,
+)
 from advbayes.attacks.losses import entropy, for_rows, nll
 from advbayes.balls import Ball
 from advbayes.types import Loss, Predictor
@@ -19,15 +28,20 @@ _ROWS = 1024  # restarts share a batch up to this many rows
 
 @dataclass(frozen=True, repr=False)
 class PGD:
-    """Projected gradient ascent on each stage's loss in turn, over the ball; the best iterate is returned.
+    """Projected gradient ascent on each stage's loss in turn, over the ball; the best iterate is
+    returned.
 
-    The first step goes from x to the edge of the ball (the one-step point), so that more steps are never weaker than one;
-    where the gradient at x vanishes the start is drawn at random instead. Further restarts start at random. An iterate is
-    better if it is broken where the best so far is not, or else has the larger loss. A later stage starts at the best of the
-    one before and keeps its successes. One step in all is the paper's one-step attack, returned as it is. With
-    `stop_at_success` broken examples leave the batch: the same accuracy for less work, but not the largest loss.
+    The first step goes from x to the edge of the ball (the one-step point), so that more steps are
+    never weaker than one; where the gradient at x vanishes the start is drawn at random instead.
+    Further restarts start at random. An iterate is better if it is broken where the best so far is
+    not, or else has the larger loss. A later stage starts at the best of the one before and keeps
+    its successes. One step in all is the paper's one-step attack, returned as it is. With
+    `stop_at_success` broken examples leave the batch: the same accuracy for less work, but not the
+    largest loss.
 
-    >>> predict = lambda x: torch.distributions.Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
+    >>> predict = lambda x: torch.distributions.Categorical(
+    ...     logits=torch.stack([x[:, 0], -x[:, 0]], 1)
+    ... )
     >>> from advbayes import L2
     >>> PGD(L2(0.5), stages=((nll, 10),))(predict, torch.tensor([[1.0]]), torch.tensor([0]))
     tensor([[0.5000]])
@@ -35,7 +49,9 @@ class PGD:
 
     ball: Ball
     stages: tuple[tuple[Loss, int], ...] = ((nll, 50),)
-    step_size: float | None = None  # in units of the norm; absent: `step_length`, anew in each stage
+    step_size: float | None = (
+        None  # in units of the norm; absent: `step_length`, anew in each stage
+    )
     restarts: int = 1
     stop_at_success: bool = False
 
@@ -46,12 +62,16 @@ class PGD:
         try:
             object.__setattr__(self, "stages", tuple((loss, steps) for loss, steps in self.stages))
         except (TypeError, ValueError):
-            raise TypeError(f"stages must hold (loss, steps) pairs, got {checks.describe(self.stages)}") from None
+            raise TypeError(
+                f"stages must hold (loss, steps) pairs, got {checks.describe(self.stages)}"
+            ) from None
         if not self.stages:
             raise ValueError("stages must hold at least one (loss, steps) pair, got none")
         for loss, steps in self.stages:
             if not callable(loss):
-                raise TypeError(f"stages must hold (loss, steps) pairs, got {checks.describe(loss)} for a loss")
+                raise TypeError(
+                    f"stages must hold (loss, steps) pairs, got {checks.describe(loss)} for a loss"
+                )
             checks.count("steps", steps)
         if self.step_size is not None:
             checks.number("step_size", self.step_size, low=0, open_low=True)
@@ -88,7 +108,15 @@ class PGD:
                 if not len(rows):
                     break
             whole = len(rows) == len(x)
-            found = self._restarts(predict, x if whole else x[rows], y if whole else y[rows], rows, first, num, generator)
+            found = self._restarts(
+                predict,
+                x if whole else x[rows],
+                y if whole else y[rows],
+                rows,
+                first,
+                num,
+                generator,
+            )
             if best is None:
                 best = found
             elif whole:
@@ -99,13 +127,25 @@ class PGD:
         return best.x
 
     def _restarts(
-        self, predict: Predictor, x: Tensor, y: Tensor, rows: Tensor, first: int, num: int, generator: torch.Generator | None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor,
+        rows: Tensor,
+        first: int,
+        num: int,
+        generator: torch.Generator | None,
     ) -> Best:
-        """The best of `num` restarts run as one batch; restart 0 begins at x, the others at random."""
+        """The best of `num` restarts run as one batch; restart 0 begins at x, the others at
+        random."""
         size = len(x)
         tiled, targets = _tile(x, num), _tile(y, num)
         if first == 0:
-            starts = torch.cat([x, self.ball.random(_tile(x, num - 1), generator=generator)]) if num > 1 else x
+            starts = (
+                torch.cat([x, self.ball.random(_tile(x, num - 1), generator=generator)])
+                if num > 1
+                else x
+            )
         else:
             starts = self.ball.random(tiled, generator=generator)
         from_x = size if first == 0 else 0
@@ -125,13 +165,18 @@ class PGD:
         from_x: int,
         generator: torch.Generator | None,
     ) -> Best:
-        """All stages; the first `from_x` rows begin at x itself and take the one-step move first."""
-        best = Best(start, start.new_zeros(len(x)), torch.zeros(len(x), dtype=torch.bool, device=x.device))
+        """All stages; the first `from_x` rows begin at x itself and take the one-step move
+        first."""
+        best = Best(
+            start, start.new_zeros(len(x)), torch.zeros(len(x), dtype=torch.bool, device=x.device)
+        )
         active = torch.arange(len(x), device=x.device)
         for stage, (whole_loss, steps) in enumerate(self.stages):
             loss = for_rows(whole_loss, owner[active])
             whole = len(active) == len(x)
-            point, centre, target = (best.x, x, y) if whole else (best.x[active], x[active], y[active])
+            point, centre, target = (
+                (best.x, x, y) if whole else (best.x[active], x[active], y[active])
+            )
             for step in range(steps + 1):
                 last = step == steps
                 if last:
@@ -142,40 +187,62 @@ class PGD:
                 if len(active) == len(x):
                     best = here if step == 0 else best.or_better(here)
                 else:
-                    best = best.put(active, here if step == 0 else best.pick(active).or_better(here))
+                    best = best.put(
+                        active, here if step == 0 else best.pick(active).or_better(here)
+                    )
                 if last:
                     break
-                size = step_length(self.ball.eps, step, steps) if self.step_size is None else self.step_size
+                size = (
+                    step_length(self.ball.eps, step, steps)
+                    if self.step_size is None
+                    else self.step_size
+                )
                 if stage == 0 and step == 0 and from_x:
                     point = self._first(gradient, point, size, centre, from_x, generator)
                 else:
                     point = move(self.ball, point, gradient, size, centre)
                 if self.stop_at_success and bool(broken.any()):
                     stay = _still_whole(best.broken, owner)[active].nonzero().squeeze(1)
-                    active, point, centre, target = active[stay], point[stay], centre[stay], target[stay]
+                    active, point, centre, target = (
+                        active[stay],
+                        point[stay],
+                        centre[stay],
+                        target[stay],
+                    )
                     if not len(active):
                         return best
                     loss = for_rows(whole_loss, owner[active])
         return best
 
     def _first(
-        self, gradient: Tensor, point: Tensor, size: float, x: Tensor, from_x: int, generator: torch.Generator | None
+        self,
+        gradient: Tensor,
+        point: Tensor,
+        size: float,
+        x: Tensor,
+        from_x: int,
+        generator: torch.Generator | None,
     ) -> Tensor:
-        """From x to the edge, or to a random point where there is no gradient; the other rows take a plain step."""
+        """From x to the edge, or to a random point where there is no gradient; the other rows take
+        a plain step."""
         edge = move(self.ball, point[:from_x], gradient[:from_x], self.ball.eps, x[:from_x])
         flat = is_flat(gradient[:from_x])
         if bool(flat.any()):
             edge = where_rows(flat, self.ball.random(x[:from_x], generator=generator), edge)
         if from_x == len(point):
             return edge
-        return torch.cat([edge, move(self.ball, point[from_x:], gradient[from_x:], size, x[from_x:])])
+        return torch.cat(
+            [edge, move(self.ball, point[from_x:], gradient[from_x:], size, x[from_x:])]
+        )
 
 
 def step_length(eps: float, step: int, steps: int) -> float:
-    """eps ((1 + cos(pi step / steps)) / 2)^(3/2), no less than eps / 100: from the whole budget down.
+    """eps ((1 + cos(pi step / steps)) / 2)^(3/2), no less than eps / 100: from the whole budget
+    down.
 
-    Steps of 2.5 eps / steps, the usual rule, creep along the sphere: on a quadratic loss 50 of them may end at half of the
-    maximum where these reach it. The power leaves more of the steps to the end, where a corner of ball and box is approached.
+    Steps of 2.5 eps / steps, the usual rule, creep along the sphere: on a quadratic loss 50 of them
+    may end at half of the maximum where these reach it. The power leaves more of the steps to the
+    end, where a corner of ball and box is approached.
 
     >>> [round(step_length(1.0, step, 4), 2) for step in range(4)]
     [1.0, 0.79, 0.35, 0.06]

@@ -1,4 +1,5 @@
-"""Attacks that ask for predictions only, never for gradients: random points of the sphere, and Square."""
+"""Attacks that ask for predictions only, never for gradients: random points of the sphere, and
+Square."""
 
 from __future__ import annotations
 
@@ -20,9 +21,16 @@ from advbayes.types import Loss, Predictor
 class RandomSearch:
     """The best of `num` random points of the sphere: what any attack with a gradient must beat.
 
-    >>> predict = lambda x: torch.distributions.Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
+    >>> predict = lambda x: torch.distributions.Categorical(
+    ...     logits=torch.stack([x[:, 0], -x[:, 0]], 1)
+    ... )
     >>> from advbayes import L2
-    >>> RandomSearch(L2(1.5), 50)(predict, torch.tensor([[1.0]]), torch.tensor([0]), generator=torch.Generator().manual_seed(0))
+    >>> RandomSearch(L2(1.5), 50)(
+    ...     predict,
+    ...     torch.tensor([[1.0]]),
+    ...     torch.tensor([0]),
+    ...     generator=torch.Generator().manual_seed(0),
+    ... )
     tensor([[-0.5000]])
     """
 
@@ -38,7 +46,12 @@ class RandomSearch:
         checks.count("num", self.num)
 
     def __call__(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         if self.ball.eps == 0 or not len(x):
             return x.clone()
@@ -58,15 +71,21 @@ class RandomSearch:
 
 @dataclass(frozen=True, repr=False)
 class Square:
-    """Random square-shaped changes, kept where they help (after Andriushchenko et al.): queries, no gradients.
+    """Random square-shaped changes, kept where they help (after Andriushchenko et al.): queries, no
+    gradients.
 
-    Images (C, H, W) are changed in square windows, other inputs in random sets of features. The share of the input that
-    one proposal touches starts at `share` and halves along the queries. Linf: a window moves to a corner of the ball. L2: a
-    window takes over another one's budget, in a shape that falls off from its middle.
+    Images (C, H, W) are changed in square windows, other inputs in random sets of features. The
+    share of the input that one proposal touches starts at `share` and halves along the queries.
+    Linf: a window moves to a corner of the ball. L2: a window takes over another one's budget, in a
+    shape that falls off from its middle.
 
-    >>> predict = lambda x: torch.distributions.Categorical(logits=torch.stack([x.sum(1), -x.sum(1)], 1))
+    >>> predict = lambda x: torch.distributions.Categorical(
+    ...     logits=torch.stack([x.sum(1), -x.sum(1)], 1)
+    ... )
     >>> from advbayes import Linf
-    >>> x_adv = Square(Linf(1.5), 50)(predict, torch.ones(1, 4), torch.tensor([0]), generator=torch.Generator().manual_seed(0))
+    >>> x_adv = Square(Linf(1.5), 50)(
+    ...     predict, torch.ones(1, 4), torch.tensor([0]), generator=torch.Generator().manual_seed(0)
+    ... )
     >>> bool(x_adv.sum() < 0)
     True
     """
@@ -85,7 +104,12 @@ class Square:
         checks.number("share", self.share, low=0, high=1, open_low=True)
 
     def __call__(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         if self.ball.eps == 0 or not len(x):
             return x.clone()
@@ -114,21 +138,32 @@ class Square:
         return math.ldexp(self.share, -sum(query > mark * self.queries for mark in marks))
 
     def _stripes(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The first proposal: vertical stripes of random sign for images, random signs otherwise; on the edge of the ball."""
+        """The first proposal: vertical stripes of random sign for images, random signs otherwise;
+        on the edge of the ball."""
         shape = (len(x), x.shape[1], 1, x.shape[3]) if x.ndim == 4 else x.shape
         signs = _signs(shape, x, generator).expand(x.shape)
         return self.ball.project(x + self.ball.ascend(signs, self.ball.eps), x)
 
-    def _corners(self, point: Tensor, x: Tensor, share: float, generator: torch.Generator | None) -> Tensor:
-        """Linf: one window of each example moves to +-eps, one sign for each channel (each feature where there are none)."""
+    def _corners(
+        self, point: Tensor, x: Tensor, share: float, generator: torch.Generator | None
+    ) -> Tensor:
+        """Linf: one window of each example moves to +-eps, one sign for each channel (each feature
+        where there are none)."""
         inside, _ = _windows(x, share, generator)
         shape = (len(x), x.shape[1], 1, 1) if x.ndim == 4 else x.shape
         corner = x + self.ball.ascend(_signs(shape, x, generator).expand(x.shape), self.ball.eps)
         return self.ball.project(torch.where(inside, corner, point), x)
 
-    def _shift_mass(self, point: Tensor, x: Tensor, share: float, generator: torch.Generator | None) -> Tensor:
-        """L2: window 1 takes the budget that it, window 2 and the slack hold, in its old direction bent by a bump."""
-        unit = torch.ones_like(x[:1]) if self.ball.scale is None else torch.as_tensor(self.ball.scale).to(x).expand_as(x[:1])
+    def _shift_mass(
+        self, point: Tensor, x: Tensor, share: float, generator: torch.Generator | None
+    ) -> Tensor:
+        """L2: window 1 takes the budget that it, window 2 and the slack hold, in its old direction
+        bent by a bump."""
+        unit = (
+            torch.ones_like(x[:1])
+            if self.ball.scale is None
+            else torch.as_tensor(self.ball.scale).to(x).expand_as(x[:1])
+        )
         d = (point - x) / unit
         first, bump = _windows(x, share, generator)
         second, _ = _windows(x, share, generator)
@@ -145,7 +180,8 @@ class Square:
 
 
 def _windows(x: Tensor, share: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """For each example a random window holding about `share` of the input: where it is, and a bump inside of it."""
+    """For each example a random window holding about `share` of the input: where it is, and a bump
+    inside of it."""
     if x.ndim != 4:
         count = max(1, round(share * x[0].numel()))
         order = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device).flatten(1)
@@ -158,11 +194,14 @@ def _windows(x: Tensor, share: float, generator: torch.Generator | None) -> tupl
     row = torch.arange(height, device=x.device).view(1, 1, -1, 1) - top
     column = torch.arange(width, device=x.device).view(1, 1, 1, -1) - left
     inside = (row >= 0) & (row < side) & (column >= 0) & (column < side)
-    # Two opposite halves, each with its peak in its middle: neighbouring pixels agree, the whole window's mean is near zero.
+    # Two opposite halves, each with its peak in its middle: neighbouring pixels agree, the whole
+    # window's mean is near zero.
     along, across = (row, column) if _coin(generator, x.device) else (column, row)
     half = max(1, side // 2)
     sign = torch.where(along < half, 1.0, -1.0)
-    peak = torch.maximum((along % half - (half - 1) / 2).abs() / half, (across - (side - 1) / 2).abs() / side)
+    peak = torch.maximum(
+        (along % half - (half - 1) / 2).abs() / half, (across - (side - 1) / 2).abs() / side
+    )
     bump = torch.where(inside, sign / (0.2 + peak).square(), torch.zeros((), device=x.device))
     return inside.expand_as(x), bump.to(x.dtype).expand_as(x)
 
@@ -171,7 +210,9 @@ def _coin(generator: torch.Generator | None, device: torch.device) -> bool:
     return bool(torch.rand((), generator=generator, device=device) < 0.5)
 
 
-def _signs(shape: torch.Size | tuple[int, ...], x: Tensor, generator: torch.Generator | None) -> Tensor:
+def _signs(
+    shape: torch.Size | tuple[int, ...], x: Tensor, generator: torch.Generator | None
+) -> Tensor:
     return torch.randint(2, shape, generator=generator, device=x.device).to(x.dtype) * 2 - 1
 
 

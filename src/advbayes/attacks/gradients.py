@@ -21,7 +21,8 @@ from advbayes.types import Loss, Predictor
 
 @runtime_checkable
 class HasInputGradient(Protocol):
-    """A Predictor that knows a better way to its own gradient than autograd through `__call__` (less memory, compiled)."""
+    """A Predictor that knows a better way to its own gradient than autograd through `__call__`
+    (less memory, compiled)."""
 
     def loss_and_gradient(
         self, loss: Loss, x: Tensor, y: Tensor
@@ -33,15 +34,18 @@ class NoGradientWarning(UserWarning):
 
 
 _BLIND = (
-    "predict gives no gradient, so attacks that need one move at random: what they leave standing says nothing. "
-    "Use attacks that ask for predictions (Square, HardLabel, RandomSearch) or Transfer from a model with gradients"
+    "predict gives no gradient, so attacks that need one move at random: what they leave standing "
+    "says nothing. "
+    "Use attacks that ask for predictions (Square, HardLabel, RandomSearch) or Transfer from a "
+    "model with gradients"
 )
 _through: ContextVar[bool] = ContextVar("through", default=False)  # of this thread alone
 
 
 @contextmanager
 def through_attacks() -> Iterator[None]:
-    """Within, attacks keep the graph from theta to x': the paper's pathwise gradient (ChannelELBO(through=True))."""
+    """Within, attacks keep the graph from theta to x': the paper's pathwise gradient
+    (ChannelELBO(through=True))."""
     token = _through.set(True)
     try:
         yield
@@ -49,7 +53,9 @@ def through_attacks() -> Iterator[None]:
         _through.reset(token)
 
 
-def loss_and_gradient(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def loss_and_gradient(
+    predict: Predictor, loss: Loss, x: Tensor, y: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, whether the example is broken, and the loss' input gradient, example by example.
 
     >>> from advbayes.attacks import squared_error
@@ -67,17 +73,22 @@ def loss_and_gradient(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> t
         prediction = predict(x)
         value = value_of(loss, prediction, y)
         if value.requires_grad:
-            (gradient,) = torch.autograd.grad(value.sum(), x, create_graph=through, allow_unused=True)
+            (gradient,) = torch.autograd.grad(
+                value.sum(), x, create_graph=through, allow_unused=True
+            )
         else:
             gradient = None
-            if not _has_gradient(prediction):  # else it is the loss that is flat, as the entropy of a fixed scale
+            if not _has_gradient(
+                prediction
+            ):  # else it is the loss that is flat, as the entropy of a fixed scale
                 _warn_blind()
     with torch.no_grad():
         broken = success(loss, prediction, y)
     return value.detach(), broken, torch.zeros_like(x) if gradient is None else gradient
 
 
-_told: ContextVar[list[bool] | None] = ContextVar("told", default=None)  # whether the warning was given, where once is enough
+# whether the warning was given, where once is enough
+_told: ContextVar[list[bool] | None] = ContextVar("told", default=None)
 
 
 @contextmanager
@@ -99,7 +110,11 @@ def _warn_blind() -> None:
 
 
 def _has_gradient(prediction: Distribution) -> bool:
-    held = (prediction.logits,) if isinstance(prediction, Categorical) else (prediction.mean, prediction.variance)
+    held = (
+        (prediction.logits,)
+        if isinstance(prediction, Categorical)
+        else (prediction.mean, prediction.variance)
+    )
     return any(part.requires_grad for part in held)
 
 
@@ -113,10 +128,15 @@ def score(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor,
 def value_of(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
     """The loss of each example; labels that no class has are named."""
     if not isinstance(prediction, Distribution):
-        raise TypeError(f"predict must return a torch Distribution over y, got {checks.describe(prediction)}")
+        raise TypeError(
+            f"predict must return a torch Distribution over y, got {checks.describe(prediction)}"
+        )
     if prediction.batch_shape[:1] != (len(y),):
         shape = tuple(prediction.batch_shape)
-        raise ValueError(f"predict must return a Distribution of batch shape ({len(y)},) for {len(y)} inputs, got {shape}")
+        raise ValueError(
+            f"predict must return a Distribution of batch shape ({len(y)},) for {len(y)} inputs, "
+            f"got {shape}"
+        )
     if isinstance(prediction, Categorical) and (y.is_floating_point() or y.dtype == torch.bool):
         raise TypeError(f"y must hold integer class labels, got {checks.describe(y)}")
     try:
@@ -124,46 +144,66 @@ def value_of(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
     except (RuntimeError, IndexError, ValueError):
         num = prediction.logits.shape[-1] if isinstance(prediction, Categorical) else 0
         if num and bool(((y < 0) | (y >= num)).any()):
-            raise ValueError(f"y must hold labels from 0 to {num - 1}, got {y.min():g} to {y.max():g}") from None
+            raise ValueError(
+                f"y must hold labels from 0 to {num - 1}, got {y.min():g} to {y.max():g}"
+            ) from None
         raise
 
 
 def per_example(value: Tensor, num: int) -> Tensor:
-    """The loss, refused unless it has one value for each example: broadcast labels and batch means attack something else."""
+    """The loss, refused unless it has one value for each example: broadcast labels and batch means
+    attack something else."""
     if value.shape != (num,):
         raise ValueError(
-            f"loss must give one value for each of the {num} examples, got shape {tuple(value.shape)}; is y of shape (B,)?"
+            f"loss must give one value for each of the {num} examples, got shape "
+            f"{tuple(value.shape)}; is y of shape (B,)?"
         )
     return value
 
 
 def targets(predict: Predictor, x: Tensor, y: Tensor | None) -> Tensor:
-    """What the examples are to be broken away from: y, or the predictor's own mode where it is absent.
+    """What the examples are to be broken away from: y, or the predictor's own mode where it is
+    absent.
 
     >>> targets(lambda x: torch.distributions.Normal(x[:, 0], 1.0), torch.tensor([[3.0]]), None)
     tensor([3.])
     """
     if not callable(predict):
-        raise TypeError(f"predict must be a Predictor, x -> Distribution, got {checks.describe(predict)}")
+        raise TypeError(
+            f"predict must be a Predictor, x -> Distribution, got {checks.describe(predict)}"
+        )
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(f"x must be a floating-point tensor of shape (B, *event), got {checks.describe(x)}")
+        raise TypeError(
+            f"x must be a floating-point tensor of shape (B, *event), got {checks.describe(x)}"
+        )
     checks.finite("x", x)
     if y is None:
         with torch.no_grad():
             return mode(predict(x))
     if not isinstance(y, Tensor):
-        raise TypeError(f"y must be a tensor with one target for each example of x, got {checks.describe(y)}")
+        raise TypeError(
+            f"y must be a tensor with one target for each example of x, got {checks.describe(y)}"
+        )
     if y.ndim == 0 or len(y) != len(x):
-        raise ValueError(f"y must hold one target for each of the {len(x)} examples of x, got {checks.describe(y)}")
+        raise ValueError(
+            f"y must hold one target for each of the {len(x)} examples of x, got "
+            f"{checks.describe(y)}"
+        )
     return y.to(x.dtype) if y.is_floating_point() else y
 
 
-def entry(predict: Predictor, ball: Ball, x: Tensor, y: Tensor | None, *losses: Loss) -> tuple[Tensor, Tensor]:
-    """What an attack starts from: x without its history (unless attacks keep the graph) and its targets, all checked."""
+def entry(
+    predict: Predictor, ball: Ball, x: Tensor, y: Tensor | None, *losses: Loss
+) -> tuple[Tensor, Tensor]:
+    """What an attack starts from: x without its history (unless attacks keep the graph) and its
+    targets, all checked."""
     y = targets(predict, x, y)
     for num in map(num_rows, losses):
         if num not in (None, len(x)):
-            raise ValueError(f"loss must hold one entry for each of the {len(x)} examples of x, got one for {num}")
+            raise ValueError(
+                f"loss must hold one entry for each of the {len(x)} examples of x, got one for "
+                f"{num}"
+            )
     ball.check(x)
     return x if _through.get() else x.detach(), y
 
@@ -172,15 +212,18 @@ def refuse_inference_mode() -> None:
     """Under inference mode gradients are silently absent, and attacks silently harmless."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError(
-            "an attack needs gradients, which torch.inference_mode() forbids: call it under torch.no_grad() instead"
+            "an attack needs gradients, which torch.inference_mode() forbids: call it under "
+            "torch.no_grad() instead"
         )
 
 
 def move(ball: Ball, point: Tensor, gradient: Tensor, step: float | Tensor, x: Tensor) -> Tensor:
-    """One projected ascent step; a gradient that is not finite (p(y) = 0) moves nothing or by its sign, never to NaN."""
+    """One projected ascent step; a gradient that is not finite (p(y) = 0) moves nothing or by its
+    sign, never to NaN."""
     usable = ball.unblocked(torch.nan_to_num(gradient, nan=0.0, posinf=1e18, neginf=-1e18), point)
     if point is x and ball.box is None and isinstance(step, float) and step <= ball.eps:
-        return ball.shifted(x, ball.ascend(usable, step))  # a step from the centre stays in the ball
+        # a step from the centre stays in the ball
+        return ball.shifted(x, ball.ascend(usable, step))
     return ball.project(point + ball.ascend(usable, step), x)
 
 
@@ -203,8 +246,11 @@ class Best:
     broken: Tensor  # (B,)
 
     def or_better(self, other: Best) -> Best:
-        """Broken beats not broken, then the larger loss wins, then the later point (a flat loss must not keep the clean one)."""
-        better = (other.broken & ~self.broken) | ((other.broken == self.broken) & (other.value >= self.value))
+        """Broken beats not broken, then the larger loss wins, then the later point (a flat loss
+        must not keep the clean one)."""
+        better = (other.broken & ~self.broken) | (
+            (other.broken == self.broken) & (other.value >= self.value)
+        )
         return Best(
             where_rows(better, other.x, self.x),
             torch.where(better, other.value, self.value),
@@ -225,8 +271,11 @@ class Best:
 
 
 def config(attack: Any) -> str:
-    """The repr of an attack: its settings, functions by their name, so that equal settings read equal."""
-    shown = ", ".join(f"{field.name}={_named(getattr(attack, field.name))}" for field in fields(attack))
+    """The repr of an attack: its settings, functions by their name, so that equal settings read
+    equal."""
+    shown = ", ".join(
+        f"{field.name}={_named(getattr(attack, field.name))}" for field in fields(attack)
+    )
     return f"{type(attack).__name__}({shown})"
 
 

@@ -20,16 +20,25 @@ _ROWS = 4096  # inputs asked about in one call
 
 @dataclass(frozen=True, repr=False)
 class HardLabel:
-    """From some broken input along the decision boundary towards x, asking nothing but "broken or not?".
+    """From some broken input along the decision boundary towards x, asking nothing but "broken or
+    not?".
 
-    The start is the nearest other example of the batch that is broken for this one, or else noise of growing size. At the
-    boundary the normal is estimated from the answers at `probes` random points, then one step outwards and a bisection
-    towards x. Examples whose boundary point is within the ball are done. `loss` only says what broken means.
+    The start is the nearest other example of the batch that is broken for this one, or else noise
+    of growing size. At the boundary the normal is estimated from the answers at `probes` random
+    points, then one step outwards and a bisection towards x. Examples whose boundary point is
+    within the ball are done. `loss` only says what broken means.
 
-    >>> predict = lambda x: torch.distributions.Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
+    >>> predict = lambda x: torch.distributions.Categorical(
+    ...     logits=torch.stack([x[:, 0], -x[:, 0]], 1)
+    ... )
     >>> from advbayes import L2
     >>> attack = HardLabel(L2(1.2), rounds=10)
-    >>> x_adv = attack(predict, torch.tensor([[1.0, 0.0]]), torch.tensor([0]), generator=torch.Generator().manual_seed(0))
+    >>> x_adv = attack(
+    ...     predict,
+    ...     torch.tensor([[1.0, 0.0]]),
+    ...     torch.tensor([0]),
+    ...     generator=torch.Generator().manual_seed(0),
+    ... )
     >>> bool(x_adv[0, 0] < 0)
     True
     """
@@ -62,28 +71,44 @@ class HardLabel:
         outside, found = self._starts(predict, x, y, broken, generator)
         rows = found.nonzero().squeeze(1)
         if len(rows):
-            reached = self._walk(predict, for_rows(self.loss, rows), outside[rows], x[rows], y[rows], generator)
+            reached = self._walk(
+                predict, for_rows(self.loss, rows), outside[rows], x[rows], y[rows], generator
+            )
             outside = outside.index_copy(0, rows, reached)
         return where_rows(broken, x, self.ball.project(outside, x))
 
     def _asked(self, predict: Predictor, loss: Loss, points: Tensor, y: Tensor) -> Tensor:
-        """Whether each point is broken, (N, B) for points (N, B, *event), a bounded number of rows at a time."""
+        """Whether each point is broken, (N, B) for points (N, B, *event), a bounded number of rows
+        at a time."""
         num, size = points.shape[:2]
         together = max(1, _ROWS // size)
         answers = []
         for start in range(0, num, together):
             part = points[start : start + together]
             index = torch.arange(size, device=y.device).repeat(len(part))
-            answers.append(score(predict, for_rows(loss, index), part.flatten(0, 1), y[index])[1].view(len(part), size))
+            answers.append(
+                score(predict, for_rows(loss, index), part.flatten(0, 1), y[index])[1].view(
+                    len(part), size
+                )
+            )
         return torch.cat(answers)
 
     def _allowed(self, points: Tensor, x: Tensor) -> Tensor:
         """In the box and untouched where masked; the radius does not count on the way."""
         points = self.ball.clip(points)
-        return points if self.ball.mask is None else torch.where(self.ball.mask.to(x.device), points, x)
+        return (
+            points
+            if self.ball.mask is None
+            else torch.where(self.ball.mask.to(x.device), points, x)
+        )
 
     def _starts(
-        self, predict: Predictor, x: Tensor, y: Tensor, broken: Tensor, generator: torch.Generator | None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor,
+        broken: Tensor,
+        generator: torch.Generator | None,
     ) -> tuple[Tensor, Tensor]:
         """A broken input for each example where one was found, and where that is."""
         start, found = x, torch.zeros_like(broken)
@@ -95,7 +120,11 @@ class HardLabel:
             other = torch.where(_differs(y), distance, torch.full_like(distance, math.inf))
             near, pick = other.min(dim=1)
             candidate = self._allowed(x[pick], x)
-            hit = open_rows & near.isfinite() & self._asked(predict, self.loss, candidate.unsqueeze(0), y)[0]
+            hit = (
+                open_rows
+                & near.isfinite()
+                & self._asked(predict, self.loss, candidate.unsqueeze(0), y)[0]
+            )
             start, found = where_rows(hit, candidate, start), found | hit
             distance = distance.scatter(1, pick.unsqueeze(1), math.inf)
         unit = 1.0 if self.ball.scale is None else torch.as_tensor(self.ball.scale).to(x)
@@ -110,32 +139,63 @@ class HardLabel:
         return start, found
 
     def _walk(
-        self, predict: Predictor, whole_loss: Loss, start: Tensor, x: Tensor, y: Tensor, generator: torch.Generator | None
+        self,
+        predict: Predictor,
+        whole_loss: Loss,
+        start: Tensor,
+        x: Tensor,
+        y: Tensor,
+        generator: torch.Generator | None,
     ) -> Tensor:
         """`rounds` of: find the boundary, estimate its normal, step outwards."""
-        best = Best(start, -self.ball.norm(start - x), torch.ones(len(x), dtype=torch.bool, device=x.device))
+        best = Best(
+            start, -self.ball.norm(start - x), torch.ones(len(x), dtype=torch.bool, device=x.device)
+        )
         active, loss = torch.arange(len(x), device=x.device), whole_loss
         point = start
         for number in range(1, self.rounds + 1):
             point = self._to_boundary(predict, loss, point, x[active], y[active])
             norm = self.ball.norm(point - x[active])
-            best = best.put(active, best.pick(active).or_better(Best(point, -norm, torch.ones_like(active, dtype=torch.bool))))
+            best = best.put(
+                active,
+                best.pick(active).or_better(
+                    Best(point, -norm, torch.ones_like(active, dtype=torch.bool))
+                ),
+            )
             if self.stop_at_success:
                 stay = (best.value[active] < -self.ball.eps).nonzero().squeeze(1)
                 active, point, norm = active[stay], point[stay], norm[stay]
                 loss = for_rows(whole_loss, active)
                 if not len(active):
                     break
-            normal = self._normal(predict, loss, point, x[active], y[active], norm, number, generator)
-            point = self._outwards(predict, loss, point, normal, x[active], y[active], norm / math.sqrt(number))
+            normal = self._normal(
+                predict, loss, point, x[active], y[active], norm, number, generator
+            )
+            point = self._outwards(
+                predict, loss, point, normal, x[active], y[active], norm / math.sqrt(number)
+            )
         if len(active):
             point = self._to_boundary(predict, loss, point, x[active], y[active])
             norm = self.ball.norm(point - x[active])
-            best = best.put(active, best.pick(active).or_better(Best(point, -norm, torch.ones_like(active, dtype=torch.bool))))
+            best = best.put(
+                active,
+                best.pick(active).or_better(
+                    Best(point, -norm, torch.ones_like(active, dtype=torch.bool))
+                ),
+            )
         return best.x
 
-    def _to_boundary(self, predict: Predictor, loss: Loss, outside: Tensor, x: Tensor, y: Tensor, rounds: int = 12) -> Tensor:
-        """The last broken point on the way from a broken one to x: along the segment in L2, in a shrinking cube in Linf."""
+    def _to_boundary(
+        self,
+        predict: Predictor,
+        loss: Loss,
+        outside: Tensor,
+        x: Tensor,
+        y: Tensor,
+        rounds: int = 12,
+    ) -> Tensor:
+        """The last broken point on the way from a broken one to x: along the segment in L2, in a
+        shrinking cube in Linf."""
         low, high = torch.zeros_like(self.ball.norm(x)), torch.ones_like(self.ball.norm(x))
         reach = self.ball.norm(outside - x)
 
@@ -164,22 +224,38 @@ class HardLabel:
         number: int,
         generator: torch.Generator | None,
     ) -> Tensor:
-        """The boundary's normal from answers at random points around, their mean taken out to reduce the variance."""
+        """The boundary's normal from answers at random points around, their mean taken out to
+        reduce the variance."""
         probes = int(self.probes * math.sqrt(number))
         shape = (probes, *point.shape)
         noise = torch.randn(shape, generator=generator, dtype=point.dtype, device=point.device)
-        noise = noise / torch.linalg.vector_norm(noise.flatten(2), dim=2).view(probes, -1, *[1] * (x.ndim - 1))
+        noise = noise / torch.linalg.vector_norm(noise.flatten(2), dim=2).view(
+            probes, -1, *[1] * (x.ndim - 1)
+        )
         unit = 1.0 if self.ball.scale is None else torch.as_tensor(self.ball.scale).to(x)
         # Wide enough to see the boundary's slope, narrow enough to see no bend.
-        width = (norm / math.sqrt(point[0].numel())).clamp_min(1e-4 * self.ball.eps).view(-1, *[1] * (x.ndim - 1))
+        width = (
+            (norm / math.sqrt(point[0].numel()))
+            .clamp_min(1e-4 * self.ball.eps)
+            .view(-1, *[1] * (x.ndim - 1))
+        )
         around = self._allowed(point + width * noise * unit, x)
         answers = self._asked(predict, loss, around, y).to(x.dtype) * 2 - 1
         mean = answers.mean(0)
-        weights = torch.where(mean.abs() < 1, answers - mean, answers).view(probes, -1, *[1] * (x.ndim - 1))
+        weights = torch.where(mean.abs() < 1, answers - mean, answers).view(
+            probes, -1, *[1] * (x.ndim - 1)
+        )
         return (weights * (around - point)).mean(0)
 
     def _outwards(
-        self, predict: Predictor, loss: Loss, point: Tensor, normal: Tensor, x: Tensor, y: Tensor, size: Tensor
+        self,
+        predict: Predictor,
+        loss: Loss,
+        point: Tensor,
+        normal: Tensor,
+        x: Tensor,
+        y: Tensor,
+        size: Tensor,
     ) -> Tensor:
         """A step along the normal, halved until the point is broken; stays where no step is."""
         result, done = point, torch.zeros(len(point), dtype=torch.bool, device=point.device)

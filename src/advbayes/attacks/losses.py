@@ -1,7 +1,9 @@
-"""What the attacker wants large: one value per example, and when an example counts as broken (section 4, SM-5).
+"""What the attacker wants large: one value per example, and when an example counts as broken
+(section 4, SM-5).
 
-A loss is a function `(prediction, y) -> (B,)`. By default an example is broken when its class is wrong; a loss with a method
-`succeeded` says otherwise, and a loss that holds one entry per example has a method `rows` that picks some of them.
+A loss is a function `(prediction, y) -> (B,)`. By default an example is broken when its class is
+wrong; a loss with a method `succeeded` says otherwise, and a loss that holds one entry per example
+has a method `rows` that picks some of them.
 """
 
 from __future__ import annotations
@@ -45,12 +47,15 @@ def succeeded(prediction: Distribution, y: Tensor) -> Tensor:
 
 
 def success(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
-    """Whether an attack on `loss` may call these examples broken: the loss' own notion, or else a wrong class.
+    """Whether an attack on `loss` may call these examples broken: the loss' own notion, or else a
+    wrong class.
 
     >>> success(nll, CategoricalDistribution(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([0]))
     tensor([True])
     """
-    if not isinstance(loss, FunctionType) and isinstance(loss, HasSuccess):  # functions first: they are the fast path
+    if not isinstance(loss, FunctionType) and isinstance(
+        loss, HasSuccess
+    ):  # functions first: they are the fast path
         return loss.succeeded(prediction, y)
     return succeeded(prediction, y)
 
@@ -61,11 +66,16 @@ def for_rows(loss: Loss, index: Tensor | slice) -> Loss:
     >>> for_rows(PerExample((nll, margin), torch.tensor([0, 1])), torch.tensor([1])).index
     tensor([1])
     """
-    return loss.rows(index) if not isinstance(loss, FunctionType) and isinstance(loss, HasRows) else loss
+    return (
+        loss.rows(index)
+        if not isinstance(loss, FunctionType) and isinstance(loss, HasRows)
+        else loss
+    )
 
 
 def num_rows(loss: Loss) -> int | None:
-    """For how many examples a loss holds something; None where it is the same for all, or does not say.
+    """For how many examples a loss holds something; None where it is the same for all, or does not
+    say.
 
     >>> num_rows(Toward(MarginTo(torch.tensor([1, 2])))), num_rows(nll)
     (2, None)
@@ -85,11 +95,13 @@ def mode(prediction: Distribution) -> Tensor:
     return prediction.mean
 
 
-# --- Away from y ------------------------------------------------------------------------------------------------------
+# --- Away from y ----------------------------------------------------------------------------------
+# --------------------
 
 
 def nll(prediction: Distribution, y: Tensor) -> Tensor:
-    """-log p(y): through a predictive this is the loss of the log-mean-exp over theta, never of mean logits.
+    """-log p(y): through a predictive this is the loss of the log-mean-exp over theta, never of
+    mean logits.
 
     (B, 1) targets meet (B,) predictions without broadcasting.
 
@@ -99,7 +111,9 @@ def nll(prediction: Distribution, y: Tensor) -> Tensor:
     if isinstance(prediction, CategoricalDistribution):
         density: Tensor = prediction.log_prob(y)  # type: ignore[no-untyped-call]
         return -density
-    return _per_example(-prediction.log_prob(_shaped(y, prediction.batch_shape + prediction.event_shape)))
+    return _per_example(
+        -prediction.log_prob(_shaped(y, prediction.batch_shape + prediction.event_shape))
+    )
 
 
 def margin(prediction: Distribution, y: Tensor) -> Tensor:
@@ -115,7 +129,8 @@ def margin(prediction: Distribution, y: Tensor) -> Tensor:
 
 
 def dlr(prediction: Distribution, y: Tensor) -> Tensor:
-    """The margin over the spread of the three largest logits (Croce and Hein), blind to their scale; for two classes the margin.
+    """The margin over the spread of the three largest logits (Croce and Hein), blind to their
+    scale; for two classes the margin.
 
     >>> dlr(CategoricalDistribution(logits=torch.tensor([[4.0, 0.0, 2.0]])), torch.tensor([0]))
     tensor([-0.5000])
@@ -125,7 +140,8 @@ def dlr(prediction: Distribution, y: Tensor) -> Tensor:
         return margin(prediction, y)
     top = logits.topk(3, dim=1).values
     spread = top[:, 0] - top[:, 2]
-    return margin(prediction, y) / spread.clamp(torch.finfo(spread.dtype).eps, 1e12)  # infinite where p(third) = 0
+    # infinite where p(third) = 0
+    return margin(prediction, y) / spread.clamp(torch.finfo(spread.dtype).eps, 1e12)
 
 
 def squared_error(prediction: Distribution, y: Tensor) -> Tensor:
@@ -138,7 +154,8 @@ def squared_error(prediction: Distribution, y: Tensor) -> Tensor:
     return _per_example((mean - _shaped(y, mean.shape)).square())
 
 
-# --- The predictive itself --------------------------------------------------------------------------------------------
+# --- The predictive itself
+# --------------------------------------------------------------------------------------------
 
 
 def entropy(prediction: Distribution, y: Tensor) -> Tensor:
@@ -160,7 +177,8 @@ def certainty(prediction: Distribution, y: Tensor) -> Tensor:
 
 
 def raise_mean(prediction: Distribution, y: Tensor) -> Tensor:
-    """E[y], summed over outputs: regression pushed upwards whatever y is. `lower_mean` pushes downwards.
+    """E[y], summed over outputs: regression pushed upwards whatever y is. `lower_mean` pushes
+    downwards.
 
     >>> raise_mean(torch.distributions.Normal(torch.tensor([2.0]), 1.0), torch.zeros(1))
     tensor([2.])
@@ -179,7 +197,8 @@ def lower_mean(prediction: Distribution, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MeanOf:
-    """sign E[y_k] of one output k: `raise_mean` and `lower_mean` are its two signs where there is one output.
+    """sign E[y_k] of one output k: `raise_mean` and `lower_mean` are its two signs where there is
+    one output.
 
     >>> MeanOf(0, -1)(torch.distributions.Normal(torch.tensor([2.0]), 1.0), torch.zeros(1))
     tensor([-2.])
@@ -213,16 +232,20 @@ def deflate_variance(prediction: Distribution, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DivergenceFrom:
-    """-KL(target | prediction): how near the predictive comes to a distribution of the attacker's choosing.
+    """-KL(target | prediction): how near the predictive comes to a distribution of the attacker's
+    choosing.
 
-    Classes: `target` holds probabilities, (C,) or (B, C). Regression: `target` and `scale` are the wanted mean and standard
-    deviation, each a number or of the prediction's shape, (B,) or (B, D); (1, D) is one for all. The prediction counts through
-    its first two moments. Ranked by the loss alone.
+    Classes: `target` holds probabilities, (C,) or (B, C). Regression: `target` and `scale` are the
+    wanted mean and standard deviation, each a number or of the prediction's shape, (B,) or (B, D);
+    (1, D) is one for all. The prediction counts through its first two moments. Ranked by the loss
+    alone.
 
     >>> wish = DivergenceFrom(torch.tensor([0.5, 0.5]))
     >>> wish(CategoricalDistribution(logits=torch.zeros(1, 2)), torch.tensor([0])).abs()
     tensor([0.])
-    >>> DivergenceFrom(2.0, 1.0)(torch.distributions.Normal(torch.tensor([2.0]), 1.0), torch.zeros(1)).abs()
+    >>> DivergenceFrom(2.0, 1.0)(
+    ...     torch.distributions.Normal(torch.tensor([2.0]), 1.0), torch.zeros(1)
+    ... ).abs()
     tensor([0.])
     """
 
@@ -238,8 +261,15 @@ class DivergenceFrom:
         checks.finite("target", self.target)
         if self.scale is None:
             whole = self.target.sum(-1)
-            if self.target.ndim not in (1, 2) or not bool((self.target >= 0).all()) or not bool(((whole - 1).abs() < 1e-4).all()):
-                raise ValueError("target must hold probabilities (non-negative, summing to 1), or be a mean with its scale")
+            if (
+                self.target.ndim not in (1, 2)
+                or not bool((self.target >= 0).all())
+                or not bool(((whole - 1).abs() < 1e-4).all())
+            ):
+                raise ValueError(
+                    "target must hold probabilities (non-negative, summing to 1), or be a mean "
+                    "with its scale"
+                )
         elif not bool((torch.as_tensor(self.scale) > 0).all()):
             raise ValueError(f"scale must be positive, got {checks.describe(self.scale)}")
 
@@ -250,19 +280,27 @@ class DivergenceFrom:
             return (target * logits - torch.xlogy(target, target)).sum(-1)
         moments = _moment(prediction, "DivergenceFrom a target with scale")
         mean, variance = moments.mean, moments.variance
-        target, scale = (self._fitting(name, getattr(self, name), mean, torch.Size([])) for name in ("target", "scale"))
+        target, scale = (
+            self._fitting(name, getattr(self, name), mean, torch.Size([]))
+            for name in ("target", "scale")
+        )
         ratio = scale.square() / variance
         shift = (mean - target).square() / variance
         return _per_example(0.5 * (1 + ratio.log() - ratio - shift))
 
-    def _fitting(self, name: str, value: Tensor | float, like: Tensor, shared: torch.Size) -> Tensor:
-        """The value for each example: one for all (of the shape `shared`, or one row) or a row for each."""
+    def _fitting(
+        self, name: str, value: Tensor | float, like: Tensor, shared: torch.Size
+    ) -> Tensor:
+        """The value for each example: one for all (of the shape `shared`, or one row) or a row for
+        each."""
         value = torch.as_tensor(value).to(like)
         if value.ndim == like.ndim + 1 and value.shape[-1] == 1:
             value = value.squeeze(-1)
         if value.shape not in (shared, (1, *like.shape[1:]), like.shape):
             wanted = f"{tuple(shared) or 'a number'} or {tuple(like.shape)}"
-            raise ValueError(f"{name} must be {wanted} for these examples, got shape {tuple(value.shape)}")
+            raise ValueError(
+                f"{name} must be {wanted} for these examples, got shape {tuple(value.shape)}"
+            )
         return value.expand_as(like)
 
     def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
@@ -274,7 +312,11 @@ class DivergenceFrom:
 
     @property
     def num_rows(self) -> int | None:
-        sizes = {len(value) for value in (self.target, self.scale) if isinstance(value, Tensor) and self._is_batched(value)}
+        sizes = {
+            len(value)
+            for value in (self.target, self.scale)
+            if isinstance(value, Tensor) and self._is_batched(value)
+        }
         return max(sizes, default=None)
 
     def rows(self, index: Tensor | slice) -> DivergenceFrom:
@@ -286,7 +328,8 @@ class DivergenceFrom:
         return DivergenceFrom(target, scale)
 
 
-# --- Combinators: a loss in, a loss out -------------------------------------------------------------------------------
+# --- Combinators: a loss in, a loss out
+# -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,10 +364,13 @@ class PerExample:
 
 @dataclass(frozen=True)
 class Toward:
-    """Targeted: y is what the prediction shall become, the loss is minimised, and an example is broken once its class is y.
+    """Targeted: y is what the prediction shall become, the loss is minimised, and an example is
+    broken once its class is y.
 
     >>> wish = Toward(nll)
-    >>> wish.succeeded(CategoricalDistribution(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([1]))
+    >>> wish.succeeded(
+    ...     CategoricalDistribution(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([1])
+    ... )
     tensor([True])
     """
 
@@ -348,9 +394,12 @@ class Toward:
 
 @dataclass(frozen=True)
 class ByLoss:
-    """The same loss, but no example ever counts as broken: iterates are ranked by the loss alone (attacks on a score).
+    """The same loss, but no example ever counts as broken: iterates are ranked by the loss alone
+    (attacks on a score).
 
-    >>> ByLoss(certainty).succeeded(CategoricalDistribution(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([0]))
+    >>> ByLoss(certainty).succeeded(
+    ...     CategoricalDistribution(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([0])
+    ... )
     tensor([False])
     """
 
@@ -372,7 +421,8 @@ class ByLoss:
 
 @dataclass(frozen=True)
 class Exceeding:
-    """loss - threshold, broken where positive: gives regression a notion of success, hence a robust radius.
+    """loss - threshold, broken where positive: gives regression a notion of success, hence a robust
+    radius.
 
     >>> far = Exceeding(squared_error, 1.0)
     >>> far(torch.distributions.Normal(torch.zeros(1), 1.0), torch.tensor([2.0]))
@@ -401,9 +451,12 @@ class Exceeding:
 
 @dataclass(frozen=True, eq=False)
 class MarginTo:
-    """log p(c) - log p(y) for one chosen class c of each example: away from y, by way of c. Exact on linear models.
+    """log p(c) - log p(y) for one chosen class c of each example: away from y, by way of c. Exact
+    on linear models.
 
-    >>> MarginTo(torch.tensor([1]))(CategoricalDistribution(logits=torch.tensor([[2.0, 0.0, 1.0]])), torch.tensor([0]))
+    >>> MarginTo(torch.tensor([1]))(
+    ...     CategoricalDistribution(logits=torch.tensor([[2.0, 0.0, 1.0]])), torch.tensor([0])
+    ... )
     tensor([-2.])
     """
 
@@ -423,13 +476,18 @@ class MarginTo:
 
 def _logits(prediction: Distribution, name: str) -> Tensor:
     if not isinstance(prediction, CategoricalDistribution):
-        raise TypeError(f"{name} is a loss for classification, got a prediction of type {type(prediction).__name__}")
+        raise TypeError(
+            f"{name} is a loss for classification, got a prediction of type "
+            f"{type(prediction).__name__}"
+        )
     return prediction.logits
 
 
 def _moment(prediction: Distribution, name: str) -> Distribution:
     if isinstance(prediction, CategoricalDistribution):
-        raise TypeError(f"{name} is a loss for regression, got a prediction of type {type(prediction).__name__}")
+        raise TypeError(
+            f"{name} is a loss for regression, got a prediction of type {type(prediction).__name__}"
+        )
     return prediction
 
 
@@ -440,7 +498,9 @@ def _shaped(y: Tensor, shape: torch.Size) -> Tensor:
     if (*y.shape, 1) == shape:
         return y.unsqueeze(-1)
     if y.shape != shape:
-        raise ValueError(f"y must have the prediction's shape {tuple(shape)}, got {checks.describe(y)}")
+        raise ValueError(
+            f"y must have the prediction's shape {tuple(shape)}, got {checks.describe(y)}"
+        )
     return y
 
 

@@ -1,9 +1,11 @@
-"""What an attack is made of: one walk over an attack and the attacks within it, and everything that is read off it.
+"""What an attack is made of: one walk over an attack and the attacks within it, and everything that
+is read off it.
 
-An attack is a dataclass; its fields are its settings. Those with a meaning here: `ball`; `loss`, `losses`, `stages`
-((loss, steps) pairs) and `rank` (what its points compete by); `steps` or, for attacks without gradients, `queries`, `rounds`
-or `num`; `restarts`; `step_size`. Attacks within it may stand in any field, in tuples, lists and mappings. Predictors
-(`x -> Distribution`) are closed: the attacks that a defense holds are the defense's.
+An attack is a dataclass; its fields are its settings. Those with a meaning here: `ball`; `loss`,
+`losses`, `stages` ((loss, steps) pairs) and `rank` (what its points compete by); `steps` or, for
+attacks without gradients, `queries`, `rounds` or `num`; `restarts`; `step_size`. Attacks within it
+may stand in any field, in tuples, lists and mappings. Predictors (`x -> Distribution`) are closed:
+the attacks that a defense holds are the defense's.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from advbayes.types import Loss, Predictor
 
 A = TypeVar("A")
 LOSSES = ("stages", "loss", "losses", "rank")  # the settings that hold losses
-WORK = ("steps", "num_steps", "queries", "num_queries", "rounds", "num")  # the first that an attack has is its work
+# the first that an attack has is its work
+WORK = ("steps", "num_steps", "queries", "num_queries", "rounds", "num")
 
 
 @runtime_checkable
@@ -33,7 +36,8 @@ class HasScope(Protocol):
     def applies_to(self, predict: Predictor) -> bool: ...
 
 
-# --- The walk ---------------------------------------------------------------------------------------------------------
+# --- The walk -------------------------------------------------------------------------------------
+# --------------------
 
 
 def settings(value: object) -> dict[str, Any]:
@@ -51,7 +55,8 @@ def members(value: object) -> tuple[Any, ...]:
 
 
 def is_attack(value: object) -> bool:
-    """Whether a value is called as attacks are, (predict, x, y, *, generator), which neither losses nor predictors are.
+    """Whether a value is called as attacks are, (predict, x, y, *, generator), which neither losses
+    nor predictors are.
 
     >>> from advbayes import L2, nll, pgd
     >>> is_attack(pgd(L2(1.0))), is_attack(nll), is_attack(L2(1.0))
@@ -60,7 +65,8 @@ def is_attack(value: object) -> bool:
     if not callable(value) or isinstance(value, type):
         return False
     try:
-        called = value.forward if isinstance(value, nn.Module) else value  # a module takes anything and passes it on
+        # a module takes anything and passes it on
+        called = value.forward if isinstance(value, nn.Module) else value
         inspect.signature(called).bind(None, None, None, generator=None)
     except (TypeError, ValueError):
         return False
@@ -81,10 +87,14 @@ def parts_of(attack: object) -> Iterator[Any]:
 
 
 def rebuilt(attack: A, change: Callable[[Any], Mapping[str, Any]]) -> A:
-    """The attack with other settings, `change(part)`, in each of its parts: innermost first, unchanged parts as they are.
+    """The attack with other settings, `change(part)`, in each of its parts: innermost first,
+    unchanged parts as they are.
 
     >>> from advbayes import L2, Suite, pgd
-    >>> suite = rebuilt(Suite((pgd(L2(1.0)),)), lambda part: {"restarts": 3} if "restarts" in settings(part) else {})
+    >>> suite = rebuilt(
+    ...     Suite((pgd(L2(1.0)),)),
+    ...     lambda part: {"restarts": 3} if "restarts" in settings(part) else {},
+    ... )
     >>> suite.attacks[0].restarts
     3
     """
@@ -101,7 +111,9 @@ def rebuilt(attack: A, change: Callable[[Any], Mapping[str, Any]]) -> A:
         held = settings(value)
         inner = {name: new for name, old in held.items() if (new := visited(old)) is not old}
         value = replace(value, **inner) if inner else value  # type: ignore[type-var]
-        changed = {name: new for name, new in change(value).items() if new is not settings(value)[name]}
+        changed = {
+            name: new for name, new in change(value).items() if new is not settings(value)[name]
+        }
         return replace(value, **changed) if changed else value
 
     whole: A = visited(attack)
@@ -112,11 +124,13 @@ def _is(this: object, other: object) -> bool:
     return this is other
 
 
-# --- Read off an attack -----------------------------------------------------------------------------------------------
+# --- Read off an attack
+# -----------------------------------------------------------------------------------------------
 
 
 def applies_to(attack: object, predict: Predictor) -> bool:
-    """Whether an attack, with all its parts, is made for a predictor: what it says itself, or else what its parts say.
+    """Whether an attack, with all its parts, is made for a predictor: what it says itself, or else
+    what its parts say.
 
     >>> from advbayes import L2, pgd
     >>> applies_to(pgd(L2(1.0)), lambda x: x)
@@ -145,7 +159,11 @@ def losses_of(attack: object) -> tuple[Loss, ...]:
     >>> [loss.__name__ for loss in losses_of(pgd_plus(L2(1.0)))]
     ['nll', 'entropy']
     """
-    return tuple(loss for part in parts_of(attack) for loss in _losses(settings(part), ("stages", "loss", "losses")))
+    return tuple(
+        loss
+        for part in parts_of(attack)
+        for loss in _losses(settings(part), ("stages", "loss", "losses"))
+    )
 
 
 def _losses(held: Mapping[str, Any], names: tuple[str, ...]) -> list[Loss]:
@@ -157,27 +175,34 @@ def _losses(held: Mapping[str, Any], names: tuple[str, ...]) -> list[Loss]:
 def loss_names(attack: object) -> tuple[str, ...]:
     """The names of an attack's losses; for attacks that name theirs as text, that text."""
     named = [_loss_name(loss) for loss in losses_of(attack)]
-    named += [text for part in parts_of(attack) if isinstance(text := settings(part).get("loss"), str)]
+    named += [
+        text for part in parts_of(attack) if isinstance(text := settings(part).get("loss"), str)
+    ]
     return tuple(dict.fromkeys(named))
 
 
 def _loss_name(loss: object) -> str:
-    inner = settings(loss).get("loss")  # a loss in a loss (ByLoss, Toward) is known by the inner one
+    # a loss in a loss (ByLoss, Toward) is known by the inner one
+    inner = settings(loss).get("loss")
     return getattr(loss, "__name__", type(loss).__name__) if inner is None else _loss_name(inner)
 
 
 def family_of(attack: object) -> tuple[str, ...]:
-    """Step rule and losses of each part of an attack: what an unseen family must not share with the training."""
+    """Step rule and losses of each part of an attack: what an unseen family must not share with the
+    training."""
     found = []
     for part in parts_of(attack):
         if ball := settings(part).get("ball"):
             rule = "one step" if getattr(part, "is_one_step", False) else type(part).__name__
-            found.append(f"{rule} on {'+'.join(loss_names(part)) or 'its own loss'} ({type(ball).__name__})")
+            found.append(
+                f"{rule} on {'+'.join(loss_names(part)) or 'its own loss'} ({type(ball).__name__})"
+            )
     return tuple(dict.fromkeys(found))
 
 
 def steps_of(attack: object) -> int | None:
-    """How many steps one start takes (queries for a black-box attack), or None where the attack does not say.
+    """How many steps one start takes (queries for a black-box attack), or None where the attack
+    does not say.
 
     >>> from advbayes import L2, pgd_plus
     >>> steps_of(pgd_plus(L2(1.0)))
@@ -186,7 +211,11 @@ def steps_of(attack: object) -> int | None:
     total = 0
     for part in parts_of(attack):
         held = settings(part)
-        total += sum(steps for _, steps in held["stages"]) if "stages" in held else held.get(_work(held), 0)
+        total += (
+            sum(steps for _, steps in held["stages"])
+            if "stages" in held
+            else held.get(_work(held), 0)
+        )
     return total or None
 
 
@@ -205,7 +234,10 @@ def check_rows(attack: object, num: int, name: str) -> None:
     for part in parts_of(attack):
         for rows in map(num_rows, _losses(settings(part), LOSSES)):
             if rows not in (None, num):
-                raise ValueError(f"{name} must hold a loss with one entry for each of the {num} examples, got one for {rows}")
+                raise ValueError(
+                    f"{name} must hold a loss with one entry for each of the {num} examples, got "
+                    f"one for {rows}"
+                )
 
 
 def text_of(value: object) -> str:
@@ -214,15 +246,21 @@ def text_of(value: object) -> str:
     >>> text_of((text_of, 1))
     '(text_of, 1)'
     """
-    text = re.sub(r"<(?:function|bound method) ([\w.<>]+)(?: of [^>]*)?(?: at 0x[0-9a-f]+)?>", r"\1", repr(value))
+    text = re.sub(
+        r"<(?:function|bound method) ([\w.<>]+)(?: of [^>]*)?(?: at 0x[0-9a-f]+)?>",
+        r"\1",
+        repr(value),
+    )
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
-# --- The same attack with other settings ------------------------------------------------------------------------------
+# --- The same attack with other settings
+# ------------------------------------------------------------------------------
 
 
 def with_ball(attack: A, ball: Ball) -> A:
-    """The same attack, all its parts included, within another ball; step sizes stay in proportion to eps.
+    """The same attack, all its parts included, within another ball; step sizes stay in proportion
+    to eps.
 
     >>> from advbayes import L2, pgd
     >>> with_ball(pgd(L2(1.0), step_size=0.1), L2(2.0))
@@ -242,10 +280,15 @@ def with_eps(attack: A, eps: float) -> A:
 
 
 def _with_balls(attack: A, new: Callable[[Ball], Ball]) -> A:
-    closed = [part for part in parts_of(attack) if "ball" not in settings(part) and not inner_attacks(part)]
+    closed = [
+        part
+        for part in parts_of(attack)
+        if "ball" not in settings(part) and not inner_attacks(part)
+    ]
     if closed:
         raise TypeError(
-            "an attack needs a field `ball`, or parts that have one, to be made again in another ball, "
+            "an attack needs a field `ball`, or parts that have one, to be made again in another "
+            "ball, "
             f"got {checks.describe(closed[0])}"
         )
 
@@ -273,7 +316,11 @@ def with_steps(attack: A, factor: float) -> A:
     def change(part: Any) -> dict[str, Any]:
         held = settings(part)
         if "stages" in held:
-            return {"stages": tuple((loss, max(1, round(steps * factor))) for loss, steps in held["stages"])}
+            return {
+                "stages": tuple(
+                    (loss, max(1, round(steps * factor))) for loss, steps in held["stages"]
+                )
+            }
         name = _work(held)
         return {name: max(1, round(held[name] * factor))} if name else {}
 
@@ -282,15 +329,23 @@ def with_steps(attack: A, factor: float) -> A:
 
 def with_restarts(attack: A, factor: int) -> A:
     """The same attack with `factor` times the restarts."""
-    return rebuilt(attack, lambda part: {name: value * factor for name, value in settings(part).items() if name == "restarts"})
+    return rebuilt(
+        attack,
+        lambda part: {
+            name: value * factor for name, value in settings(part).items() if name == "restarts"
+        },
+    )
 
 
 def on_rows(attack: A, rows: Tensor | slice) -> A:
-    """The attack on some of the examples: losses with one entry for each example, its own and its parts', keep those of `rows`.
+    """The attack on some of the examples: losses with one entry for each example, its own and its
+    parts', keep those of `rows`.
 
     >>> import torch
     >>> from advbayes import L2, MarginTo, pgd
-    >>> on_rows(pgd(L2(1.0), 5, MarginTo(torch.tensor([1, 0, 2]))), slice(1, 3)).stages[0][0].classes
+    >>> on_rows(pgd(L2(1.0), 5, MarginTo(torch.tensor([1, 0, 2]))), slice(1, 3)).stages[0][
+    ...     0
+    ... ].classes
     tensor([0, 2])
     """
 
@@ -300,4 +355,7 @@ def on_rows(attack: A, rows: Tensor | slice) -> A:
         new = tuple(map(cut, value))
         return value if all(map(_is, new, value)) else new
 
-    return rebuilt(attack, lambda part: {name: cut(value) for name, value in settings(part).items() if name in LOSSES})
+    return rebuilt(
+        attack,
+        lambda part: {name: cut(value) for name, value in settings(part).items() if name in LOSSES},
+    )

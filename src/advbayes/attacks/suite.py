@@ -1,4 +1,5 @@
-"""Attacks made of attacks: the worst of several, transfer from other predictors, the default suite."""
+"""Attacks made of attacks: the worst of several, transfer from other predictors, the default
+suite."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def _check_attacks(name: str, attacks: Sequence[Attack], *, low: int = 1) -> tup
         raise ValueError(f"{name} must hold at least one attack, got none")
     for attack in attacks:
         if not callable(attack):
-            raise TypeError(f"{name} must hold attacks such as pgd(L2(1.0)), got {checks.describe(attack)}")
+            raise TypeError(
+                f"{name} must hold attacks such as pgd(L2(1.0)), got {checks.describe(attack)}"
+            )
     return attacks
 
 
@@ -55,13 +58,14 @@ def _check_rank(rank: Loss | None, name: str, attacks: Sequence[Attack]) -> None
 class Suite:
     """The worst of several attacks, example by example: broken first, then the larger `rank`.
 
-    `rank` says what broken means, too. Absent, it follows what the attacks want (a PGD's last stage counts): what they are
-    targeted at, or their common loss if it is no way of leaving y, or else `nll`. Without it, targeted and untargeted
-    attacks do not mix: to the ones y is where to go, to the others what to leave.
+    `rank` says what broken means, too. Absent, it follows what the attacks want (a PGD's last stage
+    counts): what they are targeted at, or their common loss if it is no way of leaving y, or else
+    `nll`. Without it, targeted and untargeted attacks do not mix: to the ones y is where to go, to
+    the others what to leave.
 
-    The first attack sees every example, each later one only those that are not broken yet; in regression, where nothing
-    breaks, `regression` (absent: the same attacks) runs on all of them. Attacks that are made for other predictors (a
-    purifier's own) are left out.
+    The first attack sees every example, each later one only those that are not broken yet; in
+    regression, where nothing breaks, `regression` (absent: the same attacks) runs on all of them.
+    Attacks that are made for other predictors (a purifier's own) are left out.
 
     >>> from advbayes import L2, one_step, pgd
     >>> Suite((one_step(L2(1.0)), pgd(L2(1.0), 3))).attacks[0].is_one_step
@@ -98,7 +102,10 @@ class Suite:
         rank = _rank_of("attacks", attacks) if self.rank is None else self.rank
         attacks = tuple(attack for attack in attacks if applies_to(attack, predict))
         if not attacks:
-            raise TypeError(f"attacks must hold one that applies to this predictor, got none for {checks.describe(predict)}")
+            raise TypeError(
+                f"attacks must hold one that applies to this predictor, got none for "
+                f"{checks.describe(predict)}"
+            )
         best = Best(x, *score(predict, rank, x, y))
         for number, attack in enumerate(attacks):
             rows = torch.arange(len(x), device=x.device)
@@ -113,7 +120,10 @@ class Suite:
 
     def in_task(self, task: str) -> Suite:
         """The suite of what runs in a task alone."""
-        return Suite(self.regression if task == "regression" and self.regression else self.attacks, rank=self.rank)
+        return Suite(
+            self.regression if task == "regression" and self.regression else self.attacks,
+            rank=self.rank,
+        )
 
     def applies_to(self, predict: Predictor) -> bool:
         """Whether some of it is made for the predictor."""
@@ -121,24 +131,30 @@ class Suite:
 
 
 def for_task(attack: A, task: str) -> A:
-    """The attack with those parts alone that run in a task: a Suite has some for classes and some for regression.
+    """The attack with those parts alone that run in a task: a Suite has some for classes and some
+    for regression.
 
     >>> from advbayes import L2, pgd, squared_error
     >>> both = Suite((pgd(L2(1.0)),), regression=(pgd(L2(1.0), 5, squared_error),))
     >>> for_task(both, "regression").attacks[0].stages[0][0].__name__
     'squared_error'
     """
-    return rebuilt(attack, lambda part: settings(part.in_task(task)) if isinstance(part, Suite) else {})
+    return rebuilt(
+        attack, lambda part: settings(part.in_task(task)) if isinstance(part, Suite) else {}
+    )
 
 
 @dataclass(frozen=True, repr=False)
 class Transfer:
-    """Examples made against other predictors (an undefended or sibling model), the worst for this one by `rank` kept.
+    """Examples made against other predictors (an undefended or sibling model), the worst for this
+    one by `rank` kept.
 
     `rank` is as in `Suite`: absent, it follows what the attack wants.
 
     >>> from advbayes import L2, one_step
-    >>> gentle, steep = (lambda x, a=a: torch.distributions.Normal(a * x[:, 0], 1.0) for a in (1, 2))
+    >>> gentle, steep = (
+    ...     lambda x, a=a: torch.distributions.Normal(a * x[:, 0], 1.0) for a in (1, 2)
+    ... )
     >>> Transfer(one_step(L2(0.5)), (steep,))(gentle, torch.ones(1, 1), torch.zeros(1))
     tensor([[1.5000]])
     """
@@ -151,16 +167,27 @@ class Transfer:
 
     def __post_init__(self) -> None:
         if not callable(self.attack):
-            raise TypeError(f"attack must be an attack such as pgd(L2(1.0)), got {checks.describe(self.attack)}")
+            raise TypeError(
+                f"attack must be an attack such as pgd(L2(1.0)), got {checks.describe(self.attack)}"
+            )
         _check_rank(self.rank, "attack", (self.attack,))
-        if not isinstance(self.sources, (tuple, list)) or not all(callable(source) for source in self.sources):
-            raise TypeError(f"sources must be a tuple of predictors, got {checks.describe(self.sources)}")
+        if not isinstance(self.sources, (tuple, list)) or not all(
+            callable(source) for source in self.sources
+        ):
+            raise TypeError(
+                f"sources must be a tuple of predictors, got {checks.describe(self.sources)}"
+            )
         object.__setattr__(self, "sources", tuple(self.sources))
         if not self.sources:
             raise ValueError("sources must hold at least one predictor, got none")
 
     def __call__(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         if not len(x):
             return x.clone()
@@ -183,7 +210,10 @@ def _rank_of(name: str, attacks: Sequence[Attack]) -> Loss:
     targeted = [loss for loss in wanted if _is_targeted(loss)]
     if targeted and len(targeted) < len(wanted):
         shown = ", ".join(getattr(loss, "__name__", type(loss).__name__) for loss in wanted)
-        raise ValueError(f"{name} must be all targeted or all untargeted, unless rank says what is worse, got losses {shown}")
+        raise ValueError(
+            f"{name} must be all targeted or all untargeted, unless rank says what is worse, got "
+            f"losses {shown}"
+        )
     if targeted:
         return targeted[0]
     shared = bool(wanted) and all(_is_same(loss, wanted[0]) for loss in wanted)
@@ -217,20 +247,25 @@ def _is_targeted(loss: Loss) -> bool:
 
 
 def _leaves_y(loss: Loss) -> bool:
-    """Whether the loss is one more way of going away from y, so that points compete by the likelihood."""
-    return isinstance(loss, MarginTo) or any(loss is known for known in (nll, margin, dlr, squared_error))
+    """Whether the loss is one more way of going away from y, so that points compete by the
+    likelihood."""
+    return isinstance(loss, MarginTo) or any(
+        loss is known for known in (nll, margin, dlr, squared_error)
+    )
 
 
 def _is_same(this: Loss, other: Loss) -> bool:
     return this is other or (isinstance(this, (ByLoss, Exceeding)) and this == other)
 
 
-def default_attacks(ball: Ball, task: str, *, steps: int = 100, restarts: int = 1, targets: int = 9) -> dict[str, Attack]:
+def default_attacks(
+    ball: Ball, task: str, *, steps: int = 100, restarts: int = 1, targets: int = 9
+) -> dict[str, Attack]:
     """The attacks with gradients that the suite and the audit run unless told otherwise.
 
-    Classification: APGD on the likelihood, on the margin with as many wrong classes as `targets`, on DLR, and PGD; all but
-    the first stop at success. Regression: APGD on the squared error with as many outputs up and down, on the likelihood, and
-    PGD.
+    Classification: APGD on the likelihood, on the margin with as many wrong classes as `targets`,
+    on DLR, and PGD; all but the first stop at success. Regression: APGD on the squared error with
+    as many outputs up and down, on the likelihood, and PGD.
 
     >>> from advbayes import L2
     >>> list(default_attacks(L2(1.0), "regression"))
@@ -259,8 +294,8 @@ def strong_suite(
     queries: int = 500,
     others: Sequence[Attack] = (),
 ) -> Suite:
-    """The default worst case: `default_attacks`, 20 random points, Square with `queries` (0: without), then `others` (transfer,
-    a purifier's own).
+    """The default worst case: `default_attacks`, 20 random points, Square with `queries` (0:
+    without), then `others` (transfer, a purifier's own).
 
     >>> from advbayes import L2
     >>> len(strong_suite(L2(1.0), queries=0).attacks)
@@ -271,5 +306,10 @@ def strong_suite(
     for task, loss in (("classification", margin), ("regression", nll)):
         attacks = default_attacks(ball, task, steps=steps, restarts=restarts, targets=targets)
         square = (Square(ball, queries, loss),) if queries else ()
-        parts[task] = (*attacks.values(), RandomSearch(ball, 20, loss, stop_at_success=True), *square, *others)
+        parts[task] = (
+            *attacks.values(),
+            RandomSearch(ball, 20, loss, stop_at_success=True),
+            *square,
+            *others,
+        )
     return Suite(parts["classification"], parts["regression"])

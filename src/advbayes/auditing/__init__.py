@@ -1,4 +1,5 @@
-"""`audit`: may these numbers be believed? One small function for each check, a table of them, a level from A to D."""
+"""`audit`: may these numbers be believed? One small function for each check, a table of them, a
+level from A to D."""
 
 from __future__ import annotations
 

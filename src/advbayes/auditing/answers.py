@@ -45,7 +45,8 @@ class Linear:
         return Categorical(logits=x @ self.weight.T + self.bias, validate_args=False)
 
     def slack(self, ball: Ball, x: Tensor, y: Tensor) -> Tensor:
-        """min over classes c != y of the margin to c less the most that eps can take from it; > 0: robust."""
+        """min over classes c != y of the margin to c less the most that eps can take from it; > 0:
+        robust."""
         logits = x @ self.weight.T + self.bias
         margin = logits.gather(1, y.unsqueeze(1)) - logits
         taken = ball.eps * _dual(ball, self.weight[y].unsqueeze(1) - self.weight)
@@ -54,7 +55,8 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Planted:
-    """Robust but for a valley that bends: the second direction only pays once the first has been followed.
+    """Robust but for a valley that bends: the second direction only pays once the first has been
+    followed.
 
     >>> Planted(L2(1.0))(torch.zeros(1, 20)).probs.argmax()
     tensor(0)
@@ -73,19 +75,30 @@ class Planted:
 
 
 def attack_itself(case: Case) -> Finding:
-    """E19: no mismatch with the linear closed form, and a planted vulnerability is found in 95 %."""
+    """E19: no mismatch with the linear closed form, and a planted vulnerability is found in 95
+    %."""
     if not case.attacks:
         return not_run("E19", "give the attacks, not only their arrays")
     if case.task == "regression":
-        return not_applicable("E19", "the closed form is that of classes; regression attacks share their engine")
+        return not_applicable(
+            "E19", "the closed form is that of classes; regression attacks share their engine"
+        )
     ball = _plain(case.ball)
     generator = generator_for(case.seed, "audit/linear")
     classes = 3
     model = Linear(torch.randn(classes, DIMENSIONS, generator=generator), torch.zeros(classes))
     attacks = {name: with_ball(attack, ball) for name, attack in case.attacks_on(model).items()}
     if not attacks:
-        return not_run("E19", "give attacks that are made for any predictor: these cannot run on a linear model")
-    x = 2.0 * ball.eps * (0.7 if isinstance(ball, L2) else 1.0) * torch.randn(200, DIMENSIONS, generator=generator)
+        return not_run(
+            "E19",
+            "give attacks that are made for any predictor: these cannot run on a linear model",
+        )
+    x = (
+        2.0
+        * ball.eps
+        * (0.7 if isinstance(ball, L2) else 1.0)
+        * torch.randn(200, DIMENSIONS, generator=generator)
+    )
     y = model(x).logits.argmax(1)  # type: ignore[attr-defined]
     slack = model.slack(ball, x, y)
     broken = torch.zeros(len(x), dtype=torch.bool)
@@ -96,25 +109,44 @@ def attack_itself(case: Case) -> Finding:
     for attack in attacks.values():
         with torch.no_grad():
             broken |= succeeded(model(attack(model, x, y, generator=generator)), y)
-            found |= succeeded(planted(attack(planted, points, hidden, generator=generator)), hidden)
+            found |= succeeded(
+                planted(attack(planted, points, hidden, generator=generator)), hidden
+            )
     clear = slack.abs() > 1e-3 * ball.eps * _dual(ball, model.weight).max()
     mismatches = int(((slack < 0) != broken)[clear].sum())
     rate = float(found.double().mean())
-    advice = "the attack misses what is there on models whose answer is known: repair it before anything else"
-    return judged("E19", mismatches > 0 or rate < 0.95, advice, mismatches=mismatches, of=int(clear.sum()), planted_found=rate)
+    advice = (
+        "the attack misses what is there on models whose answer is known: repair it before "
+        "anything else"
+    )
+    return judged(
+        "E19",
+        mismatches > 0 or rate < 0.95,
+        advice,
+        mismatches=mismatches,
+        of=int(clear.sum()),
+        planted_found=rate,
+    )
 
 
 def trivial_predictors(case: Case) -> Finding:
-    """E22: better than saying nothing; and no NLL below the Gaussian floor of a homoscedastic model."""
+    """E22: better than saying nothing; and no NLL below the Gaussian floor of a homoscedastic
+    model."""
     rows = {"clean": case.clean, **({"worst": case.worst()} if case.support.better else {})}
-    y = case.y if case.support.train_y is None else torch.as_tensor(case.support.train_y).to(case.y).reshape(-1)
+    y = (
+        case.y
+        if case.support.train_y is None
+        else torch.as_tensor(case.support.train_y).to(case.y).reshape(-1)
+    )
     figures: dict[str, float] = {}
     bad = []
     if case.task == "classification":
         with torch.no_grad():
             num_classes = case.predict(case.x[:1]).logits.shape[-1]  # type: ignore[attr-defined]
         floor = math.log(num_classes)
-        share = float(metrics.correct(metrics.majority(y, num_classes)(case.x), case.y).double().mean())
+        share = float(
+            metrics.correct(metrics.majority(y, num_classes)(case.x), case.y).double().mean()
+        )
         for name, columns in rows.items():
             loss, accuracy = -float(columns["log_prob"].mean()), float(columns["correct"].mean())
             figures |= {f"{name} NLL": loss, f"{name} accuracy": accuracy}
@@ -122,14 +154,19 @@ def trivial_predictors(case: Case) -> Finding:
             bad += [f"{name} accuracy below the majority class' {share:.3f}"] * (accuracy < share)
         return judged("E22", bool(bad), "; ".join(bad), **figures)
     for name, columns in rows.items():
-        error, loss = float(columns["squared_error"].mean().sqrt()), -float(columns["log_prob"].mean())
+        error, loss = (
+            float(columns["squared_error"].mean().sqrt()),
+            -float(columns["log_prob"].mean()),
+        )
         figures |= {f"{name} RMSE": error, f"{name} NLL": loss}
         bad += [f"{name} RMSE above sd(y) = {case.spread:.3g}"] * (error > case.spread)
     gaussian = _gaussian_floor(case)
     if gaussian is not None:
         figures["Gaussian floor"] = gaussian
         loss = -float(case.clean["log_prob"].mean())
-        bad += ["NLL below the Gaussian floor: the errors and the densities are in different units"] * (loss < gaussian - 1e-4)
+        bad += [
+            "NLL below the Gaussian floor: the errors and the densities are in different units"
+        ] * (loss < gaussian - 1e-4)
     return judged("E22", bool(bad), "; ".join(bad), **figures)
 
 

@@ -10,7 +10,17 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from advbayes import checks
-from advbayes.attacks import APGD, HardLabel, RandomSearch, Square, lower_mean, margin, nll, raise_mean, squared_error
+from advbayes.attacks import (
+    APGD,
+    HardLabel,
+    RandomSearch,
+    Square,
+    lower_mean,
+    margin,
+    nll,
+    raise_mean,
+    squared_error,
+)
 from advbayes.attacks.parts import ball_of
 from advbayes.balls import Ball
 from advbayes.evaluation.inputs import Task
@@ -21,10 +31,11 @@ _ROWS = 4096  # inputs asked about in one call
 
 @dataclass(frozen=True)
 class ZerothOrder:
-    """An attack with gradients, run on gradients estimated from answers (central differences; after Chen et al. 2017).
+    """An attack with gradients, run on gradients estimated from answers (central differences; after
+    Chen et al. 2017).
 
-    One gradient asks 2 `directions` questions: along every feature where there are no more features than that, else along
-    random directions. Differences are taken over `width` times eps.
+    One gradient asks 2 `directions` questions: along every feature where there are no more features
+    than that, else along random directions. Differences are taken over `width` times eps.
 
     >>> from advbayes import L2
     >>> blind = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1).detach())
@@ -42,7 +53,12 @@ class ZerothOrder:
         checks.number("width", self.width, low=0, open_low=True)
 
     def __call__(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         ball = ball_of(self.attack)
         eps = 1.0 if ball is None else ball.eps
@@ -55,7 +71,8 @@ ANSWERS_ALONE = (Square, RandomSearch, HardLabel, ZerothOrder)
 
 @dataclass(frozen=True, eq=False)
 class Differences:
-    """A predictor whose gradient in x is estimated from its answers; its answers are the predictor's own."""
+    """A predictor whose gradient in x is estimated from its answers; its answers are the
+    predictor's own."""
 
     predict: Predictor
     ball: Ball | None
@@ -81,12 +98,15 @@ class Differences:
         return torch.stack([prediction.mean, 0.5 * prediction.variance.log()], -1)
 
     def moves(self, x: Tensor) -> Tensor:
-        """(K, *event): the directions to ask along, scaled so that the differences along them add up to the gradient."""
+        """(K, *event): the directions to ask along, scaled so that the differences along them add
+        up to the gradient."""
         size = x[0].numel()
         if size <= self.directions:
             moves = torch.eye(size, dtype=x.dtype, device=x.device)
         else:
-            moves = torch.randn(self.directions, size, generator=self.generator, dtype=x.dtype, device=x.device)
+            moves = torch.randn(
+                self.directions, size, generator=self.generator, dtype=x.dtype, device=x.device
+            )
             moves = moves / self.directions**0.5
         moves = moves.view(-1, *x.shape[1:])
         if self.ball is None or self.ball.mask is None:
@@ -105,14 +125,26 @@ class _Estimated(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,), owner = ctx.saved_tensors, ctx.owner
         moves = owner.moves(x)
-        unit = 1.0 if owner.ball is None or owner.ball.scale is None else torch.as_tensor(owner.ball.scale).to(x)
+        unit = (
+            1.0
+            if owner.ball is None or owner.ball.scale is None
+            else torch.as_tensor(owner.ball.scale).to(x)
+        )
         gradient = torch.zeros_like(x)
         together = max(1, _ROWS // len(x))
         for start in range(0, len(moves), together):
             part = moves[start : start + together]  # (K, *event)
-            length = part.flatten(1).norm(dim=1).clamp_min(torch.finfo(x.dtype).tiny).view(-1, *[1] * x.ndim)
+            length = (
+                part.flatten(1)
+                .norm(dim=1)
+                .clamp_min(torch.finfo(x.dtype).tiny)
+                .view(-1, *[1] * x.ndim)
+            )
             step = owner.width * unit * (part.unsqueeze(1) / length)
-            up, down = (owner.answers((x + sign * step).flatten(0, 1)).view(len(part), *grads[0].shape) for sign in (1, -1))
+            up, down = (
+                owner.answers((x + sign * step).flatten(0, 1)).view(len(part), *grads[0].shape)
+                for sign in (1, -1)
+            )
             slope = ((up - down) * grads[0]).flatten(2).sum(2) / (2 * owner.width)  # (K, B)
             slope = slope.view(len(part), len(x), *[1] * (x.ndim - 1))
             gradient += (slope * part.unsqueeze(1) * length / unit).sum(0)
@@ -123,7 +155,9 @@ def blind_attacks(ball: Ball, task: Task, steps: int, queries: int) -> dict[str,
     """The default attacks of black-box mode."""
     if task == "regression":
         losses = (squared_error, nll, raise_mean, lower_mean)
-        found: dict[str, Attack] = {f"zeroth-order {loss.__name__}": ZerothOrder(APGD(ball, loss, steps)) for loss in losses}
+        found: dict[str, Attack] = {
+            f"zeroth-order {loss.__name__}": ZerothOrder(APGD(ball, loss, steps)) for loss in losses
+        }
         return found | {"Square": Square(ball, queries, nll)}
     return {
         "zeroth-order margin": ZerothOrder(APGD(ball, margin, steps, 1, 3)),

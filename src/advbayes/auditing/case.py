@@ -1,4 +1,5 @@
-"""The case under audit: what is evaluated, by which attacks, what was claimed. Figures that several checks need are made once."""
+"""The case under audit: what is evaluated, by which attacks, what was claimed. Figures that several
+checks need are made once."""
 
 from __future__ import annotations
 
@@ -31,14 +32,17 @@ POINT = 0.005  # half a point of accuracy, the resolution of most rules
 
 @dataclass(frozen=True)
 class Budget:
-    """How much a tier spends: examples, steps, restarts, random points, queries; the ids it leaves out."""
+    """How much a tier spends: examples, steps, restarts, random points, queries; the ids it leaves
+    out."""
 
     num: int
     steps: int
     restarts: int
     random_points: int
     queries: int = 5000
-    blind_queries: int | None = None  # of Square where there is no gradient at all; absent: `queries`
+    blind_queries: int | None = (
+        None  # of Square where there is no gradient at all; absent: `queries`
+    )
     max_steps: int = 1600
     max_thetas: int = 160
     certified_again: int = 32  # examples
@@ -47,7 +51,14 @@ class Budget:
 
 
 TIERS = {
-    "quick": Budget(num=64, steps=20, restarts=1, random_points=20, blind_queries=500, left_out=("E6", "E7", "E10", "E11")),
+    "quick": Budget(
+        num=64,
+        steps=20,
+        restarts=1,
+        random_points=20,
+        blind_queries=500,
+        left_out=("E6", "E7", "E10", "E11"),
+    ),
     "standard": Budget(num=256, steps=50, restarts=1, random_points=100),
     "full": Budget(num=1000, steps=100, restarts=2, random_points=1000),
 }
@@ -89,7 +100,8 @@ class Case:
     rescored: int = 10
     memory: dict[Any, Any] = field(default_factory=dict)
 
-    # --- doing things once ---------------------------------------------------------------------------------------------
+    # --- doing things once
+    # ---------------------------------------------------------------------------------------------
 
     def once(self, key: str, make: Callable[[], T]) -> T:
         """The value of `make()`, computed at the first asking."""
@@ -110,41 +122,70 @@ class Case:
         x, y = self.x if centre is None else centre, self.y
         x, y = (x, y) if rows is None else (x[rows], y[rows])
         predict = self.target if through is None else through
-        options: Any = {"seed": self.seed, "key": f"audit/{purpose}", "batch_size": self.budget.batch_size}
+        options: Any = {
+            "seed": self.seed,
+            "key": f"audit/{purpose}",
+            "batch_size": self.budget.batch_size,
+        }
         parts = list(attacked_in_batches(predict, attack, x, y, **options))
         return torch.cat(parts) if parts else x.clone()
 
     def scored(
-        self, x_adv: Tensor, purpose: str = "score", *, by: Predictor | None = None, rows: Tensor | None = None
+        self,
+        x_adv: Tensor,
+        purpose: str = "score",
+        *,
+        by: Predictor | None = None,
+        rows: Tensor | None = None,
     ) -> Columns:
-        """The scores of points; a stochastic predictor is asked `rescored` times, in two halves (see `worst`)."""
+        """The scores of points; a stochastic predictor is asked `rescored` times, in two halves
+        (see `worst`)."""
         y = self.y if rows is None else self.y[rows]
         predict = self.predict if by is None else by
         repeats = self.rescored if self.stochastic and by is None else 1
-        options: Any = {"seed": self.seed, "key": f"audit/{purpose}", "repeats": repeats, "what": f"the scores ({purpose})"}
+        options: Any = {
+            "seed": self.seed,
+            "key": f"audit/{purpose}",
+            "repeats": repeats,
+            "what": f"the scores ({purpose})",
+        }
         parts = [
             scored(predict, x_adv[part], y[part], self.task, start=part.start, **options)
             for part in batches(len(x_adv), self.budget.batch_size)
         ]
-        return {name: torch.cat([columns[name] for columns in parts]) for name in parts[0]} if parts else {}
+        return (
+            {name: torch.cat([columns[name] for columns in parts]) for name in parts[0]}
+            if parts
+            else {}
+        )
 
     def attacks_on(self, predict: Predictor) -> dict[str, Attack]:
-        """The attacks under audit that are made for a predictor: a purifier's own do not run on its controls."""
-        return {name: attack for name, attack in self.attacks.items() if applies_to(attack, predict)}
+        """The attacks under audit that are made for a predictor: a purifier's own do not run on its
+        controls."""
+        return {
+            name: attack for name, attack in self.attacks.items() if applies_to(attack, predict)
+        }
 
     @property
     def target(self) -> Predictor:
-        """What the attacks under audit go through: the predictor itself, or whatever a claim's attacks went through."""
-        return self.predict if self.claim is None or self.claim.through is None else self.claim.through
+        """What the attacks under audit go through: the predictor itself, or whatever a claim's
+        attacks went through."""
+        return (
+            self.predict if self.claim is None or self.claim.through is None else self.claim.through
+        )
 
     def calm(self) -> Case:
-        """The same case with the predictor's randomness fixed: for checks of the attack, which noise would only blur."""
+        """The same case with the predictor's randomness fixed: for checks of the attack, which
+        noise would only blur."""
         if not self.stochastic:
             return self
         fixed = Frozen(self.predict, self.seed)
-        return self.once("calm", lambda: dataclasses.replace(self, predict=fixed, stochastic=False, memory={}))
+        return self.once(
+            "calm", lambda: dataclasses.replace(self, predict=fixed, stochastic=False, memory={})
+        )
 
-    # --- shared figures ------------------------------------------------------------------------------------------------
+    # --- shared figures ---------------------------------------------------------------------------
+    # ---------------------
 
     @property
     def clean(self) -> Columns:
@@ -156,16 +197,23 @@ class Case:
         if self.claim is not None:
             return dict(self.claim.x_adv)
         return self.once(
-            "arrays", lambda: {name: self.attacked(attack, f"attack {name}") for name, attack in self.attacks.items()}
+            "arrays",
+            lambda: {
+                name: self.attacked(attack, f"attack {name}")
+                for name, attack in self.attacks.items()
+            },
         )
 
     def columns(self) -> dict[str, Columns]:
-        """The scores of every attack's array, made here. A point that is not finite has none: E1 fails, x stands in for it."""
+        """The scores of every attack's array, made here. A point that is not finite has none: E1
+        fails, x stands in for it."""
 
         def make() -> dict[str, Columns]:
             found = {}
             for name, x_adv in self.arrays().items():
-                usable = torch.isfinite(x_adv).flatten(1).all(1).reshape(-1, *[1] * (x_adv.ndim - 1))
+                usable = (
+                    torch.isfinite(x_adv).flatten(1).all(1).reshape(-1, *[1] * (x_adv.ndim - 1))
+                )
                 found[name] = self.scored(torch.where(usable, x_adv, self.x), f"attack {name}")
             return found
 
@@ -173,7 +221,9 @@ class Case:
 
     def gradient(self) -> Columns:
         """The union of clean and the attacks under audit."""
-        return self.once("gradient", lambda: worst([self.clean, *self.columns().values()], self.task))
+        return self.once(
+            "gradient", lambda: worst([self.clean, *self.columns().values()], self.task)
+        )
 
     def join(self, name: str, columns: Columns, rows: Tensor | None = None) -> None:
         """Let another attack's results (on some rows, or all) into `worst`."""
@@ -185,9 +235,16 @@ class Case:
         self.memory.setdefault("joined", {})[name] = columns
 
     def union(
-        self, attacks: dict[str, Attack], purpose: str, *, by: Predictor | None = None, join: bool = False, **where: Any
+        self,
+        attacks: dict[str, Attack],
+        purpose: str,
+        *,
+        by: Predictor | None = None,
+        join: bool = False,
+        **where: Any,
     ) -> Columns:
-        """The scores of the worst of several attacks; `where` as in `attacked`. `join` lets them into `worst`."""
+        """The scores of the worst of several attacks; `where` as in `attacked`. `join` lets them
+        into `worst`."""
         rows = where.get("rows")
         parts = []
         for name, attack in attacks.items():
@@ -198,18 +255,21 @@ class Case:
         return worst(parts, self.task)
 
     def worst(self) -> Columns:
-        """The union of everything that was tried so far; where noise in it leaves more than one attack alone, that attack."""
+        """The union of everything that was tried so far; where noise in it leaves more than one
+        attack alone, that attack."""
         tried = [self.clean, *self.columns().values(), *self.memory.get("joined", {}).values()]
         return min((worst(tried, self.task), *tried), key=self.value)
 
     def standing(self) -> Tensor:
-        """Indices of the examples that the attacks under audit did not break (in regression: all)."""
+        """Indices of the examples that the attacks under audit did not break (in regression:
+        all)."""
         if self.task == "regression":
             return torch.arange(len(self.x))
         return (self.gradient()["correct"] >= 0.5).nonzero().squeeze(1)
 
     def value(self, columns: Columns) -> float:
-        """Accuracy; in regression minus the RMSE in standard deviations of y, so that larger is better in both."""
+        """Accuracy; in regression minus the RMSE in standard deviations of y, so that larger is
+        better in both."""
         if self.task == "classification":
             return float(columns["correct"].mean())
         return -float(columns["squared_error"].mean().sqrt()) / self.spread

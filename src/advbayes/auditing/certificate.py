@@ -24,8 +24,10 @@ from advbayes.smoothing import Smoothed
 from advbayes.types import Predictor
 
 ATTACK_CHECKS = ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E8", "E9", "E11", "E12", "E28", "E29")
-MUST_PASS = ("E1", "E2", "E17", "E28", "E29")  # a certificate says nothing for a table that fails one of these
-DRAWS, FEWEST = 320_000, 16  # of noise when certifying again; examples certified again however many draws each takes
+# a certificate says nothing for a table that fails one of these
+MUST_PASS = ("E1", "E2", "E17", "E28", "E29")
+# of noise when certifying again; examples certified again however many draws each takes
+DRAWS, FEWEST = (320_000, 16)
 CONFIDENCE, EXCHANGES = 0.001, 9999  # of a contradiction; permutations
 
 
@@ -36,35 +38,49 @@ def radii_of(certified: Any, num: int, task: Task) -> Certificates | Tensor:
     Traceback (most recent call last):
     ...
     ValueError: certified must be finite, got 1 NaN and 0 infinite values in a torch.float64 tensor of shape (2,) on cpu
-    """
+    """  # noqa: E501
     if task != "classification":
-        raise ValueError(f"certified radii say that a class does not change: they have no meaning in {task}")
+        raise ValueError(
+            f"certified radii say that a class does not change: they have no meaning in {task}"
+        )
     held = certified.radii if isinstance(certified, Certificates) else certified
     if not isinstance(held, (Tensor, np.ndarray)):
         raise TypeError(
-            f"certified must be what certify(...) gives, or a tensor or an array of radii, got {checks.describe(certified)}"
+            f"certified must be what certify(...) gives, or a tensor or an array of radii, got "
+            f"{checks.describe(certified)}"
         )
     radii = torch.as_tensor(held)
     if radii.dtype == torch.bool or radii.is_complex():
         raise TypeError(f"certified must hold radii, got {checks.describe(radii)}")
     if tuple(radii.shape) not in ((num,), (num, 1)):
-        raise ValueError(f"certified must hold one radius for each of the {num} examples of x, got {checks.describe(radii)}")
+        raise ValueError(
+            f"certified must hold one radius for each of the {num} examples of x, got "
+            f"{checks.describe(radii)}"
+        )
     radii = checks.finite("certified", radii.detach().cpu().double().reshape(num))
     if bool((radii < 0).any()):
-        raise ValueError(f"certified must hold radii >= 0, got a smallest one of {float(radii.min()):g}")
+        raise ValueError(
+            f"certified must hold radii >= 0, got a smallest one of {float(radii.min()):g}"
+        )
     return replace(certified, radii=radii) if isinstance(certified, Certificates) else radii
 
 
 def cut(certified: Certificates | Tensor | None, rows: Tensor) -> Certificates | Tensor | None:
     """Those of some examples."""
     if isinstance(certified, Certificates):
-        held = {name: getattr(certified, name)[rows.to(certified.classes.device)] for name in ("classes", "lower")}
+        held = {
+            name: getattr(certified, name)[rows.to(certified.classes.device)]
+            for name in ("classes", "lower")
+        }
         return replace(certified, radii=certified.radii[rows], **held)
     return None if certified is None else certified[rows]
 
 
-def certificate(case: Case, findings: tuple[Finding, ...], only: object) -> tuple[bool, dict[str, Figure]]:
-    """Whether the audit confirms the certificate, and the figures: the certified accuracy first of all."""
+def certificate(
+    case: Case, findings: tuple[Finding, ...], only: object
+) -> tuple[bool, dict[str, Figure]]:
+    """Whether the audit confirms the certificate, and the figures: the certified accuracy first of
+    all."""
     if case.certified is None:
         return False, {}
     radii = case.certified.radii if isinstance(case.certified, Certificates) else case.certified
@@ -72,14 +88,21 @@ def certificate(case: Case, findings: tuple[Finding, ...], only: object) -> tupl
     if isinstance(case.certified, Certificates):
         right = case.certified.classes.cpu() == case.y.cpu()
     share = float(((radii >= case.ball.eps) & right).double().mean())
-    figures: dict[str, Figure] = {"certified accuracy": share, "certified at eps": float(case.ball.eps)}
+    figures: dict[str, Figure] = {
+        "certified accuracy": share,
+        "certified at eps": float(case.ball.eps),
+    }
     why = _not_settled(case, findings, only, share)
     if not why:
         assert isinstance(case.certified, Certificates)
         assert isinstance(case.predict, Smoothed)
         again = certified_again(case, case.predict, case.certified)
         broken = broken_at_their_radius(case, case.predict, case.certified)
-        figures |= {"certified again": again.num, "above what was certified again": again.above, "broken at their radius": broken}
+        figures |= {
+            "certified again": again.num,
+            "above what was certified again": again.above,
+            "broken at their radius": broken,
+        }
         why = again.why or f"{broken} examples were broken within their own radius" * bool(broken)
     return not why, {**figures, "certificate": why or "confirmed"}
 
@@ -90,16 +113,25 @@ def _not_settled(case: Case, findings: tuple[Finding, ...], only: object, share:
     if only is not None:
         return "no level A under `only`"
     if not isinstance(case.certified, Certificates) or not isinstance(case.predict, Smoothed):
-        return "to certify a sample again the audit needs the Smoothed predictor and the Certificates themselves, not radii alone"
+        return (
+            "to certify a sample again the audit needs the Smoothed predictor and the "
+            "Certificates themselves, not radii alone"
+        )
     if type(case.ball) is not L2 or case.ball.scale is not None:
         return "the radii are L2 radii in the units of x, the ball is not"
     if case.certified.sigma != case.predict.sigma:
-        return f"it is for sigma = {case.certified.sigma:g}, the predictor has {case.predict.sigma:g}"
+        return (
+            f"it is for sigma = {case.certified.sigma:g}, the predictor has {case.predict.sigma:g}"
+        )
     left_out = [id for id in ATTACK_CHECKS if status.get(id) == "not run"]
     failed = [id for id in MUST_PASS if status.get(id) == "failed"]
     if left_out or failed:
         return f"{', '.join(left_out or failed)} {'did not run' if left_out else 'failed'}"
-    claimed = None if case.claim is None or case.claim.worst is None else float(case.claim.worst.double().mean())
+    claimed = (
+        None
+        if case.claim is None or case.claim.worst is None
+        else float(case.claim.worst.double().mean())
+    )
     if claimed is not None and claimed > share + 1e-9:
         return f"it proves {share:.4g}, but {claimed:.4g} is claimed"
     return "" if share > 0 else "it certifies nothing at eps"
@@ -107,7 +139,8 @@ def _not_settled(case: Case, findings: tuple[Finding, ...], only: object, share:
 
 @dataclass(frozen=True)
 class Again:
-    """A sample certified again: how many, how many claimed radii are above the new ones, and what is wrong with that."""
+    """A sample certified again: how many, how many claimed radii are above the new ones, and what
+    is wrong with that."""
 
     num: int
     above: int
@@ -115,30 +148,46 @@ class Again:
 
 
 def certified_again(case: Case, smoothed: Smoothed, claimed: Certificates) -> Again:
-    """Some examples with the same n and alpha: old and new radii of an honest certificate are exchangeable.
+    """Some examples with the same n and alpha: old and new radii of an honest certificate are
+    exchangeable.
 
-    It falls if one is larger than n votes can certify at all, if one is beyond what the new votes allow (Clopper and Pearson's
-    upper bound, 0.1 % shared among the examples), or if the claimed radii are larger on average, weighed by
-    how well they are known (a permutation test that exchanges old and new, 0.1 %).
+    It falls if one is larger than n votes can certify at all, if one is beyond what the new votes
+    allow (Clopper and Pearson's upper bound, 0.1 % shared among the examples), or if the claimed
+    radii are larger on average, weighed by how well they are known (a permutation test that
+    exchanges old and new, 0.1 %).
     """
     order = torch.randperm(len(case.x), generator=generator_for(case.seed, "audit/certified again"))
     most_votes = max(DRAWS // claimed.n, FEWEST)
-    rows = order[: min(case.budget.certified_again, most_votes)]  # abstained or not: a choice by radius would favour the lucky
+    # abstained or not: a choice by radius would favour the lucky
+    rows = order[: min(case.budget.certified_again, most_votes)]
     x = case.x[rows]
     generator = generator_for(case.seed, "audit/certify", device=x.device)
     new = certify(smoothed, x, n0=claimed.n0, n=claimed.n, alpha=claimed.alpha, generator=generator)
     votes = smoothed.votes(x, claimed.n, generator=generator)
-    said, classes = claimed.radii[rows], claimed.classes[rows].clamp_min(0)  # an abstention has radius 0
+    # an abstention has radius 0
+    said, classes = (claimed.radii[rows], claimed.classes[rows].clamp_min(0))
     own = votes.gather(1, classes.unsqueeze(1).to(votes.device)).squeeze(1).tolist()
     level = 1 - CONFIDENCE / max(1, len(rows))
     bounds = [clopper_pearson(vote, claimed.n, level=level, side="upper")[1] for vote in own]
-    most = torch.tensor([smoothed.sigma * _quantile(bound) for bound in bounds], dtype=torch.float64)
-    cap = smoothed.sigma * _quantile(clopper_pearson(claimed.n, claimed.n, level=1 - claimed.alpha, side="lower")[0])
+    most = torch.tensor(
+        [smoothed.sigma * _quantile(bound) for bound in bounds], dtype=torch.float64
+    )
+    cap = smoothed.sigma * _quantile(
+        clopper_pearson(claimed.n, claimed.n, level=1 - claimed.alpha, side="lower")[0]
+    )
     excess = said - new.radii.cpu()
-    middle = (said + new.radii.cpu()) / (2 * smoothed.sigma)  # the same whichever of the two is the old one
-    noise = torch.special.ndtr(middle) * torch.special.ndtr(-middle) * middle.square().exp()  # of a radius, to a factor
+    # the same whichever of the two is the old one
+    middle = (said + new.radii.cpu()) / (2 * smoothed.sigma)
+    # of a radius, to a factor
+    noise = torch.special.ndtr(middle) * torch.special.ndtr(-middle) * middle.square().exp()
     weighed = excess * middle / noise  # most for the examples whose radius is known best
-    signs = torch.randint(2, (EXCHANGES, len(rows)), generator=generator_for(case.seed, "audit/exchange")).double() * 2 - 1
+    signs = (
+        torch.randint(
+            2, (EXCHANGES, len(rows)), generator=generator_for(case.seed, "audit/exchange")
+        ).double()
+        * 2
+        - 1
+    )
     p = (1 + int((signs @ weighed >= weighed.sum() - 1e-12).sum())) / (1 + EXCHANGES)
     impossible = int(((said > 0) & (said > torch.clamp(most, max=cap) + 1e-9)).sum())
     above, why = int((excess > 1e-9).sum()), ""
@@ -155,7 +204,8 @@ def _quantile(bound: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class AtTheirRadius:
-    """Examples in units of their own radius: a row is (change / radius, x, radius), flat, and the change alone is attacked."""
+    """Examples in units of their own radius: a row is (change / radius, x, radius), flat, and the
+    change alone is attacked."""
 
     predict: Predictor
     shape: tuple[int, ...]
@@ -172,8 +222,9 @@ class AtTheirRadius:
 def broken_at_their_radius(case: Case, smoothed: Smoothed, claimed: Certificates) -> int:
     """How many examples an attack within their own certified radius breaks.
 
-    The certificate is about the vote of infinitely many draws: a point counts as broken only if its vote for the certified
-    class is below one half beyond doubt (Clopper and Pearson's upper bound), not if the predictor's few draws err there.
+    The certificate is about the vote of infinitely many draws: a point counts as broken only if its
+    vote for the certified class is below one half beyond doubt (Clopper and Pearson's upper bound),
+    not if the predictor's few draws err there.
     """
     rows = ((claimed.radii > 0) & (claimed.classes.cpu() == case.y.cpu())).nonzero().squeeze(1)
     if not len(rows):
@@ -187,13 +238,20 @@ def broken_at_their_radius(case: Case, smoothed: Smoothed, claimed: Certificates
     for name, attack in case.attacks_on(wrapped).items():
         within = with_ball(attack, ball)
         generator = generator_for(case.seed, f"audit/own radius {name}", device=x.device)
-        found = torch.cat([within(wrapped, *part, generator=generator) for part in _batches((start, y), case.budget.batch_size)])
+        found = torch.cat(
+            [
+                within(wrapped, *part, generator=generator)
+                for part in _batches((start, y), case.budget.batch_size)
+            ]
+        )
         points = wrapped.points(found)
         with torch.no_grad():
             doubtful = smoothed(points).logits.argmax(-1).cpu() != y.cpu()  # type: ignore[attr-defined]
         for row in (doubtful & ~broken).nonzero().squeeze(1).tolist():
             votes = smoothed.votes(points[row : row + 1], claimed.n, generator=generator)[0]
-            upper = clopper_pearson(int(votes[y[row]]), claimed.n, level=1 - CONFIDENCE / len(rows), side="upper")[1]
+            upper = clopper_pearson(
+                int(votes[y[row]]), claimed.n, level=1 - CONFIDENCE / len(rows), side="upper"
+            )[1]
             broken[row] = upper < 0.5
     return int(broken.sum())
 

@@ -19,14 +19,18 @@ Values = Tensor | np.ndarray[Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class Claim:
-    """An evaluation made by somebody: arrays (or tensors) and the scores claimed for them, by attack.
+    """An evaluation made by somebody: arrays (or tensors) and the scores claimed for them, by
+    attack.
 
-    `x_adv` are the arrays that were scored. `worst` is the claimed worst-case column. `rescored` is how often each final point
-    was scored; `knowledge` the levels that the table has ("thetas known", "thetas fresh"); `through` the predictor that
-    the attack went through, where it is not the one that is scored. Seeds, config and code make it re-scorable; `test_size` and
-    `test_hash` (`data_hash(x, y)`) of the whole test set say whether the examples are all of it or a selection.
+    `x_adv` are the arrays that were scored. `worst` is the claimed worst-case column. `rescored` is
+    how often each final point was scored; `knowledge` the levels that the table has ("thetas
+    known", "thetas fresh"); `through` the predictor that the attack went through, where it is not
+    the one that is scored. Seeds, config and code make it re-scorable; `test_size` and `test_hash`
+    (`data_hash(x, y)`) of the whole test set say whether the examples are all of it or a selection.
 
-    >>> Claim({"PGD": torch.zeros(2, 3)}, correct={"PGD": torch.tensor([True, False])}).accuracy("PGD")
+    >>> Claim({"PGD": torch.zeros(2, 3)}, correct={"PGD": torch.tensor([True, False])}).accuracy(
+    ...     "PGD"
+    ... )
     0.5
     """
 
@@ -52,13 +56,19 @@ class Claim:
         if not self.x_adv:
             raise ValueError("x_adv must hold the scored array of at least one attack, got none")
         shares = {f"correct[{name!r}]": value for name, value in self.correct.items()}
-        for what, value in (shares if self.worst is None else shares | {"worst": self.worst}).items():
+        for what, value in (
+            shares if self.worst is None else shares | {"worst": self.worst}
+        ).items():
             if not bool(((value >= 0) & (value <= 1)).all()):
-                raise ValueError(f"{what} must say for each example whether it was right (0 to 1), got {checks.describe(value)}")
+                raise ValueError(
+                    f"{what} must say for each example whether it was right (0 to 1), got "
+                    f"{checks.describe(value)}"
+                )
         for name, value in self.log_prob.items():
             if bool((value > 1e-6).any()) and bool(((value >= 0) & (value <= 1)).all()):
                 raise ValueError(
-                    f"log_prob[{name!r}] must hold log-probabilities (<= 0 for classes), got {float(value.min()):g} to "
+                    f"log_prob[{name!r}] must hold log-probabilities (<= 0 for classes), got "
+                    f"{float(value.min()):g} to "
                     f"{float(value.max()):g}: these are probabilities"
                 )
             checks.finite(f"log_prob[{name!r}]", value)
@@ -70,7 +80,9 @@ class Claim:
 
 def _tensors(name: str, given: Mapping[str, Values]) -> dict[str, Tensor]:
     if not isinstance(given, Mapping):
-        raise TypeError(f"{name} must be a mapping from the names of attacks, got {checks.describe(given)}")
+        raise TypeError(
+            f"{name} must be a mapping from the names of attacks, got {checks.describe(given)}"
+        )
     return {key: _tensor(f"{name}[{key!r}]", value) for key, value in given.items()}
 
 
@@ -84,27 +96,37 @@ def fitted(
     claim: Claim,
     x: Tensor,  # (N, *event)
 ) -> Claim:
-    """The claim with its arrays in x's dtype and its scores of shape (N,); what does not fit the data is named.
+    """The claim with its arrays in x's dtype and its scores of shape (N,); what does not fit the
+    data is named.
 
     >>> fitted(Claim({"a": torch.zeros(2, 3)}, correct={"a": torch.ones(1)}), torch.zeros(2, 3))
     Traceback (most recent call last):
     ...
     ValueError: correct['a'] must hold one value for each of the 2 examples of x, got a torch.float32 tensor of shape (1,) on cpu
-    """
+    """  # noqa: E501
     for name, x_adv in claim.x_adv.items():
         if x_adv.shape != x.shape:
-            raise ValueError(f"x_adv[{name!r}] must have x's shape {tuple(x.shape)}, got {checks.describe(x_adv)}")
+            raise ValueError(
+                f"x_adv[{name!r}] must have x's shape {tuple(x.shape)}, got "
+                f"{checks.describe(x_adv)}"
+            )
 
     def column(name: str, value: Tensor) -> Tensor:
         if tuple(value.shape) not in ((len(x),), (len(x), 1)):
-            raise ValueError(f"{name} must hold one value for each of the {len(x)} examples of x, got {checks.describe(value)}")
+            raise ValueError(
+                f"{name} must hold one value for each of the {len(x)} examples of x, got "
+                f"{checks.describe(value)}"
+            )
         return value.reshape(-1)
 
     scores: dict[str, dict[str, Tensor]] = {}
     for kind, given in (("correct", claim.correct), ("log_prob", claim.log_prob)):
         unknown = [name for name in given if name not in claim.x_adv]
         if unknown:
-            raise ValueError(f"{kind} must speak of attacks in x_adv ({', '.join(claim.x_adv)}), got {', '.join(unknown)}")
+            raise ValueError(
+                f"{kind} must speak of attacks in x_adv ({', '.join(claim.x_adv)}), got "
+                f"{', '.join(unknown)}"
+            )
         scores[kind] = {name: column(f"{kind}[{name!r}]", value) for name, value in given.items()}
     return dataclasses.replace(
         claim,

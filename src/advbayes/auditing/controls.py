@@ -1,4 +1,5 @@
-"""Controls: an undefended net must fall (E20), adversarial training must stand (E21). Given, recorded or trained here."""
+"""Controls: an undefended net must fall (E20), adversarial training must stand (E21). Given,
+recorded or trained here."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from torch import Tensor
 
 from advbayes import metrics
 from advbayes.attacks import pgd, with_ball
-from advbayes.auditing.case import Case, finding, judged, layers_of, not_applicable, not_run, num_thetas
+from advbayes.auditing.case import (
+    Case,
+    finding,
+    judged,
+    layers_of,
+    not_applicable,
+    not_run,
+    num_thetas,
+)
 from advbayes.auditing.findings import Finding
 from advbayes.auditing.strength import breaks_more
 from advbayes.auditing.support import Baseline, Support, published_for, recorded_for
@@ -31,7 +40,9 @@ LEFT, NEAR = 0.05, 0.03  # E20: what the control may keep; how near its clean ac
 BEHIND = 0.05  # E21: how far below its published figure the recipe may be
 GROWTH = 2.0**0.5  # of the control ball, where none is given
 CHECKED = 20  # times that a control's clean accuracy is looked at while it trains
-COMPARED = 256  # examples, at least, on which baseline and control are compared (where there are as many)
+COMPARED = (
+    256  # examples, at least, on which baseline and control are compared (where there are as many)
+)
 ALL = 2000  # examples on which clean accuracies are compared
 
 
@@ -41,33 +52,57 @@ def undefended_control(case: Case) -> Finding:
     if case.task == "regression":
         return not_applicable("E20", "regression has no accuracy")
     if control is None or not case.attacks_on(control):
-        return not_run("E20", "give Support(undefended=...) (--undefended RUN) or Support(training=(x, y)), and the attacks")
+        return not_run(
+            "E20",
+            "give Support(undefended=...) (--undefended RUN) or Support(training=(x, y)), and the "
+            "attacks",
+        )
     clean, own = clean_accuracy(control, case), clean_accuracy(case.predict, case)
     figures: dict[str, Any] = {"clean": clean, "clean_audited": own}
     unfit = _unfit(control, case)
     if abs(clean - own) > NEAR + 1e-9:
-        unfit.append(f"its clean accuracy must be within 3 points of the audited model's, {clean:.3f} is not within {own:.3f}")
+        unfit.append(
+            f"its clean accuracy must be within 3 points of the audited model's, {clean:.3f} is "
+            f"not within {own:.3f}"
+        )
     if unfit:
         return finding("E20", "failed", f"this is no control: {'; '.join(unfit)}", **figures)
     ball, columns = _control(case, control)
     left = case.value(columns)
     figures |= {"accuracy": left, "eps": float(ball.eps), "eps_of_distance": ball.eps / apart(case)}
-    advice = "an attack that leaves the undefended model standing says nothing about the defended one"
+    advice = (
+        "an attack that leaves the undefended model standing says nothing about the defended one"
+    )
     if case.support.control_ball is None:
         advice += "; where a larger ball is meant, give Support(control_ball=...) (--control-eps)"
     return judged("E20", left > LEFT, advice, **figures)
 
 
 def _unfit(control: Predictor, case: Case) -> list[str]:
-    """What keeps a predictor from being an undefended deterministic net of the same architecture."""
+    """What keeps a predictor from being an undefended deterministic net of the same
+    architecture."""
     found = []
-    thetas = next((inner.thetas for inner in layers_of(control) if isinstance(getattr(inner, "thetas", None), Tensor)), None)
-    several = len(thetas.unique(dim=0)) > 1 if thetas is not None else (num_thetas(control) or 1) > 1
+    thetas = next(
+        (
+            inner.thetas
+            for inner in layers_of(control)
+            if isinstance(getattr(inner, "thetas", None), Tensor)
+        ),
+        None,
+    )
+    several = (
+        len(thetas.unique(dim=0)) > 1 if thetas is not None else (num_thetas(control) or 1) > 1
+    )
     if several or is_stochastic(control, case.x[:8]):
-        found.append("it averages over thetas or noise, which is a defense of a kind: give one net, such as model.at(theta)")
+        found.append(
+            "it averages over thetas or noise, which is a defense of a kind: give one net, such "
+            "as model.at(theta)"
+        )
     sizes = [getattr(model_of(each), "num_params", None) for each in (control, case.predict)]
     if None not in sizes and sizes[0] != sizes[1]:
-        found.append(f"its architecture is another ({sizes[0]} parameters, the audited model has {sizes[1]})")
+        found.append(
+            f"its architecture is another ({sizes[0]} parameters, the audited model has {sizes[1]})"
+        )
     return found
 
 
@@ -92,8 +127,8 @@ def apart(case: Case) -> float:
 
 
 def _control(case: Case, control: Predictor) -> tuple[Ball, Columns]:
-    """The control under attack, and in which ball: the one given, the audited one where a figure is published for it, else the
-    one that breaks it."""
+    """The control under attack, and in which ball: the one given, the audited one where a figure is
+    published for it, else the one that breaks it."""
     if case.support.control_ball is None and published_for(case.support.dataset, case.ball) is None:
         return breaking(case, control)
     ball = case.support.control_ball or case.ball
@@ -101,7 +136,8 @@ def _control(case: Case, control: Predictor) -> tuple[Ball, Columns]:
 
 
 def breaking(case: Case, control: Predictor) -> tuple[Ball, Columns]:
-    """The audited ball widened until the control falls, up to half the distance between two examples; and what it leaves."""
+    """The audited ball widened until the control falls, up to half the distance between two
+    examples; and what it leaves."""
 
     def make() -> tuple[Ball, Columns]:
         ball, half = case.ball, 0.5 * apart(case)
@@ -119,23 +155,39 @@ def _left(case: Case, predict: Predictor, ball: Ball) -> Columns:
     """The union of clean and the attacks under audit, on another predictor in some ball."""
     attacks = {name: with_ball(attack, ball) for name, attack in case.attacks_on(predict).items()}
     parts = [case.scored(case.x, "control clean", by=predict)]
-    return worst([*parts, case.union(attacks, f"control {ball.eps:g}", through=predict, by=predict)], case.task)
+    return worst(
+        [*parts, case.union(attacks, f"control {ball.eps:g}", through=predict, by=predict)],
+        case.task,
+    )
 
 
 def credible_baseline(case: Case) -> Finding:
-    """E21: the published recipe is at most 5 points below its figure; where none is published, adversarial training is better
-    than the undefended control under the same attack: significantly (McNemar), in regression on average."""
+    """E21: the published recipe is at most 5 points below its figure; where none is published,
+    adversarial training is better than the undefended control under the same attack: significantly
+    (McNemar), in regression on average."""
     support = case.support
     published = support.published or published_for(support.dataset, case.ball)
     baseline = support.baseline or (recorded_for(support.dataset, case.ball) if published else None)
     if baseline is None:
-        return not_run("E21", "give Support(baseline=...), adversarial training or its record, or Support(training=(x, y))")
+        return not_run(
+            "E21",
+            "give Support(baseline=...), adversarial training or its record, or "
+            "Support(training=(x, y))",
+        )
     if published is not None:
         return _published(case, baseline, published)
     if isinstance(baseline, Baseline):
-        return not_run("E21", f"the record is of {baseline.dataset}, {baseline.norm}, eps {baseline.eps:g}: give a baseline here")
+        return not_run(
+            "E21",
+            f"the record is of {baseline.dataset}, {baseline.norm}, eps {baseline.eps:g}: give a "
+            f"baseline here",
+        )
     if support.undefended is None or not case.attacks_on(baseline):
-        return not_run("E21", "there is no published figure: give the undefended control too, which the baseline must beat")
+        return not_run(
+            "E21",
+            "there is no published figure: give the undefended control too, which the baseline "
+            "must beat",
+        )
     ball, _ = breaking(case, support.undefended)
     if len(case.x) < COMPARED:  # a comparison wants more examples than a look
         x, y = (part[:COMPARED] for part in case.whole)
@@ -144,28 +196,62 @@ def credible_baseline(case: Case) -> Finding:
     better = breaks_more(case, plain, trained)[0]
     if case.task == "regression":  # the slope of the truth itself bounds what training can gain
         better = case.value(trained) > case.value(plain)
-    figures = {"undefended": case.value(plain), "baseline": case.value(trained), "eps": float(ball.eps), "examples": len(case.x)}
-    advice = "adversarial training must beat the undefended net under the same attack before anything else may"
+    figures = {
+        "undefended": case.value(plain),
+        "baseline": case.value(trained),
+        "eps": float(ball.eps),
+        "examples": len(case.x),
+    }
+    advice = (
+        "adversarial training must beat the undefended net under the same attack before "
+        "anything else may"
+    )
     return judged("E21", not better, advice, **figures)
 
 
-def _published(case: Case, baseline: Predictor | Baseline, published: tuple[float, float]) -> Finding:
+def _published(
+    case: Case, baseline: Predictor | Baseline, published: tuple[float, float]
+) -> Finding:
     if isinstance(baseline, Baseline):
         if not baseline.is_of(case.support.dataset, case.ball) and case.support.published is None:
-            return finding("E21", "failed", "the record is of other data or another ball", recorded=baseline.dataset)
-        clean, left, num, source = baseline.clean, baseline.worst, baseline.num_examples, f"recorded at {baseline.commit}"
+            return finding(
+                "E21",
+                "failed",
+                "the record is of other data or another ball",
+                recorded=baseline.dataset,
+            )
+        clean, left, num, source = (
+            baseline.clean,
+            baseline.worst,
+            baseline.num_examples,
+            f"recorded at {baseline.commit}",
+        )
     elif not case.attacks_on(baseline):
         return not_run("E21", "give the attacks, not only their arrays")
     else:
-        first, columns = case.scored(case.x, "baseline clean", by=baseline), _left(case, baseline, case.ball)
-        clean, left, num, source = case.value(first), case.value(columns), len(case.x), "attacked here"
+        first, columns = (
+            case.scored(case.x, "baseline clean", by=baseline),
+            _left(case, baseline, case.ball),
+        )
+        clean, left, num, source = (
+            case.value(first),
+            case.value(columns),
+            len(case.x),
+            "attacked here",
+        )
     bad = clean < published[0] - BEHIND - 1e-9 or left < published[1] - BEHIND - 1e-9
     advice = "train the baseline as its authors do before beating it"
-    figures = {"clean": clean, "worst": left, "published_clean": published[0], "published_worst": published[1]}
+    figures = {
+        "clean": clean,
+        "worst": left,
+        "published_clean": published[0],
+        "published_worst": published[1],
+    }
     return judged("E21", bad, advice, **figures, examples=num, source=source)
 
 
-# --- training what is missing -------------------------------------------------------------------------------------------
+# --- training what is missing
+# -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -184,15 +270,21 @@ class Recipe:
 
 
 def with_controls(case: Case, *, progress: bool | None = None) -> Support:
-    """The case's support with the controls that it lacks, trained on its `training` data: an undefended point estimate of the
-    predictor's own architecture, stopped where its clean accuracy is nearest to the audited model's, and adversarial training
-    in the ball that breaks it (unless a published recipe is asked for).
+    """The case's support with the controls that it lacks, trained on its `training` data: an
+    undefended point estimate of the predictor's own architecture, stopped where its clean accuracy
+    is nearest to the audited model's, and adversarial training in the ball that breaks it (unless a
+    published recipe is asked for).
     """
     support, model = case.support, model_of(case.predict)
     if support.training is None or model is None or not support.lacks_controls or not case.attacks:
         return support
     x, y = as_tensors(support.training, model.dtype)
-    data = x, y.reshape(-1).long() if case.task == "classification" else y.reshape(len(y), *case.y.shape[1:]).to(x.dtype)
+    data = (
+        x,
+        y.reshape(-1).long()
+        if case.task == "classification"
+        else y.reshape(len(y), *case.y.shape[1:]).to(x.dtype),
+    )
     control, baseline = support.undefended, support.baseline
     if control is None:
         near = case if case.task == "classification" else None
@@ -204,7 +296,8 @@ def with_controls(case: Case, *, progress: bool | None = None) -> Support:
 
 
 def training_passes(case: Case) -> float:
-    """About how many passes `with_controls` takes: one through the net for each theta of the predictor's passes."""
+    """About how many passes `with_controls` takes: one through the net for each theta of the
+    predictor's passes."""
     assert case.support.training is not None
     num = len(case.support.training[0])
     share = Recipe().total(num) * min(num, Recipe.batch_size) / max(1, case.num_thetas or 1)
@@ -222,8 +315,8 @@ def trained_control(
     progress: bool | None = None,
     recipe: Recipe | None = None,
 ) -> Predictor:
-    """A point estimate from the net's initial weights: the state whose clean accuracy is nearest to that of the audited
-    model in `near`, or else the last."""
+    """A point estimate from the net's initial weights: the state whose clean accuracy is nearest to
+    that of the audited model in `near`, or else the last."""
     recipe = recipe or Recipe()
     model = copy.deepcopy(model)
     posterior = PointMass(model)

@@ -19,7 +19,8 @@ SHARED = (ModuleType, type, BuiltinFunctionType)
 
 
 def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """A deep copy; of a function one with copies of what it closes over and of the global objects that it names.
+    """A deep copy; of a function one with copies of what it closes over and of the global objects
+    that it names.
 
     >>> seen = []
     >>> def predict(x):
@@ -35,13 +36,23 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
     if id(value) in memo:
         return memo[id(value)]
     space = dict(value.__globals__)
-    made = FunctionType(value.__code__, space, value.__name__, None, tuple(CellType() for _ in value.__closure__ or ()))
+    made = FunctionType(
+        value.__code__,
+        space,
+        value.__name__,
+        None,
+        tuple(CellType() for _ in value.__closure__ or ()),
+    )
     memo[id(value)] = made
     for name in value.__code__.co_names:
         if name in space and not isinstance(space[name], SHARED):
             space[name] = copied(space[name], memo)
     for cell, new in zip(value.__closure__ or (), made.__closure__ or (), strict=True):
-        new.cell_contents = cell.cell_contents if isinstance(cell.cell_contents, SHARED) else copied(cell.cell_contents, memo)
+        new.cell_contents = (
+            cell.cell_contents
+            if isinstance(cell.cell_contents, SHARED)
+            else copied(cell.cell_contents, memo)
+        )
     made.__defaults__ = copy.deepcopy(value.__defaults__, memo)
     made.__kwdefaults__ = copy.deepcopy(value.__kwdefaults__, memo)
     return made
@@ -59,7 +70,8 @@ def copies_of(predict: Predictor, factory: Callable[[], Predictor] | None) -> Co
     """Copies made by the factory, or of the predictor as it is now."""
     if factory is not None:
         return Copies(factory)
-    shared = {id(predict.store): predict.store} if isinstance(predict, Purifier) else {}  # large, and never written to
+    # large, and never written to
+    shared = {id(predict.store): predict.store} if isinstance(predict, Purifier) else {}
     try:
         unasked = copied(predict, dict(shared))
     except Exception as error:  # whatever a foreign object raises when copied

@@ -33,14 +33,24 @@ def threat_model(case: Case) -> Finding:
     wrong = _contradictions(case)
     advice = "; ".join([f"say {', '.join(missing)}"] * bool(missing) + wrong)
     return judged(
-        "E0", bool(missing or wrong), advice, missing=len(missing), contradictions=len(wrong), eps=said.eps, units=said.units
+        "E0",
+        bool(missing or wrong),
+        advice,
+        missing=len(missing),
+        contradictions=len(wrong),
+        eps=said.eps,
+        units=said.units,
     )
 
 
 def _contradictions(case: Case) -> list[str]:
     """Where the threat model, the ball, the attacks and the arrays speak of different units."""
     said, ball = case.threat_model, case.ball
-    found = [] if said.norm == type(ball).__name__ else [f"the norm is said to be {said.norm}, but the ball is {ball}"]
+    found = (
+        []
+        if said.norm == type(ball).__name__
+        else [f"the norm is said to be {said.norm}, but the ball is {ball}"]
+    )
     if said.eps is not None and abs(said.eps - ball.eps) > 1e-6 * ball.eps:
         found.append(f"eps is said to be {said.eps:g}, but the ball has {ball.eps:g}")
     if said.units == "raw" and ball.scale is not None:
@@ -48,14 +58,23 @@ def _contradictions(case: Case) -> list[str]:
     for name, attack in case.attacks.items():
         other = ball_of(attack)
         if other is not None and abs(_reach(other) - _reach(ball)) > 1e-3 * _reach(ball):
-            found.append(f"{name} reaches {_reach(other):.3g} in the units of x, eps = {ball.eps:g} reaches {_reach(ball):.3g}")
+            found.append(
+                f"{name} reaches {_reach(other):.3g} in the units of x, eps = {ball.eps:g} "
+                f"reaches {_reach(ball):.3g}"
+            )
     units = check_units(ball, case.x)
     if units:
         found.append(units)
     if case.claim is not None and ball.eps > 0:
-        largest = max(float(ball.norm(x_adv - case.x).nan_to_num(torch.inf).max()) for x_adv in case.claim.x_adv.values())
+        largest = max(
+            float(ball.norm(x_adv - case.x).nan_to_num(torch.inf).max())
+            for x_adv in case.claim.x_adv.values()
+        )
         if largest < 0.5 * ball.eps:
-            found.append(f"no scored point comes nearer to the edge than {largest:.3g} of eps = {ball.eps:g}; other units?")
+            found.append(
+                f"no scored point comes nearer to the edge than {largest:.3g} of eps = "
+                f"{ball.eps:g}; other units?"
+            )
     return found
 
 
@@ -80,30 +99,57 @@ def two_losses(case: Case) -> Finding:
         return finding("E16", "failed", advice, largest_confidence=top)
     if not names:
         return not_run("E16", "give the attacks, or say their losses in ThreatModel(loss=...)")
-    wanted = "nll" in names and (bool(names & MARGINS) if case.task == "classification" else "squared_error" in names)
+    wanted = "nll" in names and (
+        bool(names & MARGINS) if case.task == "classification" else "squared_error" in names
+    )
     other = "a margin loss" if case.task == "classification" else "the squared error"
     advice = f"attack through the predictive with both its NLL and {other}"
-    return judged("E16", not wanted, advice, losses=", ".join(sorted(names)), largest_confidence=top)
+    return judged(
+        "E16", not wanted, advice, losses=", ".join(sorted(names)), largest_confidence=top
+    )
 
 
 def worst_column(case: Case) -> Finding:
-    """E17: a worst-case column that is nowhere above the least of the attacks, example by example, when they are scored again."""
+    """E17: a worst-case column that is nowhere above the least of the attacks, example by example,
+    when they are scored again."""
     if case.claim is None:
         value, least = case.value(case.worst()), min(map(case.value, case.columns().values()))
-        return judged("E17", value > least + 1e-9, "take the union per example", worst=value, least_attack=least)
+        return judged(
+            "E17",
+            value > least + 1e-9,
+            "take the union per example",
+            worst=value,
+            least_attack=least,
+        )
     if case.task == "regression":
         return not_applicable("E17", "a claim has no worst-case column of errors")
     if case.claim.worst is None:
-        return finding("E17", "failed", "add the worst case over attacks, example by example", claimed_worst="absent")
+        return finding(
+            "E17",
+            "failed",
+            "add the worst case over attacks, example by example",
+            claimed_worst="absent",
+        )
     claimed = case.claim.worst.double().cpu()
     union = worst(list(case.columns().values()), case.task)["correct"]
-    doubt = 0.5 if case.stochastic else 0.0  # a stochastic predictor may differ on points near the edge
+    # a stochastic predictor may differ on points near the edge
+    doubt = 0.5 if case.stochastic else 0.0
     better = int((claimed > union + doubt + 1e-9).sum())
     said = [case.claim.accuracy(name) for name in case.claim.correct]
     value, again = float(claimed.mean()), float(union.mean())
-    bad = better > (0.05 * len(claimed) if case.stochastic else 0) or value > min(said, default=1.0) + 1e-9
+    bad = (
+        better > (0.05 * len(claimed) if case.stochastic else 0)
+        or value > min(said, default=1.0) + 1e-9
+    )
     advice = "take the union per example, of the arrays as they are scored"
-    return judged("E17", bad, advice, claimed_worst=value, recomputed_worst=again, better_than_the_union=better)
+    return judged(
+        "E17",
+        bad,
+        advice,
+        claimed_worst=value,
+        recomputed_worst=again,
+        better_than_the_union=better,
+    )
 
 
 def rescoring(case: Case) -> Finding:
@@ -111,25 +157,38 @@ def rescoring(case: Case) -> Finding:
     if not case.stochastic:
         return not_applicable("E18", "the predictor answers the same twice")
     num = case.claim.rescored if case.claim is not None else case.rescored
-    return judged("E18", num < 10, "score each final point at least 10 times with fresh randomness", scorings=num)
+    return judged(
+        "E18",
+        num < 10,
+        "score each final point at least 10 times with fresh randomness",
+        scorings=num,
+    )
 
 
 def statistics(case: Case) -> Finding:
-    """E25: five training seeds behind a compared row, and "better" only where paired tests (Holm) say so.
+    """E25: five training seeds behind a compared row, and "better" only where paired tests (Holm)
+    say so.
 
     The intervals are the tables' own: every proportion carries Wilson's.
     """
     if case.support.num_seeds is None:
-        return not_run("E25", "say how many training seeds are behind the row in Support(num_seeds=...)")
+        return not_run(
+            "E25", "say how many training seeds are behind the row in Support(num_seeds=...)"
+        )
     bad = [] if case.support.num_seeds >= 5 else ["train with at least 5 seeds before comparing"]
     figures: dict[str, float] = {"seeds": case.support.num_seeds}
     report = case.support.evaluation
     if case.support.better and isinstance(report, Evaluation) and case.task == "classification":
         own, *rivals = [name for name in report.predictors if name not in report.trivial]
-        pairs = [(report.columns(own)["correct"] > 0.5, report.columns(name)["correct"] > 0.5) for name in rivals]
+        pairs = [
+            (report.columns(own)["correct"] > 0.5, report.columns(name)["correct"] > 0.5)
+            for name in rivals
+        ]
         adjusted = metrics.holm([metrics.mcnemar(first, second) for first, second in pairs])
         figures["largest adjusted p"] = max(adjusted, default=0.0)
-        bad += ["it is not significantly the best: do not set it in bold"] * (figures["largest adjusted p"] >= 0.05)
+        bad += ["it is not significantly the best: do not set it in bold"] * (
+            figures["largest adjusted p"] >= 0.05
+        )
     return judged("E25", bool(bad), "; ".join(bad), **figures)
 
 
@@ -140,18 +199,29 @@ def attack_on_score(case: Case) -> Finding:
     wanted = SCORES.get(case.support.detector, {case.support.detector})
     names = {name for attack in case.attacks.values() for name in loss_names(attack)}
     advice = f"add an attack on {case.support.detector} itself, in both directions"
-    return judged("E26", not (wanted & names), advice, detector=case.support.detector, losses=", ".join(sorted(names)))
+    return judged(
+        "E26",
+        not (wanted & names),
+        advice,
+        detector=case.support.detector,
+        losses=", ".join(sorted(names)),
+    )
 
 
 def rescorable(case: Case) -> Finding:
-    """E27: arrays, seeds, config and code hash are kept, of these data and in this ball, and give the same table again."""
+    """E27: arrays, seeds, config and code hash are kept, of these data and in this ball, and give
+    the same table again."""
     if case.claim is not None:
         return _rescored_claim(case)
     report = case.support.evaluation
     if not isinstance(report, Evaluation) or report.folder is None:
         return not_run("E27", "give Support(evaluation=...), made with evaluate(..., out=folder)")
     config = Folder(report.folder).config()
-    absent = [name for name in ("seed", "code", "attacks", "data") if not config.get(name) and config.get(name) != 0]
+    absent = [
+        name
+        for name in ("seed", "code", "attacks", "data")
+        if not config.get(name) and config.get(name) != 0
+    ]
     if absent:
         return finding("E27", "failed", f"save {', '.join(absent)}", missing=", ".join(absent))
     elsewhere = _elsewhere(case, report)
@@ -164,7 +234,9 @@ def rescorable(case: Case) -> Finding:
         if case.task == "classification":
             changed += int((held["correct"] != rows["correct"]).sum())
         drift = max(drift, float((held["log_prob"] - rows["log_prob"]).abs().max()))
-    advice = "the files and the table disagree: the model, or the arrays, are not those that were scored"
+    advice = (
+        "the files and the table disagree: the model, or the arrays, are not those that were scored"
+    )
     return judged("E27", changed > 0 or drift > 1e-3, advice, changed=changed, largest_drift=drift)
 
 
@@ -175,12 +247,24 @@ def _elsewhere(case: Case, report: Evaluation) -> list[str]:
         found.append(f"the evaluation has eps {report.radii}, the ball {ball.eps:g}")
     texts = report.config.get("attacks", {})
     if not any(f"{type(ball).__name__}(" in text for text in texts.values()):
-        found.append(f"no attack of the evaluation stays in a ball of the norm {type(ball).__name__}")
+        found.append(
+            f"no attack of the evaluation stays in a ball of the norm {type(ball).__name__}"
+        )
     folder = Folder(report.folder or Path())
-    clean = [block for block in saved_blocks(folder) if (block.predictor, block.attack) == (report.predictors[0], CLEAN)]
-    here, there = rows_of(case.whole[0]), {row for block in clean for row in rows_of(folder.read_array(block)[0])}
+    clean = [
+        block
+        for block in saved_blocks(folder)
+        if (block.predictor, block.attack) == (report.predictors[0], CLEAN)
+    ]
+    here, there = (
+        rows_of(case.whole[0]),
+        {row for block in clean for row in rows_of(folder.read_array(block)[0])},
+    )
     if not there <= here and not here <= there:
-        found.append(f"{len(there - here)} of the evaluation's {len(there)} inputs are not among the {len(here)} audited ones")
+        found.append(
+            f"{len(there - here)} of the evaluation's {len(there)} inputs are not among the "
+            f"{len(here)} audited ones"
+        )
     return found
 
 
@@ -193,10 +277,17 @@ def _rescored_claim(case: Case) -> Finding:
         ("config", claim.config),
         ("code hash", claim.code),
         ("scores", scores),
-        ("size and hash of the whole test set (test_size, test_hash)", claim.test_size and claim.test_hash),
+        (
+            "size and hash of the whole test set (test_size, test_hash)",
+            claim.test_size and claim.test_hash,
+        ),
     )
     absent = [name for name, value in named if value is None or value == {}]
-    unscored = [name for name in claim.x_adv if name not in claim.correct] if case.task == "classification" else []
+    unscored = (
+        [name for name in claim.x_adv if name not in claim.correct]
+        if case.task == "classification"
+        else []
+    )
     absent += [f"the correctness of {name}" for name in unscored if claim.correct]
     figures: dict[str, Any] = {}
     changed, total = 0, 0
@@ -205,17 +296,32 @@ def _rescored_claim(case: Case) -> Finding:
         doubt = case.stochastic  # a stochastic predictor may differ on points near the edge
         off = (again - correct.double().cpu()).abs() > (0.5 if doubt else 0)
         changed, total = changed + int(off.sum()), total + len(off)
-        figures |= {f"claimed {name}": claim.accuracy(name), f"recomputed {name}": float(again.mean())}
+        figures |= {
+            f"claimed {name}": claim.accuracy(name),
+            f"recomputed {name}": float(again.mean()),
+        }
     drift = max(
-        (float((case.columns()[name]["log_prob"] - value.double().cpu()).abs().max()) for name, value in claim.log_prob.items()),
+        (
+            float((case.columns()[name]["log_prob"] - value.double().cpu()).abs().max())
+            for name, value in claim.log_prob.items()
+        ),
         default=0.0,
     )
     figures = {"changed": changed, "of": total, "largest_drift": drift, **figures}
     bad = []
     if changed > (0.05 * total if case.stochastic else 0) or (drift > 1e-3 and not case.stochastic):
-        bad.append("scoring the saved arrays again changes the table: the model scored is not the model given")
-    if claim.test_size is not None and claim.test_size <= len(case.x) and claim.test_hash != data_hash(*case.whole):
-        bad.append(f"the {len(case.x)} examples are said to be the whole test set, but its hash is another")
+        bad.append(
+            "scoring the saved arrays again changes the table: the model scored is not the model "
+            "given"
+        )
+    if (
+        claim.test_size is not None
+        and claim.test_size <= len(case.x)
+        and claim.test_hash != data_hash(*case.whole)
+    ):
+        bad.append(
+            f"the {len(case.x)} examples are said to be the whole test set, but its hash is another"
+        )
     if absent:
         figures["missing"] = ", ".join(absent)
         bad.append(f"save {', '.join(absent)} with the arrays")

@@ -36,11 +36,17 @@ class Finding:
         """One line of text."""
         figures = ", ".join(f"{name} = {_shown(value)}" for name, value in self.figures.items())
         said = f"{self.title}{': ' + figures if figures else ''}"
-        return f"{self.id:<4} {_SIGN[self.status]:<8} {said}{'. ' + self.advice if self.advice else ''}"
+        return (
+            f"{self.id:<4} {_SIGN[self.status]:<8} "
+            f"{said}{'. ' + self.advice if self.advice else ''}"
+        )
 
     def json(self) -> dict[str, Any]:
         """A dictionary that JSON can hold."""
-        figures = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in self.figures.items()}
+        figures = {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v
+            for k, v in self.figures.items()
+        }
         return {
             "id": self.id,
             "title": self.title,
@@ -57,12 +63,15 @@ def _shown(value: Figure) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All findings, and a level: A certified, B every mandatory check passed, C all ran and some failed, D some not run.
+    """All findings, and a level: A certified, B every mandatory check passed, C all ran and some
+    failed, D some not run.
 
-    `certified`: a certificate that the audit confirmed (see `auditing.certificate`). `notes` name what a reader should know
-    of the data: duplicate rows, a clean accuracy of exactly 1.
+    `certified`: a certificate that the audit confirmed (see `auditing.certificate`). `notes` name
+    what a reader should know of the data: duplicate rows, a clean accuracy of exactly 1.
 
-    >>> Verdict((Finding("E1", "feasible", "passed"), Finding("E2", "null attack", "not run"))).level
+    >>> Verdict(
+    ...     (Finding("E1", "feasible", "passed"), Finding("E2", "null attack", "not run"))
+    ... ).level
     'D'
     """
 
@@ -88,20 +97,31 @@ class Verdict:
 
     @property
     def failed_mandatory(self) -> tuple[str, ...]:
-        """The ids of the mandatory checks that failed: with one of them the attacked values carry a dagger."""
-        return tuple(finding.id for finding in self.findings if finding.status == "failed" and finding.mandatory)
+        """The ids of the mandatory checks that failed: with one of them the attacked values carry a
+        dagger."""
+        return tuple(
+            finding.id
+            for finding in self.findings
+            if finding.status == "failed" and finding.mandatory
+        )
 
     @property
     def not_run(self) -> tuple[str, ...]:
         """The ids of the mandatory checks that did not run."""
-        return tuple(finding.id for finding in self.findings if finding.status == "not run" and finding.mandatory)
+        return tuple(
+            finding.id
+            for finding in self.findings
+            if finding.status == "not run" and finding.mandatory
+        )
 
     def __getitem__(self, id: str) -> Finding:
         """The finding of one check, by its id."""
         for finding in self.findings:
             if finding.id == id:
                 return finding
-        raise KeyError(f"no check {id!r}; there are {', '.join(finding.id for finding in self.findings)}")
+        raise KeyError(
+            f"no check {id!r}; there are {', '.join(finding.id for finding in self.findings)}"
+        )
 
     def sentence(self) -> str:
         """The level in plain words.
@@ -110,8 +130,14 @@ class Verdict:
         'The attacked numbers must not be quoted as they are: one check failed.'
         """
         if self.level == "A":
-            share, eps = (_shown(self.summary.get(name)) for name in ("certified accuracy", "certified at eps"))
-            return f"A share of {share} of the examples is proven right within eps = {eps}, whatever the attack."
+            share, eps = (
+                _shown(self.summary.get(name))
+                for name in ("certified accuracy", "certified at eps")
+            )
+            return (
+                f"A share of {share} of the examples is proven right within eps = {eps}, "
+                f"whatever the attack."
+            )
         if self.level == "B":
             return "Every check that must pass did: the attacked numbers may be quoted."
         failed, absent = len(self.failed_mandatory), len(self.not_run)
@@ -119,14 +145,21 @@ class Verdict:
         if not failed:
             return f"Nothing speaks against the attacked numbers so far, but {missing}."
         also = f", and {missing}" if absent else ""
-        return f"The attacked numbers must not be quoted as they are: {_count(failed)} failed{also}."
+        return (
+            f"The attacked numbers must not be quoted as they are: {_count(failed)} failed{also}."
+        )
 
     def line(self) -> str:
         """The line beneath a table."""
         parts = [f"audit ({self.tier}): level {self.level}. {self.sentence()[:-1]}"]
         if "certified accuracy" in self.summary and self.level != "A":
-            share, eps = (_shown(self.summary[name]) for name in ("certified accuracy", "certified at eps"))
-            parts.append(f"certified accuracy {share} at eps {eps}, not confirmed: {self.summary.get('certificate')}")
+            share, eps = (
+                _shown(self.summary[name]) for name in ("certified accuracy", "certified at eps")
+            )
+            parts.append(
+                f"certified accuracy {share} at eps {eps}, not confirmed: "
+                f"{self.summary.get('certificate')}"
+            )
         if self.failed:
             parts.append(f"failed {', '.join(self.failed)}{' †' if self.failed_mandatory else ''}")
         if self.not_run:
@@ -136,7 +169,9 @@ class Verdict:
     def text(self) -> str:
         """All findings, one line each, and the level."""
         head = ", ".join(f"{name} {_shown(value)}" for name, value in self.summary.items())
-        return "\n".join([*([head] if head else []), *(finding.line() for finding in self.findings), self.line()])
+        return "\n".join(
+            [*([head] if head else []), *(finding.line() for finding in self.findings), self.line()]
+        )
 
     __str__ = text
 

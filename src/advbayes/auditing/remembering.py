@@ -1,4 +1,5 @@
-"""Checks that a predictor does not remember: the test points (E28), or what it was asked before (E29)."""
+"""Checks that a predictor does not remember: the test points (E28), or what it was asked before
+(E29)."""
 
 from __future__ import annotations
 
@@ -20,11 +21,14 @@ from advbayes.types import Predictor
 ALLOWED = 0.08  # of the examples: what honest models lose when the centre is moved by eps / 2
 ALLOWED_ERROR = 0.5  # in regression: of the mean squared error
 ASKED = 64  # examples of E29
-SAME = 1e-4  # answers (probabilities; means in units of sd(y)) no further apart than this are the same
+SAME = (
+    1e-4  # answers (probabilities; means in units of sd(y)) no further apart than this are the same
+)
 
 
 def displaced_centre(case: Case) -> Finding:
-    """E28: within eps of a point eps / 2 away from x the attack does not find much more than within eps of x."""
+    """E28: within eps of a point eps / 2 away from x the attack does not find much more than within
+    eps of x."""
     case = case.calm()
     if not case.attacks:
         return not_run("E28", "give the attacks, not only their arrays")
@@ -33,18 +37,27 @@ def displaced_centre(case: Case) -> Finding:
     there = case.scored(centre, "displaced")
     for name, attack in case.attacks.items():
         there = further(case, f"displaced {name}", attack, there, centre)
-    here = case.gradient() if case.claim is None else worst([case.clean, case.union(case.attacks, "in place")], case.task)
+    here = (
+        case.gradient()
+        if case.claim is None
+        else worst([case.clean, case.union(case.attacks, "in place")], case.task)
+    )
     lost, figures = loses_more(there, here, case)
     advice = "it is robust around the test points alone: it recognises them"
-    return judged("E28", lost, advice, at_x=case.value(here), displaced=case.value(there), **figures)
+    return judged(
+        "E28", lost, advice, at_x=case.value(here), displaced=case.value(there), **figures
+    )
 
 
 def loses_more(there: Columns, here: Columns, case: Case) -> tuple[bool, dict[str, float]]:
-    """Whether more is lost from `here` to `there` than honest models lose: McNemar at 1 % after 8 points of the examples are
-    taken off; in regression a paired bootstrap of the squared errors after half of the mean is."""
+    """Whether more is lost from `here` to `there` than honest models lose: McNemar at 1 % after 8
+    points of the examples are taken off; in regression a paired bootstrap of the squared errors
+    after half of the mean is."""
     if case.task == "regression":
         before = (1 + ALLOWED_ERROR) * here["squared_error"]
-        lower = metrics.paired_difference(there["squared_error"], before, level=1 - 2 * SIGNIFICANT).low
+        lower = metrics.paired_difference(
+            there["squared_error"], before, level=1 - 2 * SIGNIFICANT
+        ).low
         return lower > 0, {"beyond_allowed": lower}
     broken, stood = there["correct"] < 0.5, here["correct"] >= 0.5
     aside = (broken & stood).nonzero().squeeze(1)[: int(ALLOWED * len(broken))]
@@ -55,10 +68,14 @@ def loses_more(there: Columns, here: Columns, case: Case) -> tuple[bool, dict[st
 
 
 def order_independence(case: Case) -> Finding:
-    """E29: adversarial points asked first, of a copy, get the answers that they get after everything else; so do clean ones."""
+    """E29: adversarial points asked first, of a copy, get the answers that they get after
+    everything else; so do clean ones."""
     make = case.copies.make
     if make is None:
-        why = f"the predictor cannot be copied ({case.copies.why}): give Support(factory=...), which makes it anew"
+        why = (
+            f"the predictor cannot be copied ({case.copies.why}): give Support(factory=...), "
+            f"which makes it anew"
+        )
         return not_run("E29", why)
     if not case.attacks and case.claim is None:
         return not_run("E29", "give the attacks")
@@ -67,11 +84,19 @@ def order_independence(case: Case) -> Finding:
     asked: Predictor = case.predict
     if case.stochastic:
         unasked, asked = Forgetful(lambda: Frozen(make(), case.seed)), Frozen(asked, case.seed)
-    points = {f"{name} of the copy": case.attacked(attack, f"unasked {name}", through=unasked, rows=rows)
-              for name, attack in case.attacks_on(unasked).items()}  # fmt: skip
-    points |= {name: x_adv[rows] for name, x_adv in case.arrays().items() if bool(torch.isfinite(x_adv[rows]).all())}
+    points = {
+        f"{name} of the copy": case.attacked(attack, f"unasked {name}", through=unasked, rows=rows)
+        for name, attack in case.attacks_on(unasked).items()
+    }
+    points |= {
+        name: x_adv[rows]
+        for name, x_adv in case.arrays().items()
+        if bool(torch.isfinite(x_adv[rows]).all())
+    }
     clean = case.x[rows]
-    if changed(unasked, unasked, clean, case).any():  # it draws from a source of its own: its answers are compared on average
+    if changed(
+        unasked, unasked, clean, case
+    ).any():  # it draws from a source of its own: its answers are compared on average
         return _on_average(case, make, points, rows)
     asked(clean)
     other = torch.stack([changed(unasked, asked, x_adv, case) for x_adv in points.values()]).any(0)
@@ -92,11 +117,15 @@ def changed(first: Predictor, second: Predictor, x: Tensor, case: Case) -> Tenso
 
 
 def _on_average(case: Case, make: object, points: dict[str, Tensor], rows: Tensor) -> Finding:
-    """The same for a predictor whose randomness cannot be fixed: paired tests in both directions."""
+    """The same for a predictor whose randomness cannot be fixed: paired tests in both
+    directions."""
     copy = replace(case, predict=Forgetful(make), memory={})  # type: ignore[arg-type]
     worse = []
     for name, x_adv in {"clean": case.x[rows], **points}.items():
         first, after = (each.scored(x_adv, f"order {name}", rows=rows) for each in (copy, case))
         worse += [name] * (breaks_more(case, first, after)[0] or breaks_more(case, after, first)[0])
-    advice = f"answers ({', '.join(worse)}) depend on what was asked before: the predictor remembers its queries"
+    advice = (
+        f"answers ({', '.join(worse)}) depend on what was asked before: the predictor "
+        f"remembers its queries"
+    )
     return judged("E29", bool(worse), advice, other_answers=len(worse), of=len(points) + 1)

@@ -27,14 +27,23 @@ from advbayes.auditing.support import Support, named
 from advbayes.auditing.threat import ThreatModel, said_by
 from advbayes.balls import Ball
 from advbayes.certification import Certificates
-from advbayes.evaluation.inputs import ASKED, Data, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
+from advbayes.evaluation.inputs import (
+    ASKED,
+    Data,
+    as_tensors,
+    check_predictor,
+    dtype_of,
+    is_stochastic,
+    warn_units,
+)
 from advbayes.progress import Progress
 from advbayes.types import Attack, Predictor
 
 
 @dataclass(frozen=True)
 class Size:
-    """What the costs are made of: gradient passes of all attacks once, their number, the tier, the sources of transfer."""
+    """What the costs are made of: gradient passes of all attacks once, their number, the tier, the
+    sources of transfer."""
 
     passes: float
     attacks: int
@@ -52,7 +61,8 @@ class Check:
     run: Callable[[Case], Finding]
     cost: Callable[[Size], float] = lambda size: 0.0
     mandatory: Callable[[Case], bool] = lambda case: True
-    applies: Callable[[Case], bool] = lambda case: True  # a tier does not leave out what has nothing to say anyway
+    # a tier does not leave out what has nothing to say anyway
+    applies: Callable[[Case], bool] = lambda case: True
 
 
 # In the order of running: what joins the worst case comes before what is judged against it.
@@ -62,14 +72,28 @@ CHECKS: tuple[Check, ...] = (
     Check("E2", "null attack", strength.null_attack, lambda size: size.attacks),
     Check("E3", "iterative beats one-step", strength.beats_one_step, lambda size: 2),
     Check("E9", "usable gradients", strength.usable_gradients, lambda size: 2),
-    Check("E8", "no silent success", strength.silent_success, lambda size: size.passes * min(1.0, 32 / size.budget.num)),
+    Check(
+        "E8",
+        "no silent success",
+        strength.silent_success,
+        lambda size: size.passes * min(1.0, 32 / size.budget.num),
+    ),
     Check("E6", "converged in steps", strength.converged_in_steps, lambda size: 2 * size.passes),
-    Check("E7", "converged in restarts", strength.converged_in_restarts, lambda size: 2 * size.passes),
+    Check(
+        "E7", "converged in restarts", strength.converged_in_restarts, lambda size: 2 * size.passes
+    ),
     Check("E4", "monotone in eps", strength.monotone, lambda size: 4 * size.passes),
     Check("E5", "unbounded attack wins", strength.unbounded),
-    Check("E12", "noise not better", strength.noise_not_better, lambda size: size.budget.random_points),
+    Check(
+        "E12", "noise not better", strength.noise_not_better, lambda size: size.budget.random_points
+    ),
     Check("E13", "transfer not better", others.transfer, lambda size: size.sources * size.passes),
-    Check("E14", "fixed randomness", others.fixed_randomness, lambda size: 2 * size.passes * size.thetas),
+    Check(
+        "E14",
+        "fixed randomness",
+        others.fixed_randomness,
+        lambda size: 2 * size.passes * size.thetas,
+    ),
     Check("E15", "two knowledge levels", others.two_knowledge_levels),
     Check(
         "E10",
@@ -78,18 +102,43 @@ CHECKS: tuple[Check, ...] = (
         lambda size: 3 * size.passes * size.thetas,
         applies=lambda case: case.is_bayesian,
     ),
-    Check("E23", "adaptive attack on a purifier", purifier.adaptive_attacks, mandatory=lambda case: case.is_purifier),
-    Check("E24", "effective sample size", purifier.effective_sample_size, mandatory=lambda case: case.is_purifier),
+    Check(
+        "E23",
+        "adaptive attack on a purifier",
+        purifier.adaptive_attacks,
+        mandatory=lambda case: case.is_purifier,
+    ),
+    Check(
+        "E24",
+        "effective sample size",
+        purifier.effective_sample_size,
+        mandatory=lambda case: case.is_purifier,
+    ),
     Check("E11", "black box not better", others.black_box, lambda size: size.budget.queries),
     Check("E16", "two losses through the predictive", describing.two_losses, lambda size: 1),
     Check("E17", "worst-case column", describing.worst_column),
     Check("E18", "stochastic re-scoring", describing.rescoring),
     Check("E19", "the attack itself", answers.attack_itself, lambda size: 0.5 * size.passes),
-    Check("E20", "undefended control", controls.undefended_control, lambda size: 3 * size.passes * (size.sources > 0)),
-    Check("E21", "credible baseline", controls.credible_baseline, lambda size: size.passes * (size.sources > 0)),
+    Check(
+        "E20",
+        "undefended control",
+        controls.undefended_control,
+        lambda size: 3 * size.passes * (size.sources > 0),
+    ),
+    Check(
+        "E21",
+        "credible baseline",
+        controls.credible_baseline,
+        lambda size: size.passes * (size.sources > 0),
+    ),
     Check("E22", "trivial predictors", answers.trivial_predictors),
     Check("E25", "statistics", describing.statistics, mandatory=lambda case: False),
-    Check("E26", "attack on the score", describing.attack_on_score, mandatory=lambda case: case.support.detector is not None),
+    Check(
+        "E26",
+        "attack on the score",
+        describing.attack_on_score,
+        mandatory=lambda case: case.support.detector is not None,
+    ),
     Check("E27", "re-scorable", describing.rescorable, lambda size: size.attacks),
     Check("E28", "displaced centre", remembering.displaced_centre, lambda size: size.passes),
     Check("E30", "unseen family", describing.unseen_family),
@@ -118,19 +167,23 @@ def audit(
     progress: bool | None = None,
     **deprecated: Any,
 ) -> Verdict:
-    """May the robustness of `predict` within `ball` be believed? Checks E0 to E30, each with its figure, and a level A to D.
+    """May the robustness of `predict` within `ball` be believed? Checks E0 to E30, each with its
+    figure, and a level A to D.
 
-    `attacks` (absent: the audit's own) are those whose numbers are to be believed. `support` holds what helps: controls, a
-    baseline, siblings, files; what a check needs and is not there leaves it "not run". `claim` holds somebody's arrays and
-    scores: then theirs are judged, not ours. `certified` holds the certificates of a Smoothed predictor, one for each example
-    of `data`: they give level A where the audit confirms them. `tier` says how much to spend. `only` picks checks by id; the
-    others count as not run.
+    `attacks` (absent: the audit's own) are those whose numbers are to be believed. `support` holds
+    what helps: controls, a baseline, siblings, files; what a check needs and is not there leaves it
+        "not run". `claim` holds somebody's arrays and
+    scores: then theirs are judged, not ours. `certified` holds the certificates of a Smoothed
+    predictor, one for each example of `data`: they give level A where the audit confirms them.
+    `tier` says how much to spend. `only` picks checks by id; the others count as not run.
 
     >>> from torch.distributions import Categorical
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> from advbayes import L2
     >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
-    >>> verdict = audit(predict, (x, (x[:, 0] < 0).long()), ball=L2(0.5), tier="quick", only=("E1", "E2", "E9"))
+    >>> verdict = audit(
+    ...     predict, (x, (x[:, 0] < 0).long()), ball=L2(0.5), tier="quick", only=("E1", "E2", "E9")
+    ... )
     >>> verdict.level, verdict["E1"].status, verdict["E1"].figures["infeasible"]
     ('D', 'passed', 0)
     """
@@ -150,43 +203,68 @@ def audit(
                     continue
                 result = Finding(check.id, check.title, "not run", {}, "`only` leaves it out")
             elif check.id in case.budget.left_out and only is None and check.applies(case):
-                result = Finding(check.id, check.title, "not run", {}, f"tier {tier!r} leaves it out")
+                result = Finding(
+                    check.id, check.title, "not run", {}, f"tier {tier!r} leaves it out"
+                )
             else:
                 result = _run(check, case)
             found.append(replace(result, title=check.title, mandatory=check.mandatory(case)))
             bar.advance(check.id)
     findings = tuple(sorted(found, key=lambda item: _order(item.id)))
-    summary: dict[str, Any] = {"examples": len(case.x), f"clean {case.label}": case.value(case.clean)}
+    summary: dict[str, Any] = {
+        "examples": len(case.x),
+        f"clean {case.label}": case.value(case.clean),
+    }
     if "columns" in case.memory:
         summary[f"worst {case.label}"] = case.value(case.worst())
     proven, figures = certificate(case, findings, only)
-    spent = tier if isinstance(tier, str) else "custom"  # a budget of one's own is no tier: its figures say what was spent
+    # a budget of one's own is no tier: its figures say what was spent
+    spent = tier if isinstance(tier, str) else "custom"
     return Verdict(findings, spent, proven, summary | figures, describing.notes_on_data(case))
 
 
 def _run(check: Check, case: Case) -> Finding:
-    """The check's finding; if something raises on the way, "not run" with what it said: the others go on."""
+    """The check's finding; if something raises on the way, "not run" with what it said: the others
+    go on."""
     try:
         return check.run(case)
     except Exception as error:  # whatever a foreign predictor or attack raises
-        return Finding(check.id, check.title, "not run", {}, f"{check.id} was cut short by {type(error).__name__}: {error}")
+        return Finding(
+            check.id,
+            check.title,
+            "not run",
+            {},
+            f"{check.id} was cut short by {type(error).__name__}: {error}",
+        )
 
 
-def _renamed(tier: str | Budget, support: Support | None, deprecated: dict[str, Any]) -> tuple[str | Budget, Support]:
-    """The keywords of the version before: `budget` is a tier, `batch_size` the tier's, the rest is the support's."""
+def _renamed(
+    tier: str | Budget, support: Support | None, deprecated: dict[str, Any]
+) -> tuple[str | Budget, Support]:
+    """The keywords of the version before: `budget` is a tier, `batch_size` the tier's, the rest is
+    the support's."""
     support = support or Support()
     if not isinstance(support, Support):
         raise TypeError(f"support must be a Support(...), got {checks.describe(support)}")
     names = {field.name for field in fields(Support)}
     unknown = sorted(deprecated.keys() - names - {"budget", "batch_size"})
     if unknown:
-        raise TypeError(f"audit takes no argument {', '.join(unknown)}; what helps it is Support({', '.join(sorted(names))})")
+        raise TypeError(
+            f"audit takes no argument {', '.join(unknown)}; what helps it is "
+            f"Support({', '.join(sorted(names))})"
+        )
     for name in deprecated:
         new = {"budget": "tier=Budget(...)", "batch_size": "tier=Budget(..., batch_size=...)"}.get(
             name, f"support=Support({name}=...)"
         )
-        warnings.warn(f"audit({name}=...) will go in the next version: use {new}", DeprecationWarning, stacklevel=3)
-    held = {name: value for name, value in deprecated.items() if name in names and value is not None}
+        warnings.warn(
+            f"audit({name}=...) will go in the next version: use {new}",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+    held = {
+        name: value for name, value in deprecated.items() if name in names and value is not None
+    }
     budget = deprecated.get("budget")
     tier = tier if budget is None else budget
     if "batch_size" in deprecated:
@@ -206,23 +284,30 @@ def audit_records(
     worst: Values | None = None,
     **options: Any,
 ) -> Verdict:
-    """Judge somebody's arrays (or tensors) and scores: E1, E12, E16, E17, E22, E27 and whatever `options` (as in `audit`) allow.
+    """Judge somebody's arrays (or tensors) and scores: E1, E12, E16, E17, E22, E27 and whatever
+    `options` (as in `audit`) allow.
 
     >>> from torch.distributions import Categorical
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> from advbayes import L2
     >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
-    >>> audit_records((x, (x[:, 0] < 0).long()), {"PGD": x + 3}, predict=predict, ball=L2(0.5), only=("E1",)).failed
+    >>> audit_records(
+    ...     (x, (x[:, 0] < 0).long()), {"PGD": x + 3}, predict=predict, ball=L2(0.5), only=("E1",)
+    ... ).failed
     ('E1',)
     """
-    given: Any = {"x_adv": x_adv, "correct": correct, "log_prob": log_prob, "worst": worst}  # Claim makes tensors of arrays
+    # Claim makes tensors of arrays
+    given: Any = {"x_adv": x_adv, "correct": correct, "log_prob": log_prob, "worst": worst}
     claim = Claim(**{name: value for name, value in given.items() if value is not None})
-    return audit(predict, data, ball=ball, claim=claim, attacks=options.pop("attacks", {}), **options)
+    return audit(
+        predict, data, ball=ball, claim=claim, attacks=options.pop("attacks", {}), **options
+    )
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What an audit will take: passes through the predictor, in all and by check, and an estimate of the seconds."""
+    """What an audit will take: passes through the predictor, in all and by check, and an estimate
+    of the seconds."""
 
     tier: str
     examples: int
@@ -234,7 +319,8 @@ class Cost:
     def __str__(self) -> str:
         first = f"trains {' and '.join(self.trained)} first; " if self.trained else ""
         return (
-            f"audit ({self.tier}): {first}{self.examples} examples, about {self.passes:,.0f} passes for each, "
+            f"audit ({self.tier}): {first}{self.examples} examples, about {self.passes:,.0f} "
+            f"passes for each, "
             f"about {self.seconds:,.0f} s; what is broken early costs less, escalation (E6) more"
         )
 
@@ -249,7 +335,8 @@ def audit_cost(
     support: Support | None = None,
     **others: Any,
 ) -> Cost:
-    """The cost of `audit` with the same arguments, from one timed pass; what it has to train comes on top.
+    """The cost of `audit` with the same arguments, from one timed pass; what it has to train comes
+    on top.
 
     >>> from torch.distributions import Categorical
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
@@ -259,7 +346,9 @@ def audit_cost(
     40
     """
     same = {"threat_model", "claim", "certified", "only", "seed", "progress"}
-    tier, support = _renamed(tier, support, {name: value for name, value in others.items() if name not in same})
+    tier, support = _renamed(
+        tier, support, {name: value for name, value in others.items() if name not in same}
+    )
     case = _case(predict, data, ball, tier, attacks, None, support, None, None, 0)
     probe = slice(0, min(64, len(case.x)))
 
@@ -281,11 +370,21 @@ def audit_cost(
         thetas=case.is_bayesian or case.stochastic,
         budget=case.budget,
     )
-    costs = {check.id: 0.0 if check.id in case.budget.left_out else float(check.cost(size)) for check in CHECKS}
+    costs = {
+        check.id: 0.0 if check.id in case.budget.left_out else float(check.cost(size))
+        for check in CHECKS
+    }
     passes = sum(costs.values())
     trained = controls.training_passes(case) if controls_too else 0.0
     name = tier if isinstance(tier, str) else "custom"
-    return Cost(name, len(case.x), passes, (passes * len(case.x) + trained) * each, costs, support.lacks_controls * controls_too)
+    return Cost(
+        name,
+        len(case.x),
+        passes,
+        (passes * len(case.x) + trained) * each,
+        costs,
+        support.lacks_controls * controls_too,
+    )
 
 
 def _order(id: str) -> int:
@@ -311,7 +410,11 @@ def _case(
     copies = copies_of(predict, support.factory)  # before anything is asked
     x, y = as_tensors(data, dtype_of(predict))
     ball.check(x)
-    rows = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[: budget.num].sort().values
+    rows = (
+        torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[: budget.num]
+        .sort()
+        .values
+    )
     if claim is not None:  # the arrays are as they were scored
         rows, claim = torch.arange(len(x)), fitted(claim, x)
     task = check_predictor(predict, x[rows][:256], y[rows][:256])
@@ -329,7 +432,10 @@ def _case(
         raise ValueError("attacks must hold at least one named attack, got none")
     for name, attack in given.items():
         if ball_of(attack) is None:
-            raise TypeError(f"attacks[{name!r}] must be a dataclass with a `ball`, got {checks.describe(attack)}")
+            raise TypeError(
+                f"attacks[{name!r}] must be a dataclass with a `ball`, got "
+                f"{checks.describe(attack)}"
+            )
     case = Case(
         predict=predict,
         x=x[rows],
@@ -353,7 +459,8 @@ def _case(
 
 
 def _as_predicted(predict: Predictor, x: Tensor, y: Tensor) -> Tensor:
-    """Regression targets in the shape of the predictions, so that (N, 1) never meets (N,), and of x's dtype."""
+    """Regression targets in the shape of the predictions, so that (N, 1) never meets (N,), and of
+    x's dtype."""
     with torch.no_grad():
         prediction = predict(x[:1])
     one = (prediction.batch_shape + prediction.event_shape)[1:]
@@ -361,7 +468,8 @@ def _as_predicted(predict: Predictor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _filled(case: Case) -> ThreatModel:
-    """What the ball, the attacks and the predictor say by themselves; a claim must speak for its own thetas."""
+    """What the ball, the attacks and the predictor say by themselves; a claim must speak for its
+    own thetas."""
     model = case.threat_model.filled(**said_by(case.ball, case.attacks))
     if case.claim is None and case.ball.scale is None and model.scale is None:
         model = model.filled(units="raw")  # eps is then in the units of x

@@ -22,12 +22,15 @@ SIGNIFICANT = 0.01
 
 
 def breaks_more(case: Case, first: Columns, second: Columns) -> tuple[bool, float]:
-    """Whether `first` does significantly more harm than `second`: McNemar on what broke, or a paired bootstrap of the
-    squared errors; with the p-value (regression: the least difference in the 98 % interval)."""
+    """Whether `first` does significantly more harm than `second`: McNemar on what broke, or a
+    paired bootstrap of the squared errors; with the p-value (regression: the least difference in
+    the 98 % interval)."""
     if case.task == "classification":
         p = metrics.mcnemar(first["correct"] < 0.5, second["correct"] < 0.5)
         return p < SIGNIFICANT, p
-    difference = metrics.paired_difference(first["squared_error"], second["squared_error"], level=1 - 2 * SIGNIFICANT)
+    difference = metrics.paired_difference(
+        first["squared_error"], second["squared_error"], level=1 - 2 * SIGNIFICANT
+    )
     return difference.low > 0, difference.low
 
 
@@ -38,7 +41,14 @@ def feasible(case: Case) -> Finding:
         outside += int((~case.ball.contains(x_adv, case.x)).sum())
         farthest = max(farthest, float(case.ball.norm(x_adv - case.x).nan_to_num(torch.inf).max()))
     advice = "project the array that is scored, after every conversion of it"
-    return judged("E1", outside > 0, advice, infeasible=outside, largest_norm=farthest, eps=float(case.ball.eps))
+    return judged(
+        "E1",
+        outside > 0,
+        advice,
+        infeasible=outside,
+        largest_norm=farthest,
+        eps=float(case.ball.eps),
+    )
 
 
 def null_attack(case: Case) -> Finding:
@@ -49,7 +59,12 @@ def null_attack(case: Case) -> Finding:
     for name, attack in case.attacks.items():
         x_adv = case.attacked(with_eps(attack, 0.0), f"null {name}")
         changed += int((x_adv != case.x).flatten(1).any(1).sum())
-    return judged("E2", changed > 0, "with eps = 0 the attack must return x itself, to the bit", changed=changed)
+    return judged(
+        "E2",
+        changed > 0,
+        "with eps = 0 the attack must return x itself, to the bit",
+        changed=changed,
+    )
 
 
 def beats_one_step(case: Case) -> Finding:
@@ -61,12 +76,16 @@ def beats_one_step(case: Case) -> Finding:
     single = case.union({"one step": one_step(case.ball, loss)}, "E3", join=True)
     many = case.columns()[iterative[0]]
     worse, p = breaks_more(case, single, many)
-    advice = "the iterative attack is broken: keep the best iterate, start at the one-step point, check its step size"
+    advice = (
+        "the iterative attack is broken: keep the best iterate, start at the one-step point, "
+        "check its step size"
+    )
     return judged("E3", worse, advice, one_step=case.value(single), iterative=case.value(many), p=p)
 
 
 def _radii(case: Case) -> list[tuple[float, Columns]]:
-    """(eps, scores of the union of attacks) at half, once and twice eps and the whole box; each radius by itself."""
+    """(eps, scores of the union of attacks) at half, once and twice eps and the whole box; each
+    radius by itself."""
     whole = extent_of(case.ball, case.x)
     radii = sorted({0.5 * case.ball.eps, case.ball.eps, min(2 * case.ball.eps, whole), whole})
 
@@ -97,8 +116,14 @@ def monotone(case: Case) -> Finding:
     figures = {f"at eps {eps:.3g}": case.value(columns) for eps, columns in curve}
     left = case.value(worst([columns for _, columns in curve], case.task))
     bad = bool(rises) or (case.task == "classification" and left > 0.01)
-    advice = f"accuracy rises from eps {', '.join(rises)}" if rises else "the largest eps leaves too much"
-    return judged("E4", bad, f"{advice}: the attack does not use its budget, or the labels leak", **figures)
+    advice = (
+        f"accuracy rises from eps {', '.join(rises)}"
+        if rises
+        else "the largest eps leaves too much"
+    )
+    return judged(
+        "E4", bad, f"{advice}: the attack does not use its budget, or the labels leak", **figures
+    )
 
 
 def unbounded(case: Case) -> Finding:
@@ -109,14 +134,24 @@ def unbounded(case: Case) -> Finding:
     if not case.attacks:
         return not_run("E5", "give the attacks, not only their arrays")
     curve = _radii(case)
-    left = case.value(worst([columns for _, columns in curve], case.task))  # points of a smaller ball are in the larger one
-    advice = "some of the answer does not come from what the attacker may touch (leaked labels, masked gradients)"
+    # points of a smaller ball are in the larger one
+    left = case.value(worst([columns for _, columns in curve], case.task))
+    advice = (
+        "some of the answer does not come from what the attacker may touch (leaked labels, "
+        "masked gradients)"
+    )
     return judged("E5", left > 0.01, advice, eps=curve[-1][0], accuracy=left)
 
 
-def further(case: Case, name: str, attack: Attack, columns: Columns, centre: Tensor | None = None) -> Columns:
+def further(
+    case: Case, name: str, attack: Attack, columns: Columns, centre: Tensor | None = None
+) -> Columns:
     """The union of what `columns` broke and what `attack` breaks of the rest."""
-    rows = torch.arange(len(case.x)) if case.task == "regression" else (columns["correct"] >= 0.5).nonzero().squeeze(1)
+    rows = (
+        torch.arange(len(case.x))
+        if case.task == "regression"
+        else (columns["correct"] >= 0.5).nonzero().squeeze(1)
+    )
     if not len(rows):
         return columns
     found = case.scored(case.attacked(attack, name, rows=rows, centre=centre), name, rows=rows)
@@ -128,7 +163,8 @@ def further(case: Case, name: str, attack: Attack, columns: Columns, centre: Ten
 
 
 def converged_in_steps(case: Case) -> Finding:
-    """E6: twice the steps cost at most half a point; an attack of the audit's own choosing is escalated first."""
+    """E6: twice the steps cost at most half a point; an attack of the audit's own choosing is
+    escalated first."""
     case = case.calm()
     if not case.attacks:
         return not_run("E6", "give the attacks, not only their arrays")
@@ -151,7 +187,12 @@ def converged_in_steps(case: Case) -> Finding:
         before = after
     case.memory["converged attacks"] = attacks
     figures = {"cost": cost, "steps": steps // 2, case.label: case.value(after)}
-    return judged("E6", cost > POINT + 1e-9, "use more steps, or adaptive step sizes, until doubling changes nothing", **figures)
+    return judged(
+        "E6",
+        cost > POINT + 1e-9,
+        "use more steps, or adaptive step sizes, until doubling changes nothing",
+        **figures,
+    )
 
 
 def converged_in_restarts(case: Case) -> Finding:
@@ -166,12 +207,15 @@ def converged_in_restarts(case: Case) -> Finding:
         after = further(case, f"restarts x2 {name}", with_restarts(attack, 2), after)
     case.join("restarts x2", after)
     cost = case.value(before) - case.value(after)
-    return judged("E7", cost > POINT + 1e-9, "use more restarts until doubling changes nothing", cost=cost)
+    return judged(
+        "E7", cost > POINT + 1e-9, "use more restarts until doubling changes nothing", cost=cost
+    )
 
 
 class _Watched:
-    """A predictor that remembers the points at which it was wrong, by the example that they belong to: the one in whose ball
-    they are where no two balls meet (`apart`), else the one in whose place they stand, as long as no row leaves the batch."""
+    """A predictor that remembers the points at which it was wrong, by the example that they belong
+    to: the one in whose ball they are where no two balls meet (`apart`), else the one in whose
+    place they stand, as long as no row leaves the batch."""
 
     def __init__(self, predict: Predictor, x: Tensor, y: Tensor, case: Case, apart: bool) -> None:
         self.predict, self.x, self.y, self.case, self.apart = predict, x, y, case, apart
@@ -182,15 +226,25 @@ class _Watched:
     def __call__(self, x: Tensor) -> Distribution:
         prediction = self.predict(x)
         self.aligned &= self.apart or len(x) == len(self.x)
-        probes = self.case.black_box and len(x) > len(self.x)  # of an estimated gradient: no iterates
+        # of an estimated gradient: no iterates
+        probes = self.case.black_box and len(x) > len(self.x)
         if self.aligned and not probes and isinstance(prediction, Categorical):
             with torch.no_grad():
-                wrong = prediction.logits.argmax(-1).unsqueeze(1) != self.y  # (B, N): point, example
+                # (B, N): point, example
+                wrong = prediction.logits.argmax(-1).unsqueeze(1) != self.y
                 point, example = (
-                    (wrong if self.apart else wrong & torch.eye(len(x), dtype=torch.bool, device=x.device)).nonzero().unbind(1)
+                    (
+                        wrong
+                        if self.apart
+                        else wrong & torch.eye(len(x), dtype=torch.bool, device=x.device)
+                    )
+                    .nonzero()
+                    .unbind(1)
                 )
                 inside = self.case.ball.contains(x.detach()[point], self.x[example])
-                for row, place in zip(example[inside].tolist(), point[inside].tolist(), strict=True):
+                for row, place in zip(
+                    example[inside].tolist(), point[inside].tolist(), strict=True
+                ):
                     self.seen[row].append(x[place].detach().clone())
         return prediction
 
@@ -199,7 +253,10 @@ def _apart(case: Case, rows: Tensor) -> list[Tensor]:
     """The rows in groups within which no two balls meet."""
     groups: list[list[int]] = []
     for row in rows.tolist():
-        far = (bool((case.ball.norm(case.x[group] - case.x[row]) > 2.001 * case.ball.eps + 1e-6).all()) for group in groups)
+        far = (
+            bool((case.ball.norm(case.x[group] - case.x[row]) > 2.001 * case.ball.eps + 1e-6).all())
+            for group in groups
+        )
         place = next((index for index, fits in enumerate(far) if fits), None)
         if place is None:
             groups.append([row])
@@ -217,25 +274,37 @@ def silent_success(case: Case) -> Finding:
         return not_run("E8", "give the attacks, not only their arrays")
     through = case.target
     rows = torch.arange(min(len(case.x), 32))
-    # Black boxes are asked about one example at a time: the number of inputs tells a probe from an iterate.
+    # Black boxes are asked about one example at a time: the number of inputs tells a probe from an
+    # iterate.
     groups = list(torch.split(rows[:4], 1)) if case.black_box else _apart(case, rows)[:16]
     missed, watched = 0, 0
 
-    def watch(attack: Attack, purpose: str, rows: Tensor, apart: bool) -> tuple[Tensor, _Watched, Tensor]:
+    def watch(
+        attack: Attack, purpose: str, rows: Tensor, apart: bool
+    ) -> tuple[Tensor, _Watched, Tensor]:
         spy = _Watched(through, case.x[rows], case.y[rows], case, apart)
         return rows, spy, case.attacked(attack, f"watched {purpose}", through=spy, rows=rows)
 
     for name, attack in case.attacks.items():
         parts = [watch(attack, name, rows, apart=len(groups) == 1)]
         if not parts[0][1].aligned:
-            parts = [watch(attack, f"{name} {number}", group, apart=True) for number, group in enumerate(groups)]
+            parts = [
+                watch(attack, f"{name} {number}", group, apart=True)
+                for number, group in enumerate(groups)
+            ]
         for index, spy, final in parts:
             harmless = _harmless(through, final, case.y[index])
             for row, points in enumerate(spy.seen):
                 watched += 1
-                if points and bool(harmless[row]) and not any(torch.equal(final[row], point) for point in points):
+                if (
+                    points
+                    and bool(harmless[row])
+                    and not any(torch.equal(final[row], point) for point in points)
+                ):
                     missed += 1
-    return judged("E8", missed > 0, "return the best iterate, not the last", missed=missed, watched=watched)
+    return judged(
+        "E8", missed > 0, "return the best iterate, not the last", missed=missed, watched=watched
+    )
 
 
 @torch.no_grad()
@@ -246,23 +315,38 @@ def _harmless(predict: Predictor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def usable_gradients(case: Case) -> Finding:
-    """E9: at most 1 % of the examples have no gradient (for every loss in use) or one that is not finite."""
+    """E9: at most 1 % of the examples have no gradient (for every loss in use) or one that is not
+    finite."""
     if case.black_box:
         return not_applicable("E9", "there is no gradient, and no attack asks for one")
-    losses = list(dict.fromkeys(loss for attack in case.attacks.values() for loss in losses_of(attack)))
+    losses = list(
+        dict.fromkeys(loss for attack in case.attacks.values() for loss in losses_of(attack))
+    )
     losses = [loss for loss in losses if hasattr(loss, "__name__")] or [nll]
     flat = torch.ones(len(case.x), dtype=torch.bool)
     broken = torch.zeros(len(case.x), dtype=torch.bool)
     for loss in losses:
         for start in range(0, len(case.x), case.budget.batch_size):
             part = slice(start, start + case.budget.batch_size)
-            gradient = loss_and_gradient(case.target, loss, case.x[part], case.y[part])[2].flatten(1).cpu()
+            gradient = (
+                loss_and_gradient(case.target, loss, case.x[part], case.y[part])[2].flatten(1).cpu()
+            )
             finite = torch.isfinite(gradient).all(1)
             broken[part] |= ~finite
             flat[part] &= finite & (gradient == 0).all(1)
     share = float((flat | broken).double().mean())
-    advice = "gradients are masked: attack through a differentiable stand-in (straight-through), and with black-box attacks"
-    return judged("E9", share > 0.01, advice, unusable=share, zero=int(flat.sum()), not_finite=int(broken.sum()))
+    advice = (
+        "gradients are masked: attack through a differentiable stand-in (straight-through), "
+        "and with black-box attacks"
+    )
+    return judged(
+        "E9",
+        share > 0.01,
+        advice,
+        unusable=share,
+        zero=int(flat.sum()),
+        not_finite=int(broken.sum()),
+    )
 
 
 def noise_not_better(case: Case) -> Finding:
@@ -276,12 +360,25 @@ def noise_not_better(case: Case) -> Finding:
     found: list[Columns] = []
     for draw in range(case.budget.random_points):
         x = case.x[rows]
-        found.append(case.scored(case.ball.sphere(x, generator=generator), f"noise {draw}", rows=rows))
+        found.append(
+            case.scored(case.ball.sphere(x, generator=generator), f"noise {draw}", rows=rows)
+        )
     noisy = worst(found, case.task)
     if case.task == "classification":
         broken = float((noisy["correct"] < 0.5).double().mean())
     else:  # clearly larger errors than the attack's
-        broken = float((noisy["squared_error"] > left["squared_error"][rows] + 0.01 * case.spread**2).double().mean())
+        broken = float(
+            (noisy["squared_error"] > left["squared_error"][rows] + 0.01 * case.spread**2)
+            .double()
+            .mean()
+        )
     case.join("noise", noisy, rows)
     advice = "the gradient attack misses what noise finds: it is broken, or gradients are masked"
-    return judged("E12", broken > POINT, advice, broken=broken, standing=len(rows), points=case.budget.random_points)
+    return judged(
+        "E12",
+        broken > POINT,
+        advice,
+        broken=broken,
+        standing=len(rows),
+        points=case.budget.random_points,
+    )

@@ -1,4 +1,5 @@
-"""What an audit may lean on besides the predictor: controls, a baseline, siblings, files. All of it is checked."""
+"""What an audit may lean on besides the predictor: controls, a baseline, siblings, files. All of it
+is checked."""
 
 from __future__ import annotations
 
@@ -17,14 +18,17 @@ from advbayes.evaluation.result import Evaluation
 from advbayes.evaluation.run import load_evaluation
 from advbayes.types import Attack, Channel, Predictor
 
-PUBLISHED = {("MNIST", "L2", 2.0): (0.992, 0.692)}  # adversarial training, clean and worst case over many attacks
+# adversarial training, clean and worst case over many attacks
+PUBLISHED = {("MNIST", "L2", 2.0): (0.992, 0.692)}
 
 
 @dataclass(frozen=True)
 class Baseline:
     """A recorded result of a published adversarial-training recipe, trained and attacked here.
 
-    >>> Baseline("MNIST", "L2", 2.0, 0.99, 0.68, 1000, "four convolutions", "PGD, 20 steps", "0a1b2c3").worst
+    >>> Baseline(
+    ...     "MNIST", "L2", 2.0, 0.99, 0.68, 1000, "four convolutions", "PGD, 20 steps", "0a1b2c3"
+    ... ).worst
     0.68
     """
 
@@ -50,7 +54,11 @@ class Baseline:
     def load(path: str | Path) -> Baseline:
         """Read a record from JSON; what it lacks is named."""
         held = json.loads(Path(path).read_text())
-        absent = [each.name for each in fields(Baseline) if each.name not in held] if isinstance(held, dict) else ["everything"]
+        absent = (
+            [each.name for each in fields(Baseline) if each.name not in held]
+            if isinstance(held, dict)
+            else ["everything"]
+        )
         if absent:
             raise ValueError(f"a baseline record must say {', '.join(absent)}, got {path}")
         return Baseline(**{each.name: held[each.name] for each in fields(Baseline)})
@@ -81,16 +89,22 @@ def recorded_for(dataset: str, ball: Ball) -> Baseline | None:
 class Support:
     """What helps an audit. What a check needs and is not here leaves it "not run".
 
-    `training` = (x, y) lets the audit train the controls that are missing (see `with_controls`). `factory` makes the
-    predictor anew, for E29, where it cannot be copied.
+    `training` = (x, y) lets the audit train the controls that are missing (see `with_controls`).
+    `factory` makes the predictor anew, for E29, where it cannot be copied.
 
     >>> Support(dataset="MNIST").undefended is None
     True
     """
 
-    undefended: Predictor | None = None  # E13, E20, E21: a deterministic net of the same architecture without a defense
-    control_ball: Ball | None = None  # E20: where `ball` is too small to break it; absent, it is looked for
-    baseline: Predictor | Baseline | None = None  # E21: adversarial training, or the record of a published recipe
+    undefended: Predictor | None = (
+        None  # E13, E20, E21: a deterministic net of the same architecture without a defense
+    )
+    control_ball: Ball | None = (
+        None  # E20: where `ball` is too small to break it; absent, it is looked for
+    )
+    baseline: Predictor | Baseline | None = (
+        None  # E21: adversarial training, or the record of a published recipe
+    )
     siblings: Mapping[str, Predictor] = field(default_factory=dict)  # E13
     fresh: Any = None  # E10, E14, E15: a FreshPredictive, or a predictor with `with_thetas(num)`
     evaluation: Evaluation | str | Path | None = None  # E27, made with `evaluate(..., out=folder)`
@@ -100,7 +114,9 @@ class Support:
     black_box: Attack | None = None  # E11; absent, Square with 5,000 queries
     factory: Callable[[], Predictor] | None = None  # E29
     dataset: str = ""  # E21
-    published: tuple[float, float] | None = None  # E21: clean and worst-case accuracy of a published recipe
+    published: tuple[float, float] | None = (
+        None  # E21: clean and worst-case accuracy of a published recipe
+    )
     training: tuple[Any, Any] | None = None
     train_y: Tensor | None = None  # E22
     detector: str | None = None  # E26
@@ -128,5 +144,8 @@ class Support:
 def named(argument: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
     """A mapping from names, or what was given instead is named."""
     if given is not None and not isinstance(given, Mapping):
-        raise TypeError(f"{argument} must be a mapping from names, such as {{'PGD': ...}}, got {checks.describe(given)}")
+        raise TypeError(
+            f"{argument} must be a mapping from names, such as {{'PGD': ...}}, got "
+            f"{checks.describe(given)}"
+        )
     return dict(given or {})

@@ -18,10 +18,12 @@ UNITS = ("raw", "standardised")
 
 @dataclass(frozen=True)
 class ThreatModel:
-    """What the attacker may do and knows. `audit` fills in what the ball, the attacks and the predictor say themselves.
+    """What the attacker may do and knows. `audit` fills in what the ball, the attacks and the
+    predictor say themselves.
 
-    `units` are those of eps: "raw", or "standardised" with the scale that x was divided by. Where nothing is said, neither
-    here nor by a scale of the ball, `audit` takes x as raw; a claim must say its own.
+    `units` are those of eps: "raw", or "standardised" with the scale that x was divided by. Where
+    nothing is said, neither here nor by a scale of the ball, `audit` takes x as raw; a claim must
+    say its own.
 
     >>> ThreatModel(norm="L2", eps=2.0, units="raw").missing()[:3]
     ('box', 'goal', 'knowledge')
@@ -33,7 +35,9 @@ class ThreatModel:
     scale: Any = None  # a number or one per feature; needed when standardised
     box: str | None = None
     goal: str | None = None  # "untargeted", "targeted", "entropy up", ...
-    knowledge: str | None = None  # of theta: "thetas known", "thetas fresh", "thetas known and fresh", "no thetas"
+    knowledge: str | None = (
+        None  # of theta: "thetas known", "thetas fresh", "thetas known and fresh", "no thetas"
+    )
     attack_thetas: int | None = None
     evaluation_thetas: int | None = None
     randomness: str | None = None  # "fixed", "fresh" or "none"
@@ -48,20 +52,30 @@ class ThreatModel:
 
     def missing(self) -> tuple[str, ...]:
         """The fields that nothing is said about."""
-        absent = [field.name for field in fields(self) if field.name != "scale" and getattr(self, field.name) is None]
+        absent = [
+            field.name
+            for field in fields(self)
+            if field.name != "scale" and getattr(self, field.name) is None
+        ]
         if self.units == "standardised" and self.scale is None:
             absent.append("scale (of the standardised units)")
         return tuple(absent)
 
     def filled(self, **known: Any) -> ThreatModel:
         """The same, with what is missing taken from `known`."""
-        return replace(self, **{name: value for name, value in known.items() if getattr(self, name) is None})
+        return replace(
+            self, **{name: value for name, value in known.items() if getattr(self, name) is None}
+        )
 
     def raw_reach(self) -> float | None:
         """eps times the scale (its mean over features), in the units of the raw data."""
         if self.eps is None or self.units is None:
             return None
-        return self.eps * (float(torch.as_tensor(self.scale, dtype=torch.float64).mean()) if self.scale is not None else 1.0)
+        return self.eps * (
+            float(torch.as_tensor(self.scale, dtype=torch.float64).mean())
+            if self.scale is not None
+            else 1.0
+        )
 
 
 def said_by(ball: Ball, attacks: Mapping[str, Attack]) -> dict[str, Any]:
@@ -75,7 +89,11 @@ def said_by(ball: Ball, attacks: Mapping[str, Attack]) -> dict[str, Any]:
         "box": "none" if ball.box is None else str(ball.box),
         "goal": "untargeted",
         "steps": max(steps) if steps else None,
-        "step_size": (next((size for size in sizes if size is not None), None) or "adapted to steps") if attacks else None,
+        "step_size": (
+            next((size for size in sizes if size is not None), None) or "adapted to steps"
+        )
+        if attacks
+        else None,
         "restarts": max((restarts_of(attack) for attack in attacks.values()), default=None),
         "loss": ", ".join(losses) or None,
     }

@@ -19,13 +19,15 @@ from advbayes.types import Attack, Channel, Predictor
 
 @dataclass(frozen=True)
 class AttackChannel:
-    """x' = attack(x) + sigma * noise: an optimiser made probabilistic, Gaussian around the attack at fixed theta.
+    """x' = attack(x) + sigma * noise: an optimiser made probabilistic, Gaussian around the attack
+    at fixed theta.
 
     Where an attack starts at random (its gradient vanishes at x), all examples take the same start,
-    so that the density is that of the samples; an attack that is random throughout has samples but no
-    density. Without labels a classifier is attacked at its likeliest class. A regression is attacked
-    at y = mean + sd or mean - sd, each with probability 1/2, the two-point rule for y ~ p(y | x, theta):
-    at its own mean it would have no gradient. The density is then a mixture of two Gaussians.
+    so that the density is that of the samples; an attack that is random throughout has samples but
+    no density. Without labels a classifier is attacked at its likeliest class. A regression is
+    attacked at y = mean + sd or mean - sd, each with probability 1/2, the two-point rule for y ~
+    p(y | x, theta): at its own mean it would have no gradient. The density is then a mixture of two
+    Gaussians.
 
     >>> from advbayes import L2, one_step
     >>> AttackChannel(one_step(L2(1.0)), sigma=0.1).sigma
@@ -37,25 +39,41 @@ class AttackChannel:
 
     def __post_init__(self) -> None:
         if not callable(self.attack):
-            raise TypeError(f"attack must be an attack such as one_step(L2(1.0)), got {checks.describe(self.attack)}")
+            raise TypeError(
+                f"attack must be an attack such as one_step(L2(1.0)), got "
+                f"{checks.describe(self.attack)}"
+            )
         checks.number("sigma", self.sigma, low=0)
 
     def sample(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         y = drawn_labels(predict, x, generator) if y is None else y
         return add_noise(self.centre(predict, x, y, generator=generator), self.sigma, generator)
 
     def centre(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
-        """The attack's output, before the noise. Attacks need gradients, whatever the mode they are called in."""
+        """The attack's output, before the noise. Attacks need gradients, whatever the mode they are
+        called in."""
         if not draws_noise_alone(self):
             seed = int(torch.randint(1 << 62, (), generator=generator, device=x.device))
             generator = SharedStarts(len(x), x.device, seed)
         return self._attacked(predict, x, y, generator)
 
-    def _attacked(self, predict: Predictor, x: Tensor, y: Tensor | None, generator: torch.Generator | None) -> Tensor:
+    def _attacked(
+        self, predict: Predictor, x: Tensor, y: Tensor | None, generator: torch.Generator | None
+    ) -> Tensor:
         if torch.is_grad_enabled():
             return self.attack(predict, x, y, generator=generator)
         with torch.enable_grad():
@@ -70,7 +88,8 @@ class AttackChannel:
         centres = tuple(self._attacked(predict, x, each, starts).detach() for each in labels)
         if not torch.equal(starts.get_state(), before):
             raise ValueError(
-                f"{self} has no density: its attack is random throughout, and not by one start alone. "
+                f"{self} has no density: its attack is random throughout, and not by one start "
+                f"alone. "
                 "Purify by simulation (SimulatedPurifier), which only needs samples"
             )
         num = len(centres)
@@ -78,7 +97,8 @@ class AttackChannel:
 
 
 def likely_labels(predict: Predictor, x: Tensor) -> tuple[Tensor, ...]:
-    """What stands for an absent y: the likeliest class, or mean + sd and mean - sd, equally likely."""
+    """What stands for an absent y: the likeliest class, or mean + sd and mean - sd, equally
+    likely."""
     with torch.no_grad():
         prediction = predict(x)
     if isinstance(prediction, Categorical):
@@ -104,8 +124,14 @@ def draws_noise_alone(channel: Channel) -> bool:
     return isinstance(channel, Noise)
 
 
-def shifted_by(channel: Channel, predict: Predictor, x: Tensor, y: Tensor | None, noise: Tensor | None) -> Tensor:
+def shifted_by(
+    channel: Channel, predict: Predictor, x: Tensor, y: Tensor | None, noise: Tensor | None
+) -> Tensor:
     """A channel that draws noise alone, at a given noise."""
     assert isinstance(channel, (Noise, AttackChannel))
     centre = channel.attack(predict, x, y) if isinstance(channel, AttackChannel) else x
-    return centre if noise is None or channel.sigma == 0 else torch.add(centre, noise, alpha=channel.sigma)
+    return (
+        centre
+        if noise is None or channel.sigma == 0
+        else torch.add(centre, noise, alpha=channel.sigma)
+    )

@@ -15,7 +15,8 @@ _LOG_TWO_PI = math.log(2.0 * math.pi)
 
 @dataclass(frozen=True, eq=False)
 class GaussianDensity:
-    """x' -> log sum_k w_k N(x'; centres_kn, scales_k^2) for each reference point n: what a Purifier computes once.
+    """x' -> log sum_k w_k N(x'; centres_kn, scales_k^2) for each reference point n: what a Purifier
+    computes once.
 
     >>> density = GaussianDensity((0.0,), (torch.zeros(2, 3),), (1.0,))
     >>> density.log_prob(torch.zeros(5, 3)).shape
@@ -29,17 +30,23 @@ class GaussianDensity:
     def log_prob(self, x_adv: Tensor) -> Tensor:  # (B, *event) -> (N, B)
         parts = [
             weight + log_normal(x_adv, centres, scale)
-            for weight, centres, scale in zip(self.log_weights, self.centres, self.scales, strict=True)
+            for weight, centres, scale in zip(
+                self.log_weights, self.centres, self.scales, strict=True
+            )
         ]
         return parts[0] if len(parts) == 1 else torch.logsumexp(torch.stack(parts), dim=0)
 
 
-def log_normal(x_adv: Tensor, centres: Tensor, scale: float | Tensor, limit: int = 1 << 24) -> Tensor:
-    """log N(x'_b; c_n, scale_n^2), (N, B), from differences (exact to rounding), `limit` numbers at a time."""
+def log_normal(
+    x_adv: Tensor, centres: Tensor, scale: float | Tensor, limit: int = 1 << 24
+) -> Tensor:
+    """log N(x'_b; c_n, scale_n^2), (N, B), from differences (exact to rounding), `limit` numbers at
+    a time."""
     points, middle = x_adv.flatten(1), centres.flatten(1)
     if points.shape[1] != middle.shape[1]:
         raise ValueError(
-            f"x_adv must have the event shape {tuple(centres.shape[1:])} of the reference, got {checks.describe(x_adv)}"
+            f"x_adv must have the event shape {tuple(centres.shape[1:])} of the reference, got "
+            f"{checks.describe(x_adv)}"
         )
     rows = max(1, limit // max(1, points.numel()))
     out = []
@@ -47,7 +54,9 @@ def log_normal(x_adv: Tensor, centres: Tensor, scale: float | Tensor, limit: int
         chunk = middle[start : start + rows].unsqueeze(1)
         if isinstance(scale, Tensor):
             wide: float | Tensor = scale.flatten(1)[start : start + rows].unsqueeze(1)
-            log_det: float | Tensor = scale.flatten(1)[start : start + rows].log().sum(-1, keepdim=True)
+            log_det: float | Tensor = (
+                scale.flatten(1)[start : start + rows].log().sum(-1, keepdim=True)
+            )
         else:
             wide, log_det = scale, points.shape[1] * math.log(scale)
         square = ((points - chunk) / wide).square().sum(-1)
@@ -63,5 +72,8 @@ class MixtureDensity:
     parts: tuple[object, ...]
 
     def log_prob(self, x_adv: Tensor) -> Tensor:
-        each = [w + part.log_prob(x_adv) for w, part in zip(self.log_weights, self.parts, strict=True)]  # type: ignore[attr-defined]
+        each = [
+            weight + part.log_prob(x_adv)  # type: ignore[attr-defined]
+            for weight, part in zip(self.log_weights, self.parts, strict=True)
+        ]
         return torch.logsumexp(torch.stack(each), dim=0)

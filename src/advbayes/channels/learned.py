@@ -18,10 +18,12 @@ from advbayes.types import Channel, Predictor
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """x' = x + bounded(mean) + std * noise with (mean, raw log-std) from a network of (x, y); trained against the model by `fit`.
+    """x' = x + bounded(mean) + std * noise with (mean, raw log-std) from a network of (x, y);
+    trained against the model by `fit`.
 
-    The mean stays in `ball` around x, so that the adversary cannot win by leaving the data; the standard deviations stay in
-    `sigma_range`. `entropy_bonus` rewards the adversary for mean log-std, so that it keeps a distribution.
+    The mean stays in `ball` around x, so that the adversary cannot win by leaving the data; the
+    standard deviations stay in `sigma_range`. `entropy_bonus` rewards the adversary for mean
+    log-std, so that it keeps a distribution.
 
     >>> from advbayes import L2
     >>> from advbayes.networks import FullyConnectedGenerator
@@ -37,14 +39,20 @@ class Learned:
 
     def __post_init__(self) -> None:
         if not isinstance(self.generator, nn.Module):
-            raise TypeError(f"generator must be a torch.nn.Module of (x, y), got {checks.describe(self.generator)}")
+            raise TypeError(
+                f"generator must be a torch.nn.Module of (x, y), got "
+                f"{checks.describe(self.generator)}"
+            )
         low, high = self.sigma_range
         checks.number("sigma_range[0]", low, low=0, open_low=True)
         checks.number("sigma_range[1]", high, low=low)
         checks.number("entropy_bonus", self.entropy_bonus, low=0)
 
-    def moments(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Centre and standard deviation of x', both of x's shape, differentiable in the generator."""
+    def moments(
+        self, predict: Predictor, x: Tensor, y: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Centre and standard deviation of x', both of x's shape, differentiable in the
+        generator."""
         if y is None:
             with torch.no_grad():
                 y = mode(predict(x))
@@ -58,10 +66,17 @@ class Learned:
         return self.ball.project(x + shift, x), (low + (high - low) * torch.sigmoid(raw)).exp()
 
     def sample(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         centre, std = self.moments(predict, x, y)
-        return centre + std * torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+        return centre + std * torch.randn(
+            x.shape, generator=generator, dtype=x.dtype, device=x.device
+        )
 
     def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> GaussianDensity:
         with torch.no_grad():

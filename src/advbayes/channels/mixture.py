@@ -23,11 +23,13 @@ from advbayes.types import Channel, Predictor
 
 @dataclass(frozen=True)
 class Mixture:
-    """sum_k pi_k p_k. Stratified within a batch by default, as the paper builds its batches; iid on request.
+    """sum_k pi_k p_k. Stratified within a batch by default, as the paper builds its batches; iid on
+    request.
 
-    Stratified: example i of a random order takes the component at (i + u)/B of the cumulated weights, one u for the batch,
-    so each component's share is pi_k up to one example and exactly pi_k on average. Only the examples that use an attack
-    pay for it, and attacks that differ in their loss alone share their gradient passes.
+    Stratified: example i of a random order takes the component at (i + u)/B of the cumulated
+    weights, one u for the batch, so each component's share is pi_k up to one example and exactly
+    pi_k on average. Only the examples that use an attack pay for it, and attacks that differ in
+    their loss alone share their gradient passes.
 
     >>> Mixture([0.5, 0.5], [Noise(0.0), Noise(1.0)]).sample(None, torch.zeros(4, 1)).eq(0).sum()
     tensor(2)
@@ -38,32 +40,53 @@ class Mixture:
     stratified: bool = True
 
     def __post_init__(self) -> None:
-        weights = tuple(checks.number(f"weights[{k}]", weight) for k, weight in enumerate(self.weights))
+        weights = tuple(
+            checks.number(f"weights[{k}]", weight) for k, weight in enumerate(self.weights)
+        )
         channels = tuple(self.channels)
         if not channels or len(weights) != len(channels):
-            raise ValueError(f"weights must be as many as channels, got {len(weights)} weights and {len(channels)} channels")
+            raise ValueError(
+                f"weights must be as many as channels, got {len(weights)} weights and "
+                f"{len(channels)} channels"
+            )
         if any(weight < 0 for weight in weights) or abs(sum(weights) - 1) > 1e-6:
-            raise ValueError(f"Mixture weights must be non-negative and sum to 1, got {list(weights)}")
+            raise ValueError(
+                f"Mixture weights must be non-negative and sum to 1, got {list(weights)}"
+            )
         for channel in channels:
             if not isinstance(channel, Channel):
-                raise TypeError(f"channels must have sample and density, got {checks.describe(channel)}")
+                raise TypeError(
+                    f"channels must have sample and density, got {checks.describe(channel)}"
+                )
         total = math.fsum(weights)  # 1 up to rounding: the last edge must be exactly there
         object.__setattr__(self, "weights", tuple(weight / total for weight in weights))
         object.__setattr__(self, "channels", channels)
 
-    def _strata(self, num: int, generator: torch.Generator | None, device: torch.device) -> tuple[Tensor, list[int]]:
-        """A random order of the examples and the edges that cut it into components, those of one group side by side."""
+    def _strata(
+        self, num: int, generator: torch.Generator | None, device: torch.device
+    ) -> tuple[Tensor, list[int]]:
+        """A random order of the examples and the edges that cut it into components, those of one
+        group side by side."""
         if self.stratified:
             offset, order = systematic(num, generator, device)
             u = float(offset)
             return order, [0, *(int(edge(num, share, u)) for share in self._cumulated), num]
-        weights = torch.tensor([self.weights[k] for members in self._groups for k in members], dtype=torch.float64, device=device)
+        weights = torch.tensor(
+            [self.weights[k] for members in self._groups for k in members],
+            dtype=torch.float64,
+            device=device,
+        )
         component = torch.multinomial(weights, num, replacement=True, generator=generator)
         counts = torch.bincount(component, minlength=len(weights))
         return component.argsort(stable=True), [0, *counts.cumsum(0).tolist()]
 
     def sample(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         if not len(x):
             return x.clone()
@@ -105,7 +128,8 @@ class Mixture:
 
     @cached_property
     def _groups(self) -> list[list[int]]:
-        """Components that one call can serve: equal noises, and attacks alike but for their losses."""
+        """Components that one call can serve: equal noises, and attacks alike but for their
+        losses."""
         groups: dict[object, list[int]] = {}
         for k, channel in enumerate(self.channels):
             key: object = k
@@ -134,32 +158,56 @@ class Mixture:
 
     @cached_property
     def _holds_rows(self) -> bool:
-        """Whether an attack's loss has an entry for each example of the batch, to go where the example goes."""
+        """Whether an attack's loss has an entry for each example of the batch, to go where the
+        example goes."""
         return on_rows(self, slice(0, 0)) is not self
 
-    def _merged(self, members: list[int], counts: list[int], device: torch.device, rows: Tensor | None = None) -> Channel:
-        """The channel of one group, its examples in the members' order, each with its own component's losses."""
-        channels = [self.channels[k] if rows is None else on_rows(self.channels[k], rows) for k in members]
+    def _merged(
+        self,
+        members: list[int],
+        counts: list[int],
+        device: torch.device,
+        rows: Tensor | None = None,
+    ) -> Channel:
+        """The channel of one group, its examples in the members' order, each with its own
+        component's losses."""
+        channels = [
+            self.channels[k] if rows is None else on_rows(self.channels[k], rows) for k in members
+        ]
         if len(members) == 1 or not isinstance(channels[0], AttackChannel):
             return channels[0]
         key = (members[0], *counts, device)
         merged = None if rows is not None else self._merged_before.get(key)
         if merged is None:
-            index = torch.arange(len(members), device=device).repeat_interleave(torch.tensor(counts, device=device))
+            index = torch.arange(len(members), device=device).repeat_interleave(
+                torch.tensor(counts, device=device)
+            )
             merged = with_losses(channels, index)
             if rows is None:
-                if len(self._merged_before) >= 64:  # stratified counts take a few values; those drawn iid take many
+                if (
+                    len(self._merged_before) >= 64
+                ):  # stratified counts take a few values; those drawn iid take many
                     self._merged_before.clear()
                 self._merged_before[key] = merged
         return merged
 
-    def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> GaussianDensity | MixtureDensity:
-        parts = [(w, c.density(predict, x, y)) for w, c in zip(self.weights, self.channels, strict=True) if w > 0]
+    def density(
+        self, predict: Predictor, x: Tensor, y: Tensor | None = None
+    ) -> GaussianDensity | MixtureDensity:
+        parts = [
+            (w, c.density(predict, x, y))
+            for w, c in zip(self.weights, self.channels, strict=True)
+            if w > 0
+        ]
         gaussian = [(weight, part) for weight, part in parts if isinstance(part, GaussianDensity)]
         if len(gaussian) < len(parts):
-            return MixtureDensity(tuple(math.log(w) for w, _ in parts), tuple(part for _, part in parts))
+            return MixtureDensity(
+                tuple(math.log(w) for w, _ in parts), tuple(part for _, part in parts)
+            )
         return GaussianDensity(
-            tuple(math.log(weight) + inner for weight, part in gaussian for inner in part.log_weights),
+            tuple(
+                math.log(weight) + inner for weight, part in gaussian for inner in part.log_weights
+            ),
             tuple(centres for _, part in gaussian for centres in part.centres),
             tuple(scale for _, part in gaussian for scale in part.scales),
         )
@@ -178,14 +226,16 @@ def on_rows(channel: Channel, rows: Tensor | slice) -> Channel:
 
 
 def with_losses(channels: Sequence[Channel], index: Tensor) -> AttackChannel:
-    """One channel for attacks alike but for their losses: example b with the losses of channel `index[b]`."""
+    """One channel for attacks alike but for their losses: example b with the losses of channel
+    `index[b]`."""
     attacks = [channel.attack for channel in channels if isinstance(channel, AttackChannel)]
     first = channels[0]
     assert isinstance(first, AttackChannel)
     assert isinstance(first.attack, PGD)
     stages = [attack.stages for attack in attacks if isinstance(attack, PGD)]
     merged = tuple(
-        (PerExample(tuple(stage[i][0] for stage in stages), index), steps) for i, (_, steps) in enumerate(first.attack.stages)
+        (PerExample(tuple(stage[i][0] for stage in stages), index), steps)
+        for i, (_, steps) in enumerate(first.attack.stages)
     )
     return AttackChannel(replace(first.attack, stages=merged), first.sigma)
 
@@ -195,7 +245,8 @@ def edge(num: int, share: float, offset: float) -> float: ...
 @overload
 def edge(num: int, share: float, offset: Tensor) -> Tensor: ...
 def edge(num: int, share: float, offset: float | Tensor) -> float | Tensor:
-    """Where a component ends in a batch of `num` whose strata begin at `offset`: ceil(num share - offset).
+    """Where a component ends in a batch of `num` whose strata begin at `offset`: ceil(num share -
+    offset).
 
     `share` is the weight of the components up to this one.
 
@@ -206,7 +257,9 @@ def edge(num: int, share: float, offset: float | Tensor) -> float | Tensor:
     return at.ceil().clamp(0, num) if isinstance(at, Tensor) else min(num, max(0, math.ceil(at)))
 
 
-def systematic(num: int, generator: torch.Generator | None, device: torch.device) -> tuple[Tensor, Tensor]:
+def systematic(
+    num: int, generator: torch.Generator | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """What a stratified batch draws: one offset in [0, 1), and an order of the examples."""
     offset = torch.rand((), generator=generator, dtype=torch.float64, device=device)
     return offset, torch.randperm(num, generator=generator, device=device)

@@ -1,4 +1,5 @@
-"""Gaussian noise, the neutral element of channels at sigma = 0. It is never clipped: a clipped Gaussian has no simple density."""
+"""Gaussian noise, the neutral element of channels at sigma = 0. It is never clipped: a clipped
+Gaussian has no simple density."""
 
 from __future__ import annotations
 
@@ -26,7 +27,12 @@ class Noise:
         checks.number("sigma", self.sigma, low=0)
 
     def sample(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         return add_noise(x, self.sigma, generator)
 
@@ -39,7 +45,9 @@ class Noise:
 def add_noise(x: Tensor, sigma: float, generator: torch.Generator | None) -> Tensor:
     if sigma == 0:
         return x
-    return torch.add(x, torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device), alpha=sigma)
+    return torch.add(
+        x, torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device), alpha=sigma
+    )
 
 
 def noise_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -48,6 +56,7 @@ def noise_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
 
 def refuse_dirac(channel: object) -> None:
     raise ValueError(
-        f"{channel} has no density: with sigma = 0 all mass sits on single points. Give it noise (sigma > 0), or purify by "
+        f"{channel} has no density: with sigma = 0 all mass sits on single points. Give it noise "
+        f"(sigma > 0), or purify by "
         "simulation, which only needs samples"
     )

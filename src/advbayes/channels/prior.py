@@ -24,12 +24,13 @@ def eps_prior(
     num: int = 8,
     stratified: bool = True,
 ) -> Mixture:
-    """p(x' | x, theta) = sum_k w_k N(x'; attack(x; eps_k), sigma^2): an attack whose budget is not known.
+    """p(x' | x, theta) = sum_k w_k N(x'; attack(x; eps_k), sigma^2): an attack whose budget is not
+    known.
 
     `eps` is a finite prior, {eps: weight} or equally likely values, or a distribution on positive
-    numbers (Beta, Gamma, Uniform, LogNormal ...), which stands for its quantiles at (k + 1/2) / num, each
-    with weight 1 / num. Sampling and density are exact for that finite prior. Step sizes of the attack
-    stay in proportion to eps; at eps = 0 there is noise alone.
+    numbers (Beta, Gamma, Uniform, LogNormal ...), which stands for its quantiles at (k + 1/2) /
+    num, each with weight 1 / num. Sampling and density are exact for that finite prior. Step sizes
+    of the attack stay in proportion to eps; at eps = 0 there is noise alone.
 
     >>> from advbayes import L2, one_step
     >>> channel = eps_prior(one_step(L2(1.0)), {0.0: 0.2, 0.5: 0.5, 1.0: 0.3}, sigma=0.1)
@@ -48,7 +49,9 @@ def eps_prior(
         values = list(eps)
         weights = [1.0 / max(1, len(values))] * len(values)
     values = [checks.number("eps", value, low=0) for value in values]
-    return Mixture(weights, [AttackChannel(with_eps(attack, value), sigma) for value in values], stratified)
+    return Mixture(
+        weights, [AttackChannel(with_eps(attack, value), sigma) for value in values], stratified
+    )
 
 
 def quantiles(prior: Distribution, num: int) -> list[float]:
@@ -73,7 +76,8 @@ def _own_quantile(prior: Distribution, levels: Tensor) -> Tensor:
 
 
 def _by_density(prior: Distribution, levels: Tensor) -> Tensor:
-    """A Beta's, whose cdf torch lacks: x = sin(t)^2 takes the corners off its density, then by a sum over t."""
+    """A Beta's, whose cdf torch lacks: x = sin(t)^2 takes the corners off its density, then by a
+    sum over t."""
     if not isinstance(prior, Beta):
         raise NotImplementedError
     width = math.pi / (1 << 18)

@@ -1,7 +1,8 @@
-"""The command line: `advbayes demo|train|predict|attack|evaluate|audit|certify|report|datasets|show`.
+"""The command line:
+`advbayes demo|train|predict|attack|evaluate|audit|certify|report|datasets|show`.
 
-torch is imported inside the commands, so that help, completion and refusals come at once; nothing is imported here, so that
-a signal is answered from the first instruction on.
+torch is imported inside the commands, so that help, completion and refusals come at once; nothing
+is imported here, so that a signal is answered from the first instruction on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit code. Without `argv` this is the console program, which signals may end at once.
+    """Run a command line; the exit code. Without `argv` this is the console program, which signals
+    may end at once.
 
     >>> main(["train", "--lr", "-1"])
     2

@@ -1,4 +1,5 @@
-"""The commands together; errors and signals become exit codes: 0 done, 1 a bug, 2 a mistake that the message names, 130, 143."""
+"""The commands together; errors and signals become exit codes: 0 done, 1 a bug, 2 a mistake that
+the message names, 130, 143."""
 
 from __future__ import annotations
 
@@ -16,7 +17,19 @@ from typing import Annotated
 import typer
 
 from advbayes import __version__
-from advbayes.cli import attack, audit, certify, datasets, demo, evaluate, predict, report, reproduce, show, train
+from advbayes.cli import (
+    attack,
+    audit,
+    certify,
+    datasets,
+    demo,
+    evaluate,
+    predict,
+    report,
+    reproduce,
+    show,
+    train,
+)
 from advbayes.cli.screen import fault, inert
 from advbayes.cli.signals import Stopped, watched
 
@@ -25,8 +38,10 @@ _MISTAKES = (ValueError, TypeError, OSError, ModuleNotFoundError, FloatingPointE
 
 app = typer.Typer(
     name="advbayes",
-    help="Train Bayesian models that withstand attacks, attack them, and find out whether the numbers may be believed.",
-    epilog="Start with `advbayes demo`. Exit codes: 0 done, 1 a bug, 2 a mistake named in the message, 130 and 143 signals.",
+    help="Train Bayesian models that withstand attacks, attack them, and find out whether the "
+    "numbers may be believed.",
+    epilog="Start with `advbayes demo`. Exit codes: 0 done, 1 a bug, 2 a mistake named in the "
+    "message, 130 and 143 signals.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -41,12 +56,26 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version")
+    ] = False,
 ) -> None:
     pass
 
 
-for command in (demo, train, predict, attack, evaluate, audit, certify, report, reproduce, datasets, show):
+for command in (
+    demo,
+    train,
+    predict,
+    attack,
+    evaluate,
+    audit,
+    certify,
+    report,
+    reproduce,
+    datasets,
+    show,
+):
     command.add_to(app)
 
 
@@ -55,8 +84,14 @@ def run(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         warnings.showwarning = _warn
     try:
-        with watched() if argv is not None else nullcontext():  # the console program leaves at once until there is work
-            code = app(args=None if argv is None else list(argv), prog_name="advbayes", standalone_mode=False)
+        with (
+            watched() if argv is not None else nullcontext()
+        ):  # the console program leaves at once until there is work
+            code = app(
+                args=None if argv is None else list(argv),
+                prog_name="advbayes",
+                standalone_mode=False,
+            )
             return code if isinstance(code, int) else 0
     except Stopped as stopped:
         if argv is None:  # threads of C libraries may abort while the interpreter is taken down
@@ -68,14 +103,19 @@ def run(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        if hasattr(error, "exit_code") and hasattr(error, "show"):  # typer's own: a wrong flag, a missing argument
+        if hasattr(error, "exit_code") and hasattr(
+            error, "show"
+        ):  # typer's own: a wrong flag, a missing argument
             _show_usage(error)
             return int(error.exit_code)
         if is_mistake(error) and not os.environ.get("ADVBAYES_TRACEBACK"):
             fault(str(error) or type(error).__name__)
             return 2
         if (wanted := memory_wanted(error)) is not None:
-            fault(f"out of memory: {wanted}; a smaller --batch-size, --num, --thetas or --num-train needs less")
+            fault(
+                f"out of memory: {wanted}; a smaller --batch-size, --num, --thetas or --num-train "
+                f"needs less"
+            )
             return 2
         print(inert(traceback.format_exc()), end="", file=sys.stderr)
         fault("this is a bug, not a mistake of yours; please report it with the lines above")
@@ -83,7 +123,12 @@ def run(argv: Sequence[str] | None = None) -> int:
 
 
 def _warn(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: object = None, line: object = None
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: object = None,
+    line: object = None,
 ) -> None:
     """A library's warning as one line, without the source line that gave it."""
     fault(f"warning: {message}")
@@ -100,7 +145,11 @@ def _show_usage(error: Exception) -> None:
 def memory_wanted(error: BaseException) -> str | None:
     """What an allocation that failed had asked for; None for another error.
 
-    >>> memory_wanted(RuntimeError("can't allocate memory: you tried to allocate 8000000000 bytes. Error code 12"))
+    >>> memory_wanted(
+    ...     RuntimeError(
+    ...         "can't allocate memory: you tried to allocate 8000000000 bytes. Error code 12"
+    ...     )
+    ... )
     'wanted 8.00 GB at once'
     >>> memory_wanted(MemoryError()), memory_wanted(RuntimeError("shapes differ"))
     ('wanted more than there is', None)
@@ -116,8 +165,9 @@ def memory_wanted(error: BaseException) -> str | None:
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether an error is one that this package raised on purpose about what it was given, or that the system raised about a
-    file; the same types from operations that failed, ours or of other libraries, are bugs.
+    """Whether an error is one that this package raised on purpose about what it was given, or that
+    the system raised about a file; the same types from operations that failed, ours or of other
+    libraries, are bugs.
 
     >>> from advbayes.config import ConfigError
     >>> is_mistake(ConfigError("lr: must be a number > 0")), is_mistake(KeyError("lr"))
@@ -125,7 +175,9 @@ def is_mistake(error: BaseException) -> bool:
     """
     if not isinstance(error, _MISTAKES):
         return False
-    if isinstance(error, ModuleNotFoundError):  # an extra that is not installed; a part of ours that is missing is a bug
+    if isinstance(
+        error, ModuleNotFoundError
+    ):  # an extra that is not installed; a part of ours that is missing is a bug
         return not (error.name or "").startswith("advbayes")
     if error.__traceback__ is None or isinstance(error, OSError):
         return True
@@ -133,5 +185,6 @@ def is_mistake(error: BaseException) -> bool:
     while frame.tb_next is not None:
         frame = frame.tb_next
     code = frame.tb_frame.f_code
-    raised = dis.opname[code.co_code[frame.tb_lasti]] == "RAISE_VARARGS"  # by a `raise`, not by an operation that failed
+    # by a `raise`, not by an operation that failed
+    raised = dis.opname[code.co_code[frame.tb_lasti]] == "RAISE_VARARGS"
     return raised and Path(code.co_filename).is_relative_to(_PACKAGE)

@@ -42,7 +42,9 @@ def add_to(app: typer.Typer) -> None:
 
 def attack(
     run: Run,
-    out: Annotated[str, typer.Option("--out", metavar="FILE", help="A new .safetensors or .npz file")],
+    out: Annotated[
+        str, typer.Option("--out", metavar="FILE", help="A new .safetensors or .npz file")
+    ],
     attack: One = "pgd",
     eps: Eps = None,
     norm: Norm = None,
@@ -78,11 +80,15 @@ def attack(
     data = prepare(config)
     x, y = data.x_test[:num], data.y_test[:num]
     ball = ball_for(trained, norm, eps, fixed, feature_eps)
-    method = attacks_for([attack], ball, trained.task, steps=steps, restarts=restarts, queries=queries)[attack]
+    method = attacks_for(
+        [attack], ball, trained.task, steps=steps, restarts=restarts, queries=queries
+    )[attack]
     predict = trained.predict(thetas)
     parts = []
     with Progress("attack", len(x)) as bar:
-        for part in attacked_in_batches(predict, method, x, y, seed=seed, key=f"attack/{attack}", batch_size=_ROWS):
+        for part in attacked_in_batches(
+            predict, method, x, y, seed=seed, key=f"attack/{attack}", batch_size=_ROWS
+        ):
             parts.append(part)
             bar.advance(num=len(part))
     x_adv = torch.cat(parts)
@@ -94,7 +100,14 @@ def attack(
     units = units_of(ball.eps, trained.scaling, trained.feature_names, ball.mask, ball.scale)
     label = "accuracy" if name == "correct" else "mean squared error (standardised)"
     if json:
-        result = {"run": run, "out": out, "attack": attack, "norm": norm or trained.norm, "num": len(x), "threat_model": units}
+        result = {
+            "run": run,
+            "out": out,
+            "attack": attack,
+            "norm": norm or trained.norm,
+            "num": len(x),
+            "threat_model": units,
+        }
         emit({**result, "metric": label, "clean": before, "attacked": after})
     else:
         say(f"{attack} within {norm or trained.norm} {said_units(units)}")

@@ -13,7 +13,8 @@ from advbayes.cli.threat import Eps, FeatureEps, Fixed, Norm, ball_for, check_no
 if TYPE_CHECKING:
     from advbayes.auditing import Verdict
 
-HELP = """Check whether a run's robustness may be believed: each check with its figure, and a level from A to D.
+HELP = """Check whether a run's robustness may be believed: each check with its figure, and a level
+from A to D.
 
 Examples:
 
@@ -25,7 +26,8 @@ advbayes audit RUN --require B
 
 advbayes audit --model nets:make --data test.npz --eps 0.03
 
-The third one ends with exit code 3 when the level is below B. The last one judges a model of your own: `make()` gives a
+The third one ends with exit code 3 when the level is below B. The last one judges a model of your
+own: `make()` gives a
 torch network, a fitted scikit-learn estimator or a Predictor; eps is then in the data's own units.
 """
 BELOW = 3
@@ -36,23 +38,49 @@ def add_to(app: typer.Typer) -> None:
 
 
 def audit(
-    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="A run folder made by `advbayes train`")] = None,
-    model: Annotated[str | None, typer.Option(metavar="MODULE:FACTORY", help="A model of your own, instead of a run")] = None,
-    data: Annotated[str | None, typer.Option(metavar="DATA", help="Its test data: a .csv or .npz file or a built-in set")] = None,
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="A run folder made by `advbayes train`")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE:FACTORY", help="A model of your own, instead of a run"),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="DATA", help="Its test data: a .csv or .npz file or a built-in set"),
+    ] = None,
     target: Annotated[str | None, typer.Option(help="Target column of a .csv file")] = None,
-    task: Annotated[str | None, typer.Option(metavar="classification|regression", help="Of the file, if not clear")] = None,
-    classes: Annotated[str | None, typer.Option(metavar="A,B,...", help="Classes in the order of a network's outputs")] = None,
-    report: Annotated[str | None, typer.Option(metavar="FOLDER", help="Write a report of the model, too")] = None,
-    tier: Annotated[str, typer.Option(metavar="quick|standard|full", help="How much to spend")] = "standard",
+    task: Annotated[
+        str | None,
+        typer.Option(metavar="classification|regression", help="Of the file, if not clear"),
+    ] = None,
+    classes: Annotated[
+        str | None,
+        typer.Option(metavar="A,B,...", help="Classes in the order of a network's outputs"),
+    ] = None,
+    report: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Write a report of the model, too")
+    ] = None,
+    tier: Annotated[
+        str, typer.Option(metavar="quick|standard|full", help="How much to spend")
+    ] = "standard",
     eps: Eps = None,
     norm: Norm = None,
     feature_eps: FeatureEps = None,
     fixed: Fixed = None,
-    undefended: Annotated[str | None, typer.Option(metavar="RUN", help="An undefended run on these data, as control")] = None,
-    control_eps: Annotated[float | None, typer.Option(min=0, help="Budget that must break the undefended run")] = None,
-    num: Annotated[int | None, typer.Option(min=2, help="Test examples to draw from (the tier says how many)")] = None,
+    undefended: Annotated[
+        str | None, typer.Option(metavar="RUN", help="An undefended run on these data, as control")
+    ] = None,
+    control_eps: Annotated[
+        float | None, typer.Option(min=0, help="Budget that must break the undefended run")
+    ] = None,
+    num: Annotated[
+        int | None, typer.Option(min=2, help="Test examples to draw from (the tier says how many)")
+    ] = None,
     thetas: Thetas = 20,
-    require: Annotated[str | None, typer.Option(metavar="A|B|C", help="Exit with 3 when the level is worse")] = None,
+    require: Annotated[
+        str | None, typer.Option(metavar="A|B|C", help="Exit with 3 when the level is worse")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Keys the randomness")] = 0,
     trust_network: Trust = False,
     json: Json = False,
@@ -65,13 +93,37 @@ def audit(
     if require not in (None, "A", "B", "C"):
         raise ConfigError(f"require: must be one of A, B, C, got {require!r}")
 
-    foreign = {"--data": data, "--target": target, "--task": task, "--classes": classes, "--report": report}
+    foreign = {
+        "--data": data,
+        "--target": target,
+        "--task": task,
+        "--classes": classes,
+        "--report": report,
+    }
     if model is not None:
         if run is not None or data is None or eps is None or ":" not in model:
-            raise ConfigError("model: must be MODULE:FACTORY, with --data and --eps and without a run")
-        return _foreign(model, data, target, task, classes, report, tier, eps, norm or "l2", num, require, seed, json)
+            raise ConfigError(
+                "model: must be MODULE:FACTORY, with --data and --eps and without a run"
+            )
+        return _foreign(
+            model,
+            data,
+            target,
+            task,
+            classes,
+            report,
+            tier,
+            eps,
+            norm or "l2",
+            num,
+            require,
+            seed,
+            json,
+        )
     if run is None:
-        raise ConfigError("RUN: must be a run folder, or --model and --data must be given, got neither")
+        raise ConfigError(
+            "RUN: must be a run folder, or --model and --data must be given, got neither"
+        )
     if extra := [name for name, value in foreign.items() if value is not None]:
         raise ConfigError(f"{', '.join(extra)}: must go with --model, got a run")
 
@@ -87,7 +139,9 @@ def audit(
     torch.set_num_threads(config.threads)
     trained = load_trained(run, trusted=trust_network)
     prepared = prepare(config)
-    control = None if undefended is None else load_trained(undefended, trusted=trust_network).point()
+    control = (
+        None if undefended is None else load_trained(undefended, trusted=trust_network).point()
+    )
     ball = ball_for(trained, norm, eps, fixed, feature_eps)
     with watched(), folder.lock():
         verdict = audit_run(
@@ -99,7 +153,9 @@ def audit(
             num=num,
             num_thetas=thetas,
             undefended=control,
-            control_ball=None if control_eps is None else ball_for(trained, norm, control_eps, fixed, feature_eps),
+            control_ball=None
+            if control_eps is None
+            else ball_for(trained, norm, control_eps, fixed, feature_eps),
             seed=seed,
             tell=None if json else say,
         )
@@ -107,7 +163,10 @@ def audit(
     if json:
         emit({"run": run, "threat_model": units, "norm": norm or trained.norm, **verdict.json()})
     else:
-        say(f"{norm or trained.norm} {said_units(units)}\n{verdict}\n{plain(verdict)}\nVerdict: {folder.path / 'audit.json'}")
+        say(
+            f"{norm or trained.norm} {said_units(units)}\n{verdict}\n{plain(verdict)}\nVerdict: "
+            f"{folder.path / 'audit.json'}"
+        )
     return BELOW if require is not None and verdict.level > require else 0
 
 
@@ -117,7 +176,10 @@ def plain(verdict: Verdict) -> str:
 
     passed = sum(finding.status == "passed" for finding in verdict.findings)
     failed, missing = len(verdict.failed), len(verdict.not_run)
-    return f"Level {verdict.level}: {sentence(verdict.level, verdict.tier, passed=passed, failed=failed, missing=missing)}"
+    return (
+        f"Level {verdict.level}: "
+        f"{sentence(verdict.level, verdict.tier, passed=passed, failed=failed, missing=missing)}"
+    )
 
 
 def _foreign(
@@ -140,16 +202,31 @@ def _foreign(
 
     from advbayes.cli.foreign import load_foreign
 
-    found = load_foreign(model, data, target=target, task=task, classes=classes.split(",") if classes else ())
+    found = load_foreign(
+        model, data, target=target, task=task, classes=classes.split(",") if classes else ()
+    )
     ball = found.ball(norm, eps)
     verdict = found.audit(ball, tier=tier, num=num, seed=seed)
     with watched():
         command = shlex.join(["advbayes", *sys.argv[1:]])
-        paths = report and found.report(report, ball, verdict, num=num or 200, seed=seed, command=command)
+        paths = report and found.report(
+            report, ball, verdict, num=num or 200, seed=seed, command=command
+        )
     if json:
-        emit({"model": model, "norm": norm, "eps": eps, **verdict.json(), "report": str(paths.html) if paths else None})
+        emit(
+            {
+                "model": model,
+                "norm": norm,
+                "eps": eps,
+                **verdict.json(),
+                "report": str(paths.html) if paths else None,
+            }
+        )
     else:
-        say(f"{model} on {data} ({found.task}), {norm} eps = {eps:g} in the data's own units\n{verdict}\n{plain(verdict)}")
+        say(
+            f"{model} on {data} ({found.task}), {norm} eps = {eps:g} in the data's own "
+            f"units\n{verdict}\n{plain(verdict)}"
+        )
         if paths:
             say(f"Report: {paths.html}")
     return BELOW if require is not None and verdict.level > require else 0

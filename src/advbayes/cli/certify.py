@@ -9,7 +9,8 @@ import typer
 from advbayes.cli.screen import Json, Run, Trust, emit, say, table
 from advbayes.cli.signals import watched
 
-HELP = """Certify L2 radii by randomised smoothing: no perturbation below the radius changes the vote, with confidence.
+HELP = """Certify L2 radii by randomised smoothing: no perturbation below the radius changes the
+vote, with confidence.
 
 Examples:
 
@@ -25,10 +26,14 @@ def add_to(app: typer.Typer) -> None:
 
 def certify(
     run: Run,
-    sigma: Annotated[float, typer.Option(min=1e-6, help="Noise of the smoothing, in the model's units")] = 0.25,
+    sigma: Annotated[
+        float, typer.Option(min=1e-6, help="Noise of the smoothing, in the model's units")
+    ] = 0.25,
     num: Annotated[int, typer.Option(min=1, help="How many test examples, from the first")] = 100,
     draws: Annotated[int, typer.Option(min=10, help="Noisy copies of each example")] = 10_000,
-    alpha: Annotated[float, typer.Option(min=1e-9, max=0.5, help="Chance that a certificate is wrong")] = 0.001,
+    alpha: Annotated[
+        float, typer.Option(min=1e-9, max=0.5, help="Chance that a certificate is wrong")
+    ] = 0.001,
     seed: Annotated[int, typer.Option(min=0, help="Keys the noise")] = 0,
     trust_network: Trust = False,
     json: Json = False,
@@ -51,7 +56,9 @@ def certify(
     torch.set_num_threads(config.threads)
     trained = load_trained(run, trusted=trust_network)
     if trained.task != "classification":
-        raise ConfigError(f"RUN: must be a classifier to be certified by votes, got a run for {trained.task}")
+        raise ConfigError(
+            f"RUN: must be a classifier to be certified by votes, got a run for {trained.task}"
+        )
     data = prepare(config)
     x, y = data.x_test[:num], data.y_test[:num]
     # A theta with every draw of the noise: it is the Bayesian vote that is certified.
@@ -59,13 +66,22 @@ def certify(
     classes, radii = [], []
     with Progress("certify", len(x)) as bar:
         for row in range(len(x)):
-            found = certified(smoothed, x[row : row + 1], n=draws, alpha=alpha, generator=generator_for(seed, "certify", row))
+            found = certified(
+                smoothed,
+                x[row : row + 1],
+                n=draws,
+                alpha=alpha,
+                generator=generator_for(seed, "certify", row),
+            )
             classes += found.classes.tolist()
             radii += found.radii.tolist()
             bar.advance()
     grid = [sigma * step / 4 for step in range(17)]
     right = [label == target for label, target in zip(classes, y.tolist(), strict=True)]
-    curve = [sum(ok and radius >= at for ok, radius in zip(right, radii, strict=True)) / len(radii) for at in grid]
+    curve = [
+        sum(ok and radius >= at for ok, radius in zip(right, radii, strict=True)) / len(radii)
+        for at in grid
+    ]
     result = {
         "run": run,
         "sigma": sigma,
@@ -75,7 +91,10 @@ def certify(
         "abstained": sum(label < 0 for label in classes),
         "classes": classes,
         "radii": radii,
-        "curve": [{"radius": at, "certified_accuracy": share} for at, share in zip(grid, curve, strict=True)],
+        "curve": [
+            {"radius": at, "certified_accuracy": share}
+            for at, share in zip(grid, curve, strict=True)
+        ],
         "threat_model": units_of(sigma, trained.scaling, trained.feature_names),
     }
     with watched(), folder.lock():
@@ -84,11 +103,19 @@ def certify(
         emit(result)
         return
     if trained.scaling is not None:
-        say(f"sigma in both units: {said_units(units_of(sigma, trained.scaling, trained.feature_names))}")
+        say(
+            f"sigma in both units: "
+            f"{said_units(units_of(sigma, trained.scaling, trained.feature_names))}"
+        )
     table(
-        f"{len(x)} examples, {result['abstained']} abstained; each radius is wrong with chance at most {alpha:g}",
+        f"{len(x)} examples, {result['abstained']} abstained; each radius is wrong with chance at "
+        f"most {alpha:g}",
         ("L2 radius", "certified accuracy"),
-        [(f"{at:.3f}", f"{share:.3f}") for at, share in zip(grid, curve, strict=True) if share > 0 or at == 0],
+        [
+            (f"{at:.3f}", f"{share:.3f}")
+            for at, share in zip(grid, curve, strict=True)
+            if share > 0 or at == 0
+        ],
         right=(0, 1),
     )
     say(f"Radii: {folder.path / 'certificate.json'}")

@@ -27,9 +27,14 @@ def add_to(app: typer.Typer) -> None:
 
 def datasets(
     fetch: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Load one, downloading what is missing; hashes are checked")
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Load one, downloading what is missing; hashes are checked"
+        ),
     ] = None,
-    root: Annotated[str | None, typer.Option(metavar="FOLDER", help="Look in this folder alone")] = None,
+    root: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Look in this folder alone")
+    ] = None,
     json: Json = False,
 ) -> None:
     from advbayes.cli.downloads import Downloads
@@ -51,18 +56,36 @@ def datasets(
             "note": where.note,
         }
         emit(one) if json else say(
-            f"{found!r}\n  {where.source}\n  {'verified' if where.verified else 'NOT verified'}: {where.note}"
+            f"{found!r}\n  {where.source}\n  {'verified' if where.verified else 'NOT verified'}: "
+            f"{where.note}"
         )
         return
     rows = []
     for name in names():
         source = SOURCES.get(name)
         folder = find_dataset(name, root)
-        place = "comes with scikit-learn" if source is None else str(folder) if folder else "not here (fetched when used)"
-        summary = {"digits": "8x8 handwritten digits", "diabetes": "disease progression"}.get(name, "")
+        place = (
+            "comes with scikit-learn"
+            if source is None
+            else str(folder)
+            if folder
+            else "not here (fetched when used)"
+        )
+        summary = {"digits": "8x8 handwritten digits", "diabetes": "disease progression"}.get(
+            name, ""
+        )
         task = {"digits": "classification", "diabetes": "regression"}.get(name, "")
-        rows.append((name, source.task if source else task, source.summary if source else summary, place))
+        rows.append(
+            (name, source.task if source else task, source.summary if source else summary, place)
+        )
     if json:
-        emit({"datasets": [dict(zip(("name", "task", "summary", "place"), row, strict=True)) for row in rows]})
+        emit(
+            {
+                "datasets": [
+                    dict(zip(("name", "task", "summary", "place"), row, strict=True))
+                    for row in rows
+                ]
+            }
+        )
     else:
         table("", ("name", "task", "what", "where"), rows)

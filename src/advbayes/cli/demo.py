@@ -9,7 +9,8 @@ import typer
 from advbayes.cli.screen import Json, emit
 from advbayes.cli.signals import watched
 
-HELP = """Train an undefended, an adversarially trained and a MIX model on digits, purify, attack, audit, report: two minutes.
+HELP = """Train an undefended, an adversarially trained and a MIX model on digits, purify, attack,
+audit, report: two minutes.
 
 Examples:
 
@@ -24,9 +25,14 @@ def add_to(app: typer.Typer) -> None:
 
 
 def demo(
-    out: Annotated[str, typer.Option("--out", metavar="FOLDER", help="Where the report goes")] = "demo-report",
+    out: Annotated[
+        str, typer.Option("--out", metavar="FOLDER", help="Where the report goes")
+    ] = "demo-report",
     seed: Annotated[int, typer.Option(min=0, help="Keys all randomness")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="A few seconds: tiny trainings, to see that all is installed")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="A few seconds: tiny trainings, to see that all is installed"),
+    ] = False,
     json: Json = False,
 ) -> None:
     from advbayes.experiments.demo import run_demo

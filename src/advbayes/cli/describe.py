@@ -23,7 +23,8 @@ def units_of(
     mask: Tensor | None = None,
     scale: Tensor | float | None = None,
 ) -> dict[str, Any]:
-    """eps in the model's units and, where the data were standardised, what each feature may change by in its own.
+    """eps in the model's units and, where the data were standardised, what each feature may change
+    by in its own.
 
     >>> units_of(1.0, None, ())
     {'eps': 1.0, 'units': 'raw'}
@@ -36,17 +37,27 @@ def units_of(
     if mask is not None:
         raw = raw * mask
     reach = raw.tolist()
-    labels = names if len(names) == len(reach) else [f"feature {number}" for number in range(len(reach))]
-    return {"eps": eps, "units": "standardised", "raw": {str(label): each for label, each in zip(labels, reach, strict=True)}}
+    labels = (
+        names if len(names) == len(reach) else [f"feature {number}" for number in range(len(reach))]
+    )
+    return {
+        "eps": eps,
+        "units": "standardised",
+        "raw": {str(label): each for label, each in zip(labels, reach, strict=True)},
+    }
 
 
 def said_units(units: dict[str, Any]) -> str:
     """The same in one line."""
     if "raw" not in units:
         return f"eps = {units['eps']:g} in the data's own units"
-    parts = [f"{name} {value:.3g}" if value else f"{name} fixed" for name, value in units["raw"].items()]
+    parts = [
+        f"{name} {value:.3g}" if value else f"{name} fixed" for name, value in units["raw"].items()
+    ]
     shown = ", ".join(parts[:8]) + (f", and {len(parts) - 8} more" if len(parts) > 8 else "")
-    return f"eps = {units['eps']:g} standardised (standard deviations), that is in raw units: {shown}"
+    return (
+        f"eps = {units['eps']:g} standardised (standard deviations), that is in raw units: {shown}"
+    )
 
 
 def described_run(run: Run) -> dict[str, Any]:
@@ -68,8 +79,13 @@ def described_run(run: Run) -> dict[str, Any]:
         _, documents, scaling = _bundle(run.model_path)
         names = documents.get("extra", {}).get("feature_names", ())
         threat = documents.get("threat_model") or {}
-        mask, scale = (None if threat.get(key) is None else torch.tensor(threat[key]) for key in ("mask", "scale"))
-        result["threat_model"] = units_of(config.eps, scaling, names, mask, scale) | {"norm": config.norm}
+        mask, scale = (
+            None if threat.get(key) is None else torch.tensor(threat[key])
+            for key in ("mask", "scale")
+        )
+        result["threat_model"] = units_of(config.eps, scaling, names, mask, scale) | {
+            "norm": config.norm
+        }
     return result
 
 
@@ -78,7 +94,8 @@ def lines_of_run(run: Run) -> str:
     found = described_run(run)
     config = run.config
     lines = [
-        f"  data {config.data}, defense {config.defense}, posterior {config.posterior}, seed {config.seed}",
+        f"  data {config.data}, defense {config.defense}, posterior {config.posterior}, seed "
+        f"{config.seed}",
         *([f"  {why_task(config, found['metrics']['task'])}"] if found["metrics"] else []),
         f"  status {found['status']}, {found['steps']} steps, {found['skipped']} skipped",
     ]
@@ -87,7 +104,9 @@ def lines_of_run(run: Run) -> str:
     if found["metrics"]:
         scaling, targets = _units(run)
         values = said_scores(found["metrics"]["clean"], scaling, targets)
-        lines.append(f"  clean test set ({found['metrics']['num']} examples, 95 % intervals): {values}")
+        lines.append(
+            f"  clean test set ({found['metrics']['num']} examples, 95 % intervals): {values}"
+        )
         if remark := no_better(found["metrics"]):
             lines.append(f"  {remark}")
     if found["weights"]:
@@ -106,11 +125,21 @@ def described_bundle(path: Path) -> dict[str, Any]:
         "bundle": str(path),
         "schema": manifest.schema,
         "versions": manifest.versions,
-        "parts": {part.name: {"bytes": part.size, "sha256": part.sha256} for part in manifest.parts},
+        "parts": {
+            part.name: {"bytes": part.size, "sha256": part.sha256} for part in manifest.parts
+        },
         "scaled": scaling is not None,
         **{
             name: documents.get(name)
-            for name in ("model", "posterior", "channel", "class_names", "threat_model", "audit", "extra")
+            for name in (
+                "model",
+                "posterior",
+                "channel",
+                "class_names",
+                "threat_model",
+                "audit",
+                "extra",
+            )
         },
     }
 
@@ -135,23 +164,37 @@ def why_task(config: RunConfig, task: str) -> str:
         return f"{task}, as asked for by --task"
     classes = task == "classification"
     if config.file.suffix.lower() == ".csv":
-        why = f"column {config.target!r} holds {'text' if classes else 'numbers; --task classification makes classes of them'}"
+        why = (
+            f"column {config.target!r} holds "
+            f"{'text' if classes else 'numbers; --task classification makes classes of them'}"
+        )
     else:
-        why = f"y holds {'' if classes else 'not only '}whole numbers; --task {'regression' if classes else 'classification'}"
+        why = (
+            f"y holds {'' if classes else 'not only '}whole numbers; --task "
+            f"{'regression' if classes else 'classification'}"
+        )
         why += " treats it otherwise"
     return f"{task}, since {why}"
 
 
 def no_better(metrics: dict[str, Any]) -> str:
-    """A remark where the clean test set does not show the model to be better than one that never looks at its input.
+    """A remark where the clean test set does not show the model to be better than one that never
+    looks at its input.
 
-    >>> no_better({"clean": {"accuracy": {"value": 0.8, "low": 0.7, "high": 0.9}}, "trivial": {"accuracy": 0.75}})
+    >>> no_better(
+    ...     {
+    ...         "clean": {"accuracy": {"value": 0.8, "low": 0.7, "high": 0.9}},
+    ...         "trivial": {"accuracy": 0.75},
+    ...     }
+    ... )
     'No better, as far as this test set shows, than always giving the most frequent class (accuracy 0.750).'
-    """
+    """  # noqa: E501
     trivial, clean = metrics.get("trivial") or {}, metrics["clean"]
     if "accuracy" in trivial and clean["accuracy"]["low"] <= trivial["accuracy"]:
         always = f"the most frequent class (accuracy {trivial['accuracy']:.3f})"
-    elif "rmse" in trivial and (clean["rmse"]["high"] is None or clean["rmse"]["high"] >= trivial["rmse"]):
+    elif "rmse" in trivial and (
+        clean["rmse"]["high"] is None or clean["rmse"]["high"] >= trivial["rmse"]
+    ):
         always = "the mean of the training targets"
     else:
         return ""

@@ -8,7 +8,8 @@ from typing import Any
 
 
 class Downloads:
-    """Called with (file, bytes so far, bytes in all); shows a bar with the time left, on a terminal unless told otherwise.
+    """Called with (file, bytes so far, bytes in all); shows a bar with the time left, on a terminal
+    unless told otherwise.
 
     >>> with Downloads(show=False) as downloads:
     ...     downloads("a.gz", 10, 100)
@@ -26,17 +27,33 @@ class Downloads:
         if not self.show:
             return
         if self._bar is None:
-            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+            )
 
             from advbayes.cli.screen import console
 
-            columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                DownloadColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=console(stderr=True))
             self._bar.start()
         if file not in self._tasks:
             self._tasks[file] = self._bar.add_task(file, total=total)
         self._bar.update(self._tasks[file], completed=done, total=total)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._bar is not None:
             self._bar.stop()

@@ -31,7 +31,8 @@ from advbayes.cli.threat import (
 if TYPE_CHECKING:
     from advbayes.types import Attack, Predictor
 
-HELP = """Score a run under attack: one record for each example, tables with intervals, the worst case over attacks.
+HELP = """Score a run under attack: one record for each example, tables with intervals, the worst
+case over attacks.
 
 Examples:
 
@@ -53,7 +54,8 @@ def evaluate(
     run: Run,
     attack: Many = None,
     eps: Annotated[
-        list[float] | None, typer.Option("--eps", min=0, help="Budget in the model's units; repeat it for a curve")
+        list[float] | None,
+        typer.Option("--eps", min=0, help="Budget in the model's units; repeat it for a curve"),
     ] = None,
     norm: Norm = None,
     feature_eps: FeatureEps = None,
@@ -63,9 +65,16 @@ def evaluate(
     queries: Queries = 500,
     num: Num = 500,
     thetas: Thetas = 20,
-    purify: Annotated[str | None, typer.Option(metavar="online|offline", help="Evaluate the purified predictive, too")] = None,
-    name: Annotated[str | None, typer.Option(help="Folder in RUN/evaluation (else made from the settings)")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples written (and resumed) at a time")] = 128,
+    purify: Annotated[
+        str | None,
+        typer.Option(metavar="online|offline", help="Evaluate the purified predictive, too"),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Folder in RUN/evaluation (else made from the settings)")
+    ] = None,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Examples written (and resumed) at a time")
+    ] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Keys the attacks' randomness")] = 0,
     trust_network: Trust = False,
     json: Json = False,
@@ -77,7 +86,10 @@ def evaluate(
     check_norm(norm)
     if purify not in (None, "online", "offline"):
         raise ConfigError(f"purify: must be one of online, offline, got {purify!r}")
-    if name is not None and (not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name.startswith(".")):
+    if name is not None and (
+        not name.replace("-", "").replace("_", "").replace(".", "").isalnum()
+        or name.startswith(".")
+    ):
         raise ConfigError(f"name: must be letters, digits, -, _ and ., got {name!r}")
 
     import torch
@@ -98,23 +110,43 @@ def evaluate(
     data = prepare(config)
     radii = sorted(set(eps)) if eps else [trained.eps]
     ball = ball_for(trained, norm, max(radii), fixed, feature_eps)
-    given = {"norm": norm or trained.norm, "steps": steps, "restarts": restarts, "queries": queries, "num": num, "thetas": thetas}
-    given |= {"batch-size": batch_size, "seed": seed} | ({} if purify is None else {"purify": purify})
+    given = {
+        "norm": norm or trained.norm,
+        "steps": steps,
+        "restarts": restarts,
+        "queries": queries,
+        "num": num,
+        "thetas": thetas,
+    }
+    given |= {"batch-size": batch_size, "seed": seed} | (
+        {} if purify is None else {"purify": purify}
+    )
     given |= {} if name is None else {"name": name}
     many = {"eps": radii, "feature-eps": feature_eps or (), "fixed": fixed or ()}
-    command += [part for flag, values in many.items() for value in values for part in (f"--{flag}", str(value))]
+    command += [
+        part
+        for flag, values in many.items()
+        for value in values
+        for part in (f"--{flag}", str(value))
+    ]
     command += [part for flag, value in given.items() for part in (f"--{flag}", str(value))]
     settings = f"{'-'.join(names)}-{norm or trained.norm}-{'-'.join(f'{r:g}' for r in radii)}"
     if feature_eps or fixed:
         settings += f"-{hashlib.sha256(repr((feature_eps, fixed)).encode()).hexdigest()[:8]}"
     settings += f"-s{steps}-r{restarts}-q{queries}-n{num}-t{thetas}-seed{seed}"
     place = folder.path / "evaluation" / (name or settings)
-    attacks = attacks_for(names, ball, trained.task, steps=steps, restarts=restarts, queries=queries)
+    attacks = attacks_for(
+        names, ball, trained.task, steps=steps, restarts=restarts, queries=queries
+    )
     jobs: list[tuple[Path, dict[str, Predictor], dict[str, Attack]]] = [
         (place, {trained.defense: trained.predict(thetas)}, attacks)
     ]
-    if purify is not None:  # a purifier also meets the attacks made for purifiers: plain ones flatter it
-        purified: dict[str, Predictor] = {f"{trained.defense} purified {purify}": purifier_for(trained, data, thetas, purify)}
+    if (
+        purify is not None
+    ):  # a purifier also meets the attacks made for purifiers: plain ones flatter it
+        purified: dict[str, Predictor] = {
+            f"{trained.defense} purified {purify}": purifier_for(trained, data, thetas, purify)
+        }
         own = purifier_attacks(ball, trained.task, steps=steps)
         jobs.append((place.with_name(f"{place.name}-purified-{purify}"), purified, attacks | own))
     with watched():
@@ -134,15 +166,33 @@ def evaluate(
         for where, _, _ in jobs:
             write_document(where / "command.json", ["advbayes", *command])
     found = merged(measured)
-    units = [units_of(radius, trained.scaling, trained.feature_names, ball.mask, ball.scale) for radius in radii]
+    units = [
+        units_of(radius, trained.scaling, trained.feature_names, ball.mask, ball.scale)
+        for radius in radii
+    ]
     result = found.table()
     if json:
-        emit({"run": run, "evaluation": str(place), "threat_model": units, "norm": norm or trained.norm, **result.json()})
+        emit(
+            {
+                "run": run,
+                "evaluation": str(place),
+                "threat_model": units,
+                "norm": norm or trained.norm,
+                **result.json(),
+            }
+        )
         return
     for each in units:
         say(f"{norm or trained.norm} {said_units(each)}")
     level = float(found.config["interval_level"])
     rows = found.table(SHOWN[trained.task]).rows
-    head, body = score_table(rows, SHOWN[trained.task], trained.scaling, trained.target_names, level)
-    table(f"{trained.defense} on {config.data}, {min(num, len(data.x_test))} test examples, with 95 % intervals", head, body)
+    head, body = score_table(
+        rows, SHOWN[trained.task], trained.scaling, trained.target_names, level
+    )
+    table(
+        f"{trained.defense} on {config.data}, {min(num, len(data.x_test))} test examples, with 95 "
+        f"% intervals",
+        head,
+        body,
+    )
     say(f"Records and arrays: {place}")

@@ -1,4 +1,5 @@
-"""Models of other people: a torch net, a fitted scikit-learn estimator or any Predictor, and data in raw units to judge it on."""
+"""Models of other people: a torch net, a fitted scikit-learn estimator or any Predictor, and data
+in raw units to judge it on."""
 
 from __future__ import annotations
 
@@ -41,12 +42,26 @@ class Foreign:
     def audit(self, ball: Ball, *, tier: str, num: int | None, seed: int) -> Verdict:
         """Its audit within the ball."""
         rows = self.x[:num], self.y[:num]
-        return audit(self.predict, rows, ball=ball, tier=tier, threat_model=ThreatModel(units="raw"), seed=seed)
+        return audit(
+            self.predict,
+            rows,
+            ball=ball,
+            tier=tier,
+            threat_model=ThreatModel(units="raw"),
+            seed=seed,
+        )
 
-    def report(self, out: str, ball: Ball, verdict: Verdict, *, num: int, seed: int, command: str) -> ReportPaths:
+    def report(
+        self, out: str, ball: Ball, verdict: Verdict, *, num: int, seed: int, command: str
+    ) -> ReportPaths:
         """A report of the usual attacks and of the audit."""
-        attacks = {name: make_attack(name, ball, task=self.task) for name in ("pgd", "pgd_plus", "apgd", "square")}
-        found = evaluate({"model": self.predict}, (self.x[:num], self.y[:num]), attacks=attacks, seed=seed)
+        attacks = {
+            name: make_attack(name, ball, task=self.task)
+            for name in ("pgd", "pgd_plus", "apgd", "square")
+        }
+        found = evaluate(
+            {"model": self.predict}, (self.x[:num], self.y[:num]), attacks=attacks, seed=seed
+        )
         return write_report(
             out,
             title=f"A model on {self.dataset}",
@@ -59,10 +74,14 @@ class Foreign:
         )
 
 
-def load_foreign(model: str, data: str, *, target: str | None, task: str | None, classes: Sequence[str] = ()) -> Foreign:
-    """What `module:factory` gives, with all rows of a file or the test set of a built-in one to judge it on."""
+def load_foreign(
+    model: str, data: str, *, target: str | None, task: str | None, classes: Sequence[str] = ()
+) -> Foreign:
+    """What `module:factory` gives, with all rows of a file or the test set of a built-in one to
+    judge it on."""
     config = make_config(
-        {"data": data} | {key: value for key, value in (("target", target), ("task", task)) if value is not None}
+        {"data": data}
+        | {key: value for key, value in (("target", target), ("task", task)) if value is not None}
     )
     dataset = prepare(config).dataset
     x, y = dataset.x_test, dataset.y_test
@@ -73,15 +92,22 @@ def load_foreign(model: str, data: str, *, target: str | None, task: str | None,
     regression = dataset.task == "regression"
     if isinstance(made, nn.Module):
         made.eval()
-        predict: Predictor = from_torch(made, "mean", scale=_rmse(made, x, y)) if regression else from_torch(made)
+        predict: Predictor = (
+            from_torch(made, "mean", scale=_rmse(made, x, y)) if regression else from_torch(made)
+        )
     elif hasattr(made, "predict"):
-        predict = from_sklearn(made, scale=_rmse(made.predict, x.numpy(), y) if regression else None)
+        predict = from_sklearn(
+            made, scale=_rmse(made.predict, x.numpy(), y) if regression else None
+        )
         if not regression:
             names = tuple(str(label) for label in made.classes_)
     elif callable(made):
         predict = made
     else:
-        raise ConfigError(f"model: must give a torch.nn.Module, a fitted estimator or a Predictor, got {type(made).__name__}")
+        raise ConfigError(
+            f"model: must give a torch.nn.Module, a fitted estimator or a Predictor, got "
+            f"{type(made).__name__}"
+        )
     return Foreign(
         predict,
         x,
@@ -100,7 +126,10 @@ def _places(y: Tensor, given: Sequence[str], wanted: Sequence[str]) -> Tensor:
         return y
     missing = [given[label] for label in sorted(set(y.tolist())) if given[label] not in wanted]
     if missing:
-        raise ConfigError(f"data: must hold the model's classes ({', '.join(wanted)}), got {', '.join(missing[:5])} as well")
+        raise ConfigError(
+            f"data: must hold the model's classes ({', '.join(wanted)}), got "
+            f"{', '.join(missing[:5])} as well"
+        )
     return torch.tensor([wanted.index(name) if name in wanted else -1 for name in given])[y]
 
 

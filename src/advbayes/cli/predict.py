@@ -11,7 +11,8 @@ import typer
 from advbayes.cli.screen import Json, Thetas, Trust, emit, say
 from advbayes.cli.signals import watched
 
-HELP = """Predict for the rows of a .csv file (by column names) or of an .npz file (array x), in raw units.
+HELP = """Predict for the rows of a .csv file (by column names) or of an .npz file (array x), in
+raw units.
 
 Examples:
 
@@ -26,15 +27,25 @@ def add_to(app: typer.Typer) -> None:
 
 
 def predict(
-    model: Annotated[str, typer.Argument(metavar="RUN|BUNDLE", help="A finished run, or a saved model")],
+    model: Annotated[
+        str, typer.Argument(metavar="RUN|BUNDLE", help="A finished run, or a saved model")
+    ],
     input: Annotated[str, typer.Argument(metavar="INPUT", help="A .csv or .npz file")],
-    out: Annotated[str | None, typer.Option("--out", metavar="FILE", help="A new .csv, .npz or .json file; else a table")] = None,
-    thetas: Thetas = 20,
-    level: Annotated[float, typer.Option(min=0.01, max=0.999, help="Of the intervals (regression)")] = 0.9,
-    threshold: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Answer --positive from this probability on (two classes)")
+    out: Annotated[
+        str | None,
+        typer.Option("--out", metavar="FILE", help="A new .csv, .npz or .json file; else a table"),
     ] = None,
-    positive: Annotated[str | None, typer.Option(metavar="CLASS", help="The class that --threshold is about")] = None,
+    thetas: Thetas = 20,
+    level: Annotated[
+        float, typer.Option(min=0.01, max=0.999, help="Of the intervals (regression)")
+    ] = 0.9,
+    threshold: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Answer --positive from this probability on (two classes)"),
+    ] = None,
+    positive: Annotated[
+        str | None, typer.Option(metavar="CLASS", help="The class that --threshold is about")
+    ] = None,
     trust_network: Trust = False,
     json: Json = False,
 ) -> None:
@@ -57,7 +68,11 @@ def predict(
         with watched():
             write_columns(Path(out), columns)
     if json:
-        emit({"model": model, "num": num, "out": out} if out else {"model": model, "num": num, "predictions": columns})
+        emit(
+            {"model": model, "num": num, "out": out}
+            if out
+            else {"model": model, "num": num, "predictions": columns}
+        )
     elif out is not None:
         say(f"{num} predictions written to {out}")
     else:

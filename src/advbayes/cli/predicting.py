@@ -33,39 +33,53 @@ def read_inputs(trained: Trained, path: Path) -> Tensor:  # (N, *event), as the 
     """Rows of a file, checked against what the model was trained on, standardised as it was."""
     if path.suffix.lower() == ".csv":
         if not trained.feature_names:
-            raise ConfigError(f"INPUT: must be an .npz file for a model of inputs of shape {trained.event}, got {path}")
+            raise ConfigError(
+                f"INPUT: must be an .npz file for a model of inputs of shape {trained.event}, got "
+                f"{path}"
+            )
         data = read_plain(path, MAX_CSV_BYTES)
         if trained.encoding is not None:
             x = trained.encoding.read(data, str(path))
         elif trained.steps is not None:
             x = torch.from_numpy(read_rows(data, str(path), trained.feature_names, trained.steps))
         else:
-            # Text columns (a label, a name) are left out: only the model's own columns must be numbers.
+            # Text columns (a label, a name) are left out: only the model's own columns must be
+            # numbers.
             table = parse_table(data, str(path), numbers=trained.feature_names)
             order = [table.columns.index(name) for name in trained.feature_names]
             x = torch.from_numpy(table.numbers[:, order].astype(np.float32))
     else:
         arrays = read_npz(path, ("x", "y", "class_names", "feature_names"), MAX_NPZ_BYTES)
         if "x" not in arrays:
-            raise ConfigError(f"INPUT: must hold an array x, got {path} with {', '.join(sorted(arrays)) or 'none'}")
+            raise ConfigError(
+                f"INPUT: must hold an array x, got {path} with "
+                f"{', '.join(sorted(arrays)) or 'none'}"
+            )
         values = arrays["x"]
         x = torch.from_numpy(np.ascontiguousarray(values.astype(np.float32)))
         if trained.steps is not None:
             x = torch.from_numpy(np.asarray(trained.steps.transform(values), np.float64))
         if values.dtype == np.uint8 and trained.box == (0.0, 1.0):
             x = x / 255
-        if x.ndim == len(trained.event) and len(trained.event) == 3:  # images without a channel axis
+        if (
+            x.ndim == len(trained.event) and len(trained.event) == 3
+        ):  # images without a channel axis
             x = x.unsqueeze(1)
     if trained.event and tuple(x.shape[1:]) != trained.event:
-        raise ConfigError(f"INPUT: must hold inputs of shape {trained.event}, got {tuple(x.shape[1:])} in {path}")
+        raise ConfigError(
+            f"INPUT: must hold inputs of shape {trained.event}, got {tuple(x.shape[1:])} in {path}"
+        )
     if not len(x) or not bool(torch.isfinite(x).all()):
-        raise ConfigError(f"INPUT: must hold at least one row of finite numbers, got {tuple(x.shape)} in {path}")
+        raise ConfigError(
+            f"INPUT: must hold at least one row of finite numbers, got {tuple(x.shape)} in {path}"
+        )
     x = x.to(trained.model.dtype)
     return x if trained.scaling is None else trained.scaling.transform(x)
 
 
 def tabulate(trained: Trained, x: Tensor, *, num_thetas: int = 20, level: float = 0.9) -> Columns:
-    """One value for each row: class, confidence, entropy and probabilities, or mean, standard deviation and interval."""
+    """One value for each row: class, confidence, entropy and probabilities, or mean, standard
+    deviation and interval."""
     predict = trained.predict(num_thetas)
     parts: list[Columns] = []
     with torch.no_grad(), Progress("predict", len(x)) as bar:
@@ -92,7 +106,8 @@ def _classes(prediction: Categorical, names: tuple[str, ...]) -> Columns:
 
 
 def decide(columns: Columns, names: tuple[str, ...], positive: str, threshold: float) -> None:
-    """Answer the positive class wherever its probability reaches the threshold, the other one elsewhere.
+    """Answer the positive class wherever its probability reaches the threshold, the other one
+    elsewhere.
 
     >>> columns = {"class": ["no", "no"], "p(no)": [0.9, 0.6], "p(yes)": [0.1, 0.4]}
     >>> decide(columns, ("no", "yes"), "yes", 0.4)
@@ -100,21 +115,39 @@ def decide(columns: Columns, names: tuple[str, ...], positive: str, threshold: f
     ['no', 'yes']
     """
     if len(names) != 2 or positive not in names:
-        raise ConfigError(f"positive: must be one of two classes, got {positive!r}; the model's are {', '.join(names) or 'none'}")
+        raise ConfigError(
+            f"positive: must be one of two classes, got {positive!r}; the model's are "
+            f"{', '.join(names) or 'none'}"
+        )
     other = names[1 - names.index(positive)]
-    columns["class"] = [positive if value >= threshold else other for value in columns[f"p({positive})"]]
+    columns["class"] = [
+        positive if value >= threshold else other for value in columns[f"p({positive})"]
+    ]
 
 
 def _numbers(prediction: Any, trained: Trained, level: float) -> Columns:
-    """Mean, standard deviation and the central interval from the predictive's own quantiles, in the target's unit."""
+    """Mean, standard deviation and the central interval from the predictive's own quantiles, in the
+    target's unit."""
     edges = [metrics.quantile(prediction, 0.5 + sign * level / 2) for sign in (-1, 1)]
-    found = [value.reshape(len(value), -1) for value in (prediction.mean, prediction.variance.sqrt(), *edges)]  # each (B, D)
-    shift, spread = (None, None) if trained.scaling is None else (trained.scaling.target_mean, trained.scaling.target_std)
+    # each (B, D)
+    found = [
+        value.reshape(len(value), -1)
+        for value in (prediction.mean, prediction.variance.sqrt(), *edges)
+    ]
+    shift, spread = (
+        (None, None)
+        if trained.scaling is None
+        else (trained.scaling.target_mean, trained.scaling.target_std)
+    )
     if shift is not None and spread is not None:
         shift, spread = shift.reshape(-1), spread.reshape(-1)
         found = [value * spread + (0 if index == 1 else shift) for index, value in enumerate(found)]
     num = found[0].shape[1]
-    names = trained.target_names if len(trained.target_names) == num else [f"y{index}" for index in range(num)]
+    names = (
+        trained.target_names
+        if len(trained.target_names) == num
+        else [f"y{index}" for index in range(num)]
+    )
     suffixes = ("", " std", f" {100 * level:g}% low", f" {100 * level:g}% high")
     return {
         f"{name}{suffix}": values[:, index].tolist()
@@ -124,7 +157,8 @@ def _numbers(prediction: Any, trained: Trained, level: float) -> Columns:
 
 
 def as_csv(columns: Columns) -> str:
-    """Comma-separated text; a name that a spreadsheet would run as a formula is quoted with an apostrophe.
+    """Comma-separated text; a name that a spreadsheet would run as a formula is quoted with an
+    apostrophe.
 
     >>> as_csv({"class": ["=1+1", "b"], "confidence": [0.5, 1.0]})
     "class,confidence\\r\\n'=1+1,0.5\\r\\nb,1.0\\r\\n"
@@ -137,7 +171,11 @@ def as_csv(columns: Columns) -> str:
 
 
 def _inert(cell: Any) -> Any:
-    return f"'{cell}" if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@", "\t", "\r", "\n") else cell
+    return (
+        f"'{cell}"
+        if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@", "\t", "\r", "\n")
+        else cell
+    )
 
 
 def write_columns(path: Path, columns: Columns) -> None:

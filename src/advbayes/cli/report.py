@@ -9,7 +9,8 @@ import typer
 from advbayes.cli.screen import Json, Thetas, Trust, emit, say
 from advbayes.cli.signals import watched
 
-HELP = """Write a report of one or several runs: one HTML file that needs nothing else, with Markdown and JSON beside it.
+HELP = """Write a report of one or several runs: one HTML file that needs nothing else, with
+Markdown and JSON beside it.
 
 Examples:
 
@@ -24,8 +25,14 @@ def add_to(app: typer.Typer) -> None:
 
 
 def report(
-    run: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders that `advbayes evaluate` was used on")],
-    out: Annotated[str | None, typer.Option("--out", metavar="FOLDER", help="Where to (else the first RUN/report)")] = None,
+    run: Annotated[
+        list[str],
+        typer.Argument(metavar="RUN...", help="Run folders that `advbayes evaluate` was used on"),
+    ],
+    out: Annotated[
+        str | None,
+        typer.Option("--out", metavar="FOLDER", help="Where to (else the first RUN/report)"),
+    ] = None,
     title: Annotated[str | None, typer.Option(help="Of the page")] = None,
     thetas: Thetas = 20,
     trust_network: Trust = False,
@@ -39,7 +46,18 @@ def report(
     with watched():
         paths = report_runs(run, place, title=title, trusted=trust_network, num_thetas=thetas)
     if json:
-        files = {"html": paths.html, "markdown": paths.markdown, "json": paths.json, "csv": paths.csv}
-        emit({"runs": run, "sha256": paths.digest, **{name: str(path) for name, path in files.items()}})
+        files = {
+            "html": paths.html,
+            "markdown": paths.markdown,
+            "json": paths.json,
+            "csv": paths.csv,
+        }
+        emit(
+            {
+                "runs": run,
+                "sha256": paths.digest,
+                **{name: str(path) for name, path in files.items()},
+            }
+        )
     else:
         say(str(paths.html))

@@ -1,4 +1,5 @@
-"""`advbayes reproduce` and `advbayes compare`: every table of the paper from its own records, and the same for any data."""
+"""`advbayes reproduce` and `advbayes compare`: every table of the paper from its own records, and
+the same for any data."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from advbayes.cli.signals import watched
 
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Units side by side, one thread each")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress")]
-Changes = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of a run for all rows; repeat")]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="A key of a run for all rows; repeat"),
+]
 NumTest = Annotated[int | None, typer.Option("--num-test", min=1, help="Test examples")]
 
 
@@ -22,20 +26,32 @@ def add_to(app: typer.Typer) -> None:
 
 
 def reproduce(
-    name: Annotated[str, typer.Argument(help="An experiment, `tables` (all tables anew from records) or `list`")],
-    preset: Annotated[str, typer.Option("--preset", metavar="quick|paper", help="quick is a sketch, in seconds")] = "paper",
-    seeds: Annotated[str | None, typer.Option("--seeds", metavar="N or A,B,...", help="How many, or which")] = None,
-    row: Annotated[list[str] | None, typer.Option("--row", help="Only this row; repeat for more")] = None,
+    name: Annotated[
+        str, typer.Argument(help="An experiment, `tables` (all tables anew from records) or `list`")
+    ],
+    preset: Annotated[
+        str, typer.Option("--preset", metavar="quick|paper", help="quick is a sketch, in seconds")
+    ] = "paper",
+    seeds: Annotated[
+        str | None, typer.Option("--seeds", metavar="N or A,B,...", help="How many, or which")
+    ] = None,
+    row: Annotated[
+        list[str] | None, typer.Option("--row", help="Only this row; repeat for more")
+    ] = None,
     jobs: Jobs = 1,
     out: Annotated[Path, typer.Option("--out", help="Folder of the results")] = Path("results"),
     changes: Changes = None,
     num_test: NumTest = None,
-    again: Annotated[bool, typer.Option("--again", help="Replace what is there of these rows and seeds")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Replace what is there of these rows and seeds")
+    ] = False,
     quiet: Quiet = False,
 ) -> int:
-    """Make a table or figure of the paper: train, attack, record, compare with the reported numbers.
+    """Make a table or figure of the paper: train, attack, record, compare with the reported
+    numbers.
 
-    What is done already is not done again; a run that was stopped goes on. Records and manifest are in OUT/NAME.
+    What is done already is not done again; a run that was stopped goes on. Records and manifest are
+    in OUT/NAME.
 
     Examples:
 
@@ -57,17 +73,30 @@ def reproduce(
         return 0
     spec = Spec(name, preset, _settings(changes), num_test)
     with watched():
-        table = write_views(run(spec, out, seeds=_seeds(seeds), rows=row, jobs=jobs, again=again, quiet=quiet))
+        table = write_views(
+            run(spec, out, seeds=_seeds(seeds), rows=row, jobs=jobs, again=again, quiet=quiet)
+        )
     say(str(table))
     return 0
 
 
 def compare(
-    data: Annotated[str, typer.Option("--data", help="A built-in data set, or a .csv or .npz file")],
-    defense: Annotated[list[str], typer.Option("--defense", help="A defense (bl, at, os50, mix, nn50, ...); repeat")],
-    seeds: Annotated[str, typer.Option("--seeds", metavar="N or A,B,...", help="How many, or which")] = "5",
-    target: Annotated[str | None, typer.Option("--target", help="Target column of a .csv file")] = None,
-    eps: Annotated[float, typer.Option("--eps", min=0.0, help="Budget of training and attack, L2")] = 1.0,
+    data: Annotated[
+        str, typer.Option("--data", help="A built-in data set, or a .csv or .npz file")
+    ],
+    defense: Annotated[
+        list[str],
+        typer.Option("--defense", help="A defense (bl, at, os50, mix, nn50, ...); repeat"),
+    ],
+    seeds: Annotated[
+        str, typer.Option("--seeds", metavar="N or A,B,...", help="How many, or which")
+    ] = "5",
+    target: Annotated[
+        str | None, typer.Option("--target", help="Target column of a .csv file")
+    ] = None,
+    eps: Annotated[
+        float, typer.Option("--eps", min=0.0, help="Budget of training and attack, L2")
+    ] = 1.0,
     jobs: Jobs = 1,
     out: Annotated[Path, typer.Option("--out", help="Folder of the results")] = Path("results"),
     changes: Changes = None,
@@ -75,7 +104,8 @@ def compare(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> int:
-    """Compare defenses on any data over several seeds: mean, spread, paired tests (Holm), trivial predictors.
+    """Compare defenses on any data over several seeds: mean, spread, paired tests (Holm), trivial
+    predictors.
 
     Bold is what is significantly better than every other row, with at least five seeds.
 
@@ -90,9 +120,16 @@ def compare(
     from advbayes.runs import prepare
 
     place = str(Path(data).resolve()) if Path(data).suffix in (".csv", ".npz") else data
-    settings = {"eps": eps, **_settings(changes), "data": place, **({} if target is None else {"target": target})}
+    settings = {
+        "eps": eps,
+        **_settings(changes),
+        "data": place,
+        **({} if target is None else {"target": target}),
+    }
     task = prepare(make_config(settings)).dataset.task
-    spec = Spec(f"compare-{Path(data).stem}", "paper", settings, num_test, tuple(defense), task, eps)
+    spec = Spec(
+        f"compare-{Path(data).stem}", "paper", settings, num_test, tuple(defense), task, eps
+    )
     with watched():
         table = write_views(run(spec, out, seeds=_seeds(seeds), jobs=jobs, quiet=quiet or as_json))
     if as_json:
@@ -114,7 +151,9 @@ def _seeds(text: str | None) -> list[int] | None:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"seeds must be a number, or numbers with commas between them, got {text!r}") from None
+        raise ValueError(
+            f"seeds must be a number, or numbers with commas between them, got {text!r}"
+        ) from None
     return numbers if "," in text else list(range(numbers[0]))
 
 

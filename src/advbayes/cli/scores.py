@@ -1,4 +1,5 @@
-"""Scores as people read them: each with its name, its unit and its interval; errors of a regression in the target's unit."""
+"""Scores as people read them: each with its name, its unit and its interval; errors of a regression
+in the target's unit."""
 
 from __future__ import annotations
 
@@ -9,8 +10,19 @@ from typing import Any
 from advbayes.datasets import Standardize
 from advbayes.evaluation.tables import Row, shown
 
-SHOWN = {"classification": ("accuracy", "nll", "ece"), "regression": ("rmse", "nll", "coverage")}  # --json has all
-_ORDER = ("accuracy", "rmse", "nll", "brier", "coverage", "ece", "crps", "selective_accuracy", "aurc")
+# --json has all
+SHOWN = {"classification": ("accuracy", "nll", "ece"), "regression": ("rmse", "nll", "coverage")}
+_ORDER = (
+    "accuracy",
+    "rmse",
+    "nll",
+    "brier",
+    "coverage",
+    "ece",
+    "crps",
+    "selective_accuracy",
+    "aurc",
+)
 _NAMES = {
     "nll": "NLL (nats)",
     "brier": "Brier score",
@@ -31,9 +43,13 @@ class Score:
     name: str
     factor: float = 1.0
 
-    def said(self, value: float | None, low: float | None, high: float | None, mark: str = "") -> str:
+    def said(
+        self, value: float | None, low: float | None, high: float | None, mark: str = ""
+    ) -> str:
         """Value and interval; None stands for a value that is not finite."""
-        value, low, high = (None if each is None else self.factor * each for each in (value, low, high))
+        value, low, high = (
+            None if each is None else self.factor * each for each in (value, low, high)
+        )
         return f"{_text(value)}{mark} [{_text(low)}, {_text(high)}]"
 
 
@@ -41,7 +57,9 @@ def _text(value: float | None) -> str:
     return "not finite" if value is None else shown(value)
 
 
-def score_of(metric: str, scaling: Standardize | None, targets: Sequence[str], level: float = 0.9) -> Score:
+def score_of(
+    metric: str, scaling: Standardize | None, targets: Sequence[str], level: float = 0.9
+) -> Score:
     """The name and unit of a metric.
 
     >>> import torch
@@ -76,18 +94,27 @@ def score_table(
     body = []
     for row in rows:
         found = {name: row.values.get(name) for name in metrics}
-        cells = ["" if value is None else scores[name].said(value.value, value.low, value.high) for name, value in found.items()]
+        cells = [
+            "" if value is None else scores[name].said(value.value, value.low, value.high)
+            for name, value in found.items()
+        ]
         body.append([row.predictor, row.attack, "" if row.eps is None else f"{row.eps:g}", *cells])
     return ["predictor", "attack", "eps", *(score.name for score in scores.values())], body
 
 
-def said_scores(values: Mapping[str, Any], scaling: Standardize | None, targets: Sequence[str], level: float = 0.9) -> str:
+def said_scores(
+    values: Mapping[str, Any],
+    scaling: Standardize | None,
+    targets: Sequence[str],
+    level: float = 0.9,
+) -> str:
     """The scores of `metrics.json` in one line.
 
     >>> said_scores({"nll": {"value": 0.5, "low": 0.4, "high": 0.6}}, None, ())
     'NLL (nats) 0.500 [0.400, 0.600]'
     """
     return ", ".join(
-        f"{(score := score_of(name, scaling, targets, level)).name} {score.said(each['value'], each['low'], each['high'])}"
+        f"{(score := score_of(name, scaling, targets, level)).name} "
+        f"{score.said(each['value'], each['low'], each['high'])}"
         for name, each in sorted(values.items(), key=lambda item: _ORDER.index(item[0]))
     )

@@ -1,4 +1,5 @@
-"""What commands say: tables and sentences for people, one JSON object on standard output for machines."""
+"""What commands say: tables and sentences for people, one JSON object on standard output for
+machines."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text")]
-Trust = Annotated[bool, typer.Option("--trust-network", help="Run the code of a network or channel of your own (module:factory)")]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust-network", help="Run the code of a network or channel of your own (module:factory)"
+    ),
+]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder made by `advbayes train`")]
 Thetas = Annotated[int, typer.Option("--thetas", min=1, help="Thetas in the predictive")]
 
@@ -38,7 +44,8 @@ def inert(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """A plain line for people; nothing in it is taken for markup or for a command to the terminal."""
+    """A plain line for people; nothing in it is taken for markup or for a command to the
+    terminal."""
     print(inert(text), flush=True)
 
 
@@ -47,7 +54,9 @@ def emit(result: dict[str, Any]) -> None:
     print(json.dumps(result, allow_nan=False, indent=1, sort_keys=True), flush=True)
 
 
-def table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()) -> None:
+def table(
+    title: str, head: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()
+) -> None:
     """A table; cells are text, never markup."""
     from rich.table import Table
     from rich.text import Text

@@ -9,7 +9,8 @@ import typer
 
 from advbayes.cli.screen import Json, emit, say, table
 
-HELP = """Show what is in a run folder or in a bundle (hashes are checked, nothing in it is executed).
+HELP = """Show what is in a run folder or in a bundle (hashes are checked, nothing in it is
+executed).
 
 Examples:
 
@@ -24,7 +25,12 @@ def add_to(app: typer.Typer) -> None:
 
 
 def show(
-    path: Annotated[str, typer.Argument(metavar="RUN|BUNDLE", help="A run folder, or a model that `advbayes.save` wrote")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|BUNDLE", help="A run folder, or a model that `advbayes.save` wrote"
+        ),
+    ],
     json: Json = False,
 ) -> None:
     from advbayes.cli.describe import described_bundle, described_run, lines_of_run
@@ -45,7 +51,12 @@ def show(
     for name in ("posterior", "channel", "class_names", "threat_model", "extra", "audit"):
         if found[name] is not None:
             say(f"  {name}: {_short(found[name])}")
-    table("parts", ("part", "bytes", "SHA-256"), [(n, p["bytes"], p["sha256"]) for n, p in found["parts"].items()], right=(1,))
+    table(
+        "parts",
+        ("part", "bytes", "SHA-256"),
+        [(n, p["bytes"], p["sha256"]) for n, p in found["parts"].items()],
+        right=(1,),
+    )
 
 
 def _pairs(values: dict[str, Any]) -> str:

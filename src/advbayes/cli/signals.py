@@ -1,8 +1,10 @@
-"""Signals as exit codes: SIGTERM ends with 143 and Ctrl-C with 130, at a place where nothing is lost.
+"""Signals as exit codes: SIGTERM ends with 143 and Ctrl-C with 130, at a place where nothing is
+lost.
 
-Until a command has something to save, the console program leaves at once and without a word: an exception raised while C
-extensions are imported may be swallowed, printed or turned into an abort. From then on `Stopped` is raised, so that locks
-and half-written files are cleaned up on the way out, and never while a module is being imported.
+Until a command has something to save, the console program leaves at once and without a word: an
+exception raised while C extensions are imported may be swallowed, printed or turned into an abort.
+From then on `Stopped` is raised, so that locks and half-written files are cleaned up on the way
+out, and never while a module is being imported.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
-LIMIT = 4.0  # seconds that a step or an import may still take; what is on disk is whole at any moment
+LIMIT = (
+    4.0  # seconds that a step or an import may still take; what is on disk is whole at any moment
+)
 AGAIN = 0.05  # seconds until an import is looked at again
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
 _Handler = Callable[[int, FrameType | None], None]
@@ -62,7 +66,8 @@ def importing(frame: FrameType | None) -> bool:
 
 
 class _Leaving:
-    """Raises `Stopped` once, outside imports; where that was swallowed, the console program ends after `LIMIT` seconds."""
+    """Raises `Stopped` once, outside imports; where that was swallowed, the console program ends
+    after `LIMIT` seconds."""
 
     def __init__(self) -> None:
         self.number, self.deadline, self.raised = 0, 0.0, False
@@ -87,7 +92,8 @@ class _Leaving:
 
 @contextmanager
 def _handlers(by_number: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
-    """These handlers for the length of the block; nothing fires afterwards. Only the main thread may set any."""
+    """These handlers for the length of the block; nothing fires afterwards. Only the main thread
+    may set any."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -102,7 +108,8 @@ def _handlers(by_number: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Around work with something to save: SIGTERM, and Ctrl-C in the console program, raise `Stopped`."""
+    """Around work with something to save: SIGTERM, and Ctrl-C in the console program, raise
+    `Stopped`."""
     leaving = _Leaving()
     numbers = NUMBERS if _console else (signal.SIGTERM,)
     with _handlers(dict.fromkeys(numbers, leaving.receive) | {signal.SIGALRM: leaving.look}):
@@ -112,8 +119,8 @@ def watched() -> Iterator[None]:
 class Finishing:
     """Puts a signal off until the step is done: call it after each step, true means stop.
 
-    Before the first call there is nothing to finish and a signal ends at once; so does a second signal, or a step that
-    takes longer than `limit` seconds.
+    Before the first call there is nothing to finish and a signal ends at once; so does a second
+    signal, or a step that takes longer than `limit` seconds.
 
     >>> with Finishing() as stop:
     ...     stop(), stop.code

@@ -1,4 +1,5 @@
-"""Who attacks, how far: the flags that attack, evaluate and audit share, and what they stand for."""
+"""Who attacks, how far: the flags that attack, evaluate and audit share, and what they stand
+for."""
 
 from __future__ import annotations
 
@@ -21,24 +22,48 @@ def _complete(incomplete: str) -> list[tuple[str, str]]:
     return [(name, what) for name, what in ATTACKS.items() if name.startswith(incomplete)]
 
 
-Eps = Annotated[float | None, typer.Option("--eps", min=0, help="Budget in the model's units (else the run's training budget)")]
-Norm = Annotated[str | None, typer.Option("--norm", metavar="l2|linf", help="Norm (else the run's)")]
+Eps = Annotated[
+    float | None,
+    typer.Option(
+        "--eps", min=0, help="Budget in the model's units (else the run's training budget)"
+    ),
+]
+Norm = Annotated[
+    str | None, typer.Option("--norm", metavar="l2|linf", help="Norm (else the run's)")
+]
 Fixed = Annotated[
-    list[str] | None, typer.Option("--fixed", metavar="NAME", help="A feature that the attacker cannot change; repeat it")
+    list[str] | None,
+    typer.Option(
+        "--fixed", metavar="NAME", help="A feature that the attacker cannot change; repeat it"
+    ),
 ]
 FeatureEps = Annotated[
     list[str] | None,
-    typer.Option("--feature-eps", metavar="NAME=NUMBER", help="Budget of a feature in its own unit; repeat it"),
+    typer.Option(
+        "--feature-eps",
+        metavar="NAME=NUMBER",
+        help="Budget of a feature in its own unit; repeat it",
+    ),
 ]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="Steps of iterative attacks")]
 Restarts = Annotated[int, typer.Option("--restarts", min=1, help="Restarts of iterative attacks")]
-Queries = Annotated[int, typer.Option("--queries", min=1, help="Queries of attacks without gradients")]
+Queries = Annotated[
+    int, typer.Option("--queries", min=1, help="Queries of attacks without gradients")
+]
 Num = Annotated[int, typer.Option("--num", min=1, help="How many test examples, from the first")]
-One = Annotated[str, typer.Option("--attack", metavar="NAME", help=f"One of {', '.join(ATTACKS)}", autocompletion=_complete)]
+One = Annotated[
+    str,
+    typer.Option(
+        "--attack", metavar="NAME", help=f"One of {', '.join(ATTACKS)}", autocompletion=_complete
+    ),
+]
 Many = Annotated[
     list[str] | None,
     typer.Option(
-        "--attack", metavar="NAME", help=f"Any of {', '.join(ATTACKS)}; repeat it for several", autocompletion=_complete
+        "--attack",
+        metavar="NAME",
+        help=f"Any of {', '.join(ATTACKS)}; repeat it for several",
+        autocompletion=_complete,
     ),
 ]
 
@@ -94,12 +119,21 @@ def _budgets(entries: Sequence[str] | None) -> dict[str, float]:
 
 
 def attacks_for(
-    names: Sequence[str], ball: Ball, task: str, *, steps: int, restarts: int = 1, queries: int = 500
+    names: Sequence[str],
+    ball: Ball,
+    task: str,
+    *,
+    steps: int,
+    restarts: int = 1,
+    queries: int = 500,
 ) -> dict[str, Attack]:
     """The named attacks."""
     from advbayes.runs import make_attack
 
-    return {name: make_attack(name, ball, task=task, steps=steps, restarts=restarts, queries=queries) for name in names}
+    return {
+        name: make_attack(name, ball, task=task, steps=steps, restarts=restarts, queries=queries)
+        for name in names
+    }
 
 
 def purifier_for(trained: Trained, data: Prepared, num_thetas: int, update: str) -> Predictor:
@@ -110,10 +144,13 @@ def purifier_for(trained: Trained, data: Prepared, num_thetas: int, update: str)
     channel: Any = trained.channel
     if channel is None or not _has_density(channel, (AttackChannel, Mixture)):
         raise ConfigError(
-            f"purify: must go with a run whose channel is noisy (os, mix, noise), got defense {trained.defense!r}, "
+            f"purify: must go with a run whose channel is noisy (os, mix, noise), got defense "
+            f"{trained.defense!r}, "
             "whose channel has no density"
         )
-    return Purifier(trained.model, channel, trained.thetas(num_thetas), (data.x_train, data.y_train), update)
+    return Purifier(
+        trained.model, channel, trained.thetas(num_thetas), (data.x_train, data.y_train), update
+    )
 
 
 def purifier_attacks(ball: Ball, task: str, *, steps: int) -> dict[str, Attack]:
@@ -122,7 +159,11 @@ def purifier_attacks(ball: Ball, task: str, *, steps: int) -> dict[str, Attack]:
     from advbayes.purification.attacks import Annealed, NearestCentre
 
     annealed: Attack = Annealed(ball, steps=max(1, steps // 2))
-    return {"adaptive": Suite((annealed, NearestCentre(ball)) if task == "classification" else (annealed,))}
+    return {
+        "adaptive": Suite(
+            (annealed, NearestCentre(ball)) if task == "classification" else (annealed,)
+        )
+    }
 
 
 def _has_density(channel: Any, kinds: tuple[Any, Any]) -> bool:
@@ -130,4 +171,8 @@ def _has_density(channel: Any, kinds: tuple[Any, Any]) -> bool:
     attack, mixture = kinds
     if isinstance(channel, mixture):
         return all(_has_density(part, kinds) for part in channel.channels)
-    return float(getattr(channel, "sigma", 1.0)) > 0 if isinstance(channel, attack) or hasattr(channel, "sigma") else True
+    return (
+        float(getattr(channel, "sigma", 1.0)) > 0
+        if isinstance(channel, attack) or hasattr(channel, "sigma")
+        else True
+    )

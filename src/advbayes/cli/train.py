@@ -15,14 +15,45 @@ from advbayes.config import ConfigError, RunConfig, make_config, read_toml
 
 PANELS = {
     "Data": ("data", "root", "target", "task", "features", "drop", "num_train"),
-    "Model": ("network", "hidden", "posterior", "members", "rank", "prior_scale", "init_scale", "noise_scale"),
-    "Defense": ("defense", "channel", "norm", "eps", "feature_eps", "fixed", "sigma", "attack_steps", "beta", "adversary_lr"),
+    "Model": (
+        "network",
+        "hidden",
+        "posterior",
+        "members",
+        "rank",
+        "prior_scale",
+        "init_scale",
+        "noise_scale",
+    ),
+    "Defense": (
+        "defense",
+        "channel",
+        "norm",
+        "eps",
+        "feature_eps",
+        "fixed",
+        "sigma",
+        "attack_steps",
+        "beta",
+        "adversary_lr",
+    ),
     "Training": (
-        *("epochs", "batch_size", "lr", "decay", "num_theta", "num_channel", "bound", "class_weight", "kl_weight"),
+        *(
+            "epochs",
+            "batch_size",
+            "lr",
+            "decay",
+            "num_theta",
+            "num_channel",
+            "bound",
+            "class_weight",
+            "kl_weight",
+        ),
         *("seed", "compile", "threads", "checkpoint_every"),
     ),
 }
-HELP = """Train a model through an adversarial channel, into a run folder that survives a kill at any moment.
+HELP = """Train a model through an adversarial channel, into a run folder that survives a kill at
+any moment.
 
 Examples:
 
@@ -46,10 +77,15 @@ def _train(**given: Any) -> int:
     trusted, as_json, quiet = given.pop("trust_network"), given.pop("json"), given.pop("quiet")
     flags = {key: value for key, value in given.items() if value is not None}
     if resume is not None:
-        extra = [name for name, value in (("--config", config), ("--out", out)) if value is not None]
+        extra = [
+            name for name, value in (("--config", config), ("--out", out)) if value is not None
+        ]
         extra += [_flag(key) for key in flags]
         if extra:
-            raise ConfigError(f"resume: goes on with the configuration in {resume}, got {', '.join(extra)} beside it")
+            raise ConfigError(
+                f"resume: goes on with the configuration in {resume}, got {', '.join(extra)} "
+                f"beside it"
+            )
         return _run(None, None, resume, trusted, as_json, quiet)
     values = {} if config is None else read_toml(config)
     made = make_config({**values, **{key: parse(key, value) for key, value in flags.items()}})
@@ -70,7 +106,14 @@ def _with_files(config: RunConfig) -> RunConfig:
     return config.model_copy(update=update)
 
 
-def _run(config: RunConfig | None, out: str | None, resume: str | None, trusted: bool, as_json: bool, quiet: bool) -> int:
+def _run(
+    config: RunConfig | None,
+    out: str | None,
+    resume: str | None,
+    trusted: bool,
+    as_json: bool,
+    quiet: bool,
+) -> int:
     from contextlib import ExitStack
 
     from advbayes.cli.downloads import Downloads
@@ -83,17 +126,29 @@ def _run(config: RunConfig | None, out: str | None, resume: str | None, trusted:
                 run = stack.enter_context(create_run(config, out))
             else:
                 run = Run.open(resume)
-                make_config(read_toml(run.path / "config.toml"))  # refused before anything is written
+                # refused before anything is written
+                make_config(read_toml(run.path / "config.toml"))
                 stack.enter_context(run.lock())
                 if run.status == "trained":
                     _tell(run, as_json, "was trained already")
                     return 0
             downloads = stack.enter_context(Downloads(show=False if quiet or as_json else None))
-            result = train(run, trusted=trusted, progress=False if quiet else None, stop=stop, downloading=downloads)
+            result = train(
+                run,
+                trusted=trusted,
+                progress=False if quiet else None,
+                stop=stop,
+                downloading=downloads,
+            )
         if result.interrupted:
             _tell(run, as_json, "stopped", f"Go on with: advbayes train --resume {run.path}")
             return stop.code
-        _tell(run, as_json, "trained", f"Next: advbayes evaluate {run.path}    advbayes audit {run.path}")
+        _tell(
+            run,
+            as_json,
+            "trained",
+            f"Next: advbayes evaluate {run.path}    advbayes audit {run.path}",
+        )
     return 0
 
 
@@ -107,16 +162,26 @@ def _tell(run: Any, as_json: bool, what: str, hint: str = "") -> None:
 
 
 def parse(key: str, text: Any) -> Any:
-    """The value that a flag's text stands for, where it stands for one; what does not fit is left for the schema to refuse.
+    """The value that a flag's text stands for, where it stands for one; what does not fit is left
+    for the schema to refuse.
 
-    >>> parse("hidden", "32,16"), parse("epochs", "5"), parse("noise_scale", "learned"), parse("lr", "fast")
+    >>> (
+    ...     parse("hidden", "32,16"),
+    ...     parse("epochs", "5"),
+    ...     parse("noise_scale", "learned"),
+    ...     parse("lr", "fast"),
+    ... )
     ([32, 16], 5, 'learned', 'fast')
     """
     if not isinstance(text, str):
         return text
     kinds = _kinds(RunConfig.model_fields[key].annotation)
     if tuple in kinds:
-        return [_number(part.strip(), [int] if key == "hidden" else []) for part in text.split(",") if part.strip()]
+        return [
+            _number(part.strip(), [int] if key == "hidden" else [])
+            for part in text.split(",")
+            if part.strip()
+        ]
     return _number(text, kinds)
 
 
@@ -150,7 +215,16 @@ def _choices(key: str) -> list[str]:
     from advbayes.config import DATA_SETS, NETWORKS
 
     named = {"data": DATA_SETS, "network": NETWORKS}
-    return list(named.get(key, [kind for kind in _kinds(RunConfig.model_fields[key].annotation) if isinstance(kind, str)]))
+    return list(
+        named.get(
+            key,
+            [
+                kind
+                for kind in _kinds(RunConfig.model_fields[key].annotation)
+                if isinstance(kind, str)
+            ],
+        )
+    )
 
 
 def _completion(choices: list[str]) -> Any:
@@ -165,14 +239,34 @@ def _command() -> Any:
 
     file = {"rich_help_panel": "Run"}
     parameters: dict[str, tuple[Any, Any]] = {
-        "config": (option("--config", metavar="FILE", help="A TOML file of these keys; flags override it", **file), None),
-        "out": (option("--out", metavar="RUN", help="New run folder (else runs/DATA-DEFENSE-N)", **file), None),
-        "resume": (option("--resume", metavar="RUN", help="Go on with a run, bit for bit", **file), None),
+        "config": (
+            option(
+                "--config",
+                metavar="FILE",
+                help="A TOML file of these keys; flags override it",
+                **file,
+            ),
+            None,
+        ),
+        "out": (
+            option(
+                "--out", metavar="RUN", help="New run folder (else runs/DATA-DEFENSE-N)", **file
+            ),
+            None,
+        ),
+        "resume": (
+            option("--resume", metavar="RUN", help="Go on with a run, bit for bit", **file),
+            None,
+        ),
     }
     for panel, keys in PANELS.items():
         for key in keys:
             field = RunConfig.model_fields[key]
-            shown = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+            shown = (
+                ",".join(map(str, field.default))
+                if isinstance(field.default, tuple)
+                else field.default
+            )
             settings: dict[str, Any] = {
                 "help": field.description,
                 "rich_help_panel": panel,
@@ -184,7 +278,9 @@ def _command() -> Any:
                 settings["kind"] = bool | None
             elif choices := _choices(key):
                 settings["autocompletion"] = _completion(choices)
-                settings["metavar"] = "|".join(choices) if key not in ("data", "network", "noise_scale") else "TEXT"
+                settings["metavar"] = (
+                    "|".join(choices) if key not in ("data", "network", "noise_scale") else "TEXT"
+                )
             else:
                 settings["metavar"] = _metavar(_kinds(field.annotation))
             parameters[key] = (option(*names, **settings), None)
@@ -197,7 +293,9 @@ def _command() -> Any:
 
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default)
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default
+            )
             for name, (kind, default) in parameters.items()
         ]
     )
@@ -206,4 +304,12 @@ def _command() -> Any:
 
 
 def _metavar(kinds: list[Any]) -> str:
-    return "LIST" if tuple in kinds else "NUMBER" if float in kinds else "N" if int in kinds else "TEXT"
+    return (
+        "LIST"
+        if tuple in kinds
+        else "NUMBER"
+        if float in kinds
+        else "N"
+        if int in kinds
+        else "TEXT"
+    )

@@ -1,4 +1,5 @@
-"""The data sets, downloaded once and checked, or read from a local folder; a user's own tables and arrays; scaling."""
+"""The data sets, downloaded once and checked, or read from a local folder; a user's own tables and
+arrays; scaling."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def file_size(path: Path) -> int:
     Traceback (most recent call last):
     ...
     advbayes.datasets.errors.DataError: /dev/null: wanted a regular file, got something else. Give the path of a file.
-    """
+    """  # noqa: E501
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -45,12 +45,15 @@ def file_size(path: Path) -> int:
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise DataError(problem(path, "a readable file", str(error), "Check the path.")) from None
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(problem(path, "a regular file", "something else", "Give the path of a file."))
+        raise DataError(
+            problem(path, "a regular file", "something else", "Give the path of a file.")
+        )
     return status.st_size
 
 
 def read_plain(path: Path, limit: int, *, exact: bool = False) -> bytes:
-    """The whole of a file of at most (or exactly) `limit` bytes; the size is checked before anything is read.
+    """The whole of a file of at most (or exactly) `limit` bytes; the size is checked before
+    anything is read.
 
     >>> read_plain(Path(__file__), 10)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -67,14 +70,21 @@ def read_plain(path: Path, limit: int, *, exact: bool = False) -> bytes:
             data = stream.read(size + 1)  # the buffer is as large as what is asked for
     except MemoryError:
         remedy = "Give a smaller file, or free some memory."
-        raise DataError(problem(path, f"{size} bytes of memory to read it", "less", remedy)) from None
+        raise DataError(
+            problem(path, f"{size} bytes of memory to read it", "less", remedy)
+        ) from None
     if len(data) != size:
-        raise DataError(problem(path, f"{size} bytes", f"{len(data)} bytes: it changes while it is read", _REFETCH))
+        raise DataError(
+            problem(
+                path, f"{size} bytes", f"{len(data)} bytes: it changes while it is read", _REFETCH
+            )
+        )
     return data
 
 
 def read_gzip(path: Path, size: int) -> bytes:
-    """The content of a gzip file that must be exactly `size` bytes; at most one byte more is ever unpacked.
+    """The content of a gzip file that must be exactly `size` bytes; at most one byte more is ever
+    unpacked.
 
     >>> import tempfile
     >>> bomb = Path(tempfile.mkdtemp(), "bomb.gz")
@@ -83,7 +93,7 @@ def read_gzip(path: Path, size: int) -> bytes:
     Traceback (most recent call last):
     ...
     advbayes.datasets.errors.DataError: ...: wanted exactly 100 bytes of content, got more. Delete it...
-    """
+    """  # noqa: E501
     with _inflated(path, size) as stream:
         data = stream.read(size + 1)
     if len(data) != size:
@@ -95,7 +105,8 @@ def read_gzip(path: Path, size: int) -> bytes:
 def read_tar_gzip(path: Path, sizes: Mapping[str, int]) -> dict[str, bytes]:
     """Members of a .tar.gz by base name, each of a known size; nothing is written to disk.
 
-    Other members are skipped, in a bounded amount: whatever the headers say, no more than that is unpacked.
+    Other members are skipped, in a bounded amount: whatever the headers say, no more than that is
+    unpacked.
 
     >>> import io, tempfile
     >>> path = Path(tempfile.mkdtemp(), "a.tar.gz")
@@ -117,19 +128,32 @@ def read_tar_gzip(path: Path, sizes: Mapping[str, int]) -> dict[str, bytes]:
                         continue
                     if member.size != sizes[base] or base in contents:
                         got = "a second one" if base in contents else f"{member.size} bytes"
-                        raise DataError(problem(f"{path}: {base!r}", f"one member of {sizes[base]} bytes", got, _REFETCH))
+                        raise DataError(
+                            problem(
+                                f"{path}: {base!r}",
+                                f"one member of {sizes[base]} bytes",
+                                got,
+                                _REFETCH,
+                            )
+                        )
                     content = archive.extractfile(member)
                     contents[base] = b"" if content is None else content.read()
                     if len(contents[base]) != member.size:
                         got = f"{len(contents[base])} bytes"
-                        raise DataError(problem(f"{path}: {base}", f"{member.size} bytes", got, _REFETCH))
+                        raise DataError(
+                            problem(f"{path}: {base}", f"{member.size} bytes", got, _REFETCH)
+                        )
         except tarfile.TarError as error:
             raise DataError(problem(path, "an intact tar archive", str(error), _REFETCH)) from None
         while stream.read(_CHUNK):  # to the end, where gzip keeps its checksum
             pass
     absent = sorted(set(sizes) - set(contents))
     if absent:
-        raise DataError(problem(path, f"the members {', '.join(sorted(sizes))}", f"none named {absent[0]}", _REFETCH))
+        raise DataError(
+            problem(
+                path, f"the members {', '.join(sorted(sizes))}", f"none named {absent[0]}", _REFETCH
+            )
+        )
     return contents
 
 
@@ -145,7 +169,9 @@ class _Bounded:
         piece = self.stream.read(min(num, _CHUNK))
         self.left -= len(piece)
         if self.left < 0:
-            raise DataError(problem(self.path, "an archive of this data set", "more in it", _REFETCH))
+            raise DataError(
+                problem(self.path, "an archive of this data set", "more in it", _REFETCH)
+            )
         return piece
 
 
@@ -153,7 +179,11 @@ class _Bounded:
 def _inflated(path: Path, size: int) -> Iterator[gzip.GzipFile]:
     """A gzip stream of at most about `size` bytes, its faults as DataError."""
     if (packed := file_size(path)) > size + _OVERHEAD:
-        raise DataError(problem(path, f"a gzip file of {size} bytes of content", f"{packed} packed bytes", _REFETCH))
+        raise DataError(
+            problem(
+                path, f"a gzip file of {size} bytes of content", f"{packed} packed bytes", _REFETCH
+            )
+        )
     try:
         with _opened(path) as raw, gzip.GzipFile(fileobj=raw, mode="rb") as stream:
             yield stream
@@ -165,4 +195,6 @@ def _opened(path: Path) -> AbstractContextManager[IO[bytes]]:
     try:
         return path.open("rb")
     except OSError as error:
-        raise DataError(problem(path, "a readable file", str(error), "Check its permissions.")) from None
+        raise DataError(
+            problem(path, "a readable file", str(error), "Check its permissions.")
+        ) from None

@@ -17,7 +17,8 @@ from advbayes.seeds import generator_for
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the numbers came from: the SHA-256 of each unpacked content, and whether it is the published one.
+    """Where the numbers came from: the SHA-256 of each unpacked content, and whether it is the
+    published one.
 
     >>> Provenance("wine.csv", {"wine.csv": "ab" * 32}).verified
     False
@@ -31,7 +32,8 @@ class Provenance:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
-    """A task's training and test rows: images in [0, 1] as (N, C, H, W), or a table in its raw units as (N, F).
+    """A task's training and test rows: images in [0, 1] as (N, C, H, W), or a table in its raw
+    units as (N, F).
 
     >>> x, y = torch.rand(4, 2), torch.tensor([0, 1, 0, 1])
     >>> Dataset("toy", "classification", x, y, x[:1], y[:1], class_names=("no", "yes"))
@@ -59,11 +61,18 @@ class Dataset:
             x, y = getattr(self, f"x_{part}"), getattr(self, f"y_{part}")
             if x.dtype != torch.float32 or x.ndim < 2:
                 raise TypeError(f"x_{part} must be a float32 tensor (N, *event), got {describe(x)}")
-            if y.dtype != wanted or y.ndim not in ((1,) if self.task == "classification" else (1, 2)):
-                raise TypeError(f"y_{part} must be a {wanted} tensor for {self.task}, got {describe(y)}")
+            if y.dtype != wanted or y.ndim not in (
+                (1,) if self.task == "classification" else (1, 2)
+            ):
+                raise TypeError(
+                    f"y_{part} must be a {wanted} tensor for {self.task}, got {describe(y)}"
+                )
             if x.numel() == 0 or y.numel() == 0 or len(x) != len(y):
                 got = f"shapes {tuple(x.shape)} and {tuple(y.shape)}"
-                raise DataError(f"{self.name}: x_{part} and y_{part} must have as many rows, at least one, got {got}")
+                raise DataError(
+                    f"{self.name}: x_{part} and y_{part} must have as many rows, at least one, "
+                    f"got {got}"
+                )
             for label, value in ((f"x_{part}", x), (f"y_{part}", y)):
                 try:
                     finite(label, value)
@@ -71,14 +80,26 @@ class Dataset:
                     raise DataError(f"{self.name}: {error}") from None
             low, high = (float(edge) for edge in x.aminmax())
             if self.box is not None and not (self.box[0] <= low and high <= self.box[1]):
-                raise DataError(f"{self.name}: x_{part} must be within {self.box}, got {low:g} to {high:g}")
-            if self.task == "classification" and not (int(y.min()) >= 0 and int(y.max()) < len(self.class_names)):
+                raise DataError(
+                    f"{self.name}: x_{part} must be within {self.box}, got {low:g} to {high:g}"
+                )
+            if self.task == "classification" and not (
+                int(y.min()) >= 0 and int(y.max()) < len(self.class_names)
+            ):
                 got = f"{int(y.min())} to {int(y.max())}"
-                raise DataError(f"{self.name}: y_{part} must be from 0 to {len(self.class_names) - 1}, got {got}")
-        if self.x_train.shape[1:] != self.x_test.shape[1:] or self.y_train.shape[1:] != self.y_test.shape[1:]:
+                raise DataError(
+                    f"{self.name}: y_{part} must be from 0 to {len(self.class_names) - 1}, got "
+                    f"{got}"
+                )
+        if (
+            self.x_train.shape[1:] != self.x_test.shape[1:]
+            or self.y_train.shape[1:] != self.y_test.shape[1:]
+        ):
             raise DataError(
-                f"{self.name}: train and test rows must have one shape, got x {tuple(self.x_train.shape[1:])} and "
-                f"{tuple(self.x_test.shape[1:])}, y {tuple(self.y_train.shape[1:])} and {tuple(self.y_test.shape[1:])}"
+                f"{self.name}: train and test rows must have one shape, got x "
+                f"{tuple(self.x_train.shape[1:])} and "
+                f"{tuple(self.x_test.shape[1:])}, y {tuple(self.y_train.shape[1:])} and "
+                f"{tuple(self.y_test.shape[1:])}"
             )
 
     @property
@@ -88,20 +109,27 @@ class Dataset:
 
     def __repr__(self) -> str:
         event = tuple(self.x_train.shape[1:])
-        outputs = f"{len(self.class_names)} classes" if self.class_names else f"target {', '.join(self.target_names)}"
+        outputs = (
+            f"{len(self.class_names)} classes"
+            if self.class_names
+            else f"target {', '.join(self.target_names)}"
+        )
         rows = f"{len(self.x_train)} train, {len(self.x_test)} test"
         return f"Dataset({self.name!r}, {self.task}, {rows}, x {event}, {outputs})"
 
 
 def class_weights(y: Tensor, num_classes: int | None = None) -> tuple[float, ...]:
-    """Weights for `ChannelELBO(class_weight=...)` that make every class count alike: N / (C N_c), whose mean over rows is 1.
+    """Weights for `ChannelELBO(class_weight=...)` that make every class count alike: N / (C N_c),
+    whose mean over rows is 1.
 
     >>> class_weights(torch.tensor([0, 0, 0, 1]))
     (0.6666666666666666, 2.0)
     """
     counts = torch.bincount(y, minlength=num_classes or 0)
     if y.ndim != 1 or not len(y) or int(counts.min()) == 0:
-        raise ValueError(f"y must hold at least one row of every class, got counts {counts.tolist()}")
+        raise ValueError(
+            f"y must hold at least one row of every class, got counts {counts.tolist()}"
+        )
     return tuple(len(y) / (len(counts) * count) for count in counts.tolist())
 
 
@@ -112,7 +140,8 @@ def split_rows(
     test_fraction: float = 0.2,
     labels: Tensor | None = None,  # (N,): each class is then divided in the same proportion
 ) -> tuple[Tensor, Tensor]:
-    """Training and test row numbers: a shuffle that depends on the seed and the number of rows alone.
+    """Training and test row numbers: a shuffle that depends on the seed and the number of rows
+    alone.
 
     >>> train, test = split_rows(10, seed=1)
     >>> len(train), len(test), sorted(torch.cat([train, test]).tolist()) == list(range(10))

@@ -1,4 +1,5 @@
-"""Tables as they come: text columns one-hot encoded, missing numbers imputed, with a column that says so."""
+"""Tables as they come: text columns one-hot encoded, missing numbers imputed, with a column that
+says so."""
 
 from __future__ import annotations
 
@@ -22,9 +23,11 @@ MAX_CATEGORIES = 50
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
-    """A table's columns as features: medians for missing numbers with an indicator, one column for each word of a text.
+    """A table's columns as features: medians for missing numbers with an indicator, one column for
+    each word of a text.
 
-    An attacker may change the numbers (`mask`), not which category a row is of nor whether a value is known.
+    An attacker may change the numbers (`mask`), not which category a row is of nor whether a value
+    is known.
 
     >>> rows = np.array([[1.0, "red"], [np.nan, "blue"], [3.0, "red"]], object)
     >>> encoding = Encoding.fit(("size", "colour"), rows, numeric=(True, False))
@@ -53,13 +56,17 @@ class Encoding:
             from sklearn.impute import SimpleImputer
             from sklearn.preprocessing import OneHotEncoder
         except ModuleNotFoundError:
-            raise ModuleNotFoundError(f"text columns and missing values need scikit-learn: {INSTALL}") from None
+            raise ModuleNotFoundError(
+                f"text columns and missing values need scikit-learn: {INSTALL}"
+            ) from None
         imputer = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
         one_hot = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
         numbers = [index for index, is_number in enumerate(numeric) if is_number]
         text = [index for index, is_number in enumerate(numeric) if not is_number]
         parts = [("numbers", imputer, numbers), ("text", one_hot, text)]
-        transformer = ColumnTransformer([part for part in parts if part[2]], sparse_threshold=0).fit(rows)
+        transformer = ColumnTransformer(
+            [part for part in parts if part[2]], sparse_threshold=0
+        ).fit(rows)
         return cls(tuple(columns), tuple(numeric), tuple(movable), transformer)
 
     @property
@@ -78,17 +85,26 @@ class Encoding:
             names = [self.columns[index] for index in places]
             if part == "numbers":
                 features += [(name, True) for name in names]
-                features += [(f"{names[index]} missing", False) for index in fitted.indicator_.features_]
+                features += [
+                    (f"{names[index]} missing", False) for index in fitted.indicator_.features_
+                ]
             elif part == "text":
                 pairs = zip(names, fitted.categories_, strict=True)
-                features += [(f"{name}={word}", name in self.movable) for name, words in pairs for word in words]
+                features += [
+                    (f"{name}={word}", name in self.movable)
+                    for name, words in pairs
+                    for word in words
+                ]
         return features
 
     def transform(self, rows: Any) -> Tensor:  # (N, len(columns)) -> (N, F)
-        """Rows of the table, numbers and text, as features; None and NaN are missing, an unknown word is no category."""
+        """Rows of the table, numbers and text, as features; None and NaN are missing, an unknown
+        word is no category."""
         values = np.array(rows, object)
         if values.ndim != 2 or values.shape[1] != len(self.columns):
-            raise ValueError(f"rows must have the columns {', '.join(self.columns)}, got shape {values.shape}")
+            raise ValueError(
+                f"rows must have the columns {', '.join(self.columns)}, got shape {values.shape}"
+            )
         for index, is_number in enumerate(self.numeric):
             column = values[:, index]
             if is_number:
@@ -99,7 +115,14 @@ class Encoding:
             encoded = np.asarray(self.transformer.transform(values), np.float64).astype(np.float32)
         if not np.isfinite(encoded).all():
             row = int(np.argwhere(~np.isfinite(encoded))[0][0]) + 1
-            raise DataError(problem("the rows", "finite numbers within float32", f"others in row {row}", "Rescale or drop it."))
+            raise DataError(
+                problem(
+                    "the rows",
+                    "finite numbers within float32",
+                    f"others in row {row}",
+                    "Rescale or drop it.",
+                )
+            )
         return torch.from_numpy(encoded)
 
     def read(self, data: bytes, name: str) -> Tensor:
@@ -121,21 +144,41 @@ class Encoding:
     def from_json(cls, document: Any, place: str = "encoding") -> Encoding:
         """Back from `to_json`."""
         match document:
-            case {"columns": list(columns), "numeric": list(numeric), "movable": list(movable), "transformer": described}:
+            case {
+                "columns": list(columns),
+                "numeric": list(numeric),
+                "movable": list(movable),
+                "transformer": described,
+            }:
                 encoding = cls(
-                    tuple(map(str, columns)), tuple(map(bool, numeric)), tuple(map(str, movable)), decode(described, place)
+                    tuple(map(str, columns)),
+                    tuple(map(bool, numeric)),
+                    tuple(map(str, movable)),
+                    decode(described, place),
                 )
-                fits = len(columns) == len(numeric) == getattr(encoding.transformer, "n_features_in_", None)
+                fits = (
+                    len(columns)
+                    == len(numeric)
+                    == getattr(encoding.transformer, "n_features_in_", None)
+                )
                 if fits and hasattr(encoding.transformer, "transformers_"):
                     return encoding
-        raise StoreError(place, wanted="columns, numeric, movable and a transformer over them", got=f"{document!r:.80}")
+        raise StoreError(
+            place,
+            wanted="columns, numeric, movable and a transformer over them",
+            got=f"{document!r:.80}",
+        )
 
 
-def read_rows(data: bytes, name: str, columns: Sequence[str], transformer: Any) -> npt.NDArray[np.float64]:
+def read_rows(
+    data: bytes, name: str, columns: Sequence[str], transformer: Any
+) -> npt.NDArray[np.float64]:
     """The rows of a CSV file, by the names of its columns, through a fitted transformer."""
     text = parse_table(data, name, text=columns, numbers=()).text
     cells = [["" if _missing(cell) else cell for cell in text[column]] for column in columns]
-    numeric = [all(not cell or finite_number(cell) is not None for cell in column) for column in cells]
+    numeric = [
+        all(not cell or finite_number(cell) is not None for cell in column) for column in cells
+    ]
     rows = np.array(
         [
             [float(cell or "nan") if is_number else cell for cell in column]
@@ -146,12 +189,16 @@ def read_rows(data: bytes, name: str, columns: Sequence[str], transformer: Any) 
     try:
         values = transformer.transform(rows)
     except ValueError as error:
-        raise DataError(problem(name, "rows that the saved steps take", f"{error!s:.200}", "Check its columns.")) from None
+        raise DataError(
+            problem(name, "rows that the saved steps take", f"{error!s:.200}", "Check its columns.")
+        ) from None
     return np.asarray(values.toarray() if hasattr(values, "toarray") else values, np.float64)
 
 
 def _missing(cell: object) -> bool:
-    return cell is None or cell != cell or (isinstance(cell, str) and cell.strip().lower() in MISSING)
+    return (
+        cell is None or cell != cell or (isinstance(cell, str) and cell.strip().lower() in MISSING)
+    )
 
 
 def _number(column: str, cell: object) -> float:
@@ -159,7 +206,14 @@ def _number(column: str, cell: object) -> float:
         return float("nan")
     value = finite_number(str(cell))
     if value is None:
-        raise DataError(problem("the rows", f"a number in column {column!r}", f"{cell!r:.80}", "Correct it, or leave it empty."))
+        raise DataError(
+            problem(
+                "the rows",
+                f"a number in column {column!r}",
+                f"{cell!r:.80}",
+                "Correct it, or leave it empty.",
+            )
+        )
     return value
 
 
@@ -169,8 +223,9 @@ def sort_columns(
 ) -> tuple[npt.NDArray[Any], tuple[bool, ...]]:
     """The rows as numbers (NaN where missing) and text, and which columns are numbers.
 
-    A column is one of numbers if every cell that is not missing is one. A column of which half are numbers is taken for
-    one with a mistake in it, and one of more than `MAX_CATEGORIES` words for a name or an identifier: both are refused.
+    A column is one of numbers if every cell that is not missing is one. A column of which half are
+    numbers is taken for one with a mistake in it, and one of more than `MAX_CATEGORIES` words for a
+        name or an identifier: both are refused.
     """
     num = len(next(iter(table.values())))
     rows = np.empty((num, len(table)), object)
@@ -179,13 +234,27 @@ def sort_columns(
         present = [cell for cell in cells if not _missing(cell)]
         wrong = [cell for cell in present if finite_number(cell) is None]
         if not present:
-            raise DataError(problem(file, f"values in column {name!r}", "none", f"Leave it out: drop {name!r}."))
+            raise DataError(
+                problem(file, f"values in column {name!r}", "none", f"Leave it out: drop {name!r}.")
+            )
         comma = sum(finite_number(cell.replace(",", ".", 1)) is not None for cell in wrong)
         if wrong and (2 * len(wrong) <= len(present) or 2 * comma > len(wrong)):
-            row = next(row for row, cell in enumerate(cells, 1) if not _missing(cell) and finite_number(cell) is None)
-            remedy = "Write a decimal point, not a comma." if comma else "Correct it, or leave the cell empty."
+            row = next(
+                row
+                for row, cell in enumerate(cells, 1)
+                if not _missing(cell) and finite_number(cell) is None
+            )
+            remedy = (
+                "Write a decimal point, not a comma."
+                if comma
+                else "Correct it, or leave the cell empty."
+            )
             got = f"{cells[row - 1][:80]!r}"
-            raise DataError(problem(file, f"a number in row {row} below the header, column {name!r}", got, remedy))
+            raise DataError(
+                problem(
+                    file, f"a number in row {row} below the header, column {name!r}", got, remedy
+                )
+            )
         words = {cell.strip() for cell in cells} if wrong else set()
         if len(words) > MAX_CATEGORIES:
             wanted = f"at most {MAX_CATEGORIES} different words in the text column {name!r}"

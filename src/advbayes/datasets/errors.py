@@ -1,4 +1,5 @@
-"""What goes wrong with data files, as types: every message says which file, what was wanted, what came, what to do."""
+"""What goes wrong with data files, as types: every message says which file, what was wanted, what
+came, what to do."""
 
 from __future__ import annotations
 
@@ -41,4 +42,7 @@ def problem(file: object, wanted: str, got: str, remedy: str) -> str:
     >>> problem("a.csv", "a number", "\x1b[2J", "Drop it.")
     'a.csv: wanted a number, got \\x1b[2J. Drop it.'
     """
-    return f"{printable(str(file), 1000)}: wanted {printable(wanted)}, got {printable(got)}. {printable(remedy)}"
+    return (
+        f"{printable(str(file), 1000)}: wanted {printable(wanted)}, got {printable(got)}. "
+        f"{printable(remedy)}"
+    )

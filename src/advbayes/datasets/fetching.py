@@ -1,4 +1,5 @@
-"""Downloads that happen once, continue where they were cut off, and are kept only when their content is right."""
+"""Downloads that happen once, continue where they were cut off, and are kept only when their
+content is right."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def fetch_source(
             for remote in source.remotes:
                 _fetch_first(source, remote, home, mirror, progress, timeout, deadline)
     except LockedError as error:
-        raise DownloadError(f"{error}. Wait for it, or set ADVBAYES_CACHE to another folder.") from None
+        raise DownloadError(
+            f"{error}. Wait for it, or set ADVBAYES_CACHE to another folder."
+        ) from None
     except OSError as error:  # DownloadError is none: these are the disk's
         free = shutil.disk_usage(next(p for p in (home, *home.parents) if p.exists())).free
         wanted = f"to write up to {source.limit} bytes"
@@ -81,28 +84,37 @@ def _fetch_first(
     faults: list[DataError] = []
     for file, url in candidates:
         try:
-            _Download(source, remote, home / file, url, progress, timeout, time.monotonic() + deadline).run()
+            _Download(
+                source, remote, home / file, url, progress, timeout, time.monotonic() + deadline
+            ).run()
             break
         except DataError as error:
             faults.append(error)
     else:
         reasons = " ".join(str(fault) for fault in faults)
-        remedy = f"Or put {remote.file} into {home} yourself (from {source.homepage}). {source.hint}".strip()
+        remedy = (
+            f"Or put {remote.file} into {home} yourself (from {source.homepage}). {source.hint}"
+        ).strip()
         raise DownloadError(f"{reasons} {remedy}")
     for file, _ in candidates:
         (home / f"{file}.part").unlink(missing_ok=True)
 
 
 def _candidates(source: Source, remote: Remote, mirror: str | None) -> list[tuple[str, str]]:
-    """File names and addresses to try: a mirror may have a packed file or, where it is one content, the plain one."""
+    """File names and addresses to try: a mirror may have a packed file or, where it is one content,
+    the plain one."""
     if mirror is None:
         return [(remote.file, url) for url in remote.urls]
-    files = [remote.file, *(name for name in remote.contents if len(remote.contents) == 1 and name != remote.file)]
+    files = [
+        remote.file,
+        *(name for name in remote.contents if len(remote.contents) == 1 and name != remote.file),
+    ]
     return [(file, f"{mirror.rstrip('/')}/{source.folders[0]}/{file}") for file in files]
 
 
 class _Download:
-    """One file from one address; what has come is in a `.part` file, and only the rest is asked for (HTTP Range)."""
+    """One file from one address; what has come is in a `.part` file, and only the rest is asked for
+    (HTTP Range)."""
 
     def __init__(
         self,
@@ -122,13 +134,18 @@ class _Download:
         resumed = self._size() > 0
         self._complete()
         try:
-            contents = read_file(self.source, self.part, self.remote.contents, kept_as=self.path.name)
+            contents = read_file(
+                self.source, self.part, self.remote.contents, kept_as=self.path.name
+            )
             check_contents(self.source, contents, dict.fromkeys(contents, self.url), verify=True)
         except DataError as error:
             self.part.unlink(missing_ok=True)
             if not resumed:
-                raise DownloadError(f"what came from {self.url} is not the data set: {error}") from None
-            self.run()  # the part may have been of another version of the file: once more from the start
+                raise DownloadError(
+                    f"what came from {self.url} is not the data set: {error}"
+                ) from None
+            # the part may have been of another version of the file: once more from the start
+            self.run()
             return
         os.replace(self.part, self.path)
 
@@ -156,7 +173,9 @@ class _Download:
                 if isinstance(error.reason, socket.gaierror) or "unknown url type" in fault:
                     break
             except (http.client.HTTPException, OSError) as error:
-                if isinstance(error, OSError) and (error.filename is not None or error.errno in _DISK):
+                if isinstance(error, OSError) and (
+                    error.filename is not None or error.errno in _DISK
+                ):
                     raise
                 fault = f"{type(error).__name__} after {self._size()} bytes"
         remedy = "Try again (it continues where it stopped), or give another mirror= address."
@@ -169,14 +188,21 @@ class _Download:
         if have:
             headers["Range"] = f"bytes={have}-"
         request = urllib.request.Request(self.url, headers=headers)
-        with _OPENER.open(request, timeout=min(self.timeout, max(0.1, self.end - time.monotonic()))) as response:
-            if response.status != 206 or _range_start(response.headers.get("Content-Range", "")) != have:
+        with _OPENER.open(
+            request, timeout=min(self.timeout, max(0.1, self.end - time.monotonic()))
+        ) as response:
+            if (
+                response.status != 206
+                or _range_start(response.headers.get("Content-Range", "")) != have
+            ):
                 have = 0  # the server sends the whole file
             length = response.headers.get("Content-Length", "")
             total = have + int(length) if length.isdecimal() and len(length) < 20 else None
             self._bound(total or 0)
             with self.part.open("ab" if have else "wb") as stream:
-                while piece := response.read1(_CHUNK):  # as it comes: a trickle must not outlast the deadline
+                while piece := response.read1(
+                    _CHUNK
+                ):  # as it comes: a trickle must not outlast the deadline
                     have += len(piece)
                     self._bound(have)
                     stream.write(piece)
@@ -190,10 +216,14 @@ class _Download:
         if num > self.source.limit:
             self.part.unlink(missing_ok=True)
             wanted = f"at most {self.source.limit} bytes"
-            raise DownloadError(problem(self.url, wanted, f"{num} or more", "Give another mirror= address."))
+            raise DownloadError(
+                problem(self.url, wanted, f"{num} or more", "Give another mirror= address.")
+            )
         if time.monotonic() > self.end:
             remedy = "Try again (it continues where it stopped), or give another mirror= address."
-            raise DownloadError(problem(self.url, "the file in time", f"{num} bytes by the deadline", remedy))
+            raise DownloadError(
+                problem(self.url, "the file in time", f"{num} bytes by the deadline", remedy)
+            )
 
 
 def _range_start(content_range: str) -> int | None:

@@ -23,8 +23,30 @@ from advbayes.datasets.sources import SOURCES, Source
 from advbayes.datasets.tables import parse_table
 
 _DIGITS = tuple("0123456789")
-_CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
-_PHOTOGRAPHS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+_CLOTHES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+_PHOTOGRAPHS = (
+    "airplane",
+    "automobile",
+    "bird",
+    "cat",
+    "deer",
+    "dog",
+    "frog",
+    "horse",
+    "ship",
+    "truck",
+)
 _HOUSING = (
     "longitude",
     "latitude",
@@ -55,20 +77,25 @@ def names() -> tuple[str, ...]:
 
     >>> names()
     ('mnist', 'fashion-mnist', 'cifar10', 'wine', 'wine-white', 'energy', 'california', 'digits', 'diabetes')
-    """
+    """  # noqa: E501
     return (*SOURCES, *_EMBEDDED)
 
 
 def load_dataset(
     name: str,
-    root: str | Path | None = None,  # the only folder to look in; absent: ADVBAYES_DATA, then the cache
+    root: str
+    | Path
+    | None = None,  # the only folder to look in; absent: ADVBAYES_DATA, then the cache
     *,
     download: bool | None = None,  # absent: what is missing is downloaded unless a root was given
-    mirror: str | None = None,  # an address to download from instead; absent: ADVBAYES_MIRROR, or the official ones
+    mirror: str
+    # an address to download from instead; absent: ADVBAYES_MIRROR, or the official ones
+    | None = None,
     seed: int = 0,  # of the split, for sets without an official one
     test_fraction: float | None = None,  # the same; absent: 0.2
     target: str | None = None,  # energy: "Y1" (heating, the default), "Y2" (cooling) or "both"
-    verify: bool | None = None,  # True: published content only; False: any content of the right form
+    verify: bool
+    | None = None,  # True: published content only; False: any content of the right form
     progress: Progress | None = None,  # called with (file, bytes so far, bytes in all or None)
 ) -> Dataset:
     """A built-in data set, its content compared with the published SHA-256 on every load.
@@ -81,9 +108,15 @@ def load_dataset(
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"name must be one of {', '.join(map(repr, names()))}, got {name!r}{hint}")
     if test_fraction is not None and name in _OFFICIAL_SPLIT:
-        raise ValueError(f"test_fraction must be left out for {name}, which has an official test set, got {test_fraction}")
+        raise ValueError(
+            f"test_fraction must be left out for {name}, which has an official test set, got "
+            f"{test_fraction}"
+        )
     if target is not None and (name != "energy" or target not in ("Y1", "Y2", "both")):
-        raise ValueError(f"target must be 'Y1', 'Y2' or 'both' for energy and left out otherwise, got {target!r} for {name}")
+        raise ValueError(
+            f"target must be 'Y1', 'Y2' or 'both' for energy and left out otherwise, got "
+            f"{target!r} for {name}"
+        )
     options = _Options(seed, 0.2 if test_fraction is None else test_fraction, target)
     if name in _EMBEDDED:
         return _embedded(name, options)
@@ -95,7 +128,8 @@ def load_dataset(
 
 
 def find_dataset(name: str, root: str | Path | None = None) -> Path | None:
-    """The folder that has all of a set's files, without reading them; None if none has, or if it needs none.
+    """The folder that has all of a set's files, without reading them; None if none has, or if it
+    needs none.
 
     >>> find_dataset("mnist", "/nowhere") is None
     True
@@ -110,7 +144,11 @@ def find_dataset(name: str, root: str | Path | None = None) -> Path | None:
 
 
 def _files(
-    source: Source, root: str | Path | None, download: bool, mirror: str | None, progress: Progress | None
+    source: Source,
+    root: str | Path | None,
+    download: bool,
+    mirror: str | None,
+    progress: Progress | None,
 ) -> dict[str, Path]:
     looked = places(root)
     best: dict[str, Path] = {}
@@ -129,48 +167,83 @@ def _files(
     return found
 
 
-def _idx_images(source: Source, contents: dict[str, bytes], provenance: Provenance, _: _Options) -> Dataset:
+def _idx_images(
+    source: Source, contents: dict[str, bytes], provenance: Provenance, _: _Options
+) -> Dataset:
     arrays = [parse_idx(contents[content.name], content.name) for content in source.contents]
-    for (images, labels), content in zip((arrays[:2], arrays[2:]), source.contents[::2], strict=True):
+    for (images, labels), content in zip(
+        (arrays[:2], arrays[2:]), source.contents[::2], strict=True
+    ):
         if images.ndim != 3 or images.shape[1:] != (28, 28) or labels.shape != images.shape[:1]:
             got = f"{images.shape} and labels {labels.shape}"
-            raise DataError(problem(content.name, "N images of 28x28 and N labels", got, "Fetch the set again."))
+            raise DataError(
+                problem(content.name, "N images of 28x28 and N labels", got, "Fetch the set again.")
+            )
     names = _DIGITS if source.name == "mnist" else _CLOTHES
     x_train, x_test = (_pixels(images[:, None]) for images in arrays[::2])
     y_train, y_test = (_labels(labels) for labels in arrays[1::2])
     return _images(source.name, (x_train, y_train, x_test, y_test), names, provenance)
 
 
-def _cifar(source: Source, contents: dict[str, bytes], provenance: Provenance, __: _Options) -> Dataset:
+def _cifar(
+    source: Source, contents: dict[str, bytes], provenance: Provenance, __: _Options
+) -> Dataset:
     batches = [parse_cifar(contents[content.name], content.name) for content in source.contents]
     parts = [
-        (np.concatenate([images for images, _ in part]), np.concatenate([labels for _, labels in part]))
+        (
+            np.concatenate([images for images, _ in part]),
+            np.concatenate([labels for _, labels in part]),
+        )
         for part in (batches[:-1], batches[-1:])
     ]
     for part, (_, labels) in zip(("training", "test"), parts, strict=True):
         counts = np.bincount(labels, minlength=10)
         if counts.min() != counts.max():
             got = f"{counts.tolist()}"
-            raise DataError(problem(f"cifar10's {part} batches", "as many images of each class", got, "Fetch the set again."))
+            raise DataError(
+                problem(
+                    f"cifar10's {part} batches",
+                    "as many images of each class",
+                    got,
+                    "Fetch the set again.",
+                )
+            )
     (train, y_train), (test, y_test) = parts
     tensors = (_pixels(train), _labels(y_train), _pixels(test), _labels(y_test))
     return _images(source.name, tensors, _PHOTOGRAPHS, provenance)
 
 
-def _tabular(source: Source, contents: dict[str, bytes], provenance: Provenance, options: _Options) -> Dataset:
+def _tabular(
+    source: Source, contents: dict[str, bytes], provenance: Provenance, options: _Options
+) -> Dataset:
     content = source.contents[0]
     header = _HOUSING if source.name == "california" else None
     table = parse_table(contents[content.name], content.name, header=header)
-    wanted = {"energy": ("Y1", "Y2"), "california": ("medianHouseValue",)}.get(source.name, ("quality",))
+    wanted = {"energy": ("Y1", "Y2"), "california": ("medianHouseValue",)}.get(
+        source.name, ("quality",)
+    )
     absent = [column for column in wanted if column not in table.columns]
     if absent:
-        raise DataError(problem(content.name, f"a column {absent[0]!r}", f"{', '.join(table.columns)[:300]}", source.hint))
+        raise DataError(
+            problem(
+                content.name,
+                f"a column {absent[0]!r}",
+                f"{', '.join(table.columns)[:300]}",
+                source.hint,
+            )
+        )
     features = tuple(column for column in table.columns if column not in wanted)
     targets = wanted if options.target == "both" else (options.target or wanted[0],)
     columns = list(table.columns)
-    x = torch.from_numpy(table.numbers[:, [columns.index(name) for name in features]].astype(np.float32))
-    y = torch.from_numpy(table.numbers[:, [columns.index(name) for name in targets]].astype(np.float32))
-    return _regression(source.name, x, y if len(targets) > 1 else y[:, 0], features, targets, provenance, options)
+    x = torch.from_numpy(
+        table.numbers[:, [columns.index(name) for name in features]].astype(np.float32)
+    )
+    y = torch.from_numpy(
+        table.numbers[:, [columns.index(name) for name in targets]].astype(np.float32)
+    )
+    return _regression(
+        source.name, x, y if len(targets) > 1 else y[:, 0], features, targets, provenance, options
+    )
 
 
 def _embedded(name: str, options: _Options) -> Dataset:
@@ -193,14 +266,26 @@ def _embedded(name: str, options: _Options) -> Dataset:
         return _regression(name, x, y, features, ("progression",), provenance, options)
     x = torch.from_numpy((bunch.images[:, None] / 16).astype(np.float32))
     y = _labels(bunch.target)
-    train, test = split_rows(len(x), seed=options.seed, test_fraction=options.test_fraction, labels=y)
+    train, test = split_rows(
+        len(x), seed=options.seed, test_fraction=options.test_fraction, labels=y
+    )
     return _images(name, (x[train], y[train], x[test], y[test]), _DIGITS, provenance)
 
 
 def _images(
-    name: str, parts: tuple[Tensor, Tensor, Tensor, Tensor], class_names: tuple[str, ...], provenance: Provenance
+    name: str,
+    parts: tuple[Tensor, Tensor, Tensor, Tensor],
+    class_names: tuple[str, ...],
+    provenance: Provenance,
 ) -> Dataset:
-    return Dataset(name, "classification", *parts, class_names=class_names, box=(0.0, 1.0), provenance=provenance)
+    return Dataset(
+        name,
+        "classification",
+        *parts,
+        class_names=class_names,
+        box=(0.0, 1.0),
+        provenance=provenance,
+    )
 
 
 def _regression(

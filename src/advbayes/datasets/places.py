@@ -28,7 +28,9 @@ def cache_folder() -> Path:
     try:
         import pooch
     except ModuleNotFoundError:
-        raise ModuleNotFoundError(f"the data cache needs pooch: {INSTALL}, or set ADVBAYES_CACHE") from None
+        raise ModuleNotFoundError(
+            f"the data cache needs pooch: {INSTALL}, or set ADVBAYES_CACHE"
+        ) from None
     return Path(pooch.os_cache("advbayes"))
 
 
@@ -61,7 +63,11 @@ def find_contents(source: Source, root: Path) -> dict[str, Path]:
     for folder in source.folders:
         found: dict[str, Path] = {}
         for content in source.contents:
-            names = [content.name, f"{content.name}.gz", *([source.archive] if source.archive else [])]
+            names = [
+                content.name,
+                f"{content.name}.gz",
+                *([source.archive] if source.archive else []),
+            ]
             files = [root / folder / name for name in names]
             present = next((file for file in files if file.is_file()), None)
             if present is not None:
@@ -71,8 +77,11 @@ def find_contents(source: Source, root: Path) -> dict[str, Path]:
     return best
 
 
-def read_file(source: Source, path: Path, names: tuple[str, ...], kept_as: str | None = None) -> dict[str, bytes]:
-    """The named contents out of one file; `kept_as` is the name that tells its kind when the path does not."""
+def read_file(
+    source: Source, path: Path, names: tuple[str, ...], kept_as: str | None = None
+) -> dict[str, bytes]:
+    """The named contents out of one file; `kept_as` is the name that tells its kind when the path
+    does not."""
     wanted = {content.name: content for content in source.contents if content.name in names}
     kind = kept_as or path.name
     if archived(kind):
@@ -86,21 +95,34 @@ def read_file(source: Source, path: Path, names: tuple[str, ...], kept_as: str |
 
 
 def check_contents(
-    source: Source, contents: Mapping[str, bytes], where: Mapping[str, object], verify: bool | None = None
+    source: Source,
+    contents: Mapping[str, bytes],
+    where: Mapping[str, object],
+    verify: bool | None = None,
 ) -> Provenance:
     """Compare every content with the published one.
 
-    `verify=None`: any difference is an error, except that a set known to exist in other complete copies (CIFAR-10
-    re-encoded) is accepted, and marked, when not one of its files is the published one. `True`: no exception.
-    `False`: accept, and mark.
+    `verify=None`: any difference is an error, except that a set known to exist in other complete
+    copies (CIFAR-10 re-encoded) is accepted, and marked, when not one of its files is the published
+    one. `True`: no exception. `False`: accept, and mark.
     """
     hashes = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
-    bad = [content for content in source.contents if content.name in contents and not _published(content, contents)]
+    bad = [
+        content
+        for content in source.contents
+        if content.name in contents and not _published(content, contents)
+    ]
     origin = str(where[next(iter(contents))])
     if not bad:
         return Provenance(origin, hashes, verified=True, note="the published content")
-    if verify is False or (verify is None and source.other_copies and len(bad) == len(contents) > 1):
-        return Provenance(origin, hashes, note="unverified content: of the right form, but not the published bytes")
+    if verify is False or (
+        verify is None and source.other_copies and len(bad) == len(contents) > 1
+    ):
+        return Provenance(
+            origin,
+            hashes,
+            note="unverified content: of the right form, but not the published bytes",
+        )
     first = bad[0]
     got = hashes[first.name]
     if first.decimals is not None:
@@ -110,30 +132,42 @@ def check_contents(
             where[first.name],
             f"the published {first.name} of {source.homepage} (SHA-256 {first.sha256})",
             got,
-            f"Delete it and fetch it again, or pass verify=False to use it all the same. {source.hint}".strip(),
+            f"Delete it and fetch it again, or pass verify=False to use it all the same. "
+            f"{source.hint}".strip(),
         )
     )
 
 
-def read_contents(source: Source, files: Mapping[str, Path], verify: bool | None) -> tuple[dict[str, bytes], Provenance]:
+def read_contents(
+    source: Source, files: Mapping[str, Path], verify: bool | None
+) -> tuple[dict[str, bytes], Provenance]:
     """Every content of a set from the files that hold them, each file opened once, checked."""
     contents: dict[str, bytes] = {}
     for path in dict.fromkeys(files.values()):
-        contents |= read_file(source, path, tuple(name for name, file in files.items() if file == path))
+        contents |= read_file(
+            source, path, tuple(name for name, file in files.items() if file == path)
+        )
     return contents, check_contents(source, contents, files, verify)
 
 
-def missing(source: Source, looked: tuple[Path, ...], found: Mapping[str, Path]) -> DataMissingError:
+def missing(
+    source: Source, looked: tuple[Path, ...], found: Mapping[str, Path]
+) -> DataMissingError:
     """The error for a set that is not there, or not all there."""
     absent = [content.name for content in source.contents if content.name not in found]
     where = ", ".join(str(place / source.folders[0]) for place in looked)
-    file = " or ".join(dict.fromkeys([remote.file for remote in source.remotes if absent[0] in remote.contents] + absent[:1]))
+    file = " or ".join(
+        dict.fromkeys(
+            [remote.file for remote in source.remotes if absent[0] in remote.contents] + absent[:1]
+        )
+    )
     return DataMissingError(
         problem(
             f"data set {source.name!r}",
             f"{file} in {where}",
             f"no such file ({len(absent)} of {len(source.contents)} missing)",
-            f"Put it there from {source.homepage}, set ADVBAYES_DATA to the folder that has {source.folders[0]}/, "
+            f"Put it there from {source.homepage}, set ADVBAYES_DATA to the folder that has "
+            f"{source.folders[0]}/, "
             f"or pass download=True (with mirror= for another address). {source.hint}".strip(),
         )
     )
@@ -143,4 +177,6 @@ def _published(content: Content, contents: Mapping[str, bytes]) -> bool:
     data = contents[content.name]
     if content.decimals is None:
         return hashlib.sha256(data).hexdigest() == content.sha256
-    return values_sha256(parse_table(data, content.name).numbers, content.decimals) == content.sha256
+    return (
+        values_sha256(parse_table(data, content.name).numbers, content.decimals) == content.sha256
+    )

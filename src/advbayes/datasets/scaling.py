@@ -1,4 +1,5 @@
-"""Standardisation, fitted on the training set and kept with the model; eps in raw and in standardised units."""
+"""Standardisation, fitted on the training set and kept with the model; eps in raw and in
+standardised units."""
 
 from __future__ import annotations
 
@@ -42,9 +43,14 @@ class Standardize:
                     raise TypeError(f"{name} must be a floating tensor, got {describe(value)}")
                 finite(name, value)
             if mean.shape != std.shape:
-                raise ValueError(f"{prefix}std must have {prefix}mean's shape, got {describe(std)} for {describe(mean)}")
+                raise ValueError(
+                    f"{prefix}std must have {prefix}mean's shape, got {describe(std)} for "
+                    f"{describe(mean)}"
+                )
             if not bool((std > 0).all()):
-                raise ValueError(f"{prefix}std must be positive, got a smallest value of {float(std.min()):g}")
+                raise ValueError(
+                    f"{prefix}std must be positive, got a smallest value of {float(std.min()):g}"
+                )
 
     @classmethod
     def fit(
@@ -54,7 +60,9 @@ class Standardize:
     ) -> Standardize:
         """Means and (biased) standard deviations of the rows, computed in double precision.
 
-        >>> Standardize.fit(torch.zeros(4, 2), torch.tensor([1.0, 1.0, 3.0, 3.0])).inverse_target(torch.tensor([1.0]))
+        >>> Standardize.fit(torch.zeros(4, 2), torch.tensor([1.0, 1.0, 3.0, 3.0])).inverse_target(
+        ...     torch.tensor([1.0])
+        ... )
         tensor([3.])
         """
         mean, std = _moments("x", x)
@@ -97,7 +105,9 @@ class Standardize:
         """Standardised to raw targets; unchanged where the target is not scaled.
 
         >>> one = torch.ones(())
-        >>> Standardize(torch.zeros(1), torch.ones(1), 3 * one, 2 * one).inverse_target(torch.tensor([5.0]))
+        >>> Standardize(torch.zeros(1), torch.ones(1), 3 * one, 2 * one).inverse_target(
+        ...     torch.tensor([5.0])
+        ... )
         tensor([13.])
         """
         if self.target_mean is None or self.target_std is None:
@@ -108,7 +118,8 @@ class Standardize:
     def raw_eps(self, eps: float | Tensor) -> Tensor:  # (*event)
         """What a radius `eps` of standardised units is in each feature's own unit: `eps * std`.
 
-        For an Linf ball these are the half-widths of the box, for an L2 ball the half-axes of the ellipsoid.
+        For an Linf ball these are the half-widths of the box, for an L2 ball the half-axes of the
+        ellipsoid.
 
         >>> Standardize(torch.zeros(2), torch.tensor([2.0, 10.0])).raw_eps(0.5)
         tensor([1., 5.])
@@ -150,11 +161,16 @@ class Standardize:
         unknown = sorted(set(values) - set(_FIELDS))
         missing = sorted({"mean", "std"} - set(values))
         if unknown or missing:
-            raise ValueError(f"scaling must have {', '.join(_FIELDS)}, got unknown {unknown} and missing {missing}")
+            raise ValueError(
+                f"scaling must have {', '.join(_FIELDS)}, got unknown {unknown} and missing "
+                f"{missing}"
+            )
         tensors = {}
         for name, value in values.items():
             try:
-                tensors[name] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+                tensors[name] = (
+                    value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+                )
             except (TypeError, ValueError, RuntimeError, OverflowError):
                 raise TypeError(f"scaling {name} must be numbers, got {describe(value)}") from None
         return cls(**tensors)
@@ -172,4 +188,6 @@ def _moments(name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _match(name: str, value: Tensor, mean: Tensor) -> None:
     if tuple(value.shape[value.ndim - mean.ndim :]) != tuple(mean.shape) or value.ndim < mean.ndim:
-        raise ValueError(f"{name} must end in the fitted shape {tuple(mean.shape)}, got {describe(value)}")
+        raise ValueError(
+            f"{name} must end in the fitted shape {tuple(mean.shape)}, got {describe(value)}"
+        )

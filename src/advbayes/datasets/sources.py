@@ -1,6 +1,8 @@
-"""The built-in sets: what their files contain (size and SHA-256 of the unpacked bytes) and where they come from.
+"""The built-in sets: what their files contain (size and SHA-256 of the unpacked bytes) and where
+they come from.
 
-Hashes are of the content, not of the container: the same MNIST is about in many differently packed `.gz` files.
+Hashes are of the content, not of the container: the same MNIST is about in many differently packed
+    `.gz` files.
 """
 
 from __future__ import annotations
@@ -10,7 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Content:
-    """The bytes of one file, unpacked. With `decimals`, the numbers decide and not how the file spells them.
+    """The bytes of one file, unpacked. With `decimals`, the numbers decide and not how the file
+    spells them.
 
     >>> Content("a.csv", 3, "0" * 64).name
     'a.csv'
@@ -37,7 +40,8 @@ class Remote:
 
 @dataclass(frozen=True)
 class Source:
-    """One data set's files. `other_copies`: complete copies with other content exist and are accepted, but marked.
+    """One data set's files. `other_copies`: complete copies with other content exist and are
+    accepted, but marked.
 
     >>> SOURCES["wine"].homepage
     'https://archive.ics.uci.edu/dataset/186/wine+quality'
@@ -62,12 +66,26 @@ class Source:
 
 
 def _idx(
-    name: str, summary: str, licence: str, homepage: str, folders: tuple[str, ...], bases: tuple[str, ...], hashes: str
+    name: str,
+    summary: str,
+    licence: str,
+    homepage: str,
+    folders: tuple[str, ...],
+    bases: tuple[str, ...],
+    hashes: str,
 ) -> Source:
-    files = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+    files = (
+        "train-images-idx3-ubyte",
+        "train-labels-idx1-ubyte",
+        "t10k-images-idx3-ubyte",
+        "t10k-labels-idx1-ubyte",
+    )
     sizes = (47_040_016, 60_008, 7_840_016, 10_008)
     contents = tuple(Content(*row) for row in zip(files, sizes, hashes.split(), strict=True))
-    remotes = tuple(Remote(f"{file}.gz", tuple(f"{base}/{file}.gz" for base in bases), (file,)) for file in files)
+    remotes = tuple(
+        Remote(f"{file}.gz", tuple(f"{base}/{file}.gz" for base in bases), (file,))
+        for file in files
+    )
     return Source(name, "classification", summary, licence, homepage, folders, contents, remotes)
 
 
@@ -86,7 +104,8 @@ def _wine(name: str, colour: str, rows: int, size: int, sha256: str) -> Source:
     )
 
 
-# Of the members of the official archive (MD5 c32a1d4ab5d03f1284b67883e8d87530 on its page), as other libraries check them.
+# Of the members of the official archive (MD5 c32a1d4ab5d03f1284b67883e8d87530 on its page), as
+# other libraries check them.
 _CIFAR_HASHES = {
     "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
     "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
@@ -103,7 +122,10 @@ _TABLE = (
         "CC BY-SA 3.0",
         "http://yann.lecun.com/exdb/mnist/",
         ("mnist", "MNIST/raw"),
-        ("https://ossci-datasets.s3.amazonaws.com/mnist", "https://storage.googleapis.com/cvdf-datasets/mnist"),
+        (
+            "https://ossci-datasets.s3.amazonaws.com/mnist",
+            "https://storage.googleapis.com/cvdf-datasets/mnist",
+        ),
         """ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db
            65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5
            0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7
@@ -141,10 +163,23 @@ _TABLE = (
         ),
         archive="cifar-10-binary.tar.gz",
         other_copies=True,
-        hint="The binary version is read (cifar-10-binary.tar.gz or its data_batch_*.bin), not the pickled Python one.",
+        hint="The binary version is read (cifar-10-binary.tar.gz or its data_batch_*.bin), not "
+        "the pickled Python one.",
     ),
-    _wine("wine", "red", 1_599, 84_199, "4a402cf041b025d4566d954c3b9ba8635a3a8a01e039005d97d6a710278cf05e"),
-    _wine("wine-white", "white", 4_898, 264_426, "76c3f809815c17c07212622f776311faeb31e87610d52c26d87d6e361b169836"),
+    _wine(
+        "wine",
+        "red",
+        1_599,
+        84_199,
+        "4a402cf041b025d4566d954c3b9ba8635a3a8a01e039005d97d6a710278cf05e",
+    ),
+    _wine(
+        "wine-white",
+        "white",
+        4_898,
+        264_426,
+        "76c3f809815c17c07212622f776311faeb31e87610d52c26d87d6e361b169836",
+    ),
     Source(
         "energy",
         "regression",
@@ -167,7 +202,8 @@ _TABLE = (
                 ("ENB2012_data.csv",),
             ),
         ),
-        hint="Its published file is a spreadsheet: save the sheet as ENB2012_data.csv with the header "
+        hint="Its published file is a spreadsheet: save the sheet as ENB2012_data.csv with the "
+        "header "
         "X1,X2,X3,X4,X5,X6,X7,X8,Y1,Y2 and the 768 rows.",
     ),
     Source(
@@ -177,7 +213,13 @@ _TABLE = (
         "not stated by its authors (StatLib)",
         "https://www.dcc.fc.up.pt/~ltorgo/Regression/cal_housing.html",
         ("california-housing", "CaliforniaHousing", "."),
-        (Content("cal_housing.data", 2_071_484, "a2b44dcc7e1c9091b43c4f458b25cbd1f7e8068d08edd26bc4703108d3fa6214"),),
+        (
+            Content(
+                "cal_housing.data",
+                2_071_484,
+                "a2b44dcc7e1c9091b43c4f458b25cbd1f7e8068d08edd26bc4703108d3fa6214",
+            ),
+        ),
         (
             Remote(
                 "cal_housing.tgz",

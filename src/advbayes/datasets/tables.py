@@ -53,24 +53,30 @@ def parse_table(
     Traceback (most recent call last):
     ...
     advbayes.datasets.tables.NotANumberError: t.csv: wanted a number in line 2, column 'b', got 'x'. Encode text as numbers...
-    """
+    """  # noqa: E501
     lines = _Lines(data, name)
     try:
         if delimiter is None:
             delimiter = _sniffed(_Lines(data, name))
         elif len(delimiter) != 1 or delimiter in '"\r\n':
-            raise ValueError(f"delimiter must be one character, no quote and no line end, got {describe(delimiter)}")
+            raise ValueError(
+                f"delimiter must be one character, no quote and no line end, got "
+                f"{describe(delimiter)}"
+            )
         reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True)
         return _parse(lines, reader, name, header, text, numbers)
     except csv.Error as error:
-        raise DataError(problem(name, "delimited text", f"{error} in line {lines.num}", "Check that line.")) from None
+        raise DataError(
+            problem(name, "delimited text", f"{error} in line {lines.num}", "Check that line.")
+        ) from None
     except UnicodeDecodeError as error:
         got = f"byte {error.object[error.start]:#04x} after line {lines.num}"
         raise DataError(problem(name, "text in UTF-8", got, "Save it as UTF-8.")) from None
 
 
 class _Lines:
-    """The lines of a file, decoded as they are read, none of them endless and each a row of its own."""
+    """The lines of a file, decoded as they are read, none of them endless and each a row of its
+    own."""
 
     def __init__(self, data: bytes, name: str) -> None:
         self.name = name
@@ -85,9 +91,12 @@ class _Lines:
                 wanted = f"at most {_MAX_LINE} characters in line {self.num}"
                 raise DataError(problem(self.name, wanted, "more", "Check that it is a table."))
             if self.num > self.rows + 1:
-                # A row that goes on over lines could go on for ever, and no number has a line end in it.
+                # A row that goes on over lines could go on for ever, and no number has a line end
+                # in it.
                 wanted = f"the quote opened in line {self.num - 1} closed there"
-                raise DataError(problem(self.name, wanted, "a line end inside it", "Check that line."))
+                raise DataError(
+                    problem(self.name, wanted, "a line end inside it", "Check that line.")
+                )
             yield line
 
     def complete(self) -> None:
@@ -106,9 +115,15 @@ def _parse(
     columns = [cell.strip() for cell in (header if header is not None else next(rows, []))]
     if not 0 < len(columns) <= _MAX_COLUMNS:
         got = f"{len(columns)} columns" if columns else "an empty file"
-        raise DataError(problem(name, f"a table of 1 to {_MAX_COLUMNS} columns", got, "Check the file."))
+        raise DataError(
+            problem(name, f"a table of 1 to {_MAX_COLUMNS} columns", got, "Check the file.")
+        )
     if header is None and all(finite_number(cell) is not None for cell in columns):
-        raise DataError(problem(name, "a first line that names the columns", "numbers", "Add one, or pass header=."))
+        raise DataError(
+            problem(
+                name, "a first line that names the columns", "numbers", "Add one, or pass header=."
+            )
+        )
     seen = {""}
     for index, column in enumerate(columns, 1):
         if column in seen:
@@ -124,13 +139,24 @@ def _parse(
             got = f"the columns {', '.join(columns[:50])[:300]}"
             raise DataError(problem(name, f"a column {column!r}", got, remedy))
     left = {column: position[column] for column in text}
-    kept = [position[column] for column in (columns if numbers is None else numbers) if column not in left]
+    kept = [
+        position[column]
+        for column in (columns if numbers is None else numbers)
+        if column not in left
+    ]
     words: dict[str, list[str]] = {column: [] for column in text}
     values = array("d")
     num = 0
     for row in rows:
         if len(row) != len(columns):
-            raise DataError(problem(name, f"{len(columns)} cells in line {lines.num}", f"{len(row)}", "Check that line."))
+            raise DataError(
+                problem(
+                    name,
+                    f"{len(columns)} cells in line {lines.num}",
+                    f"{len(row)}",
+                    "Check that line.",
+                )
+            )
         for index in kept:
             value = finite_number(row[index])
             if value is None:
@@ -141,7 +167,9 @@ def _parse(
         num += 1
     if num == 0:
         raise DataError(problem(name, "rows below the header", "none", "Check the file."))
-    cells = np.frombuffer(values, np.float64).reshape(num, len(kept)) if kept else np.empty((num, 0))
+    cells = (
+        np.frombuffer(values, np.float64).reshape(num, len(kept)) if kept else np.empty((num, 0))
+    )
     return Table(tuple(columns[index] for index in kept), cells, words)
 
 

@@ -1,4 +1,5 @@
-"""`evaluate`: attack, predict, score -> records; security curves, worst case, tables (section 4)."""
+"""`evaluate`: attack, predict, score -> records; security curves, worst case, tables (section
+4)."""
 
 from __future__ import annotations
 

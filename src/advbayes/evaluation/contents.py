@@ -1,4 +1,5 @@
-"""What an attack holds that its repr does not show: tensors, predictors, and what functions close over."""
+"""What an attack holds that its repr does not show: tensors, predictors, and what functions close
+over."""
 
 from __future__ import annotations
 
@@ -18,7 +19,19 @@ from advbayes.types import Predictor
 
 UNKNOWN = "unknown: "  # what cannot be told from another of its kind
 _OPEN = ("advbayes.", "torch.", "numpy.", "math", "builtins")  # known by their names
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, range)
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bool,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    range,
+)
 
 Fingerprint = Callable[[Predictor], list[float]]  # as the predictors under evaluation get
 
@@ -33,20 +46,28 @@ def tensor_hash(*values: Tensor) -> str:
     for value in values:
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         plain = value.detach().cpu().contiguous()
-        digest.update((plain.view(torch.uint8) if plain.dtype == torch.bfloat16 else plain).numpy().tobytes())
+        digest.update(
+            (plain.view(torch.uint8) if plain.dtype == torch.bfloat16 else plain).numpy().tobytes()
+        )
     return digest.hexdigest()
 
 
 def contents_of(attack: object, fingerprint: Fingerprint) -> dict[str, str | list[float]]:
-    """Path in the attack -> hash of the tensor, fingerprint of the predictor, or code and values of the function there.
+    """Path in the attack -> hash of the tensor, fingerprint of the predictor, or code and values of
+    the function there.
 
-    Of functions (lambdas, partials, methods) that are not this library's: their code, defaults, what they close over and the
-    global values that they name. What cannot be compared is "unknown".
+    Of functions (lambdas, partials, methods) that are not this library's: their code, defaults,
+    what they close over and the global values that they name. What cannot be compared is "unknown".
 
     >>> from advbayes import L2, pgd
     >>> list(contents_of(pgd(L2(1.0, scale=torch.ones(3))), lambda predict: [0.0]))
     ['ball.scale']
-    >>> list(contents_of((lambda power: lambda prediction, y: prediction.mean**power)(2), lambda predict: [0.0]))
+    >>> list(
+    ...     contents_of(
+    ...         (lambda power: lambda prediction, y: prediction.mean**power)(2),
+    ...         lambda predict: [0.0],
+    ...     )
+    ... )
     ['code', 'closure.power']
     """
     return dict(_walked(attack, "", fingerprint, False, False, set()))
@@ -81,21 +102,30 @@ def _walked(
         return
     for name, member in parts:
         inner = name in LOSSES or (is_loss and name.isdigit())
-        yield from _walked(member, f"{path}.{name}".strip("."), fingerprint, inner, hidden, above | {id(value)})
+        yield from _walked(
+            member, f"{path}.{name}".strip("."), fingerprint, inner, hidden, above | {id(value)}
+        )
 
 
 def _is_open(value: Any) -> bool:
-    return isinstance(value, FunctionType) and value.__module__.startswith(_OPEN) and value.__closure__ is None
+    return (
+        isinstance(value, FunctionType)
+        and value.__module__.startswith(_OPEN)
+        and value.__closure__ is None
+    )
 
 
 def _parts(value: Any, hidden: bool) -> tuple[list[tuple[str, Any]] | None, bool]:
-    """The named parts of a value, and whether its repr leaves them out; None where they cannot be had."""
+    """The named parts of a value, and whether its repr leaves them out; None where they cannot be
+    had."""
     if isinstance(value, Mapping):
         return [(str(key), member) for key, member in value.items()], hidden
     if isinstance(value, (tuple, list)):
         return [(str(number), member) for number, member in enumerate(value)], hidden
     if isinstance(value, (set, frozenset)):
-        return [(str(number), member) for number, member in enumerate(sorted(value, key=repr))], hidden
+        return [
+            (str(number), member) for number, member in enumerate(sorted(value, key=repr))
+        ], hidden
     if settings(value):
         return list(settings(value).items()), hidden
     if isinstance(value, functools.partial):
@@ -105,7 +135,9 @@ def _parts(value: Any, hidden: bool) -> tuple[list[tuple[str, Any]] | None, bool
     if isinstance(value, FunctionType):
         return _of_function(value), True
     held = getattr(value, "__dict__", None)
-    if held is None or isinstance(value, torch.Generator):  # a stream's place moves as it is drawn from
+    if held is None or isinstance(
+        value, torch.Generator
+    ):  # a stream's place moves as it is drawn from
         return None, True
     return [("class", type(value)), *held.items()], True
 
@@ -114,8 +146,17 @@ def _of_function(value: FunctionType) -> list[tuple[str, Any]]:
     """Code, defaults, closure and the globals that are named in it."""
     names = value.__code__.co_freevars
     cells = dict(zip(names, map(_content, value.__closure__ or ()), strict=True))
-    named = {name: value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__}
-    held = {"defaults": value.__defaults__, "keyword defaults": value.__kwdefaults__, "closure": cells, "globals": named}
+    named = {
+        name: value.__globals__[name]
+        for name in _names(value.__code__)
+        if name in value.__globals__
+    }
+    held = {
+        "defaults": value.__defaults__,
+        "keyword defaults": value.__kwdefaults__,
+        "closure": cells,
+        "globals": named,
+    }
     return [("code", _code(value.__code__)), *((name, part) for name, part in held.items() if part)]
 
 
@@ -127,14 +168,24 @@ def _content(cell: CellType) -> Any:
 
 
 def _names(code: CodeType) -> list[str]:
-    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names(constant)]
+    inner = [
+        name
+        for constant in code.co_consts
+        if isinstance(constant, CodeType)
+        for name in _names(constant)
+    ]
     return sorted({*code.co_names, *inner})
 
 
 def _code(code: CodeType) -> str:
     """SHA-256 of what a function does, wherever it stands."""
-    inner = [_code(constant) if isinstance(constant, CodeType) else repr(constant) for constant in code.co_consts]
-    return hashlib.sha256(repr((code.co_code, inner, code.co_names, code.co_varnames)).encode()).hexdigest()
+    inner = [
+        _code(constant) if isinstance(constant, CodeType) else repr(constant)
+        for constant in code.co_consts
+    ]
+    return hashlib.sha256(
+        repr((code.co_code, inner, code.co_names, code.co_varnames)).encode()
+    ).hexdigest()
 
 
 def _predicts(value: Any, fingerprint: Fingerprint) -> list[float] | None:

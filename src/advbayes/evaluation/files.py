@@ -1,4 +1,5 @@
-"""An evaluation on disk: config.json, records.jsonl (one line per example) and one safetensors file per block of arrays."""
+"""An evaluation on disk: config.json, records.jsonl (one line per example) and one safetensors file
+per block of arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from torch.distributions import Distribution
 import advbayes
 from advbayes import checks
 from advbayes.evaluation.contents import UNKNOWN, tensor_hash
-from advbayes.store import RecordLog, StoreError, read_document, versions, write_bytes, write_document
+from advbayes.store import (
+    RecordLog,
+    StoreError,
+    read_document,
+    versions,
+    write_bytes,
+    write_document,
+)
 from advbayes.store.files import read_bytes
 from advbayes.store.tensors import decode, encode
 
@@ -24,7 +32,8 @@ MAX_ARRAY_BYTES = 1 << 32
 
 @dataclass(frozen=True)
 class Block:
-    """One batch of one predictor under one attack at one radius: the unit that is written, and resumed, whole.
+    """One batch of one predictor under one attack at one radius: the unit that is written, and
+    resumed, whole.
 
     >>> Block(3, "MIX", "PGD", 2.0, 0, 256).file
     'blocks/00003.safetensors'
@@ -88,7 +97,8 @@ class Folder:
         return RecordLog(self.path / "records.jsonl")
 
     def open(self, config: dict[str, Any]) -> None:
-        """Begin, or go on with, the evaluation that `config` describes; another one's folder is refused."""
+        """Begin, or go on with, the evaluation that `config` describes; another one's folder is
+        refused."""
         (self.path / "blocks").mkdir(parents=True, exist_ok=True)
         file = self.path / "config.json"
         if not file.exists():
@@ -99,7 +109,8 @@ class Folder:
             for place, value in contents.items():
                 if str(value).startswith(UNKNOWN):
                     raise ValueError(
-                        f"out must be a new folder: the attack {attack!r} holds {str(value).removeprefix(UNKNOWN)} ({place}), "
+                        f"out must be a new folder: the attack {attack!r} holds "
+                        f"{str(value).removeprefix(UNKNOWN)} ({place}), "
                         f"which cannot be compared with what it held when {self.path} was begun"
                     )
         for key, value in config.items():
@@ -108,30 +119,37 @@ class Folder:
             elif not _alike(held.get(key), value):
                 place, before, now = _difference(key, held.get(key), value)
                 raise ValueError(
-                    f"out must be a new folder or hold the same evaluation, got {self.path} whose {place} is "
+                    f"out must be a new folder or hold the same evaluation, got {self.path} whose "
+                    f"{place} is "
                     f"{before!r:.200}, not {now!r:.200}"
                 )
 
     def _without_contents(self, wanted: dict[str, dict[str, Any]]) -> None:
-        """A folder from before the contents of attacks were noted: fine where the attacks hold nothing of the kind."""
+        """A folder from before the contents of attacks were noted: fine where the attacks hold
+        nothing of the kind."""
         needed = [f"{name}: {path}" for name, found in wanted.items() for path in found]
         if needed:
             raise ValueError(
-                f"out must be a new folder or hold the same evaluation, got {self.path}, which does not say what the attacks "
-                f"held ({', '.join(needed)}): an older version made it, and it cannot be resumed; give a new folder"
+                f"out must be a new folder or hold the same evaluation, got {self.path}, which "
+                f"does not say what the attacks "
+                f"held ({', '.join(needed)}): an older version made it, and it cannot be resumed; "
+                f"give a new folder"
             )
 
     def config(self) -> dict[str, Any]:
         """What was evaluated, with which code."""
         held = read_document(self.path / "config.json")
         if not isinstance(held, dict):
-            raise ValueError(f"{self.path / 'config.json'} must hold a dictionary, got {type(held).__name__}")
+            raise ValueError(
+                f"{self.path / 'config.json'} must hold a dictionary, got {type(held).__name__}"
+            )
         return held
 
     def write_array(self, block: Block, x_adv: Tensor, y: Tensor) -> str:
         """Keep the very array that is scored, with its targets; its SHA-256 goes into the records.
 
-        A block that has a hash already is made again, and refused where the new array is another one.
+        A block that has a hash already is made again, and refused where the new array is another
+        one.
         """
         data = encode({"x_adv": x_adv, "y": y}, block.file)
         digest = hashlib.sha256(data).hexdigest()
@@ -149,7 +167,10 @@ class Folder:
         path = self.path / block.file
         if not path.is_file():
             return False
-        return not block.array or hashlib.sha256(read_bytes(path, limit=MAX_ARRAY_BYTES)).hexdigest() == block.array
+        return (
+            not block.array
+            or hashlib.sha256(read_bytes(path, limit=MAX_ARRAY_BYTES)).hexdigest() == block.array
+        )
 
     def check_array(self, block: Block) -> None:
         """Refuse a block whose array is missing or another one."""
@@ -157,7 +178,9 @@ class Folder:
         if not self.holds(block):
             got = "another one" if path.exists() else "no file"
             raise StoreError(
-                path, wanted="the array that was scored", got=f"{got}; call evaluate with this folder once more to make it again"
+                path,
+                wanted="the array that was scored",
+                got=f"{got}; call evaluate with this folder once more to make it again",
             )
 
     def read_array(self, block: Block) -> tuple[Tensor, Tensor]:
@@ -169,11 +192,14 @@ class Folder:
 
 
 def _alike(first: Any, second: Any) -> bool:
-    """Equal, numbers up to rounding: the predictions of a model differ in the last bits from machine to machine."""
+    """Equal, numbers up to rounding: the predictions of a model differ in the last bits from
+    machine to machine."""
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
         return len(first) == len(second) and all(map(_alike, first, second))
     if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(_alike(first[key], second[key]) for key in first)
+        return first.keys() == second.keys() and all(
+            _alike(first[key], second[key]) for key in first
+        )
     if isinstance(first, float) and isinstance(second, float):
         return abs(first - second) <= 1e-4 * (1 + abs(second))
     return bool(first == second)
@@ -193,6 +219,9 @@ def fingerprint(predict: Any, x: Tensor) -> list[float]:  # x (B, *event), a few
     """A few numbers that tell one trained predictor from another."""
     prediction = predict(x)
     if not isinstance(prediction, Distribution):
-        raise TypeError(f"a predictor must return a torch Distribution over y, got {checks.describe(prediction)}")
+        raise TypeError(
+            f"a predictor must return a torch Distribution over y, got "
+            f"{checks.describe(prediction)}"
+        )
     values: Tensor = prediction.logits if hasattr(prediction, "logits") else prediction.mean
     return [float(value) for value in values.flatten()[:16].double()]

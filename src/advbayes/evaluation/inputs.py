@@ -1,4 +1,5 @@
-"""What is refused before the first attack runs: data, predictors and radii that cannot give a number to believe."""
+"""What is refused before the first attack runs: data, predictors and radii that cannot give a
+number to believe."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ Task = Literal["classification", "regression"]
 Data = tuple[Any, Any] | DataLoader[Any]  # (x, y) of tensors or arrays, or batches of them
 
 
-ASKED = 64  # examples that a predictor is asked about twice: on few of them a coin may fall the same way
+# examples that a predictor is asked about twice: on few of them a coin may fall the same way
+ASKED = 64
 
 
 class UnitsWarning(UserWarning):
@@ -43,7 +45,8 @@ def dtype_of(*predictors: Predictor) -> torch.dtype:
 
 
 def as_tensors(data: Data, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """One x and one y from tensors, arrays or a DataLoader; refused when empty, of unequal length or not finite.
+    """One x and one y from tensors, arrays or a DataLoader; refused when empty, of unequal length
+    or not finite.
 
     >>> x, y = as_tensors((np.zeros((3, 2)), np.array([0, 1, 1])))
     >>> x.dtype, y.dtype
@@ -53,8 +56,16 @@ def as_tensors(data: Data, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
         with GlobalStream(0):
             batches = list(data)
         if not all(isinstance(batch, (tuple, list)) and len(batch) == 2 for batch in batches):
-            first = next(batch for batch in batches if not isinstance(batch, (tuple, list)) or len(batch) != 2)
-            got = f"{len(first)} parts" if isinstance(first, (tuple, list)) else checks.describe(first)
+            first = next(
+                batch
+                for batch in batches
+                if not isinstance(batch, (tuple, list)) or len(batch) != 2
+            )
+            got = (
+                f"{len(first)} parts"
+                if isinstance(first, (tuple, list))
+                else checks.describe(first)
+            )
             raise ValueError(f"data must be a DataLoader of pairs (x, y), got batches of {got}")
         if not batches:
             raise ValueError("data must hold at least one example, got an empty DataLoader")
@@ -64,9 +75,15 @@ def as_tensors(data: Data, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
     else:
         raise TypeError(f"data must be a pair (x, y) or a DataLoader, got {checks.describe(data)}")
     if x.ndim < 2 or not len(x) or not x.is_floating_point():
-        raise ValueError(f"x must be a floating-point tensor of shape (N, *event) with N >= 1, got {checks.describe(x)}")
+        raise ValueError(
+            f"x must be a floating-point tensor of shape (N, *event) with N >= 1, got "
+            f"{checks.describe(x)}"
+        )
     if y.ndim == 0 or len(y) != len(x):
-        raise ValueError(f"y must hold one target for each of the {len(x)} examples of x, got {checks.describe(y)}")
+        raise ValueError(
+            f"y must hold one target for each of the {len(x)} examples of x, got "
+            f"{checks.describe(y)}"
+        )
     return checks.finite("x", x), checks.finite("y", y)
 
 
@@ -79,9 +96,13 @@ def as_targets(name: str, value: Any) -> Tensor:
     try:
         found = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name} must be a tensor, an array or a list of numbers, got {checks.describe(value)}") from None
+        raise TypeError(
+            f"{name} must be a tensor, an array or a list of numbers, got {checks.describe(value)}"
+        ) from None
     if found.ndim not in (1, 2) or not len(found):
-        raise ValueError(f"{name} must have shape (N,) or (N, D) with N >= 1, got {checks.describe(found)}")
+        raise ValueError(
+            f"{name} must have shape (N,) or (N, D) with N >= 1, got {checks.describe(found)}"
+        )
     return checks.finite(name, found)
 
 
@@ -99,7 +120,9 @@ def as_radii(radii: Any) -> tuple[float, ...]:
         or not hasattr(radii, "__iter__")
         or getattr(radii, "ndim", 1) != 1
     ):
-        raise TypeError(f"radii must be a sequence of numbers such as (0.5, 1.0), got {checks.describe(radii)}")
+        raise TypeError(
+            f"radii must be a sequence of numbers such as (0.5, 1.0), got {checks.describe(radii)}"
+        )
     if not len(radii):
         raise ValueError("radii must hold at least one eps, got none")
     return tuple(checks.number("radii", eps, low=0) for eps in radii)
@@ -109,7 +132,8 @@ def in_shape_of(
     predictions: Sequence[Distribution],  # of a few inputs, one by each predictor
     y: Tensor,  # (N,), (N, 1) or (N, D)
 ) -> Tensor:
-    """Regression targets in the predictions' own shape, so that `(N, 1)` never meets `(N,)` in a broadcast.
+    """Regression targets in the predictions' own shape, so that `(N, 1)` never meets `(N,)` in a
+    broadcast.
 
     >>> in_shape_of([torch.distributions.Normal(torch.zeros(2), 1.0)], torch.zeros(5, 1)).shape
     torch.Size([5])
@@ -135,19 +159,21 @@ def check_predictor(
     y: Tensor,
     name: str = "predict",
 ) -> Task:
-    """The task of a predictor, after one call on a few examples; what is wrong with its predictions is named.
+    """The task of a predictor, after one call on a few examples; what is wrong with its predictions
+    is named.
 
     >>> check_predictor(lambda x: x.softmax(1), torch.zeros(2, 3), torch.tensor([0, 1]))
     Traceback (most recent call last):
     ...
     TypeError: predict must return a torch Distribution over y, got a torch.float32 tensor of shape (2, 3) on cpu; wrap logits \
 as Categorical(logits=...), probabilities as Categorical(probs=...)
-    """
+    """  # noqa: E501
     with torch.no_grad():
         prediction = predict(x)
     if not isinstance(prediction, Distribution):
         raise TypeError(
-            f"{name} must return a torch Distribution over y, got {checks.describe(prediction)}; wrap logits as "
+            f"{name} must return a torch Distribution over y, got {checks.describe(prediction)}; "
+            f"wrap logits as "
             "Categorical(logits=...), probabilities as Categorical(probs=...)"
         )
     if tuple(prediction.batch_shape) not in ((len(x),), (len(x), 1)):
@@ -157,7 +183,10 @@ as Categorical(logits=...), probabilities as Categorical(probs=...)
         )
     if not isinstance(prediction, Categorical):
         targets(prediction, y)
-        check_scores(prediction.log_prob(y.reshape(prediction.mean.shape)), f"the log-probabilities of {name}")
+        check_scores(
+            prediction.log_prob(y.reshape(prediction.mean.shape)),
+            f"the log-probabilities of {name}",
+        )
         return "regression"
     check_scores(prediction.logits, f"the log-probabilities of {name}")
     labels(prediction, y)
@@ -165,13 +194,16 @@ as Categorical(logits=...), probabilities as Categorical(probs=...)
     spread = prediction.logits.amax(1) - prediction.logits.amin(1)
     if not constant and float(spread.max()) < 1e-7:
         raise ValueError(
-            f"{name} must tell the classes apart, got equal logits for all {prediction.logits.shape[1]} classes on each of "
-            f"{len(x)} inputs (all zero, or a constant was added); use advbayes.metrics.uniform for the trivial predictor"
+            f"{name} must tell the classes apart, got equal logits for all "
+            f"{prediction.logits.shape[1]} classes on each of "
+            f"{len(x)} inputs (all zero, or a constant was added); use advbayes.metrics.uniform "
+            f"for the trivial predictor"
         )
     if not constant and softmaxed_twice(prediction.logits, y.reshape(-1)):
         ceiling = math.e / (math.e + prediction.logits.shape[1] - 1)
         warnings.warn(
-            f"{name} seems to give probabilities where logits are due (soft-maxed twice): no confidence exceeds "
+            f"{name} seems to give probabilities where logits are due (soft-maxed twice): no "
+            f"confidence exceeds "
             f"e/(e + C - 1) = {ceiling:.3f} and many sit just below it",
             SoftmaxWarning,
             stacklevel=3,
@@ -189,21 +221,27 @@ def check_scores(scores: Tensor, what: str) -> None:
     """
     if not bool(torch.isfinite(scores).all()):
         nan, infinite = int(scores.isnan().sum()), int(scores.isinf().sum())
-        raise ValueError(f"{what} must be finite, got {nan} NaN and {infinite} infinite of {scores.numel()}")
+        raise ValueError(
+            f"{what} must be finite, got {nan} NaN and {infinite} infinite of {scores.numel()}"
+        )
 
 
 def softmaxed_twice(
     log_probs: Tensor,  # (B, C), normalised
     y: Tensor,  # (B,)
 ) -> bool:
-    """Whether log p = log softmax(p') for probabilities p' on every row, with p' often close to certain.
+    """Whether log p = log softmax(p') for probabilities p' on every row, with p' often close to
+    certain.
 
-    Adding a constant to log p so that each row sums to 1 recovers p'; only a soft-maxed softmax gives rows without a negative
-    entry that pile up at the ceiling p' = 1 and are right far more often than they say.
+    Adding a constant to log p so that each row sums to 1 recovers p'; only a soft-maxed softmax
+    gives rows without a negative entry that pile up at the ceiling p' = 1 and are right far more
+    often than they say.
 
     >>> certain = torch.eye(3).repeat(40, 1)
-    >>> softmaxed_twice(certain.log_softmax(1), torch.arange(3).repeat(40)), softmaxed_twice((9 * certain).log_softmax(1),
-    ...     torch.arange(3).repeat(40))
+    >>> (
+    ...     softmaxed_twice(certain.log_softmax(1), torch.arange(3).repeat(40)),
+    ...     softmaxed_twice((9 * certain).log_softmax(1), torch.arange(3).repeat(40)),
+    ... )
     (True, False)
     """
     log_probs = log_probs.double()
@@ -220,25 +258,27 @@ def check_units(
     x: Tensor,  # (N, *event)
     name: str = "ball",
 ) -> str | None:
-    """A sentence with both scales when eps and the data cannot be in the same units: eps beyond the data's whole extent, or
-    below a thousandth of it.
+    """A sentence with both scales when eps and the data cannot be in the same units: eps beyond the
+    data's whole extent, or below a thousandth of it.
 
     >>> from advbayes import Linf
     >>> check_units(Linf(8.0), torch.tensor([[0.0, 0.5], [1.0, 0.5]]))
     'ball has eps = 8, but the data extend over 1 in its norm (x from 0 to 1): more than the whole of it; in other units?'
-    """
+    """  # noqa: E501
     extent = extent_of(ball, x)
     if ball.eps == 0 or extent == 0 or 1e-3 * extent <= ball.eps <= extent:
         return None
     side = "more than the whole of it" if ball.eps > extent else "less than a thousandth of it"
     return (
-        f"{name} has eps = {ball.eps:g}, but the data extend over {extent:.3g} in its norm (x from {float(x.min()):g} to "
+        f"{name} has eps = {ball.eps:g}, but the data extend over {extent:.3g} in its norm (x "
+        f"from {float(x.min()):g} to "
         f"{float(x.max()):g}): {side}; in other units?"
     )
 
 
 def extent_of(ball: Ball, x: Tensor) -> float:
-    """The norm of the smallest box around the data (or of the ball's own box): a radius from which everything is reachable."""
+    """The norm of the smallest box around the data (or of the ball's own box): a radius from which
+    everything is reachable."""
     if ball.box is None:
         reach = x.amax(0) - x.amin(0)
     else:
@@ -266,4 +306,6 @@ def is_stochastic(predict: Predictor, x: Tensor) -> bool:
         first, second = predict(x), predict(x)
     if isinstance(first, Categorical) and isinstance(second, Categorical):
         return not torch.equal(first.logits, second.logits)
-    return not (torch.equal(first.mean, second.mean) and torch.equal(first.variance, second.variance))
+    return not (
+        torch.equal(first.mean, second.mean) and torch.equal(first.variance, second.variance)
+    )

@@ -1,4 +1,5 @@
-"""The loop that every measurement goes through: attack a batch, score it; each draw depends on (seed, key, first row) alone."""
+"""The loop that every measurement goes through: attack a batch, score it; each draw depends on
+(seed, key, first row) alone."""
 
 from __future__ import annotations
 
@@ -29,14 +30,16 @@ def batches(num: int, size: int) -> list[slice]:
 
 @contextmanager
 def seeded(seed: int, key: str, step: int = 0) -> Iterator[None]:
-    """Seed a copy of the global stream, for predictors without a generator of their own, and put it back."""
+    """Seed a copy of the global stream, for predictors without a generator of their own, and put it
+    back."""
     with torch.random.fork_rng():
         torch.manual_seed(seed_for(seed, key, step))
         yield
 
 
 def with_generator(predict: Predictor, generator: torch.Generator) -> Predictor:
-    """The same predictor drawing from `generator`, where it (or a predictor in it) has such a field.
+    """The same predictor drawing from `generator`, where it (or a predictor in it) has such a
+    field.
 
     >>> with_generator(len, torch.Generator()) is len
     True
@@ -60,14 +63,18 @@ def keyed(predict: Predictor, seed: int, key: str, step: int = 0) -> Predictor:
 
 
 def _keyed_sources(attack: Attack, seed: int, key: str, step: int) -> Attack:
-    """The attack with the randomness of the predictors that it holds (a Transfer's sources) keyed."""
+    """The attack with the randomness of the predictors that it holds (a Transfer's sources)
+    keyed."""
 
     def change(part: Any) -> dict[str, Any]:
         changed = {}
         for name, value in settings(part).items():
             if name in LOSSES or not isinstance(value, (tuple, list)):
                 continue
-            new = [keyed(each, seed, f"{key}/{name}/{k}", step) if settings(each) else each for k, each in enumerate(value)]
+            new = [
+                keyed(each, seed, f"{key}/{name}/{k}", step) if settings(each) else each
+                for k, each in enumerate(value)
+            ]
             if any(one is not other for one, other in zip(new, members(value), strict=True)):
                 changed[name] = type(value)(new)
         return changed
@@ -85,11 +92,20 @@ def attacked(
     seed: int,
     key: str,
 ) -> Tensor:  # (B, *event)
-    """Some rows after the attack: losses with one entry for each example keep those rows, all randomness is keyed.
+    """Some rows after the attack: losses with one entry for each example keep those rows, all
+    randomness is keyed.
 
     >>> from advbayes import L2, pgd
     >>> predict = lambda x: torch.distributions.Normal(x[:, 0], 1.0)
-    >>> attacked(predict, pgd(L2(1.0), 3), torch.zeros(3, 1), torch.ones(3), slice(1, 3), seed=0, key="PGD")
+    >>> attacked(
+    ...     predict,
+    ...     pgd(L2(1.0), 3),
+    ...     torch.zeros(3, 1),
+    ...     torch.ones(3),
+    ...     slice(1, 3),
+    ...     seed=0,
+    ...     key="PGD",
+    ... )
     tensor([[-1.],
             [-1.]])
     """
@@ -97,17 +113,35 @@ def attacked(
     with seeded(seed, f"{key}/global", start):
         through = keyed(predict, seed, f"{key}/attack theta", start)
         method = _keyed_sources(on_rows(attack, rows), seed, f"{key}/sources", start)
-        x_adv = method(through, x[rows], y[rows], generator=generator_for(seed, f"{key}/attack", start, x.device)).detach()
+        x_adv = method(
+            through,
+            x[rows],
+            y[rows],
+            generator=generator_for(seed, f"{key}/attack", start, x.device),
+        ).detach()
     if x_adv.shape != x[rows].shape:
-        raise ValueError(f"{key} must return inputs of shape {tuple(x[rows].shape)}, got {checks.describe(x_adv)}")
+        raise ValueError(
+            f"{key} must return inputs of shape {tuple(x[rows].shape)}, got "
+            f"{checks.describe(x_adv)}"
+        )
     return x_adv
 
 
 def attacked_in_batches(
-    predict: Predictor, attack: Attack, x: Tensor, y: Tensor, *, seed: int, key: str, batch_size: int
+    predict: Predictor,
+    attack: Attack,
+    x: Tensor,
+    y: Tensor,
+    *,
+    seed: int,
+    key: str,
+    batch_size: int,
 ) -> Iterator[Tensor]:
     """`attacked`, batch by batch."""
-    return (attacked(predict, attack, x, y, rows, seed=seed, key=key) for rows in batches(len(x), batch_size))
+    return (
+        attacked(predict, attack, x, y, rows, seed=seed, key=key)
+        for rows in batches(len(x), batch_size)
+    )
 
 
 def scored(
@@ -122,7 +156,8 @@ def scored(
     repeats: int = 1,
     **options: Any,
 ) -> Columns:
-    """The scores of a batch that begins at row `start`, the same whenever they are made; `options` are those of `score`."""
+    """The scores of a batch that begins at row `start`, the same whenever they are made; `options`
+    are those of `score`."""
     with seeded(seed, f"{key}/score", start):
         through = keyed(predict, seed, f"{key}/score theta", start)
         return score(through, x_adv, y, task, repeats=repeats, halves=repeats > 1, **options)

@@ -1,4 +1,5 @@
-"""What `evaluate` returns: records per example, and every table and curve as a reduction of them."""
+"""What `evaluate` returns: records per example, and every table and curve as a reduction of
+them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from advbayes.metrics import Estimate
 CLEAN, WORST = "clean", "worst"
 
 
-def _proportion(values: Tensor) -> Estimate:  # in [0, 1], fractions where a stochastic predictor was scored several times
+def _proportion(
+    values: Tensor,
+) -> Estimate:  # in [0, 1], fractions where a stochastic predictor was scored several times
     total, num = float(values.sum()), len(values)
     return Estimate(total / num, *metrics.wilson(min(total, num), num), num, 0.95)
 
@@ -31,7 +34,9 @@ REDUCTIONS: dict[Task, dict[str, Callable[[Columns], Estimate]]] = {
         "nll": lambda rows: metrics.mean(-rows["log_prob"]),
         "brier": lambda rows: metrics.mean(rows["brier"]),
         "ece": lambda rows: metrics.ece(rows["confidence"], rows["correct"]),
-        "selective_accuracy": lambda rows: metrics.selective_accuracy(rows["correct"], -rows["entropy"], coverage=0.5),
+        "selective_accuracy": lambda rows: metrics.selective_accuracy(
+            rows["correct"], -rows["entropy"], coverage=0.5
+        ),
         "aurc": lambda rows: metrics.aurc(1 - rows["correct"], -rows["entropy"]),
     },
     "regression": {
@@ -53,10 +58,13 @@ ON_REQUEST: dict[Task, dict[str, Callable[[Columns], Estimate]]] = {  # not in a
     "regression": {},
 }
 
-NEEDED = {"crps": "crps", "coverage": "inside", "aurc": "entropy", "balanced_accuracy": "label", "recall": "label"} | {
-    "auroc": "positive",
-    "auprc": "positive",
-}  # columns that not every prediction can give
+NEEDED = {
+    "crps": "crps",
+    "coverage": "inside",
+    "aurc": "entropy",
+    "balanced_accuracy": "label",
+    "recall": "label",
+} | {"auroc": "positive", "auprc": "positive"}  # columns that not every prediction can give
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,9 @@ class Evaluation:
     >>> from advbayes.evaluation import evaluate
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> data = torch.tensor([[2.0], [-0.3]]), torch.tensor([0, 1])
-    >>> evaluate(predict, data, attacks={"PGD": pgd(L2(1.0), steps=5)}).estimate("accuracy", attack="worst").value
+    >>> evaluate(predict, data, attacks={"PGD": pgd(L2(1.0), steps=5)}).estimate(
+    ...     "accuracy", attack="worst"
+    ... ).value
     0.5
     """
 
@@ -93,7 +103,10 @@ class Evaluation:
 
     def __repr__(self) -> str:
         num = len(next(iter(self.cells.values()))["log_prob"]) if self.cells else 0
-        return f"Evaluation({self.task}, predictors={self.predictors}, attacks={self.attacks}, radii={self.radii}, num={num})"
+        return (
+            f"Evaluation({self.task}, predictors={self.predictors}, attacks={self.attacks}, "
+            f"radii={self.radii}, num={num})"
+        )
 
     @property
     def predictors(self) -> tuple[str, ...]:
@@ -115,8 +128,11 @@ class Evaluation:
         name = self.predictors[0] if predictor is None else predictor
         return checks.choice("predictor", name, self.predictors)
 
-    def columns(self, predictor: str | None = None, attack: str = WORST, eps: float | None = None) -> Columns:
-        """The scores of one cell, one value per example; eps may be left out where the attack has one radius.
+    def columns(
+        self, predictor: str | None = None, attack: str = WORST, eps: float | None = None
+    ) -> Columns:
+        """The scores of one cell, one value per example; eps may be left out where the attack has
+        one radius.
 
         `worst` is the union of clean and every attack at that radius.
         """
@@ -124,7 +140,11 @@ class Evaluation:
         checks.choice("attack", attack, (CLEAN, WORST, *self.attacks))
         if attack == CLEAN or predictor in self.trivial:
             return self.cells[Cell(predictor, CLEAN, 0.0)]
-        held = [c.eps for c in self.cells if c.predictor == predictor and c.attack != CLEAN and attack in (WORST, c.attack)]
+        held = [
+            c.eps
+            for c in self.cells
+            if c.predictor == predictor and c.attack != CLEAN and attack in (WORST, c.attack)
+        ]
         radii = list(dict.fromkeys(held))
         if eps is None and len(radii) == 1:
             eps = radii[0]
@@ -132,11 +152,15 @@ class Evaluation:
             raise ValueError(f"eps must be one of {radii} for {attack!r}, got {eps}")
         if attack != WORST:
             return self.cells[Cell(predictor, attack, eps)]
-        return worst([self.cells[Cell(predictor, CLEAN, 0.0)], *self._at(predictor, eps)], self.task)
+        return worst(
+            [self.cells[Cell(predictor, CLEAN, 0.0)], *self._at(predictor, eps)], self.task
+        )
 
     def _at(self, predictor: str, eps: float | None) -> list[Columns]:
         return [
-            rows for cell, rows in self.cells.items() if (cell.predictor, cell.eps) == (predictor, eps) and cell.attack != CLEAN
+            rows
+            for cell, rows in self.cells.items()
+            if (cell.predictor, cell.eps) == (predictor, eps) and cell.attack != CLEAN
         ]
 
     def records(self) -> Iterator[dict[str, Any]]:
@@ -153,33 +177,55 @@ class Evaluation:
                     **{name: float(values[index]) for name, values in rows.items()},
                 }
 
-    def estimate(self, metric: str, predictor: str | None = None, attack: str = WORST, eps: float | None = None) -> Estimate:
+    def estimate(
+        self,
+        metric: str,
+        predictor: str | None = None,
+        attack: str = WORST,
+        eps: float | None = None,
+    ) -> Estimate:
         """One number with its confidence interval."""
         reductions = REDUCTIONS[self.task] | ON_REQUEST[self.task]
         checks.choice("metric", metric, tuple(reductions))
         rows = self.columns(predictor, attack, eps)
         if not gives(rows, metric):
-            raise ValueError(f"metric must be one that the predictions can give, got {metric!r} without {NEEDED[metric]!r}")
+            raise ValueError(
+                f"metric must be one that the predictions can give, got {metric!r} without "
+                f"{NEEDED[metric]!r}"
+            )
         return reductions[metric](rows)
 
-    def curve(self, metric: str | None = None, predictor: str | None = None, attack: str = WORST) -> list[tuple[float, Estimate]]:
+    def curve(
+        self, metric: str | None = None, predictor: str | None = None, attack: str = WORST
+    ) -> list[tuple[float, Estimate]]:
         """The security curve: (eps, estimate), from the clean point outward."""
         metric = metric or next(iter(REDUCTIONS[self.task]))
         predictor = self._name(predictor)
         clean = (0.0, self.estimate(metric, predictor, CLEAN))
-        held = [eps for eps in self.radii if eps and (attack == WORST or Cell(self._first(predictor), attack, eps) in self.cells)]
+        held = [
+            eps
+            for eps in self.radii
+            if eps and (attack == WORST or Cell(self._first(predictor), attack, eps) in self.cells)
+        ]
         return [clean, *((eps, self.estimate(metric, predictor, attack, eps)) for eps in held)]
 
-    def risk_coverage(self, predictor: str | None = None, attack: str = WORST, eps: float | None = None) -> metrics.RiskCoverage:
+    def risk_coverage(
+        self, predictor: str | None = None, attack: str = WORST, eps: float | None = None
+    ) -> metrics.RiskCoverage:
         """Error (or squared error) among the k answers of lowest entropy, for every k."""
         rows = self.columns(predictor, attack, eps)
         losses = 1 - rows["correct"] if self.task == "classification" else rows["squared_error"]
         return metrics.risk_coverage(losses, -rows["entropy"])
 
     def ood_auroc(
-        self, outside: Evaluation, predictor: str | None = None, attack: str = CLEAN, eps: float | None = None
+        self,
+        outside: Evaluation,
+        predictor: str | None = None,
+        attack: str = CLEAN,
+        eps: float | None = None,
     ) -> Estimate:
-        """How well entropy tells the examples of `outside` (foreign inputs, any labels) from these, under the same attack."""
+        """How well entropy tells the examples of `outside` (foreign inputs, any labels) from these,
+        under the same attack."""
         here, there = (each.columns(predictor, attack, eps)["entropy"] for each in (self, outside))
         foreign = torch.cat([torch.zeros_like(here), torch.ones_like(there)])
         return metrics.auroc(torch.cat([here, there]), foreign)
@@ -188,10 +234,12 @@ class Evaluation:
         return self.predictors[0] if predictor in self.trivial else predictor
 
     def table(self, metrics: Sequence[str] | None = None, *, verdict: Any = None) -> Table:
-        """Rows predictor x attack x eps, clean first, the worst case after its attacks, trivial predictors last.
+        """Rows predictor x attack x eps, clean first, the worst case after its attacks, trivial
+        predictors last.
 
-        A metric that a row's predictions cannot give is empty there, and absent where no predictor under attack gives it.
-        With a verdict (of `audit`) of which a mandatory check failed, the attacked rows carry a dagger.
+        A metric that a row's predictions cannot give is empty there, and absent where no predictor
+        under attack gives it. With a verdict (of `audit`) of which a mandatory check failed, the
+        attacked rows carry a dagger.
         """
         names = tuple(REDUCTIONS[self.task]) if metrics is None else tuple(metrics)
         rows = []
@@ -200,16 +248,30 @@ class Evaluation:
             if predictor not in self.trivial:
                 for eps in self.radii:
                     keys += [
-                        (c.attack, eps) for c in self.cells if (c.predictor, c.eps) == (predictor, eps) and c.attack != CLEAN
+                        (c.attack, eps)
+                        for c in self.cells
+                        if (c.predictor, c.eps) == (predictor, eps) and c.attack != CLEAN
                     ]
                     keys.append((WORST, eps))
             for attack, eps in keys:
                 label = "any" if predictor in self.trivial else attack
                 held = [name for name in names if gives(self.columns(predictor, attack, eps), name)]
                 values = {name: self.estimate(name, predictor, attack, eps) for name in held}
-                rows.append(Row(predictor, label, None if label == "any" else eps, values, marked=attack != CLEAN))
+                rows.append(
+                    Row(
+                        predictor,
+                        label,
+                        None if label == "any" else eps,
+                        values,
+                        marked=attack != CLEAN,
+                    )
+                )
         if metrics is None:
-            names = tuple(name for name in names if any(name in row.values for row in rows if row.predictor not in self.trivial))
+            names = tuple(
+                name
+                for name in names
+                if any(name in row.values for row in rows if row.predictor not in self.trivial)
+            )
         note = "" if verdict is None else verdict.line()
         dagger = verdict is not None and bool(verdict.failed_mandatory)
         return Table(names, tuple(rows), note=note, dagger=dagger)

@@ -1,4 +1,5 @@
-"""`evaluate`: attack, predict, score -> one record per example; written as they are made, resumed where they stopped."""
+"""`evaluate`: attack, predict, score -> one record per example; written as they are made, resumed
+where they stopped."""
 
 from __future__ import annotations
 
@@ -71,12 +72,14 @@ def evaluate(
 ) -> Evaluation:
     """Every predictor under every attack at every radius, scored example by example.
 
-    `radii` re-makes each attack at each eps (security curves); absent, each keeps its own. Trivial predictors are added from
-    `train_y` (absent: from y). A predictor whose answers differ from call to call is scored `rescore` times at each final
-    point. A loss that holds one entry for each example holds it for the whole of the data. With `out`, records and
-    adversarial arrays are on disk before the next batch starts, and calling again with the same arguments goes on with the
-    first batch that is missing: randomness is keyed by (seed, predictor, attack, eps, batch). The records name the SHA-256 of
-    every array; one that is missing or was altered is made again, and refused if it does not come out the same.
+    `radii` re-makes each attack at each eps (security curves); absent, each keeps its own. Trivial
+    predictors are added from `train_y` (absent: from y). A predictor whose answers differ from call
+    to call is scored `rescore` times at each final point. A loss that holds one entry for each
+    example holds it for the whole of the data. With `out`, records and adversarial arrays are on
+    disk before the next batch starts, and calling again with the same arguments goes on with the
+    first batch that is missing: randomness is keyed by (seed, predictor, attack, eps, batch). The
+    records name the SHA-256 of every array; one that is missing or was altered is made again, and
+    refused if it does not come out the same.
 
     >>> from torch.distributions import Categorical
     >>> from advbayes import L2, pgd
@@ -86,7 +89,9 @@ def evaluate(
     >>> [(eps, accuracy.value) for eps, accuracy in report.curve("accuracy")]
     [(0.0, 1.0), (0.1, 1.0), (1.0, 0.5)]
     """
-    x, y = as_tensors(data, dtype_of(*(predict.values() if isinstance(predict, Mapping) else (predict,))))
+    x, y = as_tensors(
+        data, dtype_of(*(predict.values() if isinstance(predict, Mapping) else (predict,)))
+    )
     checks.count("batch_size", batch_size)
     checks.count("seed", seed, low=0)
     checks.count("rescore", rescore)
@@ -94,18 +99,32 @@ def evaluate(
     predictors = dict(predict) if isinstance(predict, Mapping) else {"predict": predict}
     budgets = None if radii is None else as_radii(radii)
     jobs = _jobs(attacks, budgets, x)
-    with seeded(seed, "checks", 0), torch.no_grad():  # predictors without a generator of their own draw from the global stream
+    with (
+        seeded(seed, "checks", 0),
+        torch.no_grad(),
+    ):  # predictors without a generator of their own draw from the global stream
         task = _checked(predictors, x, y)
-        y = y.reshape(-1).long() if task == "classification" else in_shape_of([each(x[:2]) for each in predictors.values()], y)
-        trivial = _trivial(predictors, task, x, y if train_y is None else as_targets("train_y", train_y))
-        repeats = {name: rescore if is_stochastic(each, x[:ASKED]) else 1 for name, each in predictors.items()}
+        y = (
+            y.reshape(-1).long()
+            if task == "classification"
+            else in_shape_of([each(x[:2]) for each in predictors.values()], y)
+        )
+        trivial = _trivial(
+            predictors, task, x, y if train_y is None else as_targets("train_y", train_y)
+        )
+        repeats = {
+            name: rescore if is_stochastic(each, x[:ASKED]) else 1
+            for name, each in predictors.items()
+        }
 
     def marks(each: Predictor, name: str = "") -> list[float]:
         with seeded(seed, f"{name}/fingerprint/global", 0):
             return fingerprint(keyed(each, seed, "fingerprint", 0), x[:4])
 
     blocks = _blocks(predictors, jobs, trivial, len(x), batch_size)
-    iterations = {name: (steps_of(attack) or 0) * restarts_of(attack) for name, attack in attacks.items()}
+    iterations = {
+        name: (steps_of(attack) or 0) * restarts_of(attack) for name, attack in attacks.items()
+    }
     config: dict[str, Any] = {
         "task": task,
         "seed": seed,
@@ -140,12 +159,28 @@ def evaluate(
             if rows is None or (folder is not None and not folder.holds(known)):
                 each = (predictors | trivial)[block.predictor]
                 attack = jobs.get((block.attack, block.eps))
-                x_adv, made = _measure(each, attack, x, y, block, task, seed, repeats.get(block.predictor, 1), interval_level)
-                array = "" if folder is None else folder.write_array(known, x_adv, y[block.start : block.stop])
+                x_adv, made = _measure(
+                    each,
+                    attack,
+                    x,
+                    y,
+                    block,
+                    task,
+                    seed,
+                    repeats.get(block.predictor, 1),
+                    interval_level,
+                )
+                array = (
+                    ""
+                    if folder is None
+                    else folder.write_array(known, x_adv, y[block.start : block.stop])
+                )
                 if rows is None:
                     rows = made
                     if folder is not None:
-                        log.append(*_lines(block, rows, seed, iterations.get(block.attack, 0), array))
+                        log.append(
+                            *_lines(block, rows, seed, iterations.get(block.attack, 0), array)
+                        )
                     bar.advance(f"{block.predictor}, {block.attack}")
             cells.setdefault(Cell(block.predictor, block.attack, block.eps), []).append(rows)
     joined = {cell: _joined(parts, task) for cell, parts in cells.items()}
@@ -159,11 +194,19 @@ class UnchangedWarning(UserWarning):
 
 def _warn_unchanged(cells: Mapping[Cell, Columns]) -> None:
     for cell, rows in cells.items():
-        open_ = cells[Cell(cell.predictor, CLEAN, 0.0)].get("correct", torch.ones(1))  # nothing to do where all are wrong already
-        if cell.attack != CLEAN and cell.eps != 0 and bool(open_.any()) and not bool(rows["norm"].any()):
+        # nothing to do where all are wrong already
+        open_ = cells[Cell(cell.predictor, CLEAN, 0.0)].get("correct", torch.ones(1))
+        if (
+            cell.attack != CLEAN
+            and cell.eps != 0
+            and bool(open_.any())
+            and not bool(rows["norm"].any())
+        ):
             warnings.warn(
-                f"attack {cell.attack!r} changed no input of {cell.predictor!r} (eps = {cell.eps}): what it leaves standing says "
-                "nothing; are its ball and the data in the same units, and does the predictor have gradients?",
+                f"attack {cell.attack!r} changed no input of {cell.predictor!r} (eps = "
+                f"{cell.eps}): what it leaves standing says "
+                "nothing; are its ball and the data in the same units, and does the predictor "
+                "have gradients?",
                 UnchangedWarning,
                 stacklevel=3,
             )
@@ -171,20 +214,34 @@ def _warn_unchanged(cells: Mapping[Cell, Columns]) -> None:
 
 def _joined(parts: Sequence[Columns], task: Task) -> Columns:
     """The columns of a cell from those of its blocks; blocks of an older version may have fewer."""
-    return {name: torch.cat([rows[name] for rows in parts]) for name in column_names(task) if all(name in rows for rows in parts)}
+    return {
+        name: torch.cat([rows[name] for rows in parts])
+        for name in column_names(task)
+        if all(name in rows for rows in parts)
+    }
 
 
-def _jobs(attacks: Mapping[str, Attack], radii: tuple[float, ...] | None, x: Tensor) -> dict[tuple[str, float | None], Attack]:
+def _jobs(
+    attacks: Mapping[str, Attack], radii: tuple[float, ...] | None, x: Tensor
+) -> dict[tuple[str, float | None], Attack]:
     """Name and radius -> attack, checked against the data."""
     if not isinstance(attacks, Mapping) or not attacks:
-        raise ValueError(f"attacks must be a mapping of at least one named attack, got {checks.describe(attacks)}")
+        raise ValueError(
+            f"attacks must be a mapping of at least one named attack, got "
+            f"{checks.describe(attacks)}"
+        )
     jobs: dict[tuple[str, float | None], Attack] = {}
     warned: set[tuple[type, float]] = set()
     for name, attack in attacks.items():
         if name in (CLEAN, WORST):
-            raise ValueError(f"attacks must not be named {CLEAN!r} or {WORST!r}: these rows are always there")
+            raise ValueError(
+                f"attacks must not be named {CLEAN!r} or {WORST!r}: these rows are always there"
+            )
         if not callable(attack):
-            raise TypeError(f"attacks[{name!r}] must be an attack such as pgd(ball), got {checks.describe(attack)}")
+            raise TypeError(
+                f"attacks[{name!r}] must be an attack such as pgd(ball), got "
+                f"{checks.describe(attack)}"
+            )
         check_rows(attack, len(x), f"attacks[{name!r}]")
         for each in (attack,) if radii is None else (with_eps(attack, eps) for eps in radii):
             ball = ball_of(each)
@@ -200,7 +257,9 @@ def _jobs(attacks: Mapping[str, Attack], radii: tuple[float, ...] | None, x: Ten
 def _checked(predictors: Mapping[str, Predictor], x: Tensor, y: Tensor) -> Task:
     if not predictors:
         raise ValueError("predict must be a predictor or a mapping of at least one, got none")
-    tasks = {name: check_predictor(each, x[:PROBE], y[:PROBE], name) for name, each in predictors.items()}
+    tasks = {
+        name: check_predictor(each, x[:PROBE], y[:PROBE], name) for name, each in predictors.items()
+    }
     if len(set(tasks.values())) > 1:
         raise ValueError(f"predict must hold predictors of one task, got {tasks}")
     if isinstance(predictors, dict) and any("/" in name for name in predictors):
@@ -208,7 +267,9 @@ def _checked(predictors: Mapping[str, Predictor], x: Tensor, y: Tensor) -> Task:
     return next(iter(tasks.values()))
 
 
-def _trivial(predictors: Mapping[str, Predictor], task: Task, x: Tensor, train_y: Tensor) -> dict[str, Predictor]:
+def _trivial(
+    predictors: Mapping[str, Predictor], task: Task, x: Tensor, train_y: Tensor
+) -> dict[str, Predictor]:
     """Rows that any result must beat."""
     if task == "regression":
         found: dict[str, Predictor] = {"constant": constant(train_y)}
@@ -216,7 +277,10 @@ def _trivial(predictors: Mapping[str, Predictor], task: Task, x: Tensor, train_y
         with torch.no_grad():
             prediction: Any = next(iter(predictors.values()))(x[:1])
         num_classes = prediction.logits.shape[-1]
-        found = {"uniform": uniform(num_classes), "majority": majority(train_y.reshape(-1), num_classes)}
+        found = {
+            "uniform": uniform(num_classes),
+            "majority": majority(train_y.reshape(-1), num_classes),
+        }
     clash = sorted(found.keys() & predictors.keys())
     if clash:
         raise ValueError(f"predictors must not be named as the trivial ones, got {clash}")
@@ -253,7 +317,8 @@ def _measure(
     repeats: int,
     interval_level: float,
 ) -> tuple[Tensor, Columns]:
-    """The adversarial array of a block and its scores; every draw depends on the block's key alone."""
+    """The adversarial array of a block and its scores; every draw depends on the block's key
+    alone."""
     rows = slice(block.start, block.stop)
     x_adv, ball = x[rows], None
     loss: Loss = nll
@@ -263,7 +328,11 @@ def _measure(
         loss, ball = _recorded_loss(on_rows(attack, rows), task), ball_of(attack)
     columns = _scored(predict, x_adv, y[rows], block, task, seed, repeats, interval_level, loss)
     change = x_adv - x[rows]
-    norm = ball.norm(change) if ball is not None else torch.linalg.vector_norm(change.flatten(1), dim=1)
+    norm = (
+        ball.norm(change)
+        if ball is not None
+        else torch.linalg.vector_norm(change.flatten(1), dim=1)
+    )
     columns["norm"] = norm.detach().cpu().double()
     return x_adv, _joined([columns], task)
 
@@ -281,17 +350,34 @@ def _scored(
 ) -> Columns:
     what = f"the scores of {block.predictor!r} under {block.attack!r} (eps = {block.eps})"
     options = {"loss": loss, "interval_level": interval_level, "what": what}
-    return scored(predict, x_adv, y, task, seed=seed, key=block.key, start=block.start, repeats=repeats, **options)
+    return scored(
+        predict,
+        x_adv,
+        y,
+        task,
+        seed=seed,
+        key=block.key,
+        start=block.start,
+        repeats=repeats,
+        **options,
+    )
 
 
 def _recorded_loss(attack: Attack, task: Task) -> Loss:
-    """The last loss that the attack climbs in this task, where it is a plain one of (prediction, y); else the NLL."""
+    """The last loss that the attack climbs in this task, where it is a plain one of (prediction,
+    y); else the NLL."""
     losses = losses_of(for_task(attack, task))
-    plain = losses and getattr(losses[-1], "__module__", "").startswith("advbayes.") and hasattr(losses[-1], "__name__")
+    plain = (
+        losses
+        and getattr(losses[-1], "__module__", "").startswith("advbayes.")
+        and hasattr(losses[-1], "__name__")
+    )
     return losses[-1] if plain else nll
 
 
-def _lines(block: Block, rows: Columns, seed: int, iterations: int, array: str) -> list[dict[str, Any]]:
+def _lines(
+    block: Block, rows: Columns, seed: int, iterations: int, array: str
+) -> list[dict[str, Any]]:
     """The records of a block; the first one names its array."""
     table = {name: values.tolist() for name, values in rows.items()}
     return [
@@ -310,7 +396,9 @@ def _lines(block: Block, rows: Columns, seed: int, iterations: int, array: str) 
     ]
 
 
-def _resumed(folder: Folder, blocks: Sequence[Block], task: Task) -> dict[int, tuple[Block, Columns]]:
+def _resumed(
+    folder: Folder, blocks: Sequence[Block], task: Task
+) -> dict[int, tuple[Block, Columns]]:
     """The whole blocks at the head of the log; one that was cut is made again."""
     records = folder.log.read()
     done: dict[int, tuple[Block, Columns]] = {}
@@ -321,11 +409,18 @@ def _resumed(folder: Folder, blocks: Sequence[Block], task: Task) -> dict[int, t
         if len(part) < size or any(record.get("block") != block.number for record in part):
             break
         for index, record in zip(range(block.start, block.stop), part, strict=True):
-            found = (record.get("predictor"), record.get("attack"), record.get("eps"), record.get("index"))
+            found = (
+                record.get("predictor"),
+                record.get("attack"),
+                record.get("eps"),
+                record.get("index"),
+            )
             if found != (block.predictor, block.attack, block.eps, index):
                 raise ValueError(
-                    f"out must hold the records of this evaluation in its order, got {found[0]!r} under {found[1]!r} where "
-                    f"{block.predictor!r} under {block.attack!r} was wanted; give the predictors and attacks in their first order"
+                    f"out must hold the records of this evaluation in its order, got {found[0]!r} "
+                    f"under {found[1]!r} where "
+                    f"{block.predictor!r} under {block.attack!r} was wanted; give the predictors "
+                    f"and attacks in their first order"
                 )
         done[block.number] = replace(block, array=str(part[0].get("array", ""))), _read(part, task)
         position += size
@@ -351,17 +446,20 @@ def load_evaluation(folder: str | os.PathLike[str]) -> Evaluation:
     task: Task = "classification" if config["task"] == "classification" else "regression"
     cells: dict[Cell, list[Mapping[str, object]]] = {}
     for record in place.log.read():
-        eps = record["eps"]
-        cell = Cell(str(record["predictor"]), str(record["attack"]), None if eps is None else float(eps))  # type: ignore[arg-type]
+        eps = None if record["eps"] is None else float(record["eps"])  # type: ignore[arg-type]
+        cell = Cell(str(record["predictor"]), str(record["attack"]), eps)
         cells.setdefault(cell, []).append(record)
     columns = {cell: _read(records, task) for cell, records in cells.items()}
     return Evaluation(task, columns, tuple(config["trivial"]), config, place.path)
 
 
-def rescore(folder: str | os.PathLike[str], predict: Predictor | Mapping[str, Predictor]) -> Evaluation:
+def rescore(
+    folder: str | os.PathLike[str], predict: Predictor | Mapping[str, Predictor]
+) -> Evaluation:
     """The same table made again from the saved arrays: what was attacked is what is scored.
 
-    `predict` names the predictors as they were named; rows of predictors that are not given are left out.
+    `predict` names the predictors as they were named; rows of predictors that are not given are
+    left out.
     """
     place = Folder(Path(folder))
     claimed = load_evaluation(folder)
@@ -373,12 +471,17 @@ def rescore(folder: str | os.PathLike[str], predict: Predictor | Mapping[str, Pr
         if block.predictor not in given:
             continue
         x_adv, y = place.read_array(block)
-        repeats, level = int(config["rescored"].get(block.predictor, 1)), float(config["interval_level"])
+        repeats, level = (
+            int(config["rescored"].get(block.predictor, 1)),
+            float(config["interval_level"]),
+        )
         rows = _scored(given[block.predictor], x_adv, y, block, claimed.task, seed, repeats, level)
         cell = Cell(block.predictor, block.attack, block.eps)
         rows["norm"] = claimed.cells[cell]["norm"][block.start : block.stop]
         # The attack's own loss is not known to the files.
-        cells.setdefault(cell, []).append({name: values for name, values in rows.items() if not name.startswith("loss")})
+        cells.setdefault(cell, []).append(
+            {name: values for name, values in rows.items() if not name.startswith("loss")}
+        )
     joined = {cell: _joined(parts, claimed.task) for cell, parts in cells.items()}
     return Evaluation(claimed.task, joined, (), config, place.path)
 
@@ -389,6 +492,8 @@ def saved_blocks(folder: Folder) -> list[Block]:
     for record in folder.log.read():
         index, number = int(record["index"]), int(record["block"])  # type: ignore[arg-type]
         array = record.get("array", "")
-        held = found.setdefault(number, [record["predictor"], record["attack"], record["eps"], index, index, array])
+        held = found.setdefault(
+            number, [record["predictor"], record["attack"], record["eps"], index, index, array]
+        )
         held[4] = index + 1
     return [Block(number, *held) for number, held in sorted(found.items())]

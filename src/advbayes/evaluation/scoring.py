@@ -1,4 +1,5 @@
-"""One row of numbers per example: what `evaluate` records, and the worst of several attacks, example by example."""
+"""One row of numbers per example: what `evaluate` records, and the worst of several attacks,
+example by example."""
 
 from __future__ import annotations
 
@@ -26,7 +27,15 @@ WORSE: dict[Task, dict[str, int]] = {
         "brier": 1,
         **dict.fromkeys(("entropy", "confidence", "norm", "label", "positive"), 0),
     },
-    "regression": {"loss": 1, "squared_error": 1, "log_prob": -1, "crps": 1, "inside": -1, "entropy": 0, "norm": 0},
+    "regression": {
+        "loss": 1,
+        "squared_error": 1,
+        "log_prob": -1,
+        "crps": 1,
+        "inside": -1,
+        "entropy": 0,
+        "norm": 0,
+    },
 }
 
 
@@ -34,7 +43,8 @@ HALVES = ("first", "second")  # of the scorings of a stochastic predictor
 
 
 def column_names(task: Task) -> tuple[str, ...]:
-    """Every column that a record may have, in order: the scores, then those of each half of the scorings.
+    """Every column that a record may have, in order: the scores, then those of each half of the
+    scorings.
 
     >>> column_names("regression")[:3]
     ('loss', 'squared_error', 'log_prob')
@@ -56,14 +66,20 @@ def score(
     interval_level: float = 0.9,
     what: str = "the scores",
 ) -> Columns:
-    """The scores of each example, averaged over `repeats` calls (a stochastic predictor answers differently each time).
+    """The scores of each example, averaged over `repeats` calls (a stochastic predictor answers
+    differently each time).
 
-    With `halves` also over the first and the second half of the calls apart (`correct_first`, `correct_second`, ...), from
-    which `worst` chooses without favour. What a prediction cannot give (CRPS and intervals without draws or a cdf, entropy)
-    is absent.
+    With `halves` also over the first and the second half of the calls apart (`correct_first`,
+    `correct_second`, ...), from which `worst` chooses without favour. What a prediction cannot give
+    (CRPS and intervals without draws or a cdf, entropy) is absent.
 
     >>> y = torch.tensor([0, 1])
-    >>> score(lambda x: Categorical(logits=x), torch.tensor([[9.0, 0.0], [9.0, 0.0]]), y, "classification")["correct"]
+    >>> score(
+    ...     lambda x: Categorical(logits=x),
+    ...     torch.tensor([[9.0, 0.0], [9.0, 0.0]]),
+    ...     y,
+    ...     "classification",
+    ... )["correct"]
     tensor([1., 0.], dtype=torch.float64)
     """
     total: Columns = {}
@@ -75,14 +91,18 @@ def score(
         for part, size in parts.items():
             if not part or (part == "_first") == (call < repeats // 2):
                 for name, values in found.items():
-                    total[name + part] = total.get(name + part, torch.zeros((), dtype=torch.float64)) + values / size
+                    total[name + part] = (
+                        total.get(name + part, torch.zeros((), dtype=torch.float64)) + values / size
+                    )
     for part, size in parts.items():
         if "correct" in total:  # ten tenths are one
             total["correct" + part] = (total["correct" + part] * size).round() / size
     return total
 
 
-def _scores(prediction: Distribution, y: Tensor, loss: Loss, interval_level: float, what: str) -> Columns:
+def _scores(
+    prediction: Distribution, y: Tensor, loss: Loss, interval_level: float, what: str
+) -> Columns:
     """The scores of one call."""
     if isinstance(prediction, Categorical):
         check_scores(prediction.logits, f"{what} (log-probabilities)")
@@ -112,12 +132,13 @@ def _scores(prediction: Distribution, y: Tensor, loss: Loss, interval_level: flo
 
 
 def worst(columns: Sequence[Columns], task: Task) -> Columns:
-    """The union over attacks, per example: least correct, lowest log-probability, largest error, each column by itself;
-    entropy, confidence and norm are those of the attack that did most harm.
+    """The union over attacks, per example: least correct, lowest log-probability, largest error,
+    each column by itself; entropy, confidence and norm are those of the attack that did most harm.
 
-    The least of several noisy scores is too low, and lower with each of them. Where the columns have halves (a stochastic
-    predictor), the worst attack of an example is chosen on one half of its scorings and reported from the other, and the
-    other way round, and the two are averaged: attacks that do nothing then cost nothing in expectation.
+    The least of several noisy scores is too low, and lower with each of them. Where the columns
+    have halves (a stochastic predictor), the worst attack of an example is chosen on one half of
+    its scorings and reported from the other, and the other way round, and the two are averaged:
+    attacks that do nothing then cost nothing in expectation.
 
     >>> a = {"correct": torch.tensor([1.0, 0.0]), "log_prob": torch.tensor([-1.0, -2.0])}
     >>> b = {"correct": torch.tensor([0.0, 1.0]), "log_prob": torch.tensor([-3.0, -0.5])}
@@ -134,24 +155,41 @@ def worst(columns: Sequence[Columns], task: Task) -> Columns:
         return {name: _taken(columns, name, pick[name]) for name in names}
     found: Columns = {}
     for chosen_on, reported in (HALVES, HALVES[::-1]):
-        pick = _picked([{name: rows.get(f"{name}_{chosen_on}", rows[name]) for name in names} for rows in columns], task)
+        pick = _picked(
+            [
+                {name: rows.get(f"{name}_{chosen_on}", rows[name]) for name in names}
+                for rows in columns
+            ],
+            task,
+        )
         for name in names:
-            held = f"{name}_{reported}" if all(f"{name}_{reported}" in rows for rows in columns) else name
-            found[name] = found.get(name, torch.zeros((), dtype=torch.float64)) + _taken(columns, held, pick[name]) / 2
+            held = (
+                f"{name}_{reported}"
+                if all(f"{name}_{reported}" in rows for rows in columns)
+                else name
+            )
+            found[name] = (
+                found.get(name, torch.zeros((), dtype=torch.float64))
+                + _taken(columns, held, pick[name]) / 2
+            )
     return found
 
 
 def _picked(columns: Sequence[Columns], task: Task) -> dict[str, Tensor]:
     """Which attack is the worst for each example, (N,), by each column."""
     if task == "classification":
-        harm = torch.stack([-rows["log_prob"] - 1e9 * rows["correct"] for rows in columns])  # correctness first
+        # correctness first
+        harm = torch.stack([-rows["log_prob"] - 1e9 * rows["correct"] for rows in columns])
     else:
         harm = torch.stack([rows.get("squared_error", -rows["log_prob"]) for rows in columns])
     pick = {}
     for name, direction in WORSE[task].items():
         if all(name in rows for rows in columns):
-            by_itself = direction != 0 and name != "correct"  # of equally correct ones, the one that came closest to breaking
-            pick[name] = (torch.stack([direction * rows[name] for rows in columns]) if by_itself else harm).argmax(0)
+            # of equally correct ones, the one that came closest to breaking
+            by_itself = direction != 0 and name != "correct"
+            pick[name] = (
+                torch.stack([direction * rows[name] for rows in columns]) if by_itself else harm
+            ).argmax(0)
     return pick
 
 

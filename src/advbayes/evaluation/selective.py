@@ -13,7 +13,16 @@ from advbayes import checks, metrics
 from advbayes.attacks import PGD, ByLoss, certainty, pgd_plus
 from advbayes.attacks.parts import with_eps
 from advbayes.balls import Ball
-from advbayes.evaluation.inputs import ASKED, Data, as_radii, as_tensors, check_predictor, dtype_of, is_stochastic, warn_units
+from advbayes.evaluation.inputs import (
+    ASKED,
+    Data,
+    as_radii,
+    as_tensors,
+    check_predictor,
+    dtype_of,
+    is_stochastic,
+    warn_units,
+)
 from advbayes.evaluation.measuring import attacked, batches, scored
 from advbayes.metrics import Estimate
 from advbayes.progress import Progress
@@ -22,7 +31,8 @@ from advbayes.types import Attack, Predictor
 
 @dataclass(frozen=True)
 class SelectivePoint:
-    """The task at one radius: accuracy among those kept, how well entropy tells outsiders, the area under risk-coverage."""
+    """The task at one radius: accuracy among those kept, how well entropy tells outsiders, the area
+    under risk-coverage."""
 
     eps: float
     selective_accuracy: Estimate
@@ -46,16 +56,22 @@ def selective_task(
     rescore: int = 10,
     progress: bool | None = None,
 ) -> list[SelectivePoint]:
-    """Accuracy on the `coverage` of lowest entropy of a balanced mix of known and foreign inputs, both attacked.
+    """Accuracy on the `coverage` of lowest entropy of a balanced mix of known and foreign inputs,
+    both attacked.
 
-    Known inputs meet PGD+ (error, then entropy up), foreign ones a PGD that lowers the entropy; a foreign input that is
-    kept counts as an error, whatever class it is given.
+    Known inputs meet PGD+ (error, then entropy up), foreign ones a PGD that lowers the entropy; a
+    foreign input that is kept counts as an error, whatever class it is given.
 
     >>> from torch.distributions import Categorical
     >>> from advbayes import L2
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> known = torch.tensor([[3.0], [-3.0]]), torch.tensor([0, 1])
-    >>> [p.selective_accuracy.value for p in selective_task(predict, known, torch.zeros(2, 1), ball=L2(5.0), radii=(0.0, 5.0))]
+    >>> [
+    ...     p.selective_accuracy.value
+    ...     for p in selective_task(
+    ...         predict, known, torch.zeros(2, 1), ball=L2(5.0), radii=(0.0, 5.0)
+    ...     )
+    ... ]
     [1.0, 0.0]
     """
     x, y = as_tensors(inside, dtype_of(predict))
@@ -63,7 +79,10 @@ def selective_task(
         raise TypeError("selective_task is about classes, got a regression predictor")
     foreign = as_tensors((outside, torch.zeros(len(outside))), dtype_of(predict))[0]
     if foreign.shape[1:] != x.shape[1:]:
-        raise ValueError(f"outside must have the event shape {tuple(x.shape[1:])} of inside, got {checks.describe(foreign)}")
+        raise ValueError(
+            f"outside must have the event shape {tuple(x.shape[1:])} of inside, got "
+            f"{checks.describe(foreign)}"
+        )
     checks.number("coverage", coverage, low=0, high=1, open_low=True)
     if not isinstance(ball, Ball):
         raise TypeError(f"ball must be a ball such as L2(1.0), got {checks.describe(ball)}")
@@ -73,7 +92,9 @@ def selective_task(
     num = min(len(x), len(foreign))  # balanced
     x, y, foreign = x[:num], y[:num].reshape(-1).long(), foreign[:num]
     inside_attack = pgd_plus(ball) if inside_attack is None else inside_attack
-    outside_attack = PGD(ball, stages=((ByLoss(certainty), 50),)) if outside_attack is None else outside_attack
+    outside_attack = (
+        PGD(ball, stages=((ByLoss(certainty), 50),)) if outside_attack is None else outside_attack
+    )
     repeats = checks.count("rescore", rescore) if is_stochastic(predict, x[:ASKED]) else 1
     radii = (ball.eps,) if radii is None else as_radii(radii)
     starts = batches(num, checks.count("batch_size", batch_size))
@@ -86,19 +107,39 @@ def selective_task(
             for part in starts:
                 options: Any = {"seed": seed, "key": f"selective/{eps!r}"}
                 known = attacked(predict, attack, x, y, part, **options)
-                rows = scored(predict, known, y[part], "classification", start=part.start, repeats=repeats, **options)
+                rows = scored(
+                    predict,
+                    known,
+                    y[part],
+                    "classification",
+                    start=part.start,
+                    repeats=repeats,
+                    **options,
+                )
                 options["key"] += "/outside"
                 moved = attacked(predict, decoy, foreign, nobody, part, **options)
-                other = scored(predict, moved, nobody[part], "classification", start=part.start, repeats=repeats, **options)
+                other = scored(
+                    predict,
+                    moved,
+                    nobody[part],
+                    "classification",
+                    start=part.start,
+                    repeats=repeats,
+                    **options,
+                )
                 sides["correct"].append(rows["correct"])
                 sides["entropy"].append(rows["entropy"])
                 sides["foreign entropy"].append(other["entropy"])
                 bar.advance(f"eps {eps:g}")
-            points.append(_point(eps, *(torch.cat(parts) for parts in sides.values()), coverage=coverage))
+            points.append(
+                _point(eps, *(torch.cat(parts) for parts in sides.values()), coverage=coverage)
+            )
     return points
 
 
-def _point(eps: float, correct: Tensor, entropy: Tensor, foreign_entropy: Tensor, *, coverage: float) -> SelectivePoint:
+def _point(
+    eps: float, correct: Tensor, entropy: Tensor, foreign_entropy: Tensor, *, coverage: float
+) -> SelectivePoint:
     answers = torch.cat([correct, torch.zeros_like(foreign_entropy)])
     doubt = torch.cat([entropy, foreign_entropy])
     foreign = torch.cat([torch.zeros_like(entropy), torch.ones_like(foreign_entropy)])

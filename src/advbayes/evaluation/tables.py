@@ -53,10 +53,14 @@ class Table:
         for row in self.rows:
             mark = " †" if self.dagger and row.marked else ""
             cells = [
-                f"{shown(value.value)}{mark} [{shown(value.low)}, {shown(value.high)}]" if value is not None else ""
+                f"{shown(value.value)}{mark} [{shown(value.low)}, {shown(value.high)}]"
+                if value is not None
+                else ""
                 for value in (row.values.get(name) for name in self.metrics)
             ]
-            lines.append([row.predictor, row.attack, "" if row.eps is None else f"{row.eps:g}", *cells])
+            lines.append(
+                [row.predictor, row.attack, "" if row.eps is None else f"{row.eps:g}", *cells]
+            )
         return lines
 
     def markdown(self) -> str:
@@ -70,7 +74,10 @@ class Table:
         """Aligned columns."""
         lines = self._lines()
         widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        body = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+        body = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        ]
         body.insert(1, "  ".join("-" * width for width in widths))
         return "\n".join(body) + (f"\n{self.note}" if self.note else "")
 

@@ -1,4 +1,5 @@
-"""The experiments by name: what is trained, how it is attacked, which views are made of the records."""
+"""The experiments by name: what is trained, how it is attacked, which views are made of the
+records."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Experiment:
     num_test: int = 1000
     seeds: int = 5
     thetas: int = 5
-    splits: tuple[str, ...] = ("test",)  # with "validation" a fifth of the training rows is kept for it
+    # with "validation" a fifth of the training rows is kept for it
+    splits: tuple[str, ...] = ("test",)
     measure: str = "attacked"  # the function of `units` that makes the records
     views: tuple[str, ...] = ("attack_table",)
     reported: str = ""  # the key of the paper's cells
@@ -128,22 +130,43 @@ def _factorial() -> dict[str, Row]:
     for posterior in ("point", "mean_field"):
         for noisy in (False, True):
             for clean in (0.0, 0.5):
-                name = f"{'posterior' if posterior == 'mean_field' else 'point'}, {'noisy' if noisy else 'deterministic'}"
+                name = (
+                    f"{'posterior' if posterior == 'mean_field' else 'point'}, "
+                    f"{'noisy' if noisy else 'deterministic'}"
+                )
                 channel = weighted(clean) if noisy else deterministic(1, clean)
-                rows[f"{name}, {'half clean' if clean else 'all attacked'}"] = Row(Defense("", {"posterior": posterior}, channel))
+                rows[f"{name}, {'half clean' if clean else 'all attacked'}"] = Row(
+                    Defense("", {"posterior": posterior}, channel)
+                )
     return rows
 
 
 def _iwae(*numbers: int) -> dict[str, Row]:
     return {
-        f"{name} K={num}": Row(replace(DEFENSES["MIX"], settings={"defense": "mix", "bound": bound, "num_channel": num}))
+        f"{name} K={num}": Row(
+            replace(
+                DEFENSES["MIX"], settings={"defense": "mix", "bound": bound, "num_channel": num}
+            )
+        )
         for name, bound in (("surrogate", "surrogate"), ("IWAE", "importance_weighted"))
         for num in numbers
     }
 
 
 _MNIST_ROWS = (
-    *("BL", "AT", "OS50", "MIX", "PGD channel", "OS", "NN", "NN50", "multi-step AT", "onPure", "offPure"),
+    *(
+        "BL",
+        "AT",
+        "OS50",
+        "MIX",
+        "PGD channel",
+        "OS",
+        "NN",
+        "NN50",
+        "multi-step AT",
+        "onPure",
+        "offPure",
+    ),
     *("eps prior", "Gibbs", "TRADES", "ALP", "uniform", "majority"),
 )
 
@@ -154,10 +177,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     **{f"{name}-readings": _readings(name) for name in TABLES},
     **{f"{name}-front": _front(name) for name in TABLES},
     "mnist": Experiment(
-        "MNIST, L2, eps 2 (Tables 1 and 2)",
-        MNIST,
-        _rows(*_MNIST_ROWS),
-        reported="mnist",
+        "MNIST, L2, eps 2 (Tables 1 and 2)", MNIST, _rows(*_MNIST_ROWS), reported="mnist"
     ),
     "mnist-strong": Experiment(
         "MNIST, L2, eps 2: the same models under the strong suite",
@@ -202,7 +222,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         views=("curves", "multi_step"),
     ),
     "factorial": Experiment(
-        "Point or posterior x deterministic or noisy channel x clean half or not; MNIST, one step, L2, eps 2",
+        "Point or posterior x deterministic or noisy channel x clean half or not; MNIST, one "
+        "step, L2, eps 2",
         MNIST,
         _factorial(),
         attacks=("PGD1", "PGD"),
@@ -210,7 +231,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         views=("attack_table", "effects"),
     ),
     "digits": Experiment(
-        "Handwritten digits of 8x8 pixels, smaller than the paper's MNIST: trained at L2 eps 0.5, attacked at 0.75",
+        "Handwritten digits of 8x8 pixels, smaller than the paper's MNIST: trained at L2 eps 0.5, "
+        "attacked at 0.75",
         DIGITS,
         {**_rows("BL"), **_factorial(), **_rows("MIX", "uniform", "majority")},
         radii=(0.75,),
@@ -218,7 +240,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         views=("attack_table", "effects"),
     ),
     "digits-iwae": Experiment(
-        "Surrogate against importance-weighted bound, MIX on 8x8 digits (smaller than SM-3's MNIST), L2, eps 0.75",
+        "Surrogate against importance-weighted bound, MIX on 8x8 digits (smaller than SM-3's "
+        "MNIST), L2, eps 0.75",
         DIGITS,
         _iwae(1, 5, 10),
         metrics=("accuracy", "nll"),
@@ -229,7 +252,10 @@ EXPERIMENTS: dict[str, Experiment] = {
     "cost": Experiment(
         "Training and inference times in ms (SM-6)",
         {},
-        {name: Row(DEFENSES["BL"], settings) for name, settings in {"mnist": MNIST, **TABLES}.items()},
+        {
+            name: Row(DEFENSES["BL"], settings)
+            for name, settings in {"mnist": MNIST, **TABLES}.items()
+        },
         measure="timed",
         views=("times",),
     ),
@@ -243,14 +269,24 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "cifar10": Experiment(
         "CIFAR-10, shallow net, L2, eps 2 (SM-7): smaller, two epochs on 10,000 images",
-        {"data": "cifar10", "epochs": 2, "num_train": 10_000, "lr": 2e-3, "decay": 0.9, "sigma": 0.1, "eps": 1.0},
+        {
+            "data": "cifar10",
+            "epochs": 2,
+            "num_train": 10_000,
+            "lr": 2e-3,
+            "decay": 0.9,
+            "sigma": 0.1,
+            "eps": 1.0,
+        },
         _rows("BL", "MIX", "AT", "uniform", "majority"),
         num_test=200,
         reported="cifar10",
-        note="At full size, on a GPU: advbayes reproduce cifar10 --set epochs=50 --set num_train=50000 --num-test 1000",
+        note="At full size, on a GPU: advbayes reproduce cifar10 --set epochs=50 --set "
+        "num_train=50000 --num-test 1000",
     ),
     "resnet18": Experiment(
-        "CIFAR-10, ResNet-18 with GroupNorm at width 16, L2, eps 2 (SM-7): smaller, one epoch on 2,000 images",
+        "CIFAR-10, ResNet-18 with GroupNorm at width 16, L2, eps 2 (SM-7): smaller, one epoch on "
+        "2,000 images",
         {
             "data": "cifar10",
             "network": "advbayes.networks:resnet18_narrow",
@@ -267,18 +303,29 @@ EXPERIMENTS: dict[str, Experiment] = {
         thetas=3,
         reported="resnet18",
         note=(
-            "At full size, on a GPU: advbayes reproduce resnet18 --set network=advbayes.networks:resnet18 "
+            "At full size, on a GPU: advbayes reproduce resnet18 --set "
+            "network=advbayes.networks:resnet18 "
             "--set epochs=50 --set num_train=50000 --num-test 1000"
         ),
     ),
     "validation-mnist": Experiment(
-        "What the paper leaves out, tried on held-out training images of MNIST (20,000 images, 4 epochs)",
+        "What the paper leaves out, tried on held-out training images of MNIST (20,000 images, 4 "
+        "epochs)",
         {**MNIST, "num_train": 20_000, "epochs": 4},
         {
             **{f"BL, lr {lr:g}": Row(DEFENSES["BL"], {"lr": lr}) for lr in (1e-3, 2e-3, 5e-3)},
-            **{f"MIX, sigma {s:g}": Row(DEFENSES["MIX"], {"sigma": s}) for s in (0.05, 0.1, 0.2, 0.3)},
-            **{f"NN50, adversary lr {lr:g}": Row(DEFENSES["NN50"], {"adversary_lr": lr}) for lr in (1e-3, 1e-2)},
-            **{f"Gibbs, KL weight {w:g}": Row(DEFENSES["Gibbs"], {"kl_weight": w}) for w in (0.01, 0.1)},
+            **{
+                f"MIX, sigma {s:g}": Row(DEFENSES["MIX"], {"sigma": s})
+                for s in (0.05, 0.1, 0.2, 0.3)
+            },
+            **{
+                f"NN50, adversary lr {lr:g}": Row(DEFENSES["NN50"], {"adversary_lr": lr})
+                for lr in (1e-3, 1e-2)
+            },
+            **{
+                f"Gibbs, KL weight {w:g}": Row(DEFENSES["Gibbs"], {"kl_weight": w})
+                for w in (0.01, 0.1)
+            },
         },
         attacks=("PGD",),
         num_test=300,
@@ -296,9 +343,17 @@ def _validation(name: str) -> Experiment:
         for lr in (3e-3, 1e-2, 3e-2)
         for epochs in (few, many)
     }
-    rows |= {f"MIX, sigma {sigma:g}": Row(DEFENSES["MIX"], {"sigma": sigma}) for sigma in (0.03, 0.1, 0.3)}
-    rows |= {f"NN50, adversary lr {lr:g}": Row(DEFENSES["NN50"], {"adversary_lr": lr}) for lr in (1e-3, 1e-2)}
-    rows |= {f"Gibbs, KL weight {w:g}": Row(DEFENSES["Gibbs"], {"kl_weight": w}) for w in (0.01, 0.1)}
+    rows |= {
+        f"MIX, sigma {sigma:g}": Row(DEFENSES["MIX"], {"sigma": sigma})
+        for sigma in (0.03, 0.1, 0.3)
+    }
+    rows |= {
+        f"NN50, adversary lr {lr:g}": Row(DEFENSES["NN50"], {"adversary_lr": lr})
+        for lr in (1e-3, 1e-2)
+    }
+    rows |= {
+        f"Gibbs, KL weight {w:g}": Row(DEFENSES["Gibbs"], {"kl_weight": w}) for w in (0.01, 0.1)
+    }
     return Experiment(
         f"What the paper leaves out, tried on held-out training rows of {name}",
         base,
@@ -313,10 +368,21 @@ def _validation(name: str) -> Experiment:
 
 def _audit(name: str) -> Experiment:
     base = EXPERIMENTS[name]
-    rows = {row: each for row, each in base.rows.items() if each.defense.reference is None and each.defense.purify is None}
+    rows = {
+        row: each
+        for row, each in base.rows.items()
+        if each.defense.reference is None and each.defense.purify is None
+    }
     title = f"{base.title}: the audit at tier standard"
     return replace(
-        base, title=title, rows=rows, attacks=("strong",), num_test=100, seeds=1, measure="audited", views=("verdicts",)
+        base,
+        title=title,
+        rows=rows,
+        attacks=("strong",),
+        num_test=100,
+        seeds=1,
+        measure="audited",
+        views=("verdicts",),
     )
 
 
@@ -326,7 +392,8 @@ EXPERIMENTS |= {f"validation-{name}": _validation(name) for name in TABLES}
 
 @dataclass(frozen=True)
 class Spec:
-    """What to run, in plain values: the name of an experiment and what differs from it, or defenses to compare on any data.
+    """What to run, in plain values: the name of an experiment and what differs from it, or defenses
+    to compare on any data.
 
     `quick` is a sketch of an experiment, for tests and for a first look.
 
@@ -336,7 +403,8 @@ class Spec:
 
     name: str
     preset: str = "paper"
-    settings: Mapping[str, Any] = field(default_factory=dict)  # keys of a run that override the experiment's
+    # keys of a run that override the experiment's
+    settings: Mapping[str, Any] = field(default_factory=dict)
     num_test: int | None = None
     defenses: tuple[str, ...] = ()  # compare these instead
     task: str = "classification"
@@ -349,13 +417,24 @@ class Spec:
     def experiment(self) -> Experiment:
         """The experiment meant."""
         choice("preset", self.preset, ("quick", "paper"))
-        base = self._comparison() if self.defenses else EXPERIMENTS[choice("experiment", self.name, tuple(EXPERIMENTS))]
+        base = (
+            self._comparison()
+            if self.defenses
+            else EXPERIMENTS[choice("experiment", self.name, tuple(EXPERIMENTS))]
+        )
         changes: dict[str, Any] = {**self.settings}
         if self.preset == "quick":
             changes = {"epochs": 1, "num_train": 200, **changes}
-            base = replace(base, title=f"{base.title}: a sketch (200 examples, one epoch)", radii=base.radii[-2:])
+            base = replace(
+                base,
+                title=f"{base.title}: a sketch (200 examples, one epoch)",
+                radii=base.radii[-2:],
+            )
             base = replace(base, steps=2, num_test=20, thetas=2, seeds=2)
-        rows = {name: replace(row, settings={**row.settings, **changes}) for name, row in base.rows.items()}
+        rows = {
+            name: replace(row, settings={**row.settings, **changes})
+            for name, row in base.rows.items()
+        }
         return replace(base, rows=rows, num_test=self.num_test or base.num_test)
 
     def _comparison(self) -> Experiment:
@@ -365,4 +444,6 @@ class Spec:
         by_name = {name.lower(): name for name in DEFENSES}
         chosen = [by_name[choice("defense", name.lower(), tuple(by_name))] for name in names]
         title = f"{', '.join(chosen[: -len(trivial)])}: L2, eps {self.eps:g}"
-        return Experiment(title, {}, _rows(*chosen), metrics, (*PAPER_ATTACKS, "strong"), (self.eps,), thetas=10)
+        return Experiment(
+            title, {}, _rows(*chosen), metrics, (*PAPER_ATTACKS, "strong"), (self.eps,), thetas=10
+        )

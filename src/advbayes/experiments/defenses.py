@@ -1,7 +1,9 @@
-"""The paper's defenses (SM-5, SM-6) and those beside them, as data: keys of a run, a channel, what stands before the model.
+"""The paper's defenses (SM-5, SM-6) and those beside them, as data: keys of a run, a channel, what
+stands before the model.
 
-Where section 4 and SM-5 disagree, SM-5 is followed: its mixed channels hold the *noisy* identity N(x, sigma^2), where
-section 4 calls the other half "clean data". The defenses of the command line (`os50`, `nn50`) follow section 4.
+Where section 4 and SM-5 disagree, SM-5 is followed: its mixed channels hold the *noisy* identity
+N(x, sigma^2), where section 4 calls the other half "clean data". The defenses of the command line
+(`os50`, `nn50`) follow section 4.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ MakePredictor = Callable[[Prepared, int], Predictor]
 
 @dataclass(frozen=True)
 class Purify:
-    """The reactive defense: N reference points, S thetas, noise sigma, thetas weighed by x' (online) or not (offline)."""
+    """The reactive defense: N reference points, S thetas, noise sigma, thetas weighed by x'
+    (online) or not (offline)."""
 
     update: str
     sigma: float
@@ -38,7 +41,8 @@ class Purify:
 
 @dataclass(frozen=True)
 class Defense:
-    """One row: keys of a run; a channel where those cannot name it; a purifier; or a predictor that needs no training.
+    """One row: keys of a run; a channel where those cannot name it; a purifier; or a predictor that
+    needs no training.
 
     >>> DEFENSES["MIX"].settings
     {'defense': 'mix'}
@@ -52,7 +56,9 @@ class Defense:
     has_gradient: bool = True
 
 
-def _attack(config: RunConfig, data: Prepared, *, steps: int = 1, eps: float | None = None, sigma: float) -> AttackChannel:
+def _attack(
+    config: RunConfig, data: Prepared, *, steps: int = 1, eps: float | None = None, sigma: float
+) -> AttackChannel:
     """The error's ascent of so many steps within eps (absent: the run's), and noise."""
     loss = squared_error if data.dataset.task == "regression" else nll
     ball = make_ball(config.norm, config.eps if eps is None else eps)
@@ -66,12 +72,17 @@ def _learned(config: RunConfig, data: Prepared) -> Learned:
     with GlobalStream(seed_for(config.seed, "adversary")):
         if len(event) == 3 and classes is not None:
             return Learned(ConvGenerator(classes, event[0], event[1]), ball)
-        return Learned(FullyConnectedGenerator(math.prod(event), max(1, data.y_train[0].numel()), classes), ball)
+        return Learned(
+            FullyConnectedGenerator(math.prod(event), max(1, data.y_train[0].numel()), classes),
+            ball,
+        )
 
 
 def mixed(weight: float, attacked: MakeChannel) -> MakeChannel:
     """weight N(x, sigma^2) + (1 - weight) attacked: SM-5's mixture with the noisy identity."""
-    return lambda config, data: Mixture([weight, 1 - weight], [Noise(config.sigma), attacked(config, data)])
+    return lambda config, data: Mixture(
+        [weight, 1 - weight], [Noise(config.sigma), attacked(config, data)]
+    )
 
 
 def noisy_attack(config: RunConfig, data: Prepared) -> Channel:
@@ -94,7 +105,9 @@ def weighted(clean: float, *, steps: int = 1) -> MakeChannel:
 
     def make(config: RunConfig, data: Prepared) -> Channel:
         attacked = _attack(config, data, steps=steps, sigma=config.sigma)
-        return attacked if clean == 0 else Mixture([clean, 1 - clean], [Noise(config.sigma), attacked])
+        return (
+            attacked if clean == 0 else Mixture([clean, 1 - clean], [Noise(config.sigma), attacked])
+        )
 
     return make
 
@@ -102,7 +115,9 @@ def weighted(clean: float, *, steps: int = 1) -> MakeChannel:
 def prior_over_eps(config: RunConfig, data: Prepared) -> Channel:
     """eps uniform on four values up to twice the run's: the attacker's budget is unknown too."""
     values = [0.5 * config.eps, config.eps, 1.5 * config.eps, 2 * config.eps]
-    return Mixture([0.25] * 4, [_attack(config, data, eps=eps, sigma=config.sigma) for eps in values])
+    return Mixture(
+        [0.25] * 4, [_attack(config, data, eps=eps, sigma=config.sigma) for eps in values]
+    )
 
 
 def _least_squares(data: Prepared, seed: int) -> Predictor:
@@ -110,10 +125,14 @@ def _least_squares(data: Prepared, seed: int) -> Predictor:
     ones = torch.ones(len(data.x_train), 1, dtype=torch.float64)
     design = torch.cat([data.x_train.double(), ones], 1)
     # Energy's columns are linearly dependent: the smallest weights among the best, not any
-    weights = torch.linalg.lstsq(design, data.y_train.double()[:, None], rcond=1e-5, driver="gelsd").solution[:, 0]
+    weights = torch.linalg.lstsq(
+        design, data.y_train.double()[:, None], rcond=1e-5, driver="gelsd"
+    ).solution[:, 0]
     scale = float((design @ weights - data.y_train.double()).square().mean().sqrt())
     slope, intercept = weights[:-1].float(), float(weights[-1])
-    return lambda x: torch.distributions.Normal(x @ slope.to(x) + intercept, torch.full((len(x),), scale, dtype=x.dtype))
+    return lambda x: torch.distributions.Normal(
+        x @ slope.to(x) + intercept, torch.full((len(x),), scale, dtype=x.dtype)
+    )
 
 
 def _forest(data: Prepared, seed: int) -> Predictor:
@@ -133,28 +152,60 @@ _MULTI_STEP = 7
 DEFENSES: dict[str, Defense] = {
     "BL": Defense("undefended mean-field posterior, clean data", {"defense": "none"}),
     "OS": Defense("one-step attack plus noise", {"defense": "os"}),
-    "OS50": Defense("half noisy identity, half one-step attack plus noise (SM-5)", channel=mixed(0.5, noisy_attack)),
-    "MIX": Defense("0.4 noisy identity, 0.6 one-step attacks on several losses plus noise", {"defense": "mix"}),
+    "OS50": Defense(
+        "half noisy identity, half one-step attack plus noise (SM-5)",
+        channel=mixed(0.5, noisy_attack),
+    ),
+    "MIX": Defense(
+        "0.4 noisy identity, 0.6 one-step attacks on several losses plus noise", {"defense": "mix"}
+    ),
     "NN": Defense("learned adversary", {"defense": "nn"}),
-    "NN50": Defense("half noisy identity, half learned adversary (SM-5)", channel=mixed(0.5, _learned)),
-    "onPure": Defense("online purifier on BL, N = 100, S = 5", {"defense": "none"}, purify=Purify("online", 0.5)),
-    "offPure": Defense("offline purifier on BL, N = 100, S = 5", {"defense": "none"}, purify=Purify("offline", 0.5)),
-    "AT": Defense("point estimate, half clean, half one-step attack", {"posterior": "point"}, deterministic(1)),
+    "NN50": Defense(
+        "half noisy identity, half learned adversary (SM-5)", channel=mixed(0.5, _learned)
+    ),
+    "onPure": Defense(
+        "online purifier on BL, N = 100, S = 5", {"defense": "none"}, purify=Purify("online", 0.5)
+    ),
+    "offPure": Defense(
+        "offline purifier on BL, N = 100, S = 5", {"defense": "none"}, purify=Purify("offline", 0.5)
+    ),
+    "AT": Defense(
+        "point estimate, half clean, half one-step attack", {"posterior": "point"}, deterministic(1)
+    ),
     "multi-step AT": Defense(
-        f"point estimate, half clean, half {_MULTI_STEP}-step PGD", {"posterior": "point"}, deterministic(_MULTI_STEP)
+        f"point estimate, half clean, half {_MULTI_STEP}-step PGD",
+        {"posterior": "point"},
+        deterministic(_MULTI_STEP),
     ),
     "PGD channel": Defense(
-        f"{_MULTI_STEP}-step PGD at eps 2 plus noise", {"defense": "pgd", "eps": 2.0, "attack_steps": _MULTI_STEP}
+        f"{_MULTI_STEP}-step PGD at eps 2 plus noise",
+        {"defense": "pgd", "eps": 2.0, "attack_steps": _MULTI_STEP},
     ),
     "TRADES": Defense("point estimate, TRADES", {"defense": "trades", "posterior": "point"}),
-    "ALP": Defense("point estimate, adversarial logit pairing", {"defense": "alp", "posterior": "point", "beta": 1.0}),
-    "Gibbs": Defense("MIX with the KL term weighed by 0.1: a robust Gibbs posterior", {"defense": "mix", "kl_weight": 0.1}),
-    "eps prior": Defense("one-step attack plus noise, eps uniform on four values", channel=prior_over_eps),
-    "constant": Defense("training mean and spread", reference=lambda data, seed: constant(data.y_train)),
-    "uniform": Defense("every class equally probable", reference=lambda data, seed: uniform(len(data.dataset.class_names))),
+    "ALP": Defense(
+        "point estimate, adversarial logit pairing",
+        {"defense": "alp", "posterior": "point", "beta": 1.0},
+    ),
+    "Gibbs": Defense(
+        "MIX with the KL term weighed by 0.1: a robust Gibbs posterior",
+        {"defense": "mix", "kl_weight": 0.1},
+    ),
+    "eps prior": Defense(
+        "one-step attack plus noise, eps uniform on four values", channel=prior_over_eps
+    ),
+    "constant": Defense(
+        "training mean and spread", reference=lambda data, seed: constant(data.y_train)
+    ),
+    "uniform": Defense(
+        "every class equally probable",
+        reference=lambda data, seed: uniform(len(data.dataset.class_names)),
+    ),
     "majority": Defense(
-        "the training frequencies", reference=lambda data, seed: majority(data.y_train, len(data.dataset.class_names))
+        "the training frequencies",
+        reference=lambda data, seed: majority(data.y_train, len(data.dataset.class_names)),
     ),
     "least squares": Defense("ordinary least squares", reference=_least_squares),
-    "random forest": Defense("100 trees, attacked without gradients", reference=_forest, has_gradient=False),
+    "random forest": Defense(
+        "100 trees, attacked without gradients", reference=_forest, has_gradient=False
+    ),
 }

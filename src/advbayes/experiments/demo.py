@@ -1,6 +1,8 @@
-"""The demo: digits, four defenses, five attacks and those made for purifiers, an audit, a report; about two minutes.
+"""The demo: digits, four defenses, five attacks and those made for purifiers, an audit, a report;
+about two minutes.
 
-Settings were chosen on a fifth of the training data (`benchmarks/demo_validation.py`), never on the test set.
+Settings were chosen on a fifth of the training data (`benchmarks/demo_validation.py`), never on the
+test set.
 """
 
 from __future__ import annotations
@@ -36,18 +38,37 @@ CONTROL_EPS = 2.0  # at which an attack that deserves the name leaves nothing of
 PURIFIER_SIGMA = 0.3
 SETTINGS: dict[str, dict[str, Any]] = {
     "undefended": {"defense": "none", "epochs": 60, "lr": 0.02},
-    "adversarial training": {"defense": "at", "posterior": "point", "eps": 1.0, "epochs": 80, "lr": 0.01},
-    "MIX": {"defense": "mix", "eps": 1.0, "sigma": 0.1, "kl_weight": 0.1, "init_scale": 0.01, "epochs": 80, "lr": 0.01},
+    "adversarial training": {
+        "defense": "at",
+        "posterior": "point",
+        "eps": 1.0,
+        "epochs": 80,
+        "lr": 0.01,
+    },
+    "MIX": {
+        "defense": "mix",
+        "eps": 1.0,
+        "sigma": 0.1,
+        "kl_weight": 0.1,
+        "init_scale": 0.01,
+        "epochs": 80,
+        "lr": 0.01,
+    },
 }
 PURIFIED = "purified"
 
 
 def run_demo(
-    out: str | os.PathLike[str] = "demo-report", *, seed: int = 0, quick: bool = False, quiet: bool = False
+    out: str | os.PathLike[str] = "demo-report",
+    *,
+    seed: int = 0,
+    quick: bool = False,
+    quiet: bool = False,
 ) -> dict[str, Any]:
     """Train, purify, attack, audit, report; the paths and the main numbers.
 
-    Everything is kept below `out` (one run folder for each trained model), so that a demo that was stopped goes on.
+    Everything is kept below `out` (one run folder for each trained model), so that a demo that was
+    stopped goes on.
     """
     began = time.monotonic()
     folder = Path(out)
@@ -59,12 +80,22 @@ def run_demo(
     trained: dict[str, Trained] = {}
     for name, settings in SETTINGS.items():
         tell(f"training: {name}")
-        config = make_config({"data": "digits", "seed": seed, **settings, **({"epochs": 1} if quick else {})})
+        config = make_config(
+            {"data": "digits", "seed": seed, **settings, **({"epochs": 1} if quick else {})}
+        )
         trained[name] = _trained(config, folder / name.replace(" ", "-"))
-    predictors: dict[str, Predictor] = {name: each.predict(num_thetas) for name, each in trained.items()}
+    predictors: dict[str, Predictor] = {
+        name: each.predict(num_thetas) for name, each in trained.items()
+    }
     tell("purifying the undefended model")
     base = trained["undefended"]
-    purified = Purifier(base.model, Noise(PURIFIER_SIGMA), base.thetas(num_thetas), (data.x_train, data.y_train), "online")
+    purified = Purifier(
+        base.model,
+        Noise(PURIFIER_SIGMA),
+        base.thetas(num_thetas),
+        (data.x_train, data.y_train),
+        "online",
+    )
 
     tell(f"attacking {num} test images")
     run = Run(folder / "MIX")
@@ -100,14 +131,30 @@ def run_demo(
         title="Four defenses on handwritten digits",
         evaluation=evaluation,
         audit={"MIX": verdict},
-        threat_model={"norm": "L2", "eps": EPS, "units": "raw", "box": "[0, 1]", "knowledge": "all thetas known"},
-        run={name: {"config": one.config.model_dump(mode="json"), "manifest": one.manifest} for name, one in runs.items()},
+        threat_model={
+            "norm": "L2",
+            "eps": EPS,
+            "units": "raw",
+            "box": "[0, 1]",
+            "knowledge": "all thetas known",
+        },
+        run={
+            name: {"config": one.config.model_dump(mode="json"), "manifest": one.manifest}
+            for name, one in runs.items()
+        },
         history={name: one.history.read() for name, one in runs.items()},
         gallery=_gallery(predictors, data, steps, seed),
         class_names=data.dataset.class_names,
-        reproduce={**record(), "commands": [f"advbayes demo --seed {seed}"], "versions": store.versions()},
+        reproduce={
+            **record(),
+            "commands": [f"advbayes demo --seed {seed}"],
+            "versions": store.versions(),
+        },
     )
-    worst = {name: evaluation.estimate("accuracy", name, "worst", EPS).value for name in (*SETTINGS, PURIFIED)}
+    worst = {
+        name: evaluation.estimate("accuracy", name, "worst", EPS).value
+        for name in (*SETTINGS, PURIFIED)
+    }
     return {
         "report": str(paths.html),
         "json": str(paths.json),
@@ -126,7 +173,10 @@ def _trained(config: RunConfig, place: Path) -> Trained:
     if (place / "config.toml").is_file():
         run = Run.open(place)
         if run.config != config:
-            raise ConfigError(f"out: wanted a new folder or one of this demo, got {place} with another configuration")
+            raise ConfigError(
+                f"out: wanted a new folder or one of this demo, got {place} with another "
+                f"configuration"
+            )
         with run.lock():
             if run.status != "trained":
                 train(run)
@@ -137,7 +187,13 @@ def _trained(config: RunConfig, place: Path) -> Trained:
 
 
 def _evaluated(
-    run: Run, predictors: Mapping[str, Predictor], purified: Purifier, data: Prepared, num: int, steps: int, seed: int
+    run: Run,
+    predictors: Mapping[str, Predictor],
+    purified: Purifier,
+    data: Prepared,
+    num: int,
+    steps: int,
+    seed: int,
 ) -> Evaluation:
     """All predictors under the common attacks; the purifier under its own as well."""
     ball = L2(EPS, box=data.box)
@@ -150,10 +206,22 @@ def _evaluated(
     }
     own = {"adaptive": Suite((Annealed(ball, steps=max(1, steps // 2)), NearestCentre(ball)))}
     test = data.x_test[:num], data.y_test[:num]
-    audited_first = {"MIX": predictors["MIX"], **predictors}  # the audit scores the first predictor's arrays again
+    # the audit scores the first predictor's arrays again
+    audited_first = {"MIX": predictors["MIX"], **predictors}
     parts = [
-        evaluate(whom, test, attacks=how, radii=RADII, train_y=data.y_train, seed=seed, out=run.path / "evaluation" / place)
-        for place, whom, how in (("demo", audited_first, attacks), ("demo-purified", {PURIFIED: purified}, attacks | own))
+        evaluate(
+            whom,
+            test,
+            attacks=how,
+            radii=RADII,
+            train_y=data.y_train,
+            seed=seed,
+            out=run.path / "evaluation" / place,
+        )
+        for place, whom, how in (
+            ("demo", audited_first, attacks),
+            ("demo-purified", {PURIFIED: purified}, attacks | own),
+        )
     ]
     return merged(parts)
 
@@ -162,7 +230,10 @@ def _gallery(predictors: Mapping[str, Predictor], data: Prepared, steps: int, se
     """The first test images, each attacked through each predictor."""
     x, y = data.x_test[:6], data.y_test[:6]
     attack = pgd(L2(EPS, box=data.box), steps)
-    attacked = {name: attack(each, x, y, generator=generator_for(seed, f"gallery/{name}")) for name, each in predictors.items()}
+    attacked = {
+        name: attack(each, x, y, generator=generator_for(seed, f"gallery/{name}"))
+        for name, each in predictors.items()
+    }
     return make_gallery(predictors, x, y, {"PGD": attacked}, eps=EPS)
 
 
@@ -177,21 +248,30 @@ class _Teller:
             print(f"[{time.monotonic() - self.began:5.1f} s] {text}", file=sys.stderr, flush=True)
 
     def table(self, evaluation: Evaluation) -> None:
-        """One row for each predictor: accuracy untouched, under each attack, and in the worst case with its interval."""
+        """One row for each predictor: accuracy untouched, under each attack, and in the worst case
+        with its interval."""
         if self.quiet:
             return
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        shown = Table(title=f"Accuracy on {evaluation.config['num']} test images, L2, eps = {EPS:g}", title_justify="left")
+        shown = Table(
+            title=f"Accuracy on {evaluation.config['num']} test images, L2, eps = {EPS:g}",
+            title_justify="left",
+        )
         for name in ("", "clean", *evaluation.attacks, "worst case"):
             shown.add_column(name, justify="right" if name else "left")
         for predictor in (*SETTINGS, PURIFIED):
             attacked = [_accuracy(evaluation, predictor, attack) for attack in evaluation.attacks]
             worst = evaluation.estimate("accuracy", predictor, "worst", EPS)
             clean = f"{evaluation.estimate('accuracy', predictor, 'clean').value:.3f}"
-            shown.add_row(Text(predictor), clean, *attacked, f"{worst.value:.3f} [{worst.low:.3f}, {worst.high:.3f}]")
+            shown.add_row(
+                Text(predictor),
+                clean,
+                *attacked,
+                f"{worst.value:.3f} [{worst.low:.3f}, {worst.high:.3f}]",
+            )
         Console(width=None if sys.stdout.isatty() else 120).print(shown)
 
 

@@ -1,4 +1,5 @@
-"""The paper's cells, as printed: table -> metric -> row -> one (mean, sd) for each column. Never tuned to."""
+"""The paper's cells, as printed: table -> metric -> row -> one (mean, sd) for each column. Never
+tuned to."""
 
 from __future__ import annotations
 
@@ -147,7 +148,8 @@ MULTI_STEP: dict[str, dict[str, tuple[float, ...]]] = {
     },
 }
 
-# SM-6, Table of times in ms: training a batch, standard and MIX; inference a sample, standard and onPure.
+# SM-6, Table of times in ms: training a batch, standard and MIX; inference a sample, standard and
+# onPure.
 COST = {
     "mnist": (2.48, 4.69, 1.60, 2470.0),
     "wine": (0.75, 0.70, 0.63, 3.39),

@@ -1,8 +1,10 @@
-"""Do what is left of an experiment, one unit after the other or side by side; a kill loses at most the units under way.
+"""Do what is left of an experiment, one unit after the other or side by side; a kill loses at most
+the units under way.
 
-<out>/<experiment>/parts/    each unit (row x seed) while the experiment grows: records, then its line of the manifest
-<out>/<experiment>/          records.jsonl.gz, manifest.json, table.md, figures: all of what is done
-<out>/models/                trained posteriors, shared by the experiments
+<out>/<experiment>/parts/    each unit (row x seed) while the experiment grows: records, then its
+line of the manifest <out>/<experiment>/          records.jsonl.gz, manifest.json, table.md,
+figures: all of what is done <out>/models/                trained posteriors, shared by the
+    experiments
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ def run(
 ) -> Path:
     """Run what is missing of an experiment into `out/name`, collect the records; the folder.
 
-    Each unit is written whole or not at all. Units go seed by seed, so that a run that is stopped has every row of the
-    first seeds. `again` replaces what is there.
+    Each unit is written whole or not at all. Units go seed by seed, so that a run that is stopped
+    has every row of the first seeds. `again` replaces what is there.
     """
     experiment = spec.experiment()
     folder = out / spec.name
@@ -49,8 +51,14 @@ def run(
     chosen = list(experiment.rows) if rows is None else list(rows)
     unknown = sorted(set(chosen) - experiment.rows.keys())
     if unknown:
-        raise ValueError(f"rows must be among {', '.join(experiment.rows)}, got {', '.join(unknown)}")
-    wanted = [(row, seed) for seed in (range(experiment.seeds) if seeds is None else seeds) for row in chosen]
+        raise ValueError(
+            f"rows must be among {', '.join(experiment.rows)}, got {', '.join(unknown)}"
+        )
+    wanted = [
+        (row, seed)
+        for seed in (range(experiment.seeds) if seeds is None else seeds)
+        for row in chosen
+    ]
     with store.Lock(folder):
         done = set(finished(folder))
         left = [unit for unit in wanted if again or key_of(*unit) not in done]
@@ -90,7 +98,9 @@ def work(spec: Spec, folder: Path, models: Path, row: str, seed: int) -> float:
 
 def packed(records: Sequence[Record]) -> bytes:
     """JSON lines, compressed; the same records give the same bytes."""
-    lines = "".join(json.dumps(each, separators=(",", ":"), allow_nan=False) + "\n" for each in records)
+    lines = "".join(
+        json.dumps(each, separators=(",", ":"), allow_nan=False) + "\n" for each in records
+    )
     return gzip.compress(lines.encode(), 9, mtime=0)
 
 
@@ -131,7 +141,8 @@ def finished(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def collect(folder: Path, spec: Spec, experiment: Experiment) -> None:
-    """All finished units as one file of records and one manifest; the parts are then no longer needed."""
+    """All finished units as one file of records and one manifest; the parts are then no longer
+    needed."""
     units = finished(folder)
     records: dict[str, list[bytes]] = {}
     if (folder / RECORDS).is_file():
@@ -141,10 +152,14 @@ def collect(folder: Path, spec: Spec, experiment: Experiment) -> None:
     parts = sorted((folder / "parts").glob("*.json"))
     for path in parts:
         about: Any = store.read_document(path)
-        lines = gzip.decompress(path.with_suffix(".jsonl.gz").read_bytes()).splitlines(keepends=True)
+        lines = gzip.decompress(path.with_suffix(".jsonl.gz").read_bytes()).splitlines(
+            keepends=True
+        )
         records[key_of(about["row"], about["seed"])] = lines
     order = {row: index for index, row in enumerate(experiment.rows)}
-    names = sorted(units, key=lambda name: (order.get(units[name]["row"], len(order)), units[name]["seed"]))
+    names = sorted(
+        units, key=lambda name: (order.get(units[name]["row"], len(order)), units[name]["seed"])
+    )
     whole = gzip.compress(b"".join(line for name in names for line in records[name]), 9, mtime=0)
     store.write_bytes(folder / RECORDS, whole)
     seconds = round(sum(unit["seconds"] for unit in units.values()), 1)
@@ -185,7 +200,9 @@ class Board:
             from rich.live import Live
 
             if self.live is None:
-                self.live = Live(console=Console(stderr=True), get_renderable=self._table, refresh_per_second=1)
+                self.live = Live(
+                    console=Console(stderr=True), get_renderable=self._table, refresh_per_second=1
+                )
                 self.live.start()
 
     def done(self, row: str, seed: int, seconds: float) -> None:
@@ -205,8 +222,12 @@ class Board:
 
         num = len(self.left) - len(self.seconds) - len(self.running)
         mean = sum(self.seconds) / len(self.seconds) if self.seconds else 0.0
-        guess = f", about {mean * num / max(1, len(self.running)) / 60:.0f} min" if self.seconds else ""
-        table = Table("row", "seed", "seconds", title=f"{self.name}: {num} of {self.total} waiting{guess}")
+        guess = (
+            f", about {mean * num / max(1, len(self.running)) / 60:.0f} min" if self.seconds else ""
+        )
+        table = Table(
+            "row", "seed", "seconds", title=f"{self.name}: {num} of {self.total} waiting{guess}"
+        )
         for (row, seed), began in self.running.items():
             table.add_row(Text(row), str(seed), f"{time.monotonic() - began:.0f}")
         return table

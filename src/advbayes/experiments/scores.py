@@ -1,4 +1,5 @@
-"""Records read back, and their reductions: a value for each seed, mean and spread over seeds, paired tests."""
+"""Records read back, and their reductions: a value for each seed, mean and spread over seeds,
+paired tests."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Cell(NamedTuple):
 class Summary:
     """Mean and standard deviation over seeds, and a 95 % interval.
 
-    Of an accuracy it is Wilson's over examples (their answers averaged over seeds), of the others the spread over seeds.
+    Of an accuracy it is Wilson's over examples (their answers averaged over seeds), of the others
+    the spread over seeds.
     """
 
     values: tuple[float, ...]
@@ -62,17 +64,21 @@ class Scores:
         manifest: Any = store.read_document(folder / MANIFEST)
         self.manifest: dict[str, Any] = manifest
         self.records: list[dict[str, Any]] = [
-            json.loads(line) for line in gzip.decompress((folder / RECORDS).read_bytes()).splitlines()
+            json.loads(line)
+            for line in gzip.decompress((folder / RECORDS).read_bytes()).splitlines()
         ]
         columns: dict[Any, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for each in self.records:
             if "eps" in each:
-                cell = columns[each["row"], each["seed"], Cell(each["split"], each["attack"], each["eps"])]
+                cell = columns[
+                    each["row"], each["seed"], Cell(each["split"], each["attack"], each["eps"])
+                ]
                 for name in ("correct", "log_prob", "entropy", "squared_error"):
                     if name in each:
                         cell[name].append(each[name])
         self.cells: dict[tuple[str, int, Cell], dict[str, Array]] = {
-            key: {name: np.asarray(values) for name, values in cell.items()} for key, cell in columns.items()
+            key: {name: np.asarray(values) for name, values in cell.items()}
+            for key, cell in columns.items()
         }
         self.rows = list(dict.fromkeys(each["row"] for each in self.records))
 
@@ -85,12 +91,14 @@ class Scores:
         return next(unit for unit in self.manifest["units"].values() if unit["row"] == row)
 
     def losses(self, metric: str, row: str, seed: int, cell: Cell) -> Array:
-        """One number for each example, before the mean; of `worst` that of the attack that hurts most."""
+        """One number for each example, before the mean; of `worst` that of the attack that hurts
+        most."""
         if cell.attack == "worst":
             held = [
                 self.losses(metric, row, seed, other)
                 for name, number, other in self.cells
-                if (name, number, other.split) == (row, seed, cell.split) and (other.attack == "clean" or other.eps == cell.eps)
+                if (name, number, other.split) == (row, seed, cell.split)
+                and (other.attack == "clean" or other.eps == cell.eps)
             ]
             worst: Array = np.min(held, axis=0) if metric == "accuracy" else np.max(held, axis=0)
             return worst
@@ -125,27 +133,36 @@ class Scores:
     def p_better(self, metric: str, row: str, other: str, cell: Cell) -> float:
         """Paired, one-sided: the p-value against "`row` is no better than `other`".
 
-        Over the seeds that both have; on a fixed test set also over its examples, and the larger of the two counts.
+        Over the seeds that both have; on a fixed test set also over its examples, and the larger of
+        the two counts.
         """
         seeds = sorted(set(self.seeds(row)) & set(self.seeds(other)))
         if len(seeds) < 2:
             return 1.0
         sign = 1 if LOWER_IS_BETTER[metric] else -1
         overlap = float(self.about(row).get("overlap", 0.0))
-        both = [[sign * self.value(metric, name, seed, cell) for seed in seeds] for name in (row, other)]
+        both = [
+            [sign * self.value(metric, name, seed, cell) for seed in seeds] for name in (row, other)
+        ]
         p_seeds = metrics.paired_t(*both, overlap=overlap)
         if overlap or metric == "selective_accuracy":
             return p_seeds
-        means = [sign * np.mean([self.losses(metric, name, seed, cell) for seed in seeds], axis=0) for name in (row, other)]
+        means = [
+            sign * np.mean([self.losses(metric, name, seed, cell) for seed in seeds], axis=0)
+            for name in (row, other)
+        ]
         return max(p_seeds, metrics.paired_t(*means))
 
     def best(self, metric: str, rows: Sequence[str], cell: Cell) -> str | None:
-        """The row that is significantly better than every other (Holm, 5 %); None if there is none, or too few seeds."""
+        """The row that is significantly better than every other (Holm, 5 %); None if there is none,
+        or too few seeds."""
         if len(rows) < 2 or any(len(self.seeds(row)) < MIN_SEEDS for row in rows):
             return None
         sign = 1 if LOWER_IS_BETTER[metric] else -1
         first = min(rows, key=lambda row: sign * self.summary(metric, row, cell).mean)
-        p_values = metrics.holm([self.p_better(metric, first, other, cell) for other in rows if other != first])
+        p_values = metrics.holm(
+            [self.p_better(metric, first, other, cell) for other in rows if other != first]
+        )
         return first if max(p_values) < 0.05 else None
 
 
@@ -158,6 +175,8 @@ def _t_quantile(degrees: int, level: float = 0.95) -> float:
     low, high = 0.0, 1e4
     while high - low > 1e-9 * max(1.0, low):
         middle = 0.5 * (low + high)
-        inside = 1 - metrics.incomplete_beta(degrees / (degrees + middle * middle), degrees / 2, 0.5)
+        inside = 1 - metrics.incomplete_beta(
+            degrees / (degrees + middle * middle), degrees / 2, 0.5
+        )
         low, high = (middle, high) if inside < level else (low, middle)
     return low

@@ -1,4 +1,5 @@
-"""One unit of work, row x seed: train or take the trained model, attack, score; the records and what they were made from."""
+"""One unit of work, row x seed: train or take the trained model, attack, score; the records and
+what they were made from."""
 
 from __future__ import annotations
 
@@ -17,7 +18,18 @@ import torch
 from torch import Tensor
 
 from advbayes import store
-from advbayes.attacks import PGD, ByLoss, RandomSearch, Square, Suite, Transfer, certainty, nll, pgd, squared_error
+from advbayes.attacks import (
+    PGD,
+    ByLoss,
+    RandomSearch,
+    Square,
+    Suite,
+    Transfer,
+    certainty,
+    nll,
+    pgd,
+    squared_error,
+)
 from advbayes.auditing import Support, ThreatModel, audit
 from advbayes.balls import L2
 from advbayes.channels import Noise
@@ -31,7 +43,16 @@ from advbayes.objectives import ChannelELBO
 from advbayes.posteriors import Posterior
 from advbayes.predictive import FreshPredictive, PosteriorPredictive
 from advbayes.purification import Purifier
-from advbayes.runs import Prepared, build_defense, build_model, load_trained, make_attack, prepare, record, thetas_of
+from advbayes.runs import (
+    Prepared,
+    build_defense,
+    build_model,
+    load_trained,
+    make_attack,
+    prepare,
+    record,
+    thetas_of,
+)
 from advbayes.seeds import generator_for
 from advbayes.training import fit
 from advbayes.types import Attack, Channel, Predictor
@@ -61,7 +82,9 @@ class Unit:
     @property
     def config(self) -> RunConfig:
         row = self.what
-        return make_config({**self.experiment.settings, **row.defense.settings, **row.settings, "seed": self.seed})
+        return make_config(
+            {**self.experiment.settings, **row.defense.settings, **row.settings, "seed": self.seed}
+        )
 
 
 def run_unit(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
@@ -69,7 +92,11 @@ def run_unit(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
     began, worked = time.perf_counter(), time.process_time()
     torch.set_num_threads(1)
     records, info = MEASURES[unit.experiment.measure](unit)
-    config = {key: value for key, value in unit.config.model_dump(mode="json").items() if value is not None}
+    config = {
+        key: value
+        for key, value in unit.config.model_dump(mode="json").items()
+        if value is not None
+    }
     spent = {
         "seconds": round(time.perf_counter() - began, 1),
         "processor_seconds": round(time.process_time() - worked, 1),
@@ -80,14 +107,20 @@ def run_unit(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
 
 def _rounded(values: Mapping[str, Any]) -> Record:
     """Six digits: what a table can show, at half the size."""
-    return {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in values.items()}
+    return {
+        key: float(f"{value:.6g}") if isinstance(value, float) else value
+        for key, value in values.items()
+    }
 
 
-# --- Data -------------------------------------------------------------------------------------------------------------
+# --- Data -----------------------------------------------------------------------------------------
+# --------------------
 
 
 @lru_cache(maxsize=4)
-def _loaded(data: str, target: str | None, task: str | None, root: str | None, seed: int) -> Prepared:
+def _loaded(
+    data: str, target: str | None, task: str | None, root: str | None, seed: int
+) -> Prepared:
     values = {"data": data, "target": target, "task": task, "root": root, "seed": seed}
     return prepare(make_config({key: value for key, value in values.items() if value is not None}))
 
@@ -97,22 +130,31 @@ def _images() -> Tensor:
     return load_dataset("fashion-mnist").x_test
 
 
-def prepared(config: RunConfig, units: str = "standardised", *, validation: bool = False) -> tuple[Prepared, Prepared | None]:
-    """The data in the units that eps is meant in, targets standardised; and the held-out fifth of the training rows."""
+def prepared(
+    config: RunConfig, units: str = "standardised", *, validation: bool = False
+) -> tuple[Prepared, Prepared | None]:
+    """The data in the units that eps is meant in, targets standardised; and the held-out fifth of
+    the training rows."""
     data = _loaded(config.data, config.target, config.task, config.root, config.seed)
     if units != "standardised":
         raw = data.dataset
         low, high = raw.x_train.amin(0), raw.x_train.amax(0)
         shift, scale = (
-            (low, (high - low).clamp_min(1e-12)) if units == "min-max" else (torch.zeros_like(low), torch.ones_like(low))
+            (low, (high - low).clamp_min(1e-12))
+            if units == "min-max"
+            else (torch.zeros_like(low), torch.ones_like(low))
         )
-        data = replace(data, x_train=(raw.x_train - shift) / scale, x_test=(raw.x_test - shift) / scale)
+        data = replace(
+            data, x_train=(raw.x_train - shift) / scale, x_test=(raw.x_test - shift) / scale
+        )
     held_out = None
     if validation:
         train, other = split_rows(len(data.x_train), seed=config.seed)
         held_out = replace(data, x_test=data.x_train[other], y_test=data.y_train[other])
         data = replace(data, x_train=data.x_train[train], y_train=data.y_train[train])
-    return replace(data, x_train=data.x_train[: config.num_train], y_train=data.y_train[: config.num_train]), held_out
+    return replace(
+        data, x_train=data.x_train[: config.num_train], y_train=data.y_train[: config.num_train]
+    ), held_out
 
 
 def test_rows(data: Prepared, num: int) -> tuple[Tensor, Tensor]:
@@ -121,7 +163,8 @@ def test_rows(data: Prepared, num: int) -> tuple[Tensor, Tensor]:
     return data.x_test[index], data.y_test[index]
 
 
-# --- Predictors -------------------------------------------------------------------------------------------------------
+# --- Predictors -----------------------------------------------------------------------------------
+# --------------------
 
 
 def predictor(unit: Unit, data: Prepared) -> tuple[Predictor, dict[str, Any]]:
@@ -131,12 +174,18 @@ def predictor(unit: Unit, data: Prepared) -> tuple[Predictor, dict[str, Any]]:
         return defense.reference(data, unit.seed), {}
     model, posterior, info = trained(unit, data)
     if defense.purify is None:
-        return PosteriorPredictive(model, thetas_of(posterior, unit.experiment.thetas, unit.seed)), info
+        return PosteriorPredictive(
+            model, thetas_of(posterior, unit.experiment.thetas, unit.seed)
+        ), info
     how = defense.purify
-    index = torch.randperm(len(data.x_train), generator=generator_for(unit.seed, "experiments/reference"))[: how.num_reference]
+    index = torch.randperm(
+        len(data.x_train), generator=generator_for(unit.seed, "experiments/reference")
+    )[: how.num_reference]
     reference = data.x_train[index], data.y_train[index]
     thetas = thetas_of(posterior, how.num_thetas, unit.seed)
-    return Purifier(model, Noise(how.sigma), thetas, reference, how.update, posterior=posterior), info
+    return Purifier(
+        model, Noise(how.sigma), thetas, reference, how.update, posterior=posterior
+    ), info
 
 
 def _channel(unit: Unit, data: Prepared) -> tuple[Channel, ChannelELBO]:
@@ -149,7 +198,12 @@ def _channel(unit: Unit, data: Prepared) -> tuple[Channel, ChannelELBO]:
 def _fresh(unit: Unit, data: Prepared) -> FreshPredictive:
     """Thetas drawn anew at every call."""
     model, posterior, _ = trained(unit, data)
-    return FreshPredictive(model, posterior, unit.experiment.thetas, generator=generator_for(unit.seed, "experiments/fresh"))
+    return FreshPredictive(
+        model,
+        posterior,
+        unit.experiment.thetas,
+        generator=generator_for(unit.seed, "experiments/fresh"),
+    )
 
 
 def trained(unit: Unit, data: Prepared) -> tuple[BayesianModel, Posterior, dict[str, Any]]:
@@ -183,19 +237,32 @@ def trained(unit: Unit, data: Prepared) -> tuple[BayesianModel, Posterior, dict[
             progress=False,
         )
         seconds = round(time.perf_counter() - began, 1)
-        info |= {"trained_at": record()["commit"], "training_seconds": seconds, "steps": result.steps, "skipped": result.skipped}
+        info |= {
+            "trained_at": record()["commit"],
+            "training_seconds": seconds,
+            "steps": result.steps,
+            "skipped": result.skipped,
+        }
         if place is not None:
             place.parent.mkdir(parents=True, exist_ok=True)
             state = {name: value.detach().clone() for name, value in posterior.state_dict().items()}
-            store.write_bundle(place, {"posterior": state}, {"trained": {k: v for k, v in info.items() if k != "model"}})
+            store.write_bundle(
+                place,
+                {"posterior": state},
+                {"trained": {k: v for k, v in info.items() if k != "model"}},
+            )
     return model, posterior, info
 
 
 def attacks_on(unit: Unit, data: Prepared, ball: L2) -> dict[str, Attack]:
-    """The experiment's attacks by the paper's names; queries and transfer alone where there is no gradient."""
+    """The experiment's attacks by the paper's names; queries and transfer alone where there is no
+    gradient."""
     names, steps, task = unit.experiment.attacks, unit.experiment.steps, data.dataset.task
     if unit.what.defense.has_gradient:
-        return {name: make_attack(_NAMES[name], ball, task=task, steps=steps, queries=2 * steps) for name in names}
+        return {
+            name: make_attack(_NAMES[name], ball, task=task, steps=steps, queries=2 * steps)
+            for name in names
+        }
     linear = DEFENSES["least squares"].reference
     assert linear is not None
     source = linear(data, unit.seed)
@@ -207,7 +274,8 @@ def attacks_on(unit: Unit, data: Prepared, ball: L2) -> dict[str, Attack]:
     return {name: Suite(parts, parts) for name in names}
 
 
-# --- Measures ---------------------------------------------------------------------------------------------------------
+# --- Measures -------------------------------------------------------------------------------------
+# --------------------
 
 
 def _attacked(unit: Unit) -> tuple[Iterator[Record] | list[Record], dict[str, Any]]:
@@ -220,13 +288,19 @@ def _attacked(unit: Unit) -> tuple[Iterator[Record] | list[Record], dict[str, An
     for split in experiment.splits:
         part = held_out if split == "validation" else data
         assert part is not None
-        records += _scored(unit, predict, test_rows(part, experiment.num_test), attacks, data, {"split": split})
+        records += _scored(
+            unit, predict, test_rows(part, experiment.num_test), attacks, data, {"split": split}
+        )
     if data.dataset.task == "regression":
         raw = data.dataset.y_train
         info |= {"y_sd": float(raw.std(correction=0)), "y_range": float(raw.max() - raw.min())}
     num = min(experiment.num_test, len(data.x_test))
     resplit = config.data not in OFFICIAL_SPLIT  # then every seed divides the same rows anew
-    info |= {"num_train": len(data.x_train), "num_test": num, "overlap": num / len(data.x_train) if resplit else 0.0}
+    info |= {
+        "num_train": len(data.x_train),
+        "num_test": num,
+        "overlap": num / len(data.x_train) if resplit else 0.0,
+    }
     return records, info
 
 
@@ -239,10 +313,17 @@ def _scored(
     more: Mapping[str, Any],
 ) -> Iterator[Record]:
     with warnings.catch_warnings():
-        # A constant and a forest have no gradient, and eps 2 of min-max units is beyond the data: both are meant.
+        # A constant and a forest have no gradient, and eps 2 of min-max units is beyond the data:
+        # both are meant.
         warnings.simplefilter("ignore")
         result = evaluate(
-            predict, rows, attacks=attacks, radii=unit.experiment.radii, train_y=data.y_train, seed=unit.seed, progress=False
+            predict,
+            rows,
+            attacks=attacks,
+            radii=unit.experiment.radii,
+            train_y=data.y_train,
+            seed=unit.seed,
+            progress=False,
         )
     columns = _COLUMNS[data.dataset.task]
     for each in result.records():
@@ -260,7 +341,9 @@ def _selective(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
     known = test_rows(data, experiment.num_test)
     foreign = _images()[: len(known[0])]
     inside: dict[str, Attack] = {"both": make_attack("pgd_plus", ball, steps=experiment.steps)}
-    outside: dict[str, Attack] = {"both": PGD(ball, stages=((ByLoss(certainty), experiment.steps),))}
+    outside: dict[str, Attack] = {
+        "both": PGD(ball, stages=((ByLoss(certainty), experiment.steps),))
+    }
     records = list(_scored(unit, predict, known, inside, data, {"split": "known"}))
     nobody = torch.zeros(len(foreign), dtype=torch.long)
     records += _scored(unit, predict, (foreign, nobody), outside, data, {"split": "foreign"})
@@ -268,7 +351,8 @@ def _selective(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
 
 
 def _timed(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
-    """100 training steps (first ten dropped) with and without MIX; 100 answers of the predictive and of onPure."""
+    """100 training steps (first ten dropped) with and without MIX; 100 answers of the predictive
+    and of onPure."""
     config = unit.config
     data, _ = prepared(config)
     records: list[Record] = []
@@ -278,28 +362,41 @@ def _timed(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
         model, posterior = build_model(chosen, data)
         channel, objective = build_defense(chosen, data)
         result = fit(
-            model, posterior, channel, (data.x_train, data.y_train), objective=objective, steps=repeats + 10, progress=False
+            model,
+            posterior,
+            channel,
+            (data.x_train, data.y_train),
+            objective=objective,
+            steps=repeats + 10,
+            progress=False,
         )
         seconds = result.history["seconds"]
         steps = [1e3 * (after - before) for before, after in pairwise(seconds[9:])]
         name = "standard training" if kind == "BL" else "robust training"
-        records += [{"what": name, "index": index, "ms": value} for index, value in enumerate(steps)]
+        records += [
+            {"what": name, "index": index, "ms": value} for index, value in enumerate(steps)
+        ]
         if kind == "BL":
             thetas = thetas_of(posterior, 5, unit.seed)
             plain = PosteriorPredictive(model, thetas)
-            purified = Purifier(model, Noise(0.5), thetas, (data.x_train[:100], data.y_train[:100]), "online")
+            purified = Purifier(
+                model, Noise(0.5), thetas, (data.x_train[:100], data.y_train[:100]), "online"
+            )
             for label, predict in (("standard inference", plain), ("robust inference", purified)):
                 for index in range(repeats):
                     x = data.x_test[index % len(data.x_test)][None]
                     began = time.perf_counter()
                     with torch.no_grad():
                         predict(x)
-                    records.append({"what": label, "index": index, "ms": 1e3 * (time.perf_counter() - began)})
+                    records.append(
+                        {"what": label, "index": index, "ms": 1e3 * (time.perf_counter() - began)}
+                    )
     return records, {}
 
 
 def _pictured(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
-    """Images and class probabilities, clean and under each attack; pixels as bytes in hexadecimal."""
+    """Images and class probabilities, clean and under each attack; pixels as bytes in
+    hexadecimal."""
     experiment, config = unit.experiment, unit.config
     data, _ = prepared(config)
     predict, info = predictor(unit, data)
@@ -313,30 +410,61 @@ def _pictured(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
             prediction: Any = predict(moved)
         probs: Tensor = prediction.probs
         for index in range(len(x)):
-            pixels = bytes((255 * moved[index].clamp(0, 1)).round().to(torch.uint8).flatten().tolist()).hex()
+            pixels = bytes(
+                (255 * moved[index].clamp(0, 1)).round().to(torch.uint8).flatten().tolist()
+            ).hex()
             shown = [float(f"{p:.4f}") for p in probs[index].tolist()]
-            records.append({"attack": name, "index": index, "y": int(y[index]), "probs": shown, "pixels": pixels})
+            records.append(
+                {
+                    "attack": name,
+                    "index": index,
+                    "y": int(y[index]),
+                    "probs": shown,
+                    "pixels": pixels,
+                }
+            )
     return records, info
 
 
 def _audited(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
-    """The audit at tier standard, one record a check; the control is a point estimate of the same net on clean data.
+    """The audit at tier standard, one record a check; the control is a point estimate of the same
+    net on clean data.
 
-    MNIST's baseline (E21) is the run or bundle `baseline` beside the trained models, where there is one.
+    MNIST's baseline (E21) is the run or bundle `baseline` beside the trained models, where there is
+    one.
     """
     experiment, config = unit.experiment, unit.config
     data, _ = prepared(config)
     predict, info = predictor(unit, data)
-    control_row = {"control": Row(Defense("", {"defense": "none", "posterior": "point"}), unit.what.settings)}
-    control, _ = predictor(replace(unit, experiment=replace(experiment, rows=control_row), row="control"), data)
+    control_row = {
+        "control": Row(Defense("", {"defense": "none", "posterior": "point"}), unit.what.settings)
+    }
+    control, _ = predictor(
+        replace(unit, experiment=replace(experiment, rows=control_row), row="control"), data
+    )
     place = None if unit.models is None else unit.models / "baseline"
-    baseline = load_trained(place).predict(experiment.thetas) if place is not None and place.exists() else None
+    baseline = (
+        load_trained(place).predict(experiment.thetas)
+        if place is not None and place.exists()
+        else None
+    )
     ball = L2(experiment.radii[-1], box=data.box)
     rows = test_rows(data, experiment.num_test)
     scaling = data.scaling
-    threat = ThreatModel(units="raw") if scaling is None else ThreatModel(units="standardised", scale=scaling.std)
+    threat = (
+        ThreatModel(units="raw")
+        if scaling is None
+        else ThreatModel(units="standardised", scale=scaling.std)
+    )
     with TemporaryDirectory() as folder:
-        evaluate(predict, rows, attacks=attacks_on(unit, data, ball), train_y=data.y_train, out=folder, progress=False)
+        evaluate(
+            predict,
+            rows,
+            attacks=attacks_on(unit, data, ball),
+            train_y=data.y_train,
+            out=folder,
+            progress=False,
+        )
         verdict = audit(
             predict,
             rows,
@@ -355,10 +483,21 @@ def _audited(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
             progress=False,
         )
     records = [
-        {"check": each.id, "title": each.title, "status": each.status, "mandatory": each.mandatory, "advice": each.advice}
+        {
+            "check": each.id,
+            "title": each.title,
+            "status": each.status,
+            "mandatory": each.mandatory,
+            "advice": each.advice,
+        }
         for each in verdict.findings
     ]
-    return records, {**info, "level": verdict.level, "verdict": verdict.line(), "summary": dict(verdict.summary)}
+    return records, {
+        **info,
+        "level": verdict.level,
+        "verdict": verdict.line(),
+        "summary": dict(verdict.summary),
+    }
 
 
 Measure = Callable[[Unit], tuple[Any, dict[str, Any]]]

@@ -14,7 +14,12 @@ from advbayes.experiments.catalogue import TRIVIAL, Experiment, Spec
 from advbayes.experiments.reported import COST, MULTI_STEP, REPORTED
 from advbayes.experiments.scores import MIN_SEEDS, Cell, Scores
 
-NAMES = {"accuracy": "Accuracy", "nll": "NLL", "rmse": "RMSE", "selective_accuracy": "Selective accuracy"}
+NAMES = {
+    "accuracy": "Accuracy",
+    "nll": "NLL",
+    "rmse": "RMSE",
+    "selective_accuracy": "Selective accuracy",
+}
 _ARROWS = {"accuracy": "higher is better", "selective_accuracy": "higher is better"}
 
 
@@ -27,7 +32,9 @@ def write_views(folder: Path) -> Path:
     parts += [VIEWS[name](experiment, scores, folder) for name in experiment.views]
     if experiment.note:
         parts.append(experiment.note)
-    store.write_bytes(folder / "table.md", ("\n\n".join(part for part in parts if part) + "\n").encode())
+    store.write_bytes(
+        folder / "table.md", ("\n\n".join(part for part in parts if part) + "\n").encode()
+    )
     return folder / "table.md"
 
 
@@ -36,7 +43,7 @@ def _preamble(experiment: Experiment, scores: Scores) -> str:
     missing = [row for row in experiment.rows if row not in scores.rows]
     lines = [
         f"Seeds {', '.join(map(str, made['seeds']))}; {made['seconds']:.0f} s in all; commit "
-        f"{', '.join(made['commits'])}; {made['machine']}.",
+        f"{', '.join(made['commits'])}; {made['machine']}."
     ]
     if missing:
         lines.append(f"Not run: {', '.join(missing)}.")
@@ -55,7 +62,8 @@ def _cells(experiment: Experiment, eps: float, split: str) -> dict[str, Cell]:
 
 
 def attack_table(experiment: Experiment, scores: Scores, folder: Path) -> str:
-    """Rows against attacks at the last radius: mean (sd over seeds) [95 % interval], the paper's number below."""
+    """Rows against attacks at the last radius: mean (sd over seeds) [95 % interval], the paper's
+    number below."""
     split = experiment.splits[-1]
     cells = _cells(experiment, experiment.radii[-1], split)
     levels = _levels(folder)
@@ -75,38 +83,58 @@ def attack_table(experiment: Experiment, scores: Scores, folder: Path) -> str:
                     text += f"<br>paper {mean:.2f}" + ("" if sd is None else f" ({sd:.2f})")
                 shown.append(text)
             audited = [levels.get(row, "")] if levels else []
-            body.append([f"*{row}*" if row in TRIVIAL else row, str(len(scores.seeds(row))), *audited, *shown])
+            body.append(
+                [
+                    f"*{row}*" if row in TRIVIAL else row,
+                    str(len(scores.seeds(row))),
+                    *audited,
+                    *shown,
+                ]
+            )
         arrow = _ARROWS.get(metric, "lower is better")
         out.append(f"## {NAMES[metric]} ({arrow})\n\n" + _markdown(head, body))
     few = [row for row in scores.rows if len(scores.seeds(row)) < MIN_SEEDS]
     rule = "Bold: better than every other row of its column (paired tests, Holm, 5 %)."
     if few:
         rule += f" Nothing is set in bold: {len(few)} rows have fewer than {MIN_SEEDS} seeds."
-    floor = " Above ln 10 = 2.303 an NLL is worse than the uniform predictor's." if "uniform" in scores.rows else ""
+    floor = (
+        " Above ln 10 = 2.303 an NLL is worse than the uniform predictor's."
+        if "uniform" in scores.rows
+        else ""
+    )
     out.append(
-        f"Mean (standard deviation over seeds) [95 % interval]. `worst` is the worst attack for each example. {rule}{floor}"
+        f"Mean (standard deviation over seeds) [95 % interval]. `worst` is the worst attack for "
+        f"each example. {rule}{floor}"
     )
     return "\n\n".join(out)
 
 
 def _levels(folder: Path) -> dict[str, str]:
-    """The level of each row in the audit beside the experiment, with a dagger and the failed checks below level B."""
+    """The level of each row in the audit beside the experiment, with a dagger and the failed checks
+    below level B."""
     beside = folder.with_name(f"{folder.name}-audit")
     if not (beside / "manifest.json").is_file():
         return {}
     audited = Scores(beside)
     failed = {
-        unit["row"]: [each["check"] for each in audited.records if each["row"] == unit["row"] and each["status"] == "failed"]
+        unit["row"]: [
+            each["check"]
+            for each in audited.records
+            if each["row"] == unit["row"] and each["status"] == "failed"
+        ]
         for unit in audited.manifest["units"].values()
     }
     return {
-        unit["row"]: unit["level"] if unit["level"] in "AB" else f"{unit['level']}† {', '.join(failed[unit['row']])}"
+        unit["row"]: unit["level"]
+        if unit["level"] in "AB"
+        else f"{unit['level']}† {', '.join(failed[unit['row']])}"
         for unit in audited.manifest["units"].values()
     }
 
 
 def readings(experiment: Experiment, scores: Scores, folder: Path) -> str:
-    """Nine readings of the units, by their distance from the paper's RMSE cells; the nearest one in full."""
+    """Nine readings of the units, by their distance from the paper's RMSE cells; the nearest one in
+    full."""
     about = scores.about(scores.rows[0])
     sd, span = about["y_sd"], about["y_range"]
     factors = {"standardised": 1.0, "min-max": sd / span, "raw": sd}
@@ -115,7 +143,9 @@ def readings(experiment: Experiment, scores: Scores, folder: Path) -> str:
     reported = REPORTED[experiment.reported]["rmse"]
     cells = _cells(experiment, 2.0, "test")
     done = {row.split(", x ")[1] for row in scores.rows}
-    names = sorted({row.split(", x ")[0] for row in scores.rows}, key=scores.rows[0].startswith, reverse=True)
+    names = sorted(
+        {row.split(", x ")[0] for row in scores.rows}, key=scores.rows[0].startswith, reverse=True
+    )
 
     def rmse(row: str, units: str, name: str, factor: float) -> float:
         return factor * scores.summary("rmse", f"{row}, x {units}", cells[name]).mean
@@ -123,7 +153,11 @@ def readings(experiment: Experiment, scores: Scores, folder: Path) -> str:
     distance = {
         (x, y): float(
             np.mean(
-                [abs(math.log(rmse(row, x, name, factor) / reported[row][name][0])) for row in names for name in reported[row]]
+                [
+                    abs(math.log(rmse(row, x, name, factor) / reported[row][name][0]))
+                    for row in names
+                    for name in reported[row]
+                ]
             )
         )
         for x in ("standardised", "min-max", "raw")
@@ -133,11 +167,16 @@ def readings(experiment: Experiment, scores: Scores, folder: Path) -> str:
     nearest = min(distance, key=distance.__getitem__)
     table = _markdown(
         ["units of x and eps", *(f"y {y}" for y in factors)],
-        [[x, *(f"{distance[x, y]:.2f}" for y in factors)] for x in dict.fromkeys(x for x, _ in distance)],
+        [
+            [x, *(f"{distance[x, y]:.2f}" for y in factors)]
+            for x in dict.fromkeys(x for x, _ in distance)
+        ],
     )
     out = [
-        "## Which reading comes nearest\n\nMean |ln(measured / reported)| over the paper's RMSE cells of "
-        f"{', '.join(names)} (0.69 is a factor of two). The model is trained on y standardised; only its RMSE is converted."
+        "## Which reading comes nearest\n\nMean |ln(measured / reported)| over the paper's RMSE "
+        "cells of "
+        f"{', '.join(names)} (0.69 is a factor of two). The model is trained on y standardised; "
+        f"only its RMSE is converted."
         f"\n\n{table}\n\nNearest: x {nearest[0]}, y {nearest[1]}, "
         f"off by a factor of {math.exp(distance[nearest]):.2f} on average."
     ]
@@ -149,7 +188,9 @@ def readings(experiment: Experiment, scores: Scores, folder: Path) -> str:
                 mean = scores.summary(metric, f"{row}, x {nearest[0]}", cells[name]).mean
                 factor = factors[nearest[1]]
                 mean = mean * factor if metric == "rmse" else mean + math.log(factor)
-                shown.append(f"{mean:.2f}<br>paper {REPORTED[experiment.reported][metric][row][name][0]:.2f}")
+                shown.append(
+                    f"{mean:.2f}<br>paper {REPORTED[experiment.reported][metric][row][name][0]:.2f}"
+                )
             body.append([row, *shown])
         columns = [name for name in cells if name != "worst"]
         out.append(f"## {NAMES[metric]} in that reading\n\n" + _markdown(["row", *columns], body))
@@ -157,11 +198,18 @@ def readings(experiment: Experiment, scores: Scores, folder: Path) -> str:
 
 
 def front(experiment: Experiment, scores: Scores, folder: Path) -> str:
-    """Clean against attacked RMSE on the test rows; for each eps one defense chosen on the validation rows, and tests."""
-    references = [row for row in ("BL", "constant", "least squares", "random forest") if row in scores.rows]
+    """Clean against attacked RMSE on the test rows; for each eps one defense chosen on the
+    validation rows, and tests."""
+    references = [
+        row for row in ("BL", "constant", "least squares", "random forest") if row in scores.rows
+    ]
     defended = [row for row in scores.rows if row not in references]
     clean = {split: Cell(split, "clean", 0.0) for split in experiment.splits}
-    strong = {(split, eps): Cell(split, "strong", eps) for split in experiment.splits for eps in experiment.radii}
+    strong = {
+        (split, eps): Cell(split, "strong", eps)
+        for split in experiment.splits
+        for eps in experiment.radii
+    }
 
     def mean(row: str, cell: Cell) -> float:
         return scores.summary("rmse", row, cell).mean
@@ -190,13 +238,23 @@ def front(experiment: Experiment, scores: Scores, folder: Path) -> str:
         allowed = [row for row in defended if mean(row, clean["validation"]) <= limit] or defended
         pick = min(allowed, key=lambda row: mean(row, strong["validation", eps]))
         cost = mean(pick, clean["test"]) / mean("BL", clean["test"]) - 1
-        p_values = metrics.holm([scores.p_better("rmse", pick, other, strong["test", eps]) for other in references])
+        p_values = metrics.holm(
+            [scores.p_better("rmse", pick, other, strong["test", eps]) for other in references]
+        )
         tests = ", ".join(
-            f"{other} {mean(other, strong['test', eps]):.3f} (p = {p:.3g})" for other, p in zip(references, p_values, strict=True)
+            f"{other} {mean(other, strong['test', eps]):.3f} (p = {p:.3g})"
+            for other, p in zip(references, p_values, strict=True)
         )
         beaten = max(p_values) < 0.05 and cost <= 0.1
         chosen.append(
-            [f"{eps:g}", pick, f"{100 * cost:+.1f} %", f"{mean(pick, strong['test', eps]):.3f}", tests, "yes" if beaten else "no"]
+            [
+                f"{eps:g}",
+                pick,
+                f"{100 * cost:+.1f} %",
+                f"{mean(pick, strong['test', eps]):.3f}",
+                tests,
+                "yes" if beaten else "no",
+            ]
         )
     head = [
         "eps",
@@ -207,25 +265,46 @@ def front(experiment: Experiment, scores: Scores, folder: Path) -> str:
         "beats all for <= 10 %",
     ]
     out.append(
-        "## One defense for each eps\n\nChosen on validation rows: the lowest attacked RMSE among those whose clean RMSE "
+        "## One defense for each eps\n\nChosen on validation rows: the lowest attacked RMSE among "
+        "those whose clean RMSE "
         "there is within 10 % of BL's. The random forest has no gradient: "
-        "its attacked RMSE (by queries and transfer) is a lower bound.\n\n" + _markdown(head, chosen)
+        "its attacked RMSE (by queries and transfer) is a lower bound.\n\n"
+        + _markdown(head, chosen)
     )
     last = experiment.radii[-1]
-    worse = [row for row in defended if mean(row, strong["test", last]) > mean("constant", strong["test", last])]
+    worse = [
+        row
+        for row in defended
+        if mean(row, strong["test", last]) > mean("constant", strong["test", last])
+    ]
     out.append(
-        f"At eps {last:g}, {len(worse)} of {len(defended)} defenses are worse than the constant: {', '.join(worse) or 'none'}."
+        f"At eps {last:g}, {len(worse)} of {len(defended)} defenses are worse than the constant: "
+        f"{', '.join(worse) or 'none'}."
     )
-    _draw_front(scores, references, defended, clean["test"], {eps: strong["test", eps] for eps in experiment.radii}, folder)
+    _draw_front(
+        scores,
+        references,
+        defended,
+        clean["test"],
+        {eps: strong["test", eps] for eps in experiment.radii},
+        folder,
+    )
     out.append("![front](front.svg)")
     return "\n\n".join(out)
 
 
 def _draw_front(
-    scores: Scores, references: Sequence[str], defended: Sequence[str], clean: Cell, strong: dict[float, Cell], folder: Path
+    scores: Scores,
+    references: Sequence[str],
+    defended: Sequence[str],
+    clean: Cell,
+    strong: dict[float, Cell],
+    folder: Path,
 ) -> None:
     def paint(figure: Any) -> None:
-        for axes, (eps, cell) in zip(figure.subplots(1, len(strong), sharex=True), strong.items(), strict=True):
+        for axes, (eps, cell) in zip(
+            figure.subplots(1, len(strong), sharex=True), strong.items(), strict=True
+        ):
             kinds = {"posterior": "o", "point": "^"}
             for start, marker in kinds.items():
                 rows = [row for row in defended if row.startswith(start)]
@@ -234,7 +313,13 @@ def _draw_front(
                 axes.scatter(x, y, marker=marker, s=18, label=start)
             for index, row in enumerate(references):
                 point = [scores.summary("rmse", row, which).mean for which in (clean, cell)]
-                axes.scatter(*([value] for value in point), marker="*", s=70, color=f"C{index + 2}", label=row)
+                axes.scatter(
+                    *([value] for value in point),
+                    marker="*",
+                    s=70,
+                    color=f"C{index + 2}",
+                    label=row,
+                )
             axes.set_title(f"eps {eps:g}")
             axes.set_xlabel("clean RMSE")
         figure.axes[0].set_ylabel("attacked RMSE")
@@ -248,7 +333,10 @@ def curves(experiment: Experiment, scores: Scores, folder: Path) -> str:
     out = []
     split = "known" if experiment.measure == "selective" else "test"
     attacks = ("both",) if experiment.measure == "selective" else experiment.attacks
-    cells = {a: [Cell(split, "clean", 0.0), *(Cell(split, a, eps) for eps in experiment.radii)] for a in attacks}
+    cells = {
+        a: [Cell(split, "clean", 0.0), *(Cell(split, a, eps) for eps in experiment.radii)]
+        for a in attacks
+    }
     for attack, points in cells.items():
 
         def paint(figure: Any, points: list[Cell] = points) -> None:
@@ -267,9 +355,15 @@ def curves(experiment: Experiment, scores: Scores, folder: Path) -> str:
         name = {"PGD+": "pgd-plus"}.get(attack, attack.lower())
         save_figure(folder / name, paint, (4.5 * len(experiment.metrics), 3.4))
         for metric in experiment.metrics:
-            body = [[row, *(str(scores.summary(metric, row, cell)) for cell in points)] for row in scores.rows]
+            body = [
+                [row, *(str(scores.summary(metric, row, cell)) for cell in points)]
+                for row in scores.rows
+            ]
             head = ["row", "clean", *(f"eps {eps:g}" for eps in experiment.radii)]
-            out.append(f"## {NAMES[metric]}, {attack}\n\n![{attack}]({name}.svg)\n\n" + _markdown(head, body))
+            out.append(
+                f"## {NAMES[metric]}, {attack}\n\n![{attack}]({name}.svg)\n\n"
+                + _markdown(head, body)
+            )
     return "\n\n".join(out)
 
 
@@ -281,18 +375,22 @@ def multi_step(experiment: Experiment, scores: Scores, folder: Path) -> str:
             [
                 f"{eps:g}",
                 *(
-                    f"{scores.summary(metric, scores.rows[0], Cell('test', name, eps)).mean:.2f}<br>paper {values[index]:.2f}"
+                    f"{scores.summary(metric, scores.rows[0], Cell('test', name, eps)).mean:.2f}"
+                    f"<br>paper {values[index]:.2f}"
                     for name, values in columns.items()
                 ),
             ]
             for index, eps in enumerate(experiment.radii)
         ]
-        out.append(f"## {NAMES[metric]} beside the paper's\n\n" + _markdown(["eps", *columns], body))
+        out.append(
+            f"## {NAMES[metric]} beside the paper's\n\n" + _markdown(["eps", *columns], body)
+        )
     return "\n\n".join(out)
 
 
 def effects(experiment: Experiment, scores: Scores, folder: Path) -> str:
-    """What each factor of the factorial is worth: the mean difference between its two levels, over the other two."""
+    """What each factor of the factorial is worth: the mean difference between its two levels, over
+    the other two."""
     factors = {"posterior": "point", "noisy": "deterministic", "half clean": "all attacked"}
     split = experiment.splits[-1]
     cells = _cells(experiment, experiment.radii[-1], split)
@@ -304,10 +402,18 @@ def effects(experiment: Experiment, scores: Scores, folder: Path) -> str:
             for cell in cells.values():
                 pairs = [(row, row.replace(high, low)) for row in scores.rows if high in row]
                 pairs = [pair for pair in pairs if pair[1] in scores.rows]
-                gaps = [scores.summary(metric, a, cell).mean - scores.summary(metric, b, cell).mean for a, b in pairs]
-                shown.append(f"{np.mean(gaps):+.3f} ({min(gaps):+.3f} to {max(gaps):+.3f})" if gaps else "")
+                gaps = [
+                    scores.summary(metric, a, cell).mean - scores.summary(metric, b, cell).mean
+                    for a, b in pairs
+                ]
+                shown.append(
+                    f"{np.mean(gaps):+.3f} ({min(gaps):+.3f} to {max(gaps):+.3f})" if gaps else ""
+                )
             body.append([f"{high} instead of {low}", *shown])
-        out.append(f"## Effects on {NAMES[metric]}: mean and range of the differences\n\n" + _markdown(["factor", *cells], body))
+        out.append(
+            f"## Effects on {NAMES[metric]}: mean and range of the differences\n\n"
+            + _markdown(["factor", *cells], body)
+        )
     return "\n\n".join(out)
 
 
@@ -318,21 +424,32 @@ def times(experiment: Experiment, scores: Scores, folder: Path) -> str:
     for row in scores.rows:
         shown = []
         for index, kind in enumerate(kinds):
-            values = [each["ms"] for each in scores.records if each["row"] == row and each["what"] == kind]
+            values = [
+                each["ms"] for each in scores.records if each["row"] == row and each["what"] == kind
+            ]
             shown.append(f"{np.median(values):.2f}<br>paper {COST[row][index]:g}")
         body.append([row, *shown])
-    return _markdown(["data", *kinds], body) + "\n\nMedian ms on one thread of this machine; the paper's on one A100."
+    return (
+        _markdown(["data", *kinds], body)
+        + "\n\nMedian ms on one thread of this machine; the paper's on one A100."
+    )
 
 
 def pictures(experiment: Experiment, scores: Scores, folder: Path) -> str:
     """Images above their predictive bars, one figure a row."""
     out = []
     for row in scores.rows:
-        held = [each for each in scores.records if each["row"] == row and each["seed"] == scores.records[0]["seed"]]
+        held = [
+            each
+            for each in scores.records
+            if each["row"] == row and each["seed"] == scores.records[0]["seed"]
+        ]
         attacks = list(dict.fromkeys(each["attack"] for each in held))
         num = 1 + max(each["index"] for each in held)
 
-        def paint(figure: Any, held: list[Any] = held, attacks: list[str] = attacks, num: int = num) -> None:
+        def paint(
+            figure: Any, held: list[Any] = held, attacks: list[str] = attacks, num: int = num
+        ) -> None:
             grid = figure.subplots(2 * len(attacks), num, squeeze=False)
             for each in held:
                 top = 2 * attacks.index(each["attack"])
@@ -358,12 +475,27 @@ def verdicts(experiment: Experiment, scores: Scores, folder: Path) -> str:
     """Each row's level, and the mandatory checks that failed or did not run."""
     body = []
     for unit in scores.manifest["units"].values():
-        held = [each for each in scores.records if (each["row"], each["seed"]) == (unit["row"], unit["seed"])]
+        held = [
+            each
+            for each in scores.records
+            if (each["row"], each["seed"]) == (unit["row"], unit["seed"])
+        ]
         named = {
-            status: ", ".join(each["check"] for each in held if each["status"] == status and each["mandatory"])
+            status: ", ".join(
+                each["check"] for each in held if each["status"] == status and each["mandatory"]
+            )
             for status in ("failed", "not run")
         }
-        body.append([unit["row"], str(unit["seed"]), unit["level"], named["failed"], named["not run"], unit["verdict"]])
+        body.append(
+            [
+                unit["row"],
+                str(unit["seed"]),
+                unit["level"],
+                named["failed"],
+                named["not run"],
+                unit["verdict"],
+            ]
+        )
     return _markdown(["row", "seed", "level", "failed", "not run", "in words"], body)
 
 
@@ -376,15 +508,31 @@ def save_figure(path: Path, paint: Callable[[Any], None], size: tuple[float, flo
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("figures need matplotlib: pip install 'advbayes[report]'") from error
-    with matplotlib.rc_context({"svg.hashsalt": "advbayes", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}):
+    with matplotlib.rc_context(
+        {"svg.hashsalt": "advbayes", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
+    ):
         figure = Figure(figsize=size, layout="constrained")
         paint(figure)
-        for kind, metadata in (("svg", {"Date": None, "Creator": None}), ("png", {"Software": None})):
+        for kind, metadata in (
+            ("svg", {"Date": None, "Creator": None}),
+            ("png", {"Software": None}),
+        ):
             buffer = io.BytesIO()
             figure.savefig(buffer, format=kind, dpi=150, metadata=metadata)
             store.write_bytes(path.with_suffix(f".{kind}"), buffer.getvalue())
 
 
 VIEWS: dict[str, Callable[[Experiment, Scores, Path], str]] = {
-    view.__name__: view for view in (attack_table, readings, front, curves, multi_step, effects, times, pictures, verdicts)
+    view.__name__: view
+    for view in (
+        attack_table,
+        readings,
+        front,
+        curves,
+        multi_step,
+        effects,
+        times,
+        pictures,
+        verdicts,
+    )
 }

@@ -1,4 +1,5 @@
-"""Scores per example first, reduced last: `accuracy(correct(predict(x), y))` is an `Estimate` with its interval."""
+"""Scores per example first, reduced last: `accuracy(correct(predict(x), y))` is an `Estimate` with
+its interval."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ from advbayes.metrics.intervals import Estimate, bootstrap, clopper_pearson, inc
 from advbayes.metrics.marginals import Interval, crps, interval, quantile
 from advbayes.metrics.ranking import RiskCoverage, aurc, auroc, risk_coverage, selective_accuracy
 from advbayes.metrics.reductions import Bin, accuracy, coverage, ece, mean, reliability, rmse
-from advbayes.metrics.scores import brier, confidence, correct, entropy, log_prob, nll, squared_error
+from advbayes.metrics.scores import (
+    brier,
+    confidence,
+    correct,
+    entropy,
+    log_prob,
+    nll,
+    squared_error,
+)
 from advbayes.metrics.trivial import ConstantClasses, ConstantGaussian, constant, majority, uniform
 
 __all__ = [

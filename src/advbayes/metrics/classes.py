@@ -1,4 +1,5 @@
-"""Classes of unequal size: recall, balanced accuracy, and the area under the precision-recall curve."""
+"""Classes of unequal size: recall, balanced accuracy, and the area under the precision-recall
+curve."""
 
 from __future__ import annotations
 
@@ -9,7 +10,16 @@ import torch
 from torch import Tensor
 
 from advbayes.checks import describe
-from advbayes.metrics.intervals import Estimate, bootstrap, column, normal_quantile, outcomes, same_length, shares, wilson
+from advbayes.metrics.intervals import (
+    Estimate,
+    bootstrap,
+    column,
+    normal_quantile,
+    outcomes,
+    same_length,
+    shares,
+    wilson,
+)
 
 
 def recall(
@@ -28,7 +38,9 @@ def recall(
     if hits is None:
         raise ValueError(f"of must be a class that occurs among the labels, got {describe(of)}")
     total = float(hits.sum())
-    return Estimate(total / len(hits), *wilson(min(total, len(hits)), len(hits), level=level), len(hits), level)
+    return Estimate(
+        total / len(hits), *wilson(min(total, len(hits)), len(hits), level=level), len(hits), level
+    )
 
 
 def balanced_accuracy(
@@ -37,9 +49,11 @@ def balanced_accuracy(
     *,
     level: float = 0.95,
 ) -> Estimate:
-    """The mean of the recalls of the classes that occur; the interval has the variance of a mean of Wilson's proportions.
+    """The mean of the recalls of the classes that occur; the interval has the variance of a mean of
+    Wilson's proportions.
 
-    Each recall enters with (k + z^2/2) / (n + z^2), Wilson's centre, so that a class without an error has a variance too.
+    Each recall enters with (k + z^2/2) / (n + z^2), Wilson's centre, so that a class without an
+    error has a variance too.
 
     >>> balanced_accuracy([1, 1, 1, 0], [0, 0, 0, 1]).value
     0.5
@@ -47,7 +61,10 @@ def balanced_accuracy(
     parts, z2 = _by_class(correct, labels).values(), normal_quantile(level) ** 2
     value = sum(float(hits.mean()) for hits in parts) / len(parts)
     centres = [(float(hits.sum()) + z2 / 2) / (len(hits) + z2) for hits in parts]
-    variance = sum(p * (1 - p) / (len(hits) + z2) for p, hits in zip(centres, parts, strict=True)) / len(parts) ** 2
+    variance = (
+        sum(p * (1 - p) / (len(hits) + z2) for p, hits in zip(centres, parts, strict=True))
+        / len(parts) ** 2
+    )
     centre, half = sum(centres) / len(parts), math.sqrt(z2 * variance)
     low, high = max(0.0, centre - half), min(1.0, centre + half)
     return Estimate(value, min(low, value), max(high, value), sum(map(len, parts)), level)
@@ -67,7 +84,8 @@ def auprc(
     num_resamples: int = 1000,
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    """Average precision, sum over thresholds of (recall_k - recall_{k-1}) precision_k, with a bootstrap interval.
+    """Average precision, sum over thresholds of (recall_k - recall_{k-1}) precision_k, with a
+    bootstrap interval.
 
     >>> round(auprc([0.9, 0.8, 0.3], [1, 0, 1]).value, 4)
     0.8333
@@ -76,7 +94,12 @@ def auprc(
     same_length(scores=scores, positive=positive)
     if not bool(positive.any()):
         raise ValueError(f"positive must be True somewhere, got {len(positive)} times False")
-    options: Any = {"level": level, "num_resamples": num_resamples, "support": (0.0, 1.0), "generator": generator}
+    options: Any = {
+        "level": level,
+        "num_resamples": num_resamples,
+        "support": (0.0, 1.0),
+        "generator": generator,
+    }
     return bootstrap(_average_precision, scores, positive, **options)
 
 
@@ -88,6 +111,7 @@ def _average_precision(scores: Tensor, positive: Tensor) -> Tensor:  # (R, N) ea
     group = torch.zeros_like(order)
     group[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
     precision = found / rank
-    last = torch.zeros_like(precision).scatter_reduce_(1, group, rank.expand_as(precision), "amax")  # where each tie ends
+    # where each tie ends
+    last = torch.zeros_like(precision).scatter_reduce_(1, group, rank.expand_as(precision), "amax")
     at_end = precision.gather(1, last.gather(1, group).long() - 1)
     return (hits * at_end).sum(1) / hits.sum(1).clamp_min(1)

@@ -9,14 +9,22 @@ from typing import Any
 import torch
 
 from advbayes.checks import finite, number
-from advbayes.metrics.intervals import Estimate, bootstrap, column, incomplete_beta, outcomes, same_length
+from advbayes.metrics.intervals import (
+    Estimate,
+    bootstrap,
+    column,
+    incomplete_beta,
+    outcomes,
+    same_length,
+)
 
 
 def mcnemar(
     first: Any,  # (N,) truth values
     second: Any,  # (N,) truth values of the same examples
 ) -> float:
-    """Exact one-sided McNemar test: the p-value against "`first` is true no more often than `second`".
+    """Exact one-sided McNemar test: the p-value against "`first` is true no more often than
+    `second`".
 
     With n discordant pairs of which k have only `first` true, P(Binomial(n, 1/2) >= k).
 
@@ -27,7 +35,8 @@ def mcnemar(
     same_length(first=first, second=second)
     only_first, only_second = int((first > second).sum()), int((second > first).sum())
     discordant = only_first + only_second
-    ways = term = math.comb(discordant, only_first)  # in whole numbers, so that the p-value is exact
+    # in whole numbers, so that the p-value is exact
+    ways = term = math.comb(discordant, only_first)
     for k in range(only_first, discordant):
         term = term * (discordant - k) // (k + 1)
         ways += term
@@ -47,7 +56,10 @@ def paired_difference(
     >>> paired_difference([1.0, 2.0, 3.0], [0.5, 1.5, 2.5])
     Estimate(value=0.5, low=0.5, high=0.5, num=3, level=0.95)
     """
-    first, second = finite("first", column("first", first)), finite("second", column("second", second))
+    first, second = (
+        finite("first", column("first", first)),
+        finite("second", column("second", second)),
+    )
     same_length(first=first, second=second)
     return bootstrap(
         lambda difference: difference.mean(1),
@@ -64,16 +76,21 @@ def paired_t(
     *,
     overlap: float = 0.0,
 ) -> float:
-    """One-sided paired t-test over repetitions: the p-value against "`first` is on average no lower than `second`".
+    """One-sided paired t-test over repetitions: the p-value against "`first` is on average no lower
+    than `second`".
 
-    t = mean(d) / (sd(d) sqrt(1/K + overlap)) with K - 1 degrees of freedom. `overlap` is the ratio of test to training
-    rows where every repetition divides the same rows anew (Nadeau and Bengio 2003), 0 where the test set is a fixed one.
-    With one repetition nothing is known, and the p-value is 1.
+    t = mean(d) / (sd(d) sqrt(1/K + overlap)) with K - 1 degrees of freedom. `overlap` is the ratio
+    of test to training rows where every repetition divides the same rows anew (Nadeau and Bengio
+    2003), 0 where the test set is a fixed one. With one repetition nothing is known, and the
+    p-value is 1.
 
     >>> round(paired_t([1.0, 2.0, 3.0], [2.0, 4.0, 6.0]), 4)
     0.0371
     """
-    first, second = finite("first", column("first", first)), finite("second", column("second", second))
+    first, second = (
+        finite("first", column("first", first)),
+        finite("second", column("second", second)),
+    )
     same_length(first=first, second=second)
     number("overlap", overlap, low=0.0)
     difference, num = first - second, len(first)

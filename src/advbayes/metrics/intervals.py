@@ -34,7 +34,9 @@ class Estimate:
         count("num", self.num)
         confidence_level(self.level)
         if not self.low <= self.value <= self.high:  # false for NaN too
-            raise ValueError(f"an Estimate needs low <= value <= high, got {self.low}, {self.value}, {self.high}")
+            raise ValueError(
+                f"an Estimate needs low <= value <= high, got {self.low}, {self.value}, {self.high}"
+            )
 
 
 def confidence_level(level: float) -> float:
@@ -47,7 +49,8 @@ def confidence_level(level: float) -> float:
 
 
 def column(name: str, values: Any) -> Tensor:  # (N,), float64 on the CPU
-    """Per-example values (a tensor, an array, a list) as one float64 column without NaN; `(N, 1)` is taken as `(N,)`.
+    """Per-example values (a tensor, an array, a list) as one float64 column without NaN; `(N, 1)`
+    is taken as `(N,)`.
 
     >>> column("scores", [1, 2])
     tensor([1., 2.], dtype=torch.float64)
@@ -55,7 +58,9 @@ def column(name: str, values: Any) -> Tensor:  # (N,), float64 on the CPU
     try:
         found = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name} must be a tensor or an array of numbers, got {describe(values)}") from None
+        raise TypeError(
+            f"{name} must be a tensor or an array of numbers, got {describe(values)}"
+        ) from None
     if found.is_complex():
         raise TypeError(f"{name} must be real, got {describe(found)}")
     if found.ndim == 2 and found.shape[1] == 1:
@@ -64,7 +69,9 @@ def column(name: str, values: Any) -> Tensor:  # (N,), float64 on the CPU
         raise ValueError(f"{name} must have shape (N,) with N >= 1, got {describe(found)}")
     found = found.detach().cpu().double()
     if bool(found.isnan().any()):
-        raise ValueError(f"{name} must not be NaN, got {int(found.isnan().sum())} NaN of {len(found)} values")
+        raise ValueError(
+            f"{name} must not be NaN, got {int(found.isnan().sum())} NaN of {len(found)} values"
+        )
     return found
 
 
@@ -77,12 +84,15 @@ def outcomes(name: str, values: Any) -> Tensor:  # (N,), zeros and ones
     found = column(name, values)
     if not bool(((found == 0) | (found == 1)).all()):
         low, high = float(found.min()), float(found.max())
-        raise ValueError(f"{name} must hold True and False (or 1 and 0) only, got values in [{low:g}, {high:g}]")
+        raise ValueError(
+            f"{name} must hold True and False (or 1 and 0) only, got values in [{low:g}, {high:g}]"
+        )
     return found
 
 
 def shares(name: str, values: Any) -> Tensor:  # (N,), in [0, 1]
-    """Per-example truth values, or the share of several answers that were true (a stochastic predictor asked again).
+    """Per-example truth values, or the share of several answers that were true (a stochastic
+    predictor asked again).
 
     >>> shares("correct", [True, 0.3])
     tensor([1.0000, 0.3000], dtype=torch.float64)
@@ -90,7 +100,9 @@ def shares(name: str, values: Any) -> Tensor:  # (N,), in [0, 1]
     found = column(name, values)
     if not bool(((found >= 0) & (found <= 1)).all()):
         low, high = float(found.min()), float(found.max())
-        raise ValueError(f"{name} must hold truth values or shares in [0, 1], got values in [{low:g}, {high:g}]")
+        raise ValueError(
+            f"{name} must hold truth values or shares in [0, 1], got values in [{low:g}, {high:g}]"
+        )
     return found
 
 
@@ -105,7 +117,9 @@ def same_length(**columns: Tensor) -> None:
     lengths = [len(values) for values in columns.values()]
     if len(set(lengths)) > 1:
         got = " and ".join(map(str, lengths))
-        raise ValueError(f"{' and '.join(columns)} must have one value per example each, got {got} values")
+        raise ValueError(
+            f"{' and '.join(columns)} must have one value per example each, got {got} values"
+        )
 
 
 def normal_quantile(level: float) -> float:
@@ -120,8 +134,9 @@ def normal_quantile(level: float) -> float:
 def wilson(successes: float, num: int, *, level: float = 0.95) -> tuple[float, float]:
     """Wilson's score interval of a binomial proportion.
 
-    `successes` may be fractional (shared ties, a fraction of outputs per example): the variance of a variable in [0, 1]
-    with mean p is at most p(1-p), so the interval only gets wider than it need be.
+    `successes` may be fractional (shared ties, a fraction of outputs per example): the variance of
+    a variable in [0, 1] with mean p is at most p(1-p), so the interval only gets wider than it need
+    be.
 
     >>> low, high = wilson(8, 10)
     >>> round(low, 3), round(high, 3)
@@ -137,7 +152,8 @@ def wilson(successes: float, num: int, *, level: float = 0.95) -> tuple[float, f
 
 
 def incomplete_beta(x: float, a: float, b: float) -> float:
-    """The regularised incomplete beta function I_x(a, b) for a, b > 0; P(Binomial(n, x) >= k) = I_x(k, n - k + 1).
+    """The regularised incomplete beta function I_x(a, b) for a, b > 0; P(Binomial(n, x) >= k) =
+    I_x(k, n - k + 1).
 
     >>> round(incomplete_beta(0.5, 2, 3), 12)
     0.6875
@@ -148,7 +164,9 @@ def incomplete_beta(x: float, a: float, b: float) -> float:
         return x
     if x > (a + 1) / (a + b + 2):  # the continued fraction converges fast only below this point
         return 1.0 - incomplete_beta(1.0 - x, b, a)
-    log_front = a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+    log_front = (
+        a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
+    )
     # modified Lentz evaluation of 1/(1 + d1/(1 + d2/(1 + ...))); it takes O(sqrt(max(a, b))) terms
     tiny = 1e-300
     c, d = 1.0, 1.0 / _away_from_zero(1 - (a + b) * x / (a + 1), tiny)
@@ -169,8 +187,11 @@ def _away_from_zero(value: float, tiny: float) -> float:
     return value if abs(value) > tiny else tiny
 
 
-def clopper_pearson(successes: int, num: int, *, level: float = 0.95, side: str = "both") -> tuple[float, float]:
-    """The exact interval of a binomial proportion; `side="lower"` or `"upper"` spends all of 1 - level on that bound.
+def clopper_pearson(
+    successes: int, num: int, *, level: float = 0.95, side: str = "both"
+) -> tuple[float, float]:
+    """The exact interval of a binomial proportion; `side="lower"` or `"upper"` spends all of 1 -
+    level on that bound.
 
     >>> low, high = clopper_pearson(8, 10)
     >>> round(low, 4), round(high, 4)
@@ -212,9 +233,11 @@ def resamples(
     *columns: Tensor,  # (N,) each, resampled together
     num_resamples: int = 1000,
     generator: torch.Generator | None = None,
-) -> Iterator[tuple[Tensor, ...]]:  # of shape (R, N) each, R small enough for the memory, `num_resamples` rows in all
-    """Bootstrap resamples of the examples; without a generator keyed by (0, "bootstrap"), so the same scores always
-    give the same interval.
+) -> Iterator[
+    tuple[Tensor, ...]
+]:  # of shape (R, N) each, R small enough for the memory, `num_resamples` rows in all
+    """Bootstrap resamples of the examples; without a generator keyed by (0, "bootstrap"), so the
+    same scores always give the same interval.
 
     >>> [rows.shape for (rows,) in resamples(torch.arange(5.0), num_resamples=3)]
     [torch.Size([3, 5])]
@@ -238,7 +261,8 @@ def bootstrap(
     support: tuple[float, float] = (-math.inf, math.inf),
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    """Percentile bootstrap interval over examples, widened to hold the value; one example gives the whole `support`.
+    """Percentile bootstrap interval over examples, widened to hold the value; one example gives the
+    whole `support`.
 
     >>> bootstrap(lambda scores: scores.mean(1), torch.tensor([1.0, 1.0, 1.0]))
     Estimate(value=1.0, low=1.0, high=1.0, num=3, level=0.95)
@@ -246,7 +270,10 @@ def bootstrap(
     value = float(statistic(*(values[None] for values in columns)))
     if len(columns[0]) == 1:
         return Estimate(value, *support, 1, level)
-    drawn = [statistic(*rows) for rows in resamples(*columns, num_resamples=num_resamples, generator=generator)]
+    drawn = [
+        statistic(*rows)
+        for rows in resamples(*columns, num_resamples=num_resamples, generator=generator)
+    ]
     low, high = quantiles(torch.cat(drawn), 0.5 - 0.5 * confidence_level(level), 0.5 + 0.5 * level)
     return Estimate(value, min(low, value), max(high, value), len(columns[0]), level)
 
@@ -257,5 +284,7 @@ def quantiles(values: Tensor, *levels: float) -> list[float]:
     >>> quantiles(torch.tensor([0.0, 1.0, 2.0]), 0.25, 0.5)
     [0.5, 1.0]
     """
-    found: list[float] = values.double().quantile(torch.tensor(levels, dtype=torch.float64)).tolist()
+    found: list[float] = (
+        values.double().quantile(torch.tensor(levels, dtype=torch.float64)).tolist()
+    )
     return found

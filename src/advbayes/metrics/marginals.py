@@ -1,4 +1,5 @@
-"""Scores of whole predictive distributions of real targets, one output at a time: quantiles, intervals, CRPS."""
+"""Scores of whole predictive distributions of real targets, one output at a time: quantiles,
+intervals, CRPS."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ MOST_PAIRED = 2048  # components
 class GaussianMarginals:
     """What each output's marginal is made of: K weighted Gaussians.
 
-    >>> GaussianMarginals(torch.ones(1, 1), torch.zeros(1, 1, 1), torch.ones(1, 1, 1)).cdf(torch.zeros(1, 1))
+    >>> GaussianMarginals(torch.ones(1, 1), torch.zeros(1, 1, 1), torch.ones(1, 1, 1)).cdf(
+    ...     torch.zeros(1, 1)
+    ... )
     tensor([[0.5000]])
     """
 
@@ -51,12 +54,19 @@ def gaussian_marginals(prediction: Distribution) -> GaussianMarginals | None:
     torch.Size([2, 1, 1])
     """
     num = batch_size(prediction)
-    if isinstance(prediction, GaussianMixture):  # components first, as everywhere here; last in torch's own mixtures
+    if isinstance(
+        prediction, GaussianMixture
+    ):  # components first, as everywhere here; last in torch's own mixtures
         means, scales = prediction.means.transpose(0, 1), prediction.scales.transpose(0, 1)
         shape = (num, means.shape[1], -1)
-        return GaussianMarginals(prediction.log_weights.exp().T, means.reshape(shape), scales.reshape(shape))
+        return GaussianMarginals(
+            prediction.log_weights.exp().T, means.reshape(shape), scales.reshape(shape)
+        )
     if isinstance(prediction, MixtureSameFamily):
-        moments, weights = _moments(prediction.component_distribution), prediction.mixture_distribution.probs
+        moments, weights = (
+            _moments(prediction.component_distribution),
+            prediction.mixture_distribution.probs,
+        )
     else:
         moments, weights = _moments(prediction), torch.ones(num, 1)
     if moments is None:
@@ -75,19 +85,20 @@ def _moments(prediction: Distribution) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def quantile(
-    prediction: Distribution,
-    q: float,
-) -> Tensor:  # (B,) or (B, D), the shape of the mean
-    """The q-quantile of each output: closed form for a Gaussian or where `.icdf` is given, else bisection on the cdf.
+def quantile(prediction: Distribution, q: float) -> Tensor:  # (B,) or (B, D), the shape of the mean
+    """The q-quantile of each output: closed form for a Gaussian or where `.icdf` is given, else
+    bisection on the cdf.
 
-    The bracket needs no search: by Cantelli's inequality the quantile lies between mean - sd sqrt((1-q)/q) and
-    mean + sd sqrt(q/(1-q)).
+    The bracket needs no search: by Cantelli's inequality the quantile lies between mean - sd
+    sqrt((1-q)/q) and mean + sd sqrt(q/(1-q)).
 
     >>> quantile(torch.distributions.Normal(torch.zeros(1), 1.0), 0.975)
     tensor([1.9600])
     """
-    num, q = batch_size(prediction), number("q", q, low=0.0, high=1.0, open_low=True, open_high=True)
+    num, q = (
+        batch_size(prediction),
+        number("q", q, low=0.0, high=1.0, open_low=True, open_high=True),
+    )
     known = gaussian_marginals(prediction)
     centre = finite("prediction.mean", prediction.mean)
     if known is not None and known.weights.shape[1] == 1:
@@ -97,12 +108,14 @@ def quantile(
     if known is None:
         if math.prod(prediction.event_shape) != 1:
             raise TypeError(
-                f"the quantiles of {type(prediction).__name__} with {tuple(prediction.event_shape)} outputs are not "
+                f"the quantiles of {type(prediction).__name__} with "
+                f"{tuple(prediction.event_shape)} outputs are not "
                 "known: only Gaussians and mixtures of them may have several outputs"
             )
         with contextlib.suppress(NotImplementedError):
             return prediction.icdf(torch.full_like(centre, q))
-        _cdf(prediction, known, centre.reshape(num, -1))  # without a cdf the moments, which may be infinite, do not matter
+        # without a cdf the moments, which may be infinite, do not matter
+        _cdf(prediction, known, centre.reshape(num, -1))
     spread = finite("prediction.variance", prediction.variance).sqrt()
     slack = 1e-4 * spread  # the moments are rounded too
     low = centre - spread * math.sqrt((1 - q) / q) - slack
@@ -117,14 +130,18 @@ def quantile(
     return 0.5 * (low + high)
 
 
-def _cdf(prediction: Distribution, known: GaussianMarginals | None, value: Tensor) -> Tensor:  # (B, D) -> (B, D)
+def _cdf(
+    prediction: Distribution, known: GaussianMarginals | None, value: Tensor
+) -> Tensor:  # (B, D) -> (B, D)
     if known is not None:
         return known.cdf(value)
     try:
         return prediction.cdf(value.reshape(prediction.mean.shape))
     except NotImplementedError:
         name = type(prediction).__name__
-        raise TypeError(f"prediction must have a cdf or be made of Gaussians to give quantiles, got {name}") from None
+        raise TypeError(
+            f"prediction must have a cdf or be made of Gaussians to give quantiles, got {name}"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -153,13 +170,17 @@ def interval(
 ) -> Interval:
     """The central interval of each output at `level`, from its quantiles (1 -+ level)/2.
 
-    >>> interval(torch.distributions.Normal(torch.zeros(2), 1.0), torch.tensor([1.0, 2.0]), level=0.9).inside
+    >>> interval(
+    ...     torch.distributions.Normal(torch.zeros(2), 1.0), torch.tensor([1.0, 2.0]), level=0.9
+    ... ).inside
     tensor([ True, False])
     """
     y, level = targets(prediction, y), confidence_level(level)
     low, high = quantile(prediction, 0.5 - 0.5 * level), quantile(prediction, 0.5 + 0.5 * level)
     shape = (len(y),) if y[0].numel() == 1 else y.shape
-    return Interval(low.reshape(shape), high.reshape(shape), ((low <= y) & (y <= high)).reshape(shape))
+    return Interval(
+        low.reshape(shape), high.reshape(shape), ((low <= y) & (y <= high)).reshape(shape)
+    )
 
 
 def crps(
@@ -171,8 +192,8 @@ def crps(
 ) -> Tensor:  # (B,)
     """Continuous ranked probability score E|X - y| - E|X - X'|/2, averaged over the D outputs.
 
-    Closed form for Gaussians and mixtures of up to `MOST_PAIRED` of them (its cost is quadratic in their number);
-    otherwise the unbiased estimate from `num_samples` draws.
+    Closed form for Gaussians and mixtures of up to `MOST_PAIRED` of them (its cost is quadratic in
+    their number); otherwise the unbiased estimate from `num_samples` draws.
 
     >>> crps(torch.distributions.Normal(torch.zeros(1), 1.0), torch.tensor([0.0]))
     tensor([0.2337])
@@ -183,13 +204,17 @@ def crps(
         return _sampled_crps(prediction, y, count("num_samples", num_samples, low=2), generator)
     k, d = known.means.shape[1:]
     rows = max(1, 2**22 // (k * k * d))  # bounds the memory of the K x K pairs
-    return torch.cat([_mixture_crps(known, y.reshape(num, d), slice(i, i + rows)) for i in range(0, num, rows)])
+    return torch.cat(
+        [_mixture_crps(known, y.reshape(num, d), slice(i, i + rows)) for i in range(0, num, rows)]
+    )
 
 
 def _mixture_crps(known: GaussianMarginals, y: Tensor, rows: slice) -> Tensor:
     weights, means, scales = known.weights[rows, :, None], known.means[rows], known.scales[rows]
     to_y = (weights * _mean_abs(means - y[rows, None], scales)).sum(1)
-    apart = _mean_abs(means[:, :, None] - means[:, None], (scales[:, :, None] ** 2 + scales[:, None] ** 2).sqrt())
+    apart = _mean_abs(
+        means[:, :, None] - means[:, None], (scales[:, :, None] ** 2 + scales[:, None] ** 2).sqrt()
+    )
     among = (weights[:, :, None] * weights[:, None] * apart).sum((1, 2))
     score: Tensor = to_y - 0.5 * among
     return score.mean(1)
@@ -202,7 +227,9 @@ def _mean_abs(mean: Tensor, scale: Tensor) -> Tensor:
     return mean * torch.erf(z / math.sqrt(2)) + 2 * scale * density
 
 
-def _sampled_crps(prediction: Distribution, y: Tensor, num: int, generator: torch.Generator | None) -> Tensor:
+def _sampled_crps(
+    prediction: Distribution, y: Tensor, num: int, generator: torch.Generator | None
+) -> Tensor:
     with _drawing_from(generator, y.device):
         draws = prediction.sample((num,)).sort(0).values  # (M, B) or (M, B, D)
     finite("draws of the prediction", draws)
@@ -215,10 +242,13 @@ def _sampled_crps(prediction: Distribution, y: Tensor, num: int, generator: torc
 
 @contextlib.contextmanager
 def _drawing_from(generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
-    """torch's distributions draw from the global stream alone: seed a copy of it and put it back afterwards."""
+    """torch's distributions draw from the global stream alone: seed a copy of it and put it back
+    afterwards."""
     if generator is None:
         yield
         return
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
+        torch.manual_seed(
+            int(torch.randint(2**62, (), generator=generator, device=generator.device))
+        )
         yield

@@ -1,4 +1,5 @@
-"""Scores that rank: whom to answer (risk-coverage), what to flag (AUROC). Only the order of the score matters."""
+"""Scores that rank: whom to answer (risk-coverage), what to flag (AUROC). Only the order of the
+score matters."""
 
 from __future__ import annotations
 
@@ -10,13 +11,23 @@ import torch
 from torch import Tensor
 
 from advbayes.checks import choice, finite, number
-from advbayes.metrics.intervals import Estimate, bootstrap, column, normal_quantile, outcomes, same_length, shares, wilson
+from advbayes.metrics.intervals import (
+    Estimate,
+    bootstrap,
+    column,
+    normal_quantile,
+    outcomes,
+    same_length,
+    shares,
+    wilson,
+)
 from advbayes.metrics.reductions import share_ties
 
 
 @dataclass(frozen=True)
 class RiskCoverage:
-    """The risk among the k most confident answers, for every coverage k/N; `aurc` is the mean risk over the curve.
+    """The risk among the k most confident answers, for every coverage k/N; `aurc` is the mean risk
+    over the curve.
 
     >>> RiskCoverage(coverage=(0.5, 1.0), risk=(0.0, 0.5), aurc=0.25).aurc
     0.25
@@ -31,7 +42,8 @@ def risk_coverage(
     losses: Any,  # (N,), e.g. 1 - correct, or a squared error
     confidence: Any,  # (N,), any score: the larger, the sooner answered
 ) -> RiskCoverage:
-    """The risk-coverage curve; tied confidences give the expectation over breaking the ties at random.
+    """The risk-coverage curve; tied confidences give the expectation over breaking the ties at
+    random.
 
     >>> risk_coverage([0, 1, 0], [0.9, 0.1, 0.5]).risk
     (0.0, 0.0, 0.3333333333333333)
@@ -39,7 +51,9 @@ def risk_coverage(
     losses, confidence = _selection("losses", losses, confidence)
     risk = _risks(losses[None], confidence[None])[0]
     num = len(risk)
-    return RiskCoverage(tuple((k + 1) / num for k in range(num)), tuple(risk.tolist()), float(risk.mean()))
+    return RiskCoverage(
+        tuple((k + 1) / num for k in range(num)), tuple(risk.tolist()), float(risk.mean())
+    )
 
 
 def aurc(
@@ -73,18 +87,22 @@ def selective_accuracy(
     coverage: float,
     level: float = 0.95,
 ) -> Estimate:
-    """Accuracy among the ceil(coverage N) most confident answers, ties shared, with Wilson's interval for that many.
+    """Accuracy among the ceil(coverage N) most confident answers, ties shared, with Wilson's
+    interval for that many.
 
     >>> selective_accuracy([1, 0, 1, 1], [0.9, 0.1, 0.8, 0.7], coverage=0.75).value
     1.0
     """
     correct, confidence = _selection("correct", shares("correct", correct), confidence)
     coverage = number("coverage", coverage, low=0.0, high=1.0, open_low=True)
-    answered = max(1, math.ceil(coverage * len(correct) - 1e-9))  # 0.55 * 100 is a little more than 55
+    # 0.55 * 100 is a little more than 55
+    answered = max(1, math.ceil(coverage * len(correct) - 1e-9))
     ordered, order = confidence.sort(descending=True)
     successes = float(share_ties(ordered[None], correct[order][None])[0, :answered].sum())
     successes = min(successes, float(answered))
-    return Estimate(successes / answered, *wilson(successes, answered, level=level), answered, level)
+    return Estimate(
+        successes / answered, *wilson(successes, answered, level=level), answered, level
+    )
 
 
 def _selection(name: str, values: Any, confidence: Any) -> tuple[Tensor, Tensor]:
@@ -108,19 +126,22 @@ def auroc(
 ) -> Estimate:
     """Area under the ROC curve, P(score of a positive > of a negative) + P(equal)/2 (Mann-Whitney).
 
-    The interval is the score interval with Hanley and McNeil's variance (as Newcombe, 2006: all a such that
+    The interval is the score interval with Hanley and McNeil's variance (as Newcombe, 2006: all a
+    such that
     |value - a| <= z sd(a), so a perfect separation of few examples is not claimed to be certain), or DeLong's.
 
     >>> auroc([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1]).value
     0.75
-    """
+    """  # noqa: E501
     scores, positive = column("scores", scores), outcomes("positive", positive).bool()
     same_length(scores=scores, positive=positive)
     choice("method", method, ("hanley_mcneil", "delong"))
     above, below = scores[positive], scores[~positive]
     m, n = len(above), len(below)
     if m == 0 or n == 0:
-        raise ValueError(f"positive must have examples of both kinds, got {m} positive and {n} negative")
+        raise ValueError(
+            f"positive must have examples of both kinds, got {m} positive and {n} negative"
+        )
     ranks = _midranks(scores)
     # placements: the share of the other side that each one beats
     above_wins = (ranks[positive] - _midranks(above)) / n
@@ -129,7 +150,11 @@ def auroc(
     z = normal_quantile(level)
     if method == "delong":
         known = min(m, n) > 1
-        half = z * math.sqrt(float(above_wins.var() / m + below_loses.var() / n)) if known else math.inf
+        half = (
+            z * math.sqrt(float(above_wins.var() / m + below_loses.var() / n))
+            if known
+            else math.inf
+        )
         low, high = max(0.0, value - half), min(1.0, value + half)
     else:
         low, high = _score_bound(value, 0.0, m, n, z), _score_bound(value, 1.0, m, n, z)
@@ -144,7 +169,8 @@ def _midranks(values: Tensor) -> Tensor:  # (N,) -> (N,), ranks from 1, ties get
 
 
 def _score_bound(value: float, end: float, m: int, n: int, z: float) -> float:
-    """The area `a` farthest from `value` towards `end` with |value - a| <= z sd(a), by bisection."""
+    """The area `a` farthest from `value` towards `end` with |value - a| <= z sd(a), by
+    bisection."""
 
     def covered(a: float) -> bool:
         pairs = (m + n) / 2 - 1  # Newcombe's symmetric stand-in for m - 1 and n - 1

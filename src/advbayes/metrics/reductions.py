@@ -44,7 +44,8 @@ def coverage(
     *,
     level: float = 0.95,
 ) -> Estimate:
-    """Fraction of targets inside their interval, with Wilson's interval over examples (several outputs are averaged).
+    """Fraction of targets inside their interval, with Wilson's interval over examples (several
+    outputs are averaged).
 
     `level` is that of the confidence interval, not the one that the prediction intervals claim.
 
@@ -75,8 +76,9 @@ def mean(
 ) -> Estimate:
     """Mean score with a normal or bootstrap interval.
 
-    An infinite score (an NLL where the probability was 0) makes the mean infinite, and rightly: an event that was seen
-    has positive probability, so the expected score is infinite too and the interval has no width.
+    An infinite score (an NLL where the probability was 0) makes the mean infinite, and rightly: an
+    event that was seen has positive probability, so the expected score is infinite too and the
+    interval has no width.
 
     >>> mean([1.0, 2.0, 3.0]).value
     2.0
@@ -86,7 +88,9 @@ def mean(
     if bool(scores.isinf().any()):
         return _infinite(scores, level)
     if method == "bootstrap":
-        return bootstrap(_mean, scores, level=level, num_resamples=num_resamples, generator=generator)
+        return bootstrap(
+            _mean, scores, level=level, num_resamples=num_resamples, generator=generator
+        )
     num, value, z = len(scores), float(scores.mean()), normal_quantile(level)
     half = z * float(scores.std()) / math.sqrt(num) if num > 1 else math.inf
     return Estimate(value, value - half, value + half, num, level)
@@ -117,7 +121,9 @@ def rmse(
     """
     squared_errors = column("squared_errors", squared_errors)
     if bool((squared_errors < 0).any()):
-        raise ValueError(f"squared_errors must be >= 0, got a minimum of {float(squared_errors.min()):g}")
+        raise ValueError(
+            f"squared_errors must be >= 0, got a minimum of {float(squared_errors.min()):g}"
+        )
     if bool(squared_errors.isinf().any()):
         return _infinite(squared_errors, level)
     return bootstrap(
@@ -154,14 +160,20 @@ def reliability(
 ) -> tuple[Bin, ...]:
     """The data of a reliability diagram, without its empty bins.
 
-    Equal width: [i/bins, (i+1)/bins), low and high its edges. Equal mass: low and high are the confidences found at its
-    ends, and examples that tie across an edge share their accuracy, so that their order does not matter.
+    Equal width: [i/bins, (i+1)/bins), low and high its edges. Equal mass: low and high are the
+    confidences found at its ends, and examples that tie across an edge share their accuracy, so
+    that their order does not matter.
 
-    >>> [(b.confidence, b.accuracy.value) for b in reliability([0.25, 0.25, 0.75, 0.75], [0, 1, 1, 1], bins=2)]
+    >>> [
+    ...     (b.confidence, b.accuracy.value)
+    ...     for b in reliability([0.25, 0.25, 0.75, 0.75], [0, 1, 1, 1], bins=2)
+    ... ]
     [(0.25, 0.5), (0.75, 1.0)]
     """
     confidence, correct, bins = _calibration(confidence, correct, bins, binning)
-    index, confidence, correct = (rows[0] for rows in _assign(confidence[None], correct[None], bins, binning))
+    index, confidence, correct = (
+        rows[0] for rows in _assign(confidence[None], correct[None], bins, binning)
+    )
     found = []
     for i in torch.unique(index).tolist():
         held = confidence[index == i]
@@ -183,12 +195,14 @@ def ece(
     num_resamples: int = 1000,
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    """Expected calibration error, sum over bins of (n_b/N) |accuracy_b - confidence_b|, with a bootstrap interval.
+    """Expected calibration error, sum over bins of (n_b/N) |accuracy_b - confidence_b|, with a
+    bootstrap interval.
 
-    Noise counts as miscalibration: the estimate is biased upwards and its resamples twice over, so their lower quantile
-    would almost never hold the truth of a calibrated predictor. By the triangle inequality the error of the estimate is
-    at most the sum of the bins' own errors, and the lower bound goes down by the upper quantile of that; the upper one is
-    that of the resamples. Both err on the wide side.
+    Noise counts as miscalibration: the estimate is biased upwards and its resamples twice over, so
+    their lower quantile would almost never hold the truth of a calibrated predictor. By the
+    triangle inequality the error of the estimate is at most the sum of the bins' own errors, and
+    the lower bound goes down by the upper quantile of that; the upper one is that of the resamples.
+    Both err on the wide side.
 
     >>> ece([0.25, 0.25, 0.75, 0.75], [0, 1, 1, 1], bins=2).value
     0.25
@@ -202,7 +216,9 @@ def ece(
     drawn = torch.cat(
         [
             _gaps(rows, hits, bins, binning)
-            for rows, hits in resamples(confidence, correct, num_resamples=num_resamples, generator=generator)
+            for rows, hits in resamples(
+                confidence, correct, num_resamples=num_resamples, generator=generator
+            )
         ]
     )
     (high,) = quantiles(drawn.abs().sum(1), tail)
@@ -210,20 +226,27 @@ def ece(
     return Estimate(value, max(0.0, value - error), max(high, value), num, level)
 
 
-def _gaps(confidence: Tensor, correct: Tensor, bins: int, binning: str) -> Tensor:  # (R, N) each -> (R, bins)
+def _gaps(
+    confidence: Tensor, correct: Tensor, bins: int, binning: str
+) -> Tensor:  # (R, N) each -> (R, bins)
     """(n_b/N) (accuracy_b - confidence_b)."""
     index, confidence, correct = _assign(confidence, correct, bins, binning)
-    gaps = torch.zeros(len(index), bins, dtype=torch.float64).scatter_add_(1, index, correct - confidence)
+    gaps = torch.zeros(len(index), bins, dtype=torch.float64).scatter_add_(
+        1, index, correct - confidence
+    )
     return gaps / index.shape[1]
 
 
-def _calibration(confidence: Any, correct: Any, bins: int, binning: str) -> tuple[Tensor, Tensor, int]:
+def _calibration(
+    confidence: Any, correct: Any, bins: int, binning: str
+) -> tuple[Tensor, Tensor, int]:
     confidence, correct = column("confidence", confidence), shares("correct", correct)
     same_length(confidence=confidence, correct=correct)
     # float32 probabilities may sum to a little more than 1
     if bool(((confidence < 0) | (confidence > 1 + 1e-5)).any()):
         raise ValueError(
-            f"confidence must lie in [0, 1], got values in [{float(confidence.min()):g}, {float(confidence.max()):g}]"
+            f"confidence must lie in [0, 1], got values in [{float(confidence.min()):g}, "
+            f"{float(confidence.max()):g}]"
         )
     choice("binning", binning, ("equal_mass", "equal_width"))
     return confidence.clamp(max=1.0), correct, count("bins", bins)
@@ -235,7 +258,8 @@ def _assign(
     bins: int,
     binning: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Bin indices, confidences and outcomes, (R, N) each; for equal mass sorted by confidence, ties shared."""
+    """Bin indices, confidences and outcomes, (R, N) each; for equal mass sorted by confidence, ties
+    shared."""
     if binning == "equal_width":
         inner = torch.arange(1, bins, dtype=torch.float64) / bins
         return torch.searchsorted(inner, confidence, right=True), confidence, correct
@@ -249,7 +273,8 @@ def share_ties(
     ordered: Tensor,  # (R, N), each row sorted
     values: Tensor,  # (R, N)
 ) -> Tensor:  # (R, N)
-    """Each value replaced by the mean over those with the same key: its expectation when ties are broken at random.
+    """Each value replaced by the mean over those with the same key: its expectation when ties are
+    broken at random.
 
     >>> share_ties(torch.tensor([[1.0, 2.0, 2.0]]), torch.tensor([[5.0, 0.0, 1.0]]))
     tensor([[5.0000, 0.5000, 0.5000]])

@@ -1,4 +1,5 @@
-"""One score per example: a prediction (batch shape `(B,)`) against its targets. Nothing is reduced here."""
+"""One score per example: a prediction (batch shape `(B,)`) against its targets. Nothing is reduced
+here."""
 
 from __future__ import annotations
 
@@ -35,7 +36,12 @@ def class_probs(prediction: Distribution) -> Tensor:  # (B, C)
     """
     num = batch_size(prediction)
     probs = getattr(prediction, "probs", None)
-    if not isinstance(probs, Tensor) or tuple(prediction.event_shape) != () or probs.ndim != 2 or len(probs) != num:
+    if (
+        not isinstance(probs, Tensor)
+        or tuple(prediction.event_shape) != ()
+        or probs.ndim != 2
+        or len(probs) != num
+    ):
         raise TypeError(
             f"prediction must be categorical with .probs of shape (B, C) = ({num}, C), got "
             f"{type(prediction).__name__} with .probs {describe(probs)}"
@@ -61,13 +67,20 @@ def labels(
     tensor([0, 2])
     """
     num, num_classes = class_probs(prediction).shape
-    if not isinstance(y, Tensor) or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+    if (
+        not isinstance(y, Tensor)
+        or y.is_floating_point()
+        or y.is_complex()
+        or y.dtype == torch.bool
+    ):
         raise TypeError(f"y must be a tensor of integer class labels, got {describe(y)}")
     if tuple(y.shape) not in ((num,), (num, 1)):
         raise ValueError(f"y must have one label per prediction, shape ({num},), got {describe(y)}")
     y = y.reshape(num).long()
     if int(y.min()) < 0 or int(y.max()) >= num_classes:
-        raise ValueError(f"y must hold labels from 0 to {num_classes - 1}, got {int(y.min())} to {int(y.max())}")
+        raise ValueError(
+            f"y must hold labels from 0 to {num_classes - 1}, got {int(y.min())} to {int(y.max())}"
+        )
     return y
 
 
@@ -75,7 +88,8 @@ def targets(
     prediction: Distribution,
     y: Tensor,  # (B,), (B, 1) or (B, D)
 ) -> Tensor:  # batch shape + event shape of the prediction
-    """Regression targets in the prediction's own shape, so that `(B, 1)` never meets `(B,)` in a broadcast.
+    """Regression targets in the prediction's own shape, so that `(B, 1)` never meets `(B,)` in a
+    broadcast.
 
     >>> targets(torch.distributions.Normal(torch.zeros(2), 1.0), torch.tensor([[1.0], [2.0]]))
     tensor([1., 2.])
@@ -102,7 +116,9 @@ def log_prob(
 ) -> Tensor:  # (B,)
     """log p(y given x), for classes and for densities.
 
-    >>> log_prob(torch.distributions.Categorical(probs=torch.tensor([[0.5, 0.5]])), torch.tensor([1])).exp()
+    >>> log_prob(
+    ...     torch.distributions.Categorical(probs=torch.tensor([[0.5, 0.5]])), torch.tensor([1])
+    ... ).exp()
     tensor([0.5000])
     """
     num = batch_size(prediction)
@@ -120,9 +136,13 @@ def nll(prediction: Distribution, y: Tensor) -> Tensor:  # (B,)
 
 
 def correct(prediction: Distribution, y: Tensor) -> Tensor:  # (B,), bool
-    """Whether the most probable class is the right one (of equally probable ones, the first is the answer).
+    """Whether the most probable class is the right one (of equally probable ones, the first is the
+    answer).
 
-    >>> correct(torch.distributions.Categorical(probs=torch.tensor([[0.2, 0.8], [0.9, 0.1]])), torch.tensor([1, 1]))
+    >>> correct(
+    ...     torch.distributions.Categorical(probs=torch.tensor([[0.2, 0.8], [0.9, 0.1]])),
+    ...     torch.tensor([1, 1]),
+    ... )
     tensor([ True, False])
     """
     return class_probs(prediction).argmax(-1) == labels(prediction, y)
@@ -140,7 +160,9 @@ def confidence(prediction: Distribution) -> Tensor:  # (B,)
 def brier(prediction: Distribution, y: Tensor) -> Tensor:  # (B,)
     """Brier score in [0, 2]: sum over classes of (p_c - 1[y = c])^2.
 
-    >>> brier(torch.distributions.Categorical(probs=torch.tensor([[0.25, 0.75]])), torch.tensor([1]))
+    >>> brier(
+    ...     torch.distributions.Categorical(probs=torch.tensor([[0.25, 0.75]])), torch.tensor([1])
+    ... )
     tensor([0.1250])
     """
     probs = class_probs(prediction)
@@ -152,13 +174,17 @@ def squared_error(
     prediction: Distribution,
     y: Tensor,  # (B,), (B, 1) or (B, D)
 ) -> Tensor:  # (B,)
-    """Squared error of the predictive mean, averaged over the D outputs (so that an RMSE has the units of y).
+    """Squared error of the predictive mean, averaged over the D outputs (so that an RMSE has the
+    units of y).
 
     >>> squared_error(torch.distributions.Normal(torch.zeros(2), 1.0), torch.tensor([1.0, 2.0]))
     tensor([1., 4.])
     """
     if _is_categorical(prediction):
-        raise TypeError(f"squared_error wants a regression prediction, got {type(prediction).__name__}; use brier")
+        raise TypeError(
+            f"squared_error wants a regression prediction, got {type(prediction).__name__}; use "
+            f"brier"
+        )
     y = targets(prediction, y)
     return (finite("prediction.mean", prediction.mean) - y).square().reshape(len(y), -1).mean(1)
 

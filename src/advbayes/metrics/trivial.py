@@ -28,12 +28,15 @@ class ConstantClasses:
 
     def __call__(self, x: Tensor, /) -> Distribution:  # x (B, *event)
         zeros = _zeros(x)
-        return Categorical(logits=torch.tensor(self.probs, dtype=torch.float64).to(zeros).log() + zeros)
+        return Categorical(
+            logits=torch.tensor(self.probs, dtype=torch.float64).to(zeros).log() + zeros
+        )
 
 
 @dataclass(frozen=True)
 class ConstantGaussian:
-    """The same Gaussian for every input; one output has batch shape (B,), D outputs event shape (D,).
+    """The same Gaussian for every input; one output has batch shape (B,), D outputs event shape
+    (D,).
 
     >>> ConstantGaussian((1.0,), (2.0,))(torch.zeros(3, 5)).mean
     tensor([1., 1., 1.])
@@ -59,7 +62,8 @@ class ConstantGaussian:
 
 
 def _zeros(x: Tensor) -> Tensor:  # (B, 1)
-    """Zeros that hang on x: gradient attacks then see a zero gradient, as they should, and not an error."""
+    """Zeros that hang on x: gradient attacks then see a zero gradient, as they should, and not an
+    error."""
     first = x.unsqueeze(-1).flatten(1)[:, :1]
     return torch.where(torch.zeros_like(first, dtype=torch.bool), first, 0.0)
 
@@ -78,12 +82,18 @@ def majority(
     y: Tensor,  # (N,) integer labels
     num_classes: int | None = None,  # absent: the largest label + 1
 ) -> ConstantClasses:
-    """The training frequencies, (n_c + 1)/(N + C) so that no class is impossible: always answers the majority class.
+    """The training frequencies, (n_c + 1)/(N + C) so that no class is impossible: always answers
+    the majority class.
 
     >>> majority(torch.tensor([0, 1, 1]), num_classes=2)
     ConstantClasses(probs=(0.4, 0.6))
     """
-    if not isinstance(y, Tensor) or y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
+    if (
+        not isinstance(y, Tensor)
+        or y.is_floating_point()
+        or y.is_complex()
+        or y.dtype == torch.bool
+    ):
         raise TypeError(f"y must be a tensor of integer class labels, got {describe(y)}")
     if tuple(y.shape) not in ((len(y),), (len(y), 1)) or len(y) == 0 or int(y.min()) < 0:
         raise ValueError(f"y must hold labels >= 0 in shape (N,) with N >= 1, got {describe(y)}")

@@ -1,4 +1,5 @@
-"""The reactive defense (section 3.2): infer the clean input behind x', exactly over the whole reference set."""
+"""The reactive defense (section 3.2): infer the clean input behind x', exactly over the whole
+reference set."""
 
 from advbayes.purification.attacks import Annealed, NearestCentre, StraightThrough
 from advbayes.purification.diagnosis import Diagnosis

@@ -1,9 +1,10 @@
-"""Attacks that know how a purifier works (evaluation rules E23): exact gradients are what any attack gets from it; these
-are the three that saturated weights do not hide from.
+"""Attacks that know how a purifier works (evaluation rules E23): exact gradients are what any
+attack gets from it; these are the three that saturated weights do not hide from.
 
-At small sigma the weights sit on one reference point and the exact gradient is blind beyond it. The straight-through
-attack ignores the weights, the annealed one widens the channel first, and the nearest-centre one walks to the nearest
-reference point of another class, which in the limit sigma to 0 is all that counts.
+At small sigma the weights sit on one reference point and the exact gradient is blind beyond it. The
+straight-through attack ignores the weights, the annealed one widens the channel first, and the
+nearest-centre one walks to the nearest reference point of another class, which in the limit sigma
+to 0 is all that counts.
 """
 
 from __future__ import annotations
@@ -27,14 +28,17 @@ from advbayes.types import Attack, Loss, Predictor
 
 @dataclass(frozen=True, eq=False)
 class StraightThrough:
-    """A purifier whose gradient is that of the unpurified model at the denoised input, as if purifying were the identity.
+    """A purifier whose gradient is that of the unpurified model at the denoised input, as if
+    purifying were the identity.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, L2, MeanField, Noise, pgd
     >>> from advbayes.purification import Purifier
     >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
     >>> purified = Purifier(model, Noise(0.1), MeanField(model).sample(5), torch.randn(100, 4))
-    >>> pgd(L2(1.0), steps=3)(StraightThrough(purified), torch.ones(2, 4), torch.tensor([0, 1])).shape
+    >>> pgd(L2(1.0), steps=3)(
+    ...     StraightThrough(purified), torch.ones(2, 4), torch.tensor([0, 1])
+    ... ).shape
     torch.Size([2, 4])
     """
 
@@ -43,7 +47,9 @@ class StraightThrough:
 
     def __post_init__(self) -> None:
         if self.base is None and self.purifier.base is None:
-            raise ValueError("base must be given for a purifier that was loaded, for it has no model, got None")
+            raise ValueError(
+                "base must be given for a purifier that was loaded, for it has no model, got None"
+            )
 
     def __call__(self, x: Tensor) -> Distribution:
         return self.purifier(x)
@@ -58,10 +64,11 @@ class StraightThrough:
 
 @dataclass(frozen=True)
 class Annealed:
-    """Projected ascent through the purifier with its noise widened by each factor in turn, the last one 1; best point kept.
+    """Projected ascent through the purifier with its noise widened by each factor in turn, the last
+    one 1; best point kept.
 
-    Each factor goes on from where the one before ended. `start` is an attack whose points are tried first and climbed from
-    as well.
+    Each factor goes on from where the one before ended. `start` is an attack whose points are tried
+    first and climbed from as well.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, L2, MeanField, Noise
@@ -86,7 +93,12 @@ class Annealed:
             raise ValueError(f"factors must end with 1, the purifier itself, got {self.factors}")
 
     def __call__(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         purifier = _purifier(predict)
         if self.ball.eps == 0 or not len(x):
@@ -102,11 +114,15 @@ class Annealed:
         for start in starts:
             rows = torch.nonzero(~best.broken).squeeze(1)  # what is broken is done with
             if len(rows):
-                part = self._climb(purifier, for_rows(loss, rows), start[rows], x[rows], y[rows], start is x)
+                part = self._climb(
+                    purifier, for_rows(loss, rows), start[rows], x[rows], y[rows], start is x
+                )
                 best = best.put(rows, best.pick(rows).or_better(part))
         return best.x
 
-    def _climb(self, purifier: Purifier, loss: Loss, start: Tensor, x: Tensor, y: Tensor, fresh: bool) -> Best:
+    def _climb(
+        self, purifier: Purifier, loss: Loss, start: Tensor, x: Tensor, y: Tensor, fresh: bool
+    ) -> Best:
         point, size = start, 2.5 * self.ball.eps / self.steps
         best = Best(start, *score(purifier, loss, start, y))
         for stage, factor in enumerate(self.factors):
@@ -134,8 +150,9 @@ class Annealed:
 
 @dataclass(frozen=True)
 class NearestCentre:
-    """Moves to the edge of the ball towards each of the `num` nearest centres of another class, by the two directions that
-    the limit sigma to 0 knows: straight at the centre, and across the plane between it and the nearest centre of the own class.
+    """Moves to the edge of the ball towards each of the `num` nearest centres of another class, by
+    the two directions that the limit sigma to 0 knows: straight at the centre, and across the plane
+    between it and the nearest centre of the own class.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, L2, MeanField, Noise
@@ -154,7 +171,12 @@ class NearestCentre:
 
     @torch.no_grad()
     def __call__(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         purifier = _purifier(predict)
         if self.ball.eps == 0 or not len(x):
@@ -187,11 +209,15 @@ def _within(predict: object) -> Purifier | None:
 def _purifier(predict: object) -> Purifier:
     purifier = _within(predict)
     if purifier is None:
-        raise TypeError(f"predict must be a Purifier for this attack, got {checks.describe(predict)}")
+        raise TypeError(
+            f"predict must be a Purifier for this attack, got {checks.describe(predict)}"
+        )
     return purifier
 
 
-def _classes(purifier: Purifier, bank: GaussianBank, groups: slice, rows: slice) -> Tensor:  # (g, n)
+def _classes(
+    purifier: Purifier, bank: GaussianBank, groups: slice, rows: slice
+) -> Tensor:  # (g, n)
     """The class that the model gives each centre's reference point."""
     values = purifier.store.value_block(rows)  # (n, S, C)
     if bank.groups == 1:
@@ -200,7 +226,8 @@ def _classes(purifier: Purifier, bank: GaussianBank, groups: slice, rows: slice)
 
 
 def _unfit(purifier: Purifier) -> bool:
-    """Whether the nearest centre means nothing: regression, another channel, or noise in another space."""
+    """Whether the nearest centre means nothing: regression, another channel, or noise in another
+    space."""
     gaussian = all(isinstance(bank, GaussianBank) for bank in purifier.store.banks)
     return bool(purifier.store.num_outputs) or not gaussian or purifier.features is not None
 
@@ -209,7 +236,8 @@ def _banks(purifier: Purifier) -> list[GaussianBank]:
     banks = [bank for bank in purifier.store.banks if isinstance(bank, GaussianBank)]
     if _unfit(purifier):
         raise ValueError(
-            "the nearest-centre attack is for classification with a Gaussian channel in the space of x, "
+            "the nearest-centre attack is for classification with a Gaussian channel in the space "
+            "of x, "
             f"got {checks.describe(purifier)}"
         )
     return banks
@@ -222,12 +250,15 @@ def neighbours(
     y: Tensor,  # (B,)
     num: int = 1,
 ) -> tuple[Tensor, Tensor]:  # (B, num, *event) each
-    """The `num` likeliest centres of class y, and of other classes; NaN where there are not as many.
+    """The `num` likeliest centres of class y, and of other classes; NaN where there are not as
+    many.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, Noise
     >>> model = BayesianModel(nn.Linear(1, 2), Categorical())
-    >>> purified = Purifier(model, Noise(0.1), torch.tensor([[1.0, -1.0, 0.0, 0.0]]), torch.tensor([[1.0], [-3.0]]))
+    >>> purified = Purifier(
+    ...     model, Noise(0.1), torch.tensor([[1.0, -1.0, 0.0, 0.0]]), torch.tensor([[1.0], [-3.0]])
+    ... )
     >>> neighbours(purified, torch.tensor([[0.5]]), torch.tensor([0]))
     (tensor([[[1.]]]), tensor([[[-3.]]]))
     """
@@ -242,15 +273,25 @@ def neighbours(
             logits = bank.logits(query, groups, rows, room)
             same = _classes(purifier, bank, groups, rows).unsqueeze(1) == y.view(1, -1, 1)
             for kept, hidden in ((right, ~same), (wrong, same)):
-                value, index = logits.masked_fill(hidden, -math.inf).topk(min(num, logits.shape[-1]), dim=-1)
+                value, index = logits.masked_fill(hidden, -math.inf).topk(
+                    min(num, logits.shape[-1]), dim=-1
+                )
                 for g in range(len(value)):
-                    code = (k * purifier.store.num_thetas + groups.start + g) * total + rows.start + index[g]
+                    code = (
+                        (k * purifier.store.num_thetas + groups.start + g) * total
+                        + rows.start
+                        + index[g]
+                    )
                     kept.append((value[g].double() + offset.unsqueeze(1), code))
     return _fetch(purifier, banks, right, x, num), _fetch(purifier, banks, wrong, x, num)
 
 
 def _fetch(
-    purifier: Purifier, banks: list[GaussianBank], kept: list[tuple[Tensor, Tensor]], x: Tensor, num: int
+    purifier: Purifier,
+    banks: list[GaussianBank],
+    kept: list[tuple[Tensor, Tensor]],
+    x: Tensor,
+    num: int,
 ) -> Tensor:  # (B, num, *event)
     value, code = torch.cat([v for v, _ in kept], 1), torch.cat([c for _, c in kept], 1)
     value, place = value.topk(min(num, value.shape[1]), dim=1)
@@ -271,17 +312,21 @@ def nearest_centre_radius(
     y: Tensor,  # (B,)
     num: int = 8,
 ) -> Tensor:  # (B,)
-    """How far, in L2, x is from any other class in the limit sigma to 0: no smaller perturbation can change the prediction.
+    """How far, in L2, x is from any other class in the limit sigma to 0: no smaller perturbation
+    can change the prediction.
 
-    min_j max_i (|x - c_j|^2 - |x - c_i|^2) / (2 |c_j - c_i|) over centres c_j of other classes and the `num` nearest c_i of
-    class y: c_j must come nearer than every c_i, and that is the distance to the plane between the two. Exact if one c_i
-    decides, a lower bound in any case; 0 where the prediction is wrong already. One noise for all centres; online, or with
-    centres that all thetas share.
+    min_j max_i (|x - c_j|^2 - |x - c_i|^2) / (2 |c_j - c_i|) over centres c_j of other classes and
+    the `num` nearest c_i of class y: c_j must come nearer than every c_i, and that is the distance
+    to the plane between the two. Exact if one c_i decides, a lower bound in any case; 0 where the
+    prediction is wrong already. One noise for all centres; online, or with centres that all thetas
+    share.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, Noise
     >>> model = BayesianModel(nn.Linear(1, 2), Categorical())
-    >>> purified = Purifier(model, Noise(0.1), torch.tensor([[1.0, -1.0, 0.0, 0.0]]), torch.tensor([[1.0], [-3.0]]))
+    >>> purified = Purifier(
+    ...     model, Noise(0.1), torch.tensor([[1.0, -1.0, 0.0, 0.0]]), torch.tensor([[1.0], [-3.0]])
+    ... )
     >>> nearest_centre_radius(purified, torch.tensor([[0.5]]), torch.tensor([0]))
     tensor([1.5000])
     """
@@ -290,7 +335,9 @@ def nearest_centre_radius(
     if len(scales) != 1 or any(not isinstance(bank.scale, float) for bank in banks):
         raise ValueError("the closed form needs one noise for all centres, got several")
     if purifier.update == "offline" and any(bank.groups > 1 for bank in banks):
-        raise ValueError("the closed form needs update='online', or centres that all thetas share, got neither")
+        raise ValueError(
+            "the closed form needs update='online', or centres that all thetas share, got neither"
+        )
     own, _ = neighbours(purifier, x, y, checks.count("num", num))
     query = purifier.query(x)
     here = query.around

@@ -2,8 +2,8 @@
 
 A bank is one component of the channel: its centres for all N reference points and each of G thetas
 (G = 1 where all thetas share them). Log-densities come as `logits + offset`: `logits` of shape
-(g, B, n) in the dtype of the query's products, `offset` of shape (B,) in float64, which holds what is
-the same for all reference points.
+(g, B, n) in the dtype of the query's products, `offset` of shape (B,) in float64, which holds what
+is the same for all reference points.
 
 With origin o, q = x' - o and c = centre - o:
 
@@ -41,7 +41,9 @@ class Query:
     flat: Tensor  # (B, d) float64: x or its features; may carry a graph
     origin: Tensor  # (d,) float64: close to the centres, which keeps the expansion's rounding small
     dtype: torch.dtype
-    nearest: tuple[Tensor, ...] | None = None  # (G, B, k) for each bank: rows to answer from, -1 for none
+    nearest: tuple[Tensor, ...] | None = (
+        None  # (G, B, k) for each bank: rows to answer from, -1 for none
+    )
 
     def __len__(self) -> int:
         return len(self.flat)
@@ -74,7 +76,8 @@ class Room:
 
 @dataclass(frozen=True, eq=False)
 class GaussianBank:
-    """w N(x'; centres, scale^2) with one scale for all, or one for each reference point and feature."""
+    """w N(x'; centres, scale^2) with one scale for all, or one for each reference point and
+    feature."""
 
     log_weight: float
     centres: Rows  # (G, N, d)
@@ -147,7 +150,8 @@ class GaussianBank:
         group: int,
         index: Tensor,  # (B, k)
     ) -> Iterator[tuple[slice, Tensor, float | Tensor]]:
-        """centre - x' and the scales of a few reference points, in float64, some queries at a time."""
+        """centre - x' and the scales of a few reference points, in float64, some queries at a
+        time."""
         size = max(1, _DIFFERENCES // max(1, index.shape[1] * points.shape[1]))
         for start, stop in spans(len(points), size):
             part = slice(start, stop)
@@ -157,8 +161,11 @@ class GaussianBank:
             else:
                 yield part, away, self.scale.pick(group, index[part]).double() * self.factor
 
-    def exact_at(self, points: Tensor, group: int, index: Tensor) -> Tensor:  # (B, d), (B, k) -> (B, k) float64
-        """The log-densities of a few reference points from differences, exact to rounding: logits + offset."""
+    def exact_at(
+        self, points: Tensor, group: int, index: Tensor
+    ) -> Tensor:  # (B, d), (B, k) -> (B, k) float64
+        """The log-densities of a few reference points from differences, exact to rounding: logits +
+        offset."""
         width, out = points.shape[1], points.new_empty(index.shape)
         for part, away, scale in self._differences(points, group, index):
             log_scale = width * math.log(scale) if isinstance(scale, float) else scale.log().sum(-1)
@@ -193,7 +200,9 @@ class GaussianBank:
         centres = self.centres.block(groups, rows).to(query.dtype)
         if isinstance(self.scale, float):
             total = rounded.sum((0, 2), dtype=torch.float64).unsqueeze(1)
-            moved = torch.matmul(rounded, centres).sum(0, dtype=torch.float64) - total * query.points
+            moved = (
+                torch.matmul(rounded, centres).sum(0, dtype=torch.float64) - total * query.points
+            )
             return moved / (self.scale * self.factor) ** 2
         precision, _ = self._precision(groups, rows, query.dtype)
         total = torch.matmul(rounded, precision).sum(0, dtype=torch.float64)
@@ -244,7 +253,10 @@ class FunctionBank:
         log_prob = density.log_prob(query.x)
         wanted = (rows.stop - rows.start, len(query))
         if log_prob.shape != wanted:
-            raise ValueError(f"the channel's log_prob must return shape (N, B) = {wanted}, got {tuple(log_prob.shape)}")
+            raise ValueError(
+                f"the channel's log_prob must return shape (N, B) = {wanted}, got "
+                f"{tuple(log_prob.shape)}"
+            )
         # A copy, for it is worked on in place; what is not a number is no evidence.
         logits: Tensor = log_prob.T.unsqueeze(0).nan_to_num(nan=-math.inf, neginf=-math.inf)
         return logits.to(query.dtype)

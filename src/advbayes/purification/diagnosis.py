@@ -1,4 +1,5 @@
-"""May a purified prediction be believed? Effective sample sizes, evidence, nearest centre, support."""
+"""May a purified prediction be believed? Effective sample sizes, evidence, nearest centre,
+support."""
 
 from __future__ import annotations
 
@@ -15,29 +16,37 @@ from advbayes.purification.store import Store
 from advbayes.purification.sweep import Sums, sweep, weights
 
 _WEIGHTS = 1 << 24  # weights at a time: 128 MB
-_SUPPORT_SDS = 6.0  # a query that no centre's noise reaches within six standard deviations is out of support
+_SUPPORT_SDS = (
+    6.0  # a query that no centre's noise reaches within six standard deviations is out of support
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Diagnosis:
     """What stands behind each of B purified predictions; see `Purifier.diagnose`."""
 
-    log_evidence: Tensor  # (B,) float64: log p(x' | D) = log 1/(SN) sum_sn p(x' | x_n, theta_s), an anomaly score
+    # (B,) float64: log p(x' | D) = log 1/(SN) sum_sn p(x' | x_n, theta_s), an anomaly score
+    log_evidence: Tensor
     ess_reference: Tensor  # (B,): 1 / sum_n w_n^2, how many reference points speak
     ess_theta: Tensor  # (B,): 1 / sum_s w_s^2
     nearest: Tensor  # (B,) int64: the reference point of the likeliest centre
     distance: Tensor  # (B,): to that centre (infinite for a channel that has no centres)
     out_of_support: Tensor  # (B,) bool: no centre's noise explains the query
-    left_out: Tensor  # (B,) float64: at most this share of the evidence was left out (0 without an index)
+    left_out: (
+        Tensor  # (B,) float64: at most this share of the evidence was left out (0 without an index)
+    )
 
 
 def merge(parts: list[Diagnosis], join: Callable[[list[Tensor]], Tensor]) -> Diagnosis:
     """Of several blocks of queries."""
-    return Diagnosis(*(join([getattr(part, field.name) for part in parts]) for field in fields(Diagnosis)))
+    return Diagnosis(
+        *(join([getattr(part, field.name) for part in parts]) for field in fields(Diagnosis))
+    )
 
 
 def chi_square_limit(width: int) -> float:
-    """The value that a chi-square variable of `width` degrees exceeds as rarely as a Gaussian its sixth sd (Wilson-Hilferty).
+    """The value that a chi-square variable of `width` degrees exceeds as rarely as a Gaussian its
+    sixth sd (Wilson-Hilferty).
 
     >>> 784 < chi_square_limit(784) < 1100
     True
@@ -47,20 +56,27 @@ def chi_square_limit(width: int) -> float:
 
 
 def diagnose(store: Store, query: Query, log_shares: Callable[[Tensor], Tensor]) -> Diagnosis:
-    """Two passes: the evidence of each theta, then the weights of all reference points, block by block."""
+    """Two passes: the evidence of each theta, then the weights of all reference points, block by
+    block."""
     size = max(1, _WEIGHTS // store.num_reference)
     if len(query) > size:
-        parts = [diagnose(store, query.take(slice(a, b)), log_shares) for a, b in spans(len(query), size)]
+        parts = [
+            diagnose(store, query.take(slice(a, b)), log_shares) for a, b in spans(len(query), size)
+        ]
         return merge(parts, torch.cat)
     sums = sweep(store, query, values=False)
     shares = log_shares(sums.log_evidence).exp()  # (S, B)
     num, impossible = store.num_reference, sums.log_evidence == -math.inf  # (S, B)
     each = query.points.new_zeros(len(query), num)
     for block in weights(store, query, sums):
-        factor = block.factor * torch.where(impossible, torch.zeros_like(shares), shares)[block.thetas]
+        factor = (
+            block.factor * torch.where(impossible, torch.zeros_like(shares), shares)[block.thetas]
+        )
         factor = factor.sum(0, keepdim=True) if len(block.terms) == 1 else factor
         each[:, block.rows] += torch.einsum("gbn,gb->bn", block.terms, factor)
-    each += (shares * impossible).sum(0).unsqueeze(1) / num  # thetas that exclude x' are spread evenly
+    each += (shares * impossible).sum(0).unsqueeze(
+        1
+    ) / num  # thetas that exclude x' are spread evenly
     best, nearest, source = _likeliest(sums)
     distance, far = _support(store, query, nearest, source)
     dtype = store.dtype
@@ -76,7 +92,8 @@ def diagnose(store: Store, query: Query, log_shares: Callable[[Tensor], Tensor])
 
 
 def _likeliest(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-density (B,) and the reference point (B,) of the likeliest centre; its bank and group (2, B)."""
+    """The log-density (B,) and the reference point (B,) of the likeliest centre; its bank and group
+    (2, B)."""
     tops, indices, sources = [], [], []
     for k, part in enumerate(sums.banks):
         top, place = part.leading.logits.max(-1)  # (G, B)
@@ -99,7 +116,9 @@ def _support(store: Store, query: Query, nearest: Tensor, source: Tensor) -> tup
         for group in range(bank.groups):
             rows = torch.nonzero((source[0] == k) & (source[1] == group)).squeeze(1)
             if len(rows):
-                square, in_noise = bank.squared_distance(query.take(rows), group, nearest[rows].unsqueeze(1))
+                square, in_noise = bank.squared_distance(
+                    query.take(rows), group, nearest[rows].unsqueeze(1)
+                )
                 distance[rows] = square.squeeze(1).sqrt()
                 far[rows] = in_noise.squeeze(1) > limit
     return distance, far

@@ -1,7 +1,8 @@
 """The nearest centres of a query by a FAISS index, and a bound on the weight of all the others.
 
-Centres lie in cells around centroids m_j (inverted lists). A search visits some cells and returns the k
-nearest centres in them. What it leaves out weighs at most, in units of a density at its centre,
+Centres lie in cells around centroids m_j (inverted lists). A search visits some cells and returns
+the k nearest centres in them. What it leaves out weighs at most, in units of a density at its
+centre,
 
     (visited - k) exp(-d_k^2 / 2 s^2) + sum_j n_j exp(-max(0, |x' - m_j| - r_j)^2 / 2 s^2)
 
@@ -40,7 +41,9 @@ class Cells:
         try:
             faiss = importlib.import_module("faiss")
         except ModuleNotFoundError:
-            raise ModuleNotFoundError("index='faiss' needs faiss: pip install 'advbayes[scale]'") from None
+            raise ModuleNotFoundError(
+                "index='faiss' needs faiss: pip install 'advbayes[scale]'"
+            ) from None
         points = centres.float().contiguous().numpy()
         num, width = points.shape
         size = max(1, min(_CELLS, round(math.sqrt(num))))
@@ -53,14 +56,19 @@ class Cells:
         for cell in range(size):
             length = index.invlists.list_size(cell)
             if length:
-                members = torch.from_numpy(faiss.rev_swig_ptr(index.invlists.get_ids(cell), length).copy())
+                members = torch.from_numpy(
+                    faiss.rev_swig_ptr(index.invlists.get_ids(cell), length).copy()
+                )
                 away = centres[members].double() - centroids[cell]
                 radii[cell] = torch.linalg.vector_norm(away, dim=1).max() * (1 + 1e-9)
                 counts[cell] = length
         return cls(index, centroids, radii, counts)
 
-    def search(self, points: Tensor, num: int, scale: float) -> tuple[Tensor, Tensor]:  # (B, d) float64
-        """The rows of the nearest centres, (B, num), -1 for none; and the log of the bound, (B,) float64."""
+    def search(
+        self, points: Tensor, num: int, scale: float
+    ) -> tuple[Tensor, Tensor]:  # (B, d) float64
+        """The rows of the nearest centres, (B, num), -1 for none; and the log of the bound, (B,)
+        float64."""
         distance = torch.cdist(points, self.centroids)  # (B, J)
         cells = distance.topk(self.index.nprobe, largest=False)[1]
         square, rows = (
@@ -79,30 +87,45 @@ class Cells:
 
 
 class NearestIndex:
-    """Every bank of a store in an index, and how many centres of each theta a query is answered from."""
+    """Every bank of a store in an index, and how many centres of each theta a query is answered
+    from."""
 
     def __init__(self, store: Store, num: int) -> None:
         self.num = num
         self.cells: list[list[Cells]] = []
         for bank in store.banks:
             if not isinstance(bank, GaussianBank) or not isinstance(bank.scale, float):
-                raise ValueError("index needs a Gaussian channel with one noise for all centres, got another")
+                raise ValueError(
+                    "index needs a Gaussian channel with one noise for all centres, got another"
+                )
             whole = slice(0, store.num_reference)
-            self.cells.append([Cells.of(bank.centres.block(slice(g, g + 1), whole)[0]) for g in range(bank.groups)])
+            self.cells.append(
+                [
+                    Cells.of(bank.centres.block(slice(g, g + 1), whole)[0])
+                    for g in range(bank.groups)
+                ]
+            )
 
-    def search(self, store: Store, points: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:  # (B, d) float64
-        """Rows for each bank, (G, B, k), and a bound on the share of the evidence that they leave out, (B,)."""
+    def search(
+        self, store: Store, points: Tensor
+    ) -> tuple[tuple[Tensor, ...], Tensor]:  # (B, d) float64
+        """Rows for each bank, (G, B, k), and a bound on the share of the evidence that they leave
+        out, (B,)."""
         nearest, log_left, log_evidence = [], [], []
         for bank, groups in zip(store.banks, self.cells, strict=True):
             assert isinstance(bank, GaussianBank)
             assert isinstance(bank.scale, float)
             scale = bank.scale * bank.factor
-            rows, left = zip(*(cells.search(points, self.num, scale) for cells in groups), strict=True)
+            rows, left = zip(
+                *(cells.search(points, self.num, scale) for cells in groups), strict=True
+            )
             nearest.append(torch.stack(rows))
             peak = bank.log_weight - points.shape[1] * math.log(scale * math.sqrt(2.0 * math.pi))
             each = [bank.exact_at(points, g, row.clamp_min(0)) for g, row in enumerate(rows)]
             kept = torch.stack(each).masked_fill(nearest[-1] < 0, -math.inf)
             log_left.append((torch.stack(left) + peak).expand(store.num_thetas, -1))
             log_evidence.append(kept.logsumexp(-1).expand(store.num_thetas, -1))
-        share = torch.logsumexp(torch.stack(log_left), 0) - torch.logsumexp(torch.stack(log_evidence), 0)
+        share = torch.logsumexp(torch.stack(log_left), 0) - torch.logsumexp(
+            torch.stack(log_evidence), 0
+        )
         return tuple(nearest), share.amax(0).exp().nan_to_num(nan=math.inf)

@@ -1,4 +1,5 @@
-"""The reactive predictive p(y | x', D), exact over the whole reference set (section 3.2, Eq. 4 and 5)."""
+"""The reactive predictive p(y | x', D), exact over the whole reference set (section 3.2, Eq. 4 and
+5)."""
 
 from __future__ import annotations
 
@@ -31,28 +32,34 @@ from advbayes.purification.sweep import Evidence, sweep, weights
 from advbayes.types import Channel
 
 _QUERIES = 512  # at a time; more are answered one block after the other
-_TOLERATED = 1e-3  # rounding of log-weights that float32 products may have; beyond it they are float64
+_TOLERATED = (
+    1e-3  # rounding of log-weights that float32 products may have; beyond it they are float64
+)
 _NARROW, _WIDE, _INDEXED = range(3)  # how a row is answered
 _FARTHEST = 1e6  # in radii of the centres; float32 tells no directions apart beyond
 
 
 class Purifier:
-    """Infers the clean input behind x' and predicts from it: sum_s sum_n p(y | x_n, theta_s) p(x' | x_n, theta_s), normalised.
+    """Infers the clean input behind x' and predicts from it: sum_s sum_n p(y | x_n, theta_s) p(x' |
+    x_n, theta_s), normalised.
 
-    `update="online"` weighs the thetas by their evidence for x' (Eq. 4), `"offline"` keeps them equal (Eq. 5). `reference`
-    is the training set, `(x, y)` or x alone (the channel then attacks the model's own predictions), or samples of any
-    generative model of x, or such a model itself (anything with `sample(n)`, as scikit-learn's mixtures), of which
-    `num_samples` are drawn. All that does not depend on x' is computed here, once: in memory up to `memory_limit` bytes,
-    in a folder beyond it. `features` compares x' and centres after a map of the user's, differentiable in x'. `posterior`
-    is where `with_thetas` draws from.
+    `update="online"` weighs the thetas by their evidence for x' (Eq. 4), `"offline"` keeps them
+    equal (Eq. 5). `reference` is the training set, `(x, y)` or x alone (the channel then attacks
+    the model's own predictions), or samples of any generative model of x, or such a model itself
+    (anything with `sample(n)`, as scikit-learn's mixtures), of which `num_samples` are drawn. All
+    that does not depend on x' is computed here, once: in memory up to `memory_limit` bytes, in a
+    folder beyond it. `features` compares x' and centres after a map of the user's, differentiable
+    in x'. `posterior` is where `with_thetas` draws from.
 
-    `index="faiss"` answers from the `num_nearest` centres of each theta that a FAISS index gives (extra `scale`), wherever the
-    share of the evidence that they leave out is proven to be at most `left_out`, and from all centres elsewhere;
-    `diagnose(x).left_out` says the bound. For millions of reference points.
+    `index="faiss"` answers from the `num_nearest` centres of each theta that a FAISS index gives
+    (extra `scale`), wherever the share of the evidence that they leave out is proven to be at most
+    `left_out`, and from all centres elsewhere; `diagnose(x).left_out` says the bound. For millions
+    of reference points.
 
-    The gradient through a prediction is exact, at the memory of one block and at most 128 MB (more is computed again, not
-    stored), so every attack on a Predictor is an adaptive attack on this one. Inputs farther than a million radii of the
-    data are answered as if they were there; `diagnose` flags what is far.
+    The gradient through a prediction is exact, at the memory of one block and at most 128 MB (more
+    is computed again, not stored), so every attack on a Predictor is an adaptive attack on this
+    one. Inputs farther than a million radii of the data are answered as if they were there;
+    `diagnose` flags what is far.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, MeanField, Noise
@@ -91,7 +98,8 @@ class Purifier:
         checks.count("memory_limit", memory_limit)
         if posterior is not None and getattr(posterior, "num_params", None) != model.num_params:
             raise ValueError(
-                f"posterior must be over the model's {model.num_params} parameters, got {checks.describe(posterior)}"
+                f"posterior must be over the model's {model.num_params} parameters, got "
+                f"{checks.describe(posterior)}"
             )
         x, y = _reference(reference, checks.count("num_samples", num_samples), model)
         store = stores.build(
@@ -105,7 +113,10 @@ class Purifier:
             folder=None if folder is None else Path(folder),
         )
         base = PosteriorPredictive(model, thetas)
-        note = f"Purifier({model}, {channel}, num_thetas={len(thetas)}, num_reference={len(x)}, update={update!r})"
+        note = (
+            f"Purifier({model}, {channel}, num_thetas={len(thetas)}, num_reference={len(x)}, "
+            f"update={update!r})"
+        )
         self._set(store, update, features, base, note)
         if index is not None:
             checks.choice("index", index, ("faiss",))
@@ -116,14 +127,31 @@ class Purifier:
             def redraw(num: int, generator: torch.Generator | None) -> Purifier:
                 fresh = posterior.sample(num, generator=generator)
                 given = x if y is None else (x, y)
-                options: dict[str, Any] = {"memory_limit": memory_limit, "features": features, "posterior": posterior}
+                options: dict[str, Any] = {
+                    "memory_limit": memory_limit,
+                    "features": features,
+                    "posterior": posterior,
+                }
                 options |= {"index": index, "num_nearest": num_nearest, "left_out": left_out}
                 return Purifier(model, channel, fresh, given, update, **options)
 
             self._redraw = redraw
 
-    def _set(self, store: Store, update: str, features: Features | None, base: PosteriorPredictive | None, note: str) -> Purifier:
-        self.store, self.update, self.features, self.base, self._note = store, update, features, base, note
+    def _set(
+        self,
+        store: Store,
+        update: str,
+        features: Features | None,
+        base: PosteriorPredictive | None,
+        note: str,
+    ) -> Purifier:
+        self.store, self.update, self.features, self.base, self._note = (
+            store,
+            update,
+            features,
+            base,
+            note,
+        )
         self._redraw = None
         self._index = None
         self._left_out = 0.0
@@ -133,7 +161,9 @@ class Purifier:
         for bank in gaussians:
             scale = bank.least_scale * bank.factor
             if _FARTHEST * max(self._reach, 1.0) ** 2 > 1e-2 * largest * scale**2:
-                raise ValueError(f"sigma must be large enough for {store.dtype} to hold 1/sigma^2, got {scale:g}")
+                raise ValueError(
+                    f"sigma must be large enough for {store.dtype} to hold 1/sigma^2, got {scale:g}"
+                )
         self._exact = store.is_small or store.dtype == torch.float64
         self._small = Small.of(store)
         return self
@@ -146,31 +176,41 @@ class Purifier:
         if self.store.num_outputs:
             return PurifiedMixture.of(self, x)
         if not len(x):
-            return CategoricalDistribution(logits=x.new_zeros(0, self.store.width), validate_args=False)
+            return CategoricalDistribution(
+                logits=x.new_zeros(0, self.store.width), validate_args=False
+            )
         queries = self.queries(x)
         logits = queries.join([self._class_logits(query, len(x)) for query in queries])
         return CategoricalDistribution(logits=logits.to(x.dtype), validate_args=False)
 
     def _class_logits(self, query: Query, num: int) -> Tensor:  # (B, C) float64
         log_evidence, averages = self.evidence(query, num=num)
-        # Normalised in float64: in float32 the gradient of a saturated prediction would be rounding.
+        # Normalised in float64: in float32 the gradient of a saturated prediction would be
+        # rounding.
         return log_mean(averages.log(), self.log_shares(log_evidence)).log_softmax(-1)
 
-    def evidence(self, query: Query, tilt: Any = None, *, values: bool = True, num: int | None = None) -> tuple[Tensor, Tensor]:
-        """log sum_n p(x' | x_n, theta_s), (S, B), and the weighted averages of the values, (S, B, V), in float64.
+    def evidence(
+        self, query: Query, tilt: Any = None, *, values: bool = True, num: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """log sum_n p(x' | x_n, theta_s), (S, B), and the weighted averages of the values, (S, B,
+        V), in float64.
 
-        The query may be a block of `num` ones that share a graph, and the memory for its backward pass.
+        The query may be a block of `num` ones that share a graph, and the memory for its backward
+        pass.
         """
         num = len(query) if num is None else num
         if self._small is not None and self._small.fits(num):
             return self._small.evidence(query.flat, tilt, values)
-        each = self.store.num_reference * sum(self.store.num_thetas if tilt else bank.groups for bank in self.store.banks)
+        each = self.store.num_reference * sum(
+            self.store.num_thetas if tilt else bank.groups for bank in self.store.banks
+        )
         keep = each * num <= sweeps.KEPT
         log_evidence, averages = Evidence.apply(query.flat, query, self.store, tilt, values, keep)  # type: ignore[no-untyped-call]
         return log_evidence, averages
 
     def averages(self, query: Query, *, num: int | None = None) -> tuple[Tensor, Tensor | None]:
-        """The values averaged over all thetas and reference points, (V, B), and the evidence (S, B) if it came with them."""
+        """The values averaged over all thetas and reference points, (V, B), and the evidence (S, B)
+        if it came with them."""
         if self._small is not None and self._small.fits(len(query) if num is None else num):
             averages = self._small.averages(query.flat, self.update == "online")
             if averages is not None:
@@ -180,22 +220,28 @@ class Purifier:
         return (shares.unsqueeze(-1) * each).sum(0).T, log_evidence
 
     def log_shares(self, log_evidence: Tensor) -> Tensor:  # (S, B)
-        """The thetas' log-weights: by evidence online, equal offline; equal too where no theta explains x'."""
+        """The thetas' log-weights: by evidence online, equal offline; equal too where no theta
+        explains x'."""
         if self.update == "offline" or len(log_evidence) == 1:
             return torch.full_like(log_evidence, -math.log(len(log_evidence)))
         possible = (log_evidence > -math.inf).any(0)
         return torch.where(possible, log_evidence, torch.zeros_like(log_evidence)).log_softmax(0)
 
     def flat(self, x: Tensor) -> Tensor:  # (B, d) float64
-        """x (or its features), the unreasonably far brought to where directions can still be told."""
+        """x (or its features), the unreasonably far brought to where directions can still be
+        told."""
         points: Tensor = (x if self.features is None else self.features(x)).flatten(1).double()
         limit = _FARTHEST * max(self._reach, 1.0)
-        largest = float(torch.linalg.vector_norm(points.detach(), math.inf)) if points.numel() else 0.0
+        largest = (
+            float(torch.linalg.vector_norm(points.detach(), math.inf)) if points.numel() else 0.0
+        )
         if largest * math.sqrt(points.shape[1]) <= limit:
             return points
         with torch.no_grad():
             checks.finite("x", x)  # only now: what is small is finite
-            shrink: Tensor = (limit / torch.linalg.vector_norm(points, dim=1, keepdim=True)).clamp_max(1.0)
+            shrink: Tensor = (
+                limit / torch.linalg.vector_norm(points, dim=1, keepdim=True)
+            ).clamp_max(1.0)
         return points * shrink
 
     def queries(self, x: Tensor) -> Queries:
@@ -207,25 +253,40 @@ class Purifier:
             nearest, bound = self._index.search(self.store, flat.detach())
             kinds = torch.where(bound <= self._left_out, _INDEXED, kinds)
         present = sorted(set(kinds.tolist()))
-        parts: list[tuple[slice | Tensor, int]] = [(rows, kind) for kind in present for rows in _slices(len(x))]
+        parts: list[tuple[slice | Tensor, int]] = [
+            (rows, kind) for kind in present for rows in _slices(len(x))
+        ]
         if len(present) > 1:
             places = [(torch.nonzero(kinds == kind).squeeze(1), kind) for kind in present]
-            parts = [(rows, kind) for index, kind in places for rows in torch.split(index, _QUERIES)]
+            parts = [
+                (rows, kind) for index, kind in places for rows in torch.split(index, _QUERIES)
+            ]
         blocks = []
         for rows, kind in parts:
             dtype = torch.float32 if kind == _NARROW else torch.float64
-            rest = tuple(index[:, rows] for index in nearest) if nearest is not None and kind == _INDEXED else None
+            rest = (
+                tuple(index[:, rows] for index in nearest)
+                if nearest is not None and kind == _INDEXED
+                else None
+            )
             blocks.append((rows, Query(x[rows], flat[rows], origin, dtype, rest)))
         return Queries(blocks)
 
     def _precisions(self, points: Tensor) -> Tensor:  # (B, d) -> (B,)
-        """The precision of each row's products: float64 unless the store is large and float32 will do."""
+        """The precision of each row's products: float64 unless the store is large and float32 will
+        do."""
         kinds = torch.full((len(points),), _WIDE, device=points.device)
         if self._exact:
             return kinds
         norms = torch.linalg.vector_norm(points - self.store.origin, dim=1)
-        rounding = [bank.rounding(norms) for bank in self.store.banks if isinstance(bank, GaussianBank)]
-        return torch.where(torch.stack(rounding).amax(0) > _TOLERATED, kinds, _NARROW) if rounding else kinds
+        rounding = [
+            bank.rounding(norms) for bank in self.store.banks if isinstance(bank, GaussianBank)
+        ]
+        return (
+            torch.where(torch.stack(rounding).amax(0) > _TOLERATED, kinds, _NARROW)
+            if rounding
+            else kinds
+        )
 
     def query(self, x: Tensor) -> Query:
         """All inputs at once, in float64."""
@@ -233,20 +294,29 @@ class Purifier:
             return Query(x.detach(), self.flat(x.detach()), self.store.origin, torch.float64)
 
     def denoise(self, x: Tensor) -> Tensor:
-        """E[centre | x']: where the purifier believes that x' came from, of x's shape (not for `features`)."""
+        """E[centre | x']: where the purifier believes that x' came from, of x's shape (not for
+        `features`)."""
         self._check(x)
         if self.features is not None:
-            raise ValueError("denoise needs centres in the space of x, got a purifier with features")
+            raise ValueError(
+                "denoise needs centres in the space of x, got a purifier with features"
+            )
         with torch.no_grad():
             queries = self.queries(x)
-            return queries.join([self._denoise(query) for query in queries]).to(x.dtype).view_as(x) if len(x) else x.clone()
+            return (
+                queries.join([self._denoise(query) for query in queries]).to(x.dtype).view_as(x)
+                if len(x)
+                else x.clone()
+            )
 
     def _denoise(self, query: Query) -> Tensor:  # (B, d) float64
         sums = sweep(self.store, query, values=False)
         shares, mean = self.log_shares(sums.log_evidence).exp(), torch.zeros_like(query.points)
         for block in weights(self.store, query, sums):
             if not isinstance(block.bank, GaussianBank):
-                raise ValueError("denoise needs a channel with a Gaussian density, got one of another kind")
+                raise ValueError(
+                    "denoise needs a channel with a Gaussian density, got one of another kind"
+                )
             factor = block.factor * shares[block.thetas]
             factor = factor.sum(0, keepdim=True) if len(block.terms) == 1 else factor
             each = (block.terms * factor.unsqueeze(-1)).to(query.dtype)
@@ -255,7 +325,8 @@ class Purifier:
         return mean
 
     def diagnose(self, x: Tensor) -> Diagnosis:
-        """Effective sample sizes, log evidence, nearest centre and support of each prediction: whether to believe it."""
+        """Effective sample sizes, log evidence, nearest centre and support of each prediction:
+        whether to believe it."""
         self._check(x)
         if not len(x):
             raise ValueError("x must hold at least one input, got none")
@@ -266,10 +337,13 @@ class Purifier:
             if self._index is None:
                 return whole
             bound = self._index.search(self.store, self.flat(x))[1]
-            return replace(whole, left_out=torch.where(bound <= self._left_out, bound, torch.zeros_like(bound)))
+            return replace(
+                whole, left_out=torch.where(bound <= self._left_out, bound, torch.zeros_like(bound))
+            )
 
     def widened(self, factor: float) -> Purifier:
-        """The same purifier with the channel's noise `factor` times as wide, sharing all tables: for annealed attacks.
+        """The same purifier with the channel's noise `factor` times as wide, sharing all tables:
+        for annealed attacks.
 
         >>> from torch import nn
         >>> from advbayes import BayesianModel, Categorical, MeanField, Noise
@@ -285,41 +359,56 @@ class Purifier:
         return wide
 
     def with_thetas(self, num: int, *, generator: torch.Generator | None = None) -> Purifier:
-        """The same purifier with `num` thetas drawn anew from the `posterior` given with it: what an attacker who does not
-        know the thetas can build. The reference points stay, the tables are computed again.
+        """The same purifier with `num` thetas drawn anew from the `posterior` given with it: what
+        an attacker who does not know the thetas can build. The reference points stay, the tables
+        are computed again.
 
         >>> from torch import nn
         >>> from advbayes import BayesianModel, Categorical, MeanField, Noise
         >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
         >>> posterior = MeanField(model)
-        >>> purified = Purifier(model, Noise(0.5), posterior.sample(5), torch.randn(100, 4), posterior=posterior)
+        >>> purified = Purifier(
+        ...     model, Noise(0.5), posterior.sample(5), torch.randn(100, 4), posterior=posterior
+        ... )
         >>> purified.with_thetas(20).store.num_thetas
         20
         """
         checks.count("num", num)
         if self._redraw is None:
-            raise ValueError("with_thetas needs the posterior to draw from: Purifier(..., posterior=posterior), got none")
+            raise ValueError(
+                "with_thetas needs the posterior to draw from: Purifier(..., "
+                "posterior=posterior), got none"
+            )
         return self._redraw(num, generator)
 
     def _like(self, store: Store, note: str) -> Purifier:
         return Purifier.__new__(Purifier)._set(store, self.update, self.features, self.base, note)
 
     def save(self, folder: str | Path) -> None:
-        """A bundle of its own: every byte under a hash, an earlier one replaced in one step. The model is not in it."""
+        """A bundle of its own: every byte under a hash, an earlier one replaced in one step. The
+        model is not in it."""
         saving.save(self.store, Path(folder), self.update, self._note, self.features is not None)
 
     @classmethod
-    def load(cls, folder: str | Path, *, memory_limit: int = 2 << 30, features: Features | None = None) -> Purifier:
+    def load(
+        cls, folder: str | Path, *, memory_limit: int = 2 << 30, features: Features | None = None
+    ) -> Purifier:
         """A saved purifier; its tables stay on disk if they take more than `memory_limit` bytes."""
-        store, update, note = saving.load(Path(folder), checks.count("memory_limit", memory_limit), features is not None)
+        store, update, note = saving.load(
+            Path(folder), checks.count("memory_limit", memory_limit), features is not None
+        )
         return cls.__new__(cls)._set(store, update, features, None, note)
 
     def _check(self, x: Any) -> None:
         if not isinstance(x, Tensor) or x.ndim < 2 or tuple(x.shape[1:]) != self.store.event_shape:
             wanted = ", ".join(("B", *map(str, self.store.event_shape)))
-            raise ValueError(f"x must have shape ({wanted}) as the reference, got {checks.describe(x)}")
+            raise ValueError(
+                f"x must have shape ({wanted}) as the reference, got {checks.describe(x)}"
+            )
         if x.dtype != self.store.dtype:
-            raise TypeError(f"x must be {self.store.dtype} as the reference, got {checks.describe(x)}")
+            raise TypeError(
+                f"x must be {self.store.dtype} as the reference, got {checks.describe(x)}"
+            )
 
 
 def _slices(num: int) -> list[slice]:
@@ -355,25 +444,35 @@ def log_mean(log_values: Tensor, log_shares: Tensor) -> Tensor:  # (S, B, V), (S
     return torch.logsumexp(log_values + log_shares.unsqueeze(-1), 0)
 
 
-def _reference(reference: Any, num_samples: int, model: BayesianModel) -> tuple[Tensor, Tensor | None]:
+def _reference(
+    reference: Any, num_samples: int, model: BayesianModel
+) -> tuple[Tensor, Tensor | None]:
     """x and the labels, if any, checked; drawn if the reference is a generative model."""
     y = None
     if callable(getattr(reference, "sample", None)):
         drawn = reference.sample(num_samples)
-        drawn = drawn[0] if isinstance(drawn, tuple) else drawn  # scikit-learn's mixtures also tell the component
+        # scikit-learn's mixtures also tell the component
+        drawn = drawn[0] if isinstance(drawn, tuple) else drawn
         x = torch.as_tensor(drawn, dtype=model.dtype, device=model.device)
     elif isinstance(reference, (tuple, list)):
         if len(reference) != 2:
-            raise ValueError(f"reference must be x, (x, y) or a model with sample(n), got {len(reference)} parts")
+            raise ValueError(
+                f"reference must be x, (x, y) or a model with sample(n), got {len(reference)} parts"
+            )
         x, y = reference
     else:
         x = reference
     if not isinstance(x, Tensor) or x.ndim < 2:
-        raise TypeError(f"reference must hold a tensor x of shape (N, *event), got {checks.describe(x)}")
+        raise TypeError(
+            f"reference must hold a tensor x of shape (N, *event), got {checks.describe(x)}"
+        )
     if not len(x):
         raise ValueError(f"reference must hold at least one point, got {checks.describe(x)}")
     model._check_input(x)
     checks.finite("reference", x)
     if y is not None and (not isinstance(y, Tensor) or y.ndim < 1 or len(y) != len(x)):
-        raise ValueError(f"reference labels must be one for each of the {len(x)} points, got {checks.describe(y)}")
+        raise ValueError(
+            f"reference labels must be one for each of the {len(x)} points, got "
+            f"{checks.describe(y)}"
+        )
     return x.detach(), y

@@ -1,4 +1,5 @@
-"""The purified predictive of a regression: the full mixture of S x N Gaussians, never held at once."""
+"""The purified predictive of a regression: the full mixture of S x N Gaussians, never held at
+once."""
 
 from __future__ import annotations
 
@@ -26,14 +27,18 @@ _LEVELS = 150  # turns at most: fifty halvings; Newton's steps need about ten
 
 @dataclass(frozen=True, eq=False)
 class _Target:
-    """log N(y_b; mean_sn, scale_sn^2), summed over outputs: the tilt that makes evidence a joint density."""
+    """log N(y_b; mean_sn, scale_sn^2), summed over outputs: the tilt that makes evidence a joint
+    density."""
 
     store: Store
     y: Tensor  # (B, D) float64, around the store's middle
 
     def block(self, thetas: slice, rows: slice) -> Tensor:  # (s, B, n)
         """One product: -(y^2 / 2 - y m + m^2 / 2) / s^2 - log s."""
-        mean, variance, square = self.store.value_block(rows)[:, thetas].transpose(0, 1).chunk(3, -1)  # (s, n, D)
+        # (s, n, D)
+        mean, variance, square = (
+            self.store.value_block(rows)[:, thetas].transpose(0, 1).chunk(3, -1)
+        )
         constant = (-0.5 * square / variance - 0.5 * variance.log() - _HALF_LOG_TWO_PI).sum(-1)
         right = torch.cat([-0.5 / variance, mean / variance], -1)  # (s, n, 2 D)
         left = torch.cat([self.y.square(), self.y], -1)
@@ -41,15 +46,20 @@ class _Target:
 
     def at(self, theta: int, values: Tensor) -> Tensor:  # (B, k, V) -> (B, k)
         mean, variance, _ = values.chunk(3, -1)
-        each = -0.5 * (self.y.unsqueeze(1) - mean).square() / variance - 0.5 * variance.log() - _HALF_LOG_TWO_PI
+        each = (
+            -0.5 * (self.y.unsqueeze(1) - mean).square() / variance
+            - 0.5 * variance.log()
+            - _HALF_LOG_TWO_PI
+        )
         return each.sum(-1)
 
 
 class PurifiedMixture(Distribution):
-    """sum_s sum_n w_sn(x') N(y; mean_sn, scale_sn^2): moments at once, everything else by further passes over the reference.
+    """sum_s sum_n w_sn(x') N(y; mean_sn, scale_sn^2): moments at once, everything else by further
+    passes over the reference.
 
-    `mean`, `variance`, `entropy()` (of the moment-matched Gaussian, an upper bound) and `log_prob` are differentiable in
-    x'. `cdf` and `icdf` are for one output. Obtained by calling a `Purifier`.
+    `mean`, `variance`, `entropy()` (of the moment-matched Gaussian, an upper bound) and `log_prob`
+    are differentiable in x'. `cdf` and `icdf` are for one output. Obtained by calling a `Purifier`.
     """
 
     arg_constraints = {}  # noqa: RUF012 (torch's own protocol)
@@ -69,7 +79,10 @@ class PurifiedMixture(Distribution):
         # (B,) each for one output, (B, D) for more
         mean, noise, square = averages.unbind() if len(averages) == 3 else averages.T.chunk(3, -1)
         spread = torch.addcmul(square, mean, mean, value=-1.0).clamp_min(0.0)
-        made._mean, made._variance = (mean + purifier.store.middle).to(x.dtype), (noise + spread).to(x.dtype)
+        made._mean, made._variance = (
+            (mean + purifier.store.middle).to(x.dtype),
+            (noise + spread).to(x.dtype),
+        )
         made._cached = {}
         Distribution.__init__(made, x.shape[:1], made._mean.shape[1:], validate_args=False)
         return made
@@ -77,7 +90,8 @@ class PurifiedMixture(Distribution):
     _purifier: Purifier
     _x: Tensor
     _queries: Queries  # the passes share their graph in float64, where their gradients may cancel
-    _evidence: list[Tensor | None]  # (S, b) of each block of queries, where the moments did not do without
+    # (S, b) of each block of queries, where the moments did not do without
+    _evidence: list[Tensor | None]
     _mean: Tensor
     _variance: Tensor
     _cached: dict[int, Sums]
@@ -85,7 +99,9 @@ class PurifiedMixture(Distribution):
     def _log_evidence(self, block: int, query: Query) -> Tensor:  # (S, b)
         log_evidence = self._evidence[block]
         # What was computed without a gradient does not serve where one is wanted.
-        if log_evidence is None or (query.flat.requires_grad and torch.is_grad_enabled() and not log_evidence.requires_grad):
+        if log_evidence is None or (
+            query.flat.requires_grad and torch.is_grad_enabled() and not log_evidence.requires_grad
+        ):
             log_evidence, _ = self._purifier.evidence(query, values=False, num=len(self._x))
             self._evidence[block] = log_evidence
         return log_evidence
@@ -105,11 +121,14 @@ class PurifiedMixture(Distribution):
         return self._variance
 
     def entropy(self) -> Tensor:
-        """Of the Gaussian with this mean and (per-output) variance, summed over outputs: an upper bound."""
+        """Of the Gaussian with this mean and (per-output) variance, summed over outputs: an upper
+        bound."""
         each: Tensor = 0.5 * self._variance.log() + 0.5 + _HALF_LOG_TWO_PI
         return each if each.ndim == 1 else each.sum(-1)
 
-    def monte_carlo_entropy(self, num: int = 1000, *, generator: torch.Generator | None = None) -> Tensor:
+    def monte_carlo_entropy(
+        self, num: int = 1000, *, generator: torch.Generator | None = None
+    ) -> Tensor:
         """-mean log p over `num` draws."""
         draws = self.sample(torch.Size([num]), generator=generator)
         return -torch.stack([self.log_prob(draw) for draw in draws]).mean(0)
@@ -120,7 +139,10 @@ class PurifiedMixture(Distribution):
             return value
         if outputs == 1 and value.shape == (len(self._x),):
             return value.unsqueeze(-1)
-        raise ValueError(f"y must have the predicted mean's shape {tuple(self._mean.shape)}, got {checks.describe(value)}")
+        raise ValueError(
+            f"y must have the predicted mean's shape {tuple(self._mean.shape)}, got "
+            f"{checks.describe(value)}"
+        )
 
     def log_prob(self, value: Tensor) -> Tensor:
         y = self._columns(value).double() - self._purifier.store.middle
@@ -139,10 +161,13 @@ class PurifiedMixture(Distribution):
 
     def _blind(self, target: _Target) -> Tensor:  # (S, B)
         num, thetas = target.store.num_reference, slice(0, target.store.num_thetas)
-        parts = [target.block(thetas, slice(a, min(b, num))).logsumexp(-1) for a, b in spans(num, 1000)]
+        parts = [
+            target.block(thetas, slice(a, min(b, num))).logsumexp(-1) for a, b in spans(num, 1000)
+        ]
         return torch.logsumexp(torch.stack(parts), 0) - math.log(num)
 
-    # --- passes that need every component ------------------------------------------------------------------------
+    # --- passes that need every component
+    # ------------------------------------------------------------------------
 
     def _sums(self, block: int, query: Query) -> Sums:
         if block not in self._cached:
@@ -152,15 +177,19 @@ class PurifiedMixture(Distribution):
     def _expect(
         self, functions: Callable[[slice | Tensor, Tensor, Tensor], tuple[Tensor, ...]], num: int
     ) -> tuple[Tensor, ...]:  # num times (B,)
-        """E over components of functions(queries, means (s, n), scales (s, n)) -> num times (s, b, n); one output."""
+        """E over components of functions(queries, means (s, n), scales (s, n)) -> num times (s, b,
+        n); one output."""
         store = self._purifier.store
         out = self._x.new_zeros(num, len(self._x), dtype=torch.float64)
         with torch.no_grad():
-            for number, (rows, query) in enumerate(zip(self._queries.rows, self._queries, strict=True)):
+            for number, (rows, query) in enumerate(
+                zip(self._queries.rows, self._queries, strict=True)
+            ):
                 sums = self._sums(number, query)
                 shares = self._purifier.log_shares(sums.log_evidence).exp()
                 for block in weights(store, query, sums):
-                    values = store.value_block(block.rows)[:, block.thetas].transpose(0, 1)  # (s, n, 3)
+                    # (s, n, 3)
+                    values = store.value_block(block.rows)[:, block.thetas].transpose(0, 1)
                     means, scales = values[..., 0] + store.middle, values[..., 1].sqrt()
                     for k, each in enumerate(functions(rows, means, scales)):
                         mass = (block.terms * each).sum(-1)  # (s, b)
@@ -169,21 +198,32 @@ class PurifiedMixture(Distribution):
 
     def _one_output(self, name: str) -> None:
         if self._purifier.store.num_outputs > 1:
-            raise ValueError(f"{name} is defined for one output, got {self._purifier.store.num_outputs}")
+            raise ValueError(
+                f"{name} is defined for one output, got {self._purifier.store.num_outputs}"
+            )
 
     def cdf(self, value: Tensor) -> Tensor:
         """P(Y <= value) for one output."""
         self._one_output("cdf")
-        y = self._columns(torch.as_tensor(value, dtype=torch.float64).expand(len(self._x))).squeeze(-1)
-        (below,) = self._expect(lambda rows, m, s: (torch.special.ndtr((y[rows, None] - m[:, None]) / s[:, None]),), 1)
+        y = self._columns(torch.as_tensor(value, dtype=torch.float64).expand(len(self._x))).squeeze(
+            -1
+        )
+        (below,) = self._expect(
+            lambda rows, m, s: (torch.special.ndtr((y[rows, None] - m[:, None]) / s[:, None]),), 1
+        )
         return below.clamp(0.0, 1.0).to(self._x.dtype)
 
     def icdf(self, value: Tensor) -> Tensor:
-        """Quantiles for one output: Newton's steps within Cantelli's bracket, halved where they leave it."""
+        """Quantiles for one output: Newton's steps within Cantelli's bracket, halved where they
+        leave it."""
         self._one_output("icdf")
-        level = torch.as_tensor(value, dtype=torch.float64, device=self._x.device).expand(len(self._x))
+        level = torch.as_tensor(value, dtype=torch.float64, device=self._x.device).expand(
+            len(self._x)
+        )
         if bool(((level <= 0) | (level >= 1)).any()):
-            raise ValueError(f"value must lie strictly between 0 and 1, got {checks.describe(value)}")
+            raise ValueError(
+                f"value must lie strictly between 0 and 1, got {checks.describe(value)}"
+            )
         mean, spread = self._mean.detach().double(), self._variance.detach().double().sqrt()
         low = mean - spread * ((1 - level) / level).sqrt() * (1 + 1e-6)
         high = mean + spread * (level / (1 - level)).sqrt() * (1 + 1e-6)
@@ -192,9 +232,13 @@ class PurifiedMixture(Distribution):
         done = torch.zeros_like(level, dtype=torch.bool)
         for turn in range(_LEVELS):
 
-            def both(rows: slice | Tensor, m: Tensor, s: Tensor, at: Tensor = at) -> tuple[Tensor, Tensor]:
+            def both(
+                rows: slice | Tensor, m: Tensor, s: Tensor, at: Tensor = at
+            ) -> tuple[Tensor, Tensor]:
                 z = (at[rows, None] - m[:, None]) / s[:, None]
-                return torch.special.ndtr(z), (-0.5 * z.square() - _HALF_LOG_TWO_PI).exp() / s[:, None]
+                return torch.special.ndtr(z), (-0.5 * z.square() - _HALF_LOG_TWO_PI).exp() / s[
+                    :, None
+                ]
 
             below, density = self._expect(both, 2)
             high = torch.where(below >= level, at, high)
@@ -213,31 +257,46 @@ class PurifiedMixture(Distribution):
         shape = torch.Size(sample_shape)
         num = max(1, math.prod(shape))
         with torch.no_grad():
-            parts = [self._draw(block, query, num, generator) for block, query in enumerate(self._queries)]
+            parts = [
+                self._draw(block, query, num, generator)
+                for block, query in enumerate(self._queries)
+            ]
             mean, variance, _ = self._queries.join(parts, 1).chunk(3, -1)  # (num, B, D)
-            noise = torch.randn(mean.shape, generator=generator, dtype=self._x.dtype, device=mean.device)
+            noise = torch.randn(
+                mean.shape, generator=generator, dtype=self._x.dtype, device=mean.device
+            )
             drawn = (mean + self._purifier.store.middle + variance.sqrt() * noise).to(self._x.dtype)
         return drawn.reshape(shape + self.batch_shape + self.event_shape)
 
-    def _draw(self, block_number: int, query: Query, num: int, generator: torch.Generator | None) -> Tensor:  # (num, b, 3 D)
-        """Values of `num` components of each query: first the block that they fall into, then the row within it."""
+    def _draw(
+        self, block_number: int, query: Query, num: int, generator: torch.Generator | None
+    ) -> Tensor:  # (num, b, 3 D)
+        """Values of `num` components of each query: first the block that they fall into, then the
+        row within it."""
         store, sums = self._purifier.store, self._sums(block_number, query)
         shares = self._purifier.log_shares(sums.log_evidence).exp()
         masses, owners = [], []  # of each (theta, block)
         for block in weights(store, query, sums):
             masses.append(block.terms.sum(-1) * block.factor * shares[block.thetas])  # (s, b)
             owners += list(range(store.num_thetas))[block.thetas]
-        chosen = torch.multinomial(torch.cat(masses).T, num, replacement=True, generator=generator)  # (b, num)
-        within = torch.rand(chosen.shape, generator=generator, dtype=torch.float64, device=chosen.device)
+        # (b, num)
+        chosen = torch.multinomial(torch.cat(masses).T, num, replacement=True, generator=generator)
+        within = torch.rand(
+            chosen.shape, generator=generator, dtype=torch.float64, device=chosen.device
+        )
         index, first = torch.zeros_like(chosen), 0
         for mass, block in zip(masses, weights(store, query, sums), strict=True):
             cumulated = block.terms.cumsum(-1)  # (g, b, n)
             for place in range(len(mass)):
                 mine = cumulated[place if len(cumulated) > 1 else 0]
-                row = torch.searchsorted(mine, within * mine[:, -1:], right=True).clamp_max(mine.shape[1] - 1)
+                row = torch.searchsorted(mine, within * mine[:, -1:], right=True).clamp_max(
+                    mine.shape[1] - 1
+                )
                 index = torch.where(chosen == first + place, row + block.rows.start, index)
             first += len(mass)
         theta = torch.tensor(owners, device=chosen.device)[chosen]  # (b, num)
         values = store.value_at(index)  # (b, num, S, 3 D)
-        picked = values.gather(2, theta[:, :, None, None].expand(-1, -1, 1, values.shape[-1])).squeeze(2)
+        picked = values.gather(
+            2, theta[:, :, None, None].expand(-1, -1, 1, values.shape[-1])
+        ).squeeze(2)
         return picked.transpose(0, 1)

@@ -13,7 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_NUMPY: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype("<f4"), torch.float64: np.dtype("<f8")}
+_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype("<f4"),
+    torch.float64: np.dtype("<f8"),
+}
 
 
 class Rows(Protocol):
@@ -65,7 +68,8 @@ class MemoryRows:
 
 @dataclass(frozen=True, eq=False)
 class DiskRows:
-    """In a file. A block is mapped when it is read and unmapped when it is dropped, so that what is resident stays small.
+    """In a file. A block is mapped when it is read and unmapped when it is dropped, so that what is
+    resident stays small.
 
     >>> import tempfile
     >>> table = DiskRows.create(Path(tempfile.mkdtemp()) / "rows.table", (1, 4, 2), torch.float32)
@@ -82,7 +86,8 @@ class DiskRows:
 
     @classmethod
     def create(cls, path: Path, shape: tuple[int, int, int], dtype: torch.dtype) -> DiskRows:
-        """A table of zeros whose space is taken: writing to a map of a file on a full disk would end the process."""
+        """A table of zeros whose space is taken: writing to a map of a file on a full disk would
+        end the process."""
         size = num_bytes(shape, dtype)
         with path.open("wb") as file:
             file.truncate(size)
@@ -95,14 +100,17 @@ class DiskRows:
 
     def _map(self, group: int, start: int, num: int) -> Tensor:  # (num, V)
         at, shape = self._place(group, start), (num, self.shape[2])
-        # "c" maps privately: torch wants a writable array, and nothing written ever reaches the file.
+        # "c" maps privately: torch wants a writable array, and nothing written ever reaches the
+        # file.
         return torch.from_numpy(np.memmap(self.path, _NUMPY[self.dtype], "c", at, shape))
 
     def block(self, groups: slice, rows: slice) -> Tensor:
         first, last, _ = groups.indices(self.shape[0])
         start, stop, _ = rows.indices(self.shape[1])
         if stop - start == self.shape[1]:
-            return self._map(first, 0, (last - first) * self.shape[1]).view(last - first, self.shape[1], self.shape[2])
+            return self._map(first, 0, (last - first) * self.shape[1]).view(
+                last - first, self.shape[1], self.shape[2]
+            )
         if last - first == 1:
             return self._map(first, start, stop - start).unsqueeze(0)
         return torch.stack([self._map(group, start, stop - start) for group in range(first, last)])

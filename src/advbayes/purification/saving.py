@@ -1,4 +1,5 @@
-"""A purifier as a bundle of tables: sealed, hashed, replaced atomically; loaded without the model, from disk if large."""
+"""A purifier as a bundle of tables: sealed, hashed, replaced atomically; loaded without the model,
+from disk if large."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def save(store: Store, folder: Path, update: str, note: str, features: bool) -> 
     from advbayes.store.tables import write_tables
 
     if any(isinstance(bank, FunctionBank) for bank in store.banks):
-        raise ValueError("only channels with a Gaussian density can be saved, got one of another kind")
+        raise ValueError(
+            "only channels with a Gaussian density can be saved, got one of another kind"
+        )
     if store.folder is not None and folder.resolve() == store.folder.resolve():
         raise ValueError(f"folder must not be the one that the purifier reads from, got {folder}")
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +38,11 @@ def save(store: Store, folder: Path, update: str, note: str, features: bool) -> 
     for k, bank in enumerate(store.banks):
         assert isinstance(bank, GaussianBank)
         tables[f"centres-{k}"] = _table(bank.centres, store.dtype)
-        entry: dict[str, object] = {"log_weight": bank.log_weight, "factor": bank.factor, "scale": None}
+        entry: dict[str, object] = {
+            "log_weight": bank.log_weight,
+            "factor": bank.factor,
+            "scale": None,
+        }
         if isinstance(bank.scale, float):
             entry["scale"] = bank.scale
         else:
@@ -50,7 +57,9 @@ def save(store: Store, folder: Path, update: str, note: str, features: bool) -> 
         "event_shape": list(store.event_shape),
         "features": features,
     }
-    write_tables(folder, tables, {"vectors": {"origin": store.origin, "middle": store.middle}}, {_TEXT: text})
+    write_tables(
+        folder, tables, {"vectors": {"origin": store.origin, "middle": store.middle}}, {_TEXT: text}
+    )
 
 
 def _table(rows: Rows, dtype: torch.dtype) -> Table:
@@ -65,13 +74,18 @@ def _table(rows: Rows, dtype: torch.dtype) -> Table:
 
 
 def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, str]:
-    """The store, its update and its note, all checked; tables stay on disk if they take more than `memory_limit`."""
+    """The store, its update and its note, all checked; tables stay on disk if they take more than
+    `memory_limit`."""
     from advbayes.store import StoreError
     from advbayes.store.tables import read_tables
 
     if not (folder / "manifest.json").exists():
         old = (folder / f"{_TEXT}.json").exists()
-        got = "one of an earlier version, without hashes: make it again with Purifier(...).save" if old else "none"
+        got = (
+            "one of an earlier version, without hashes: make it again with Purifier(...).save"
+            if old
+            else "none"
+        )
         raise StoreError(folder, wanted="a saved purifier", got=got)
     bundle = read_tables(folder)
 
@@ -94,10 +108,15 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
         case _:
             raise refuse("its seven fields", text)
     shape = tuple(size for size in event_shape if isinstance(size, int) and size > 0)
-    if len(shape) != len(event_shape) or any(isinstance(n, bool) for n in (num_thetas, num_outputs, *shape)):
+    if len(shape) != len(event_shape) or any(
+        isinstance(n, bool) for n in (num_thetas, num_outputs, *shape)
+    ):
         raise refuse("counts and an event shape", text)
     if features != with_features:
-        raise ValueError(f"features must be given if and only if the purifier was saved with them, got {features}")
+        raise ValueError(
+            f"features must be given if and only if the purifier was saved with them, got "
+            f"{features}"
+        )
     total = sum(num_bytes(saved.shape, saved.dtype) for saved in bundle.tables.values())
 
     def table(name: str, wanted: str, fits: Any) -> Rows:
@@ -105,7 +124,11 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
         if saved is None or not fits(saved.shape):
             raise refuse(f"a table {name} of {wanted}", None if saved is None else saved.shape)
         rows = DiskRows(saved.file, saved.shape, saved.dtype, saved.offset)
-        return rows if total > memory_limit else MemoryRows(rows.block(slice(None), slice(None)).clone())
+        return (
+            rows
+            if total > memory_limit
+            else MemoryRows(rows.block(slice(None), slice(None)).clone())
+        )
 
     per_theta = 2 * num_outputs
     values = table(
@@ -115,8 +138,16 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
     )
     dtype, num = _dtype(values), values.shape[1]
     origin, middle = (vectors.get(name) for name in ("origin", "middle"))
-    if origin is None or middle is None or len(vectors) != 2 or origin.ndim != 1 or middle.shape != (num_outputs,):
-        raise refuse("the vectors origin and middle", {name: tuple(v.shape) for name, v in vectors.items()})
+    if (
+        origin is None
+        or middle is None
+        or len(vectors) != 2
+        or origin.ndim != 1
+        or middle.shape != (num_outputs,)
+    ):
+        raise refuse(
+            "the vectors origin and middle", {name: tuple(v.shape) for name, v in vectors.items()}
+        )
     if not with_features and len(origin) != math.prod(shape):
         raise refuse(f"centres of {math.prod(shape)} numbers", len(origin))
     if origin.dtype != torch.float64 or middle.dtype != torch.float64:
@@ -124,13 +155,19 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
     banks = []
     for k, entry in enumerate(entries):
         match entry:
-            case {"log_weight": float(log_weight), "factor": float(factor), "scale": (float() | None) as scale} if (
-                len(entry) == 3
-            ):
+            case {
+                "log_weight": float(log_weight),
+                "factor": float(factor),
+                "scale": (float() | None) as scale,
+            } if len(entry) == 3:
                 pass
             case _:
                 raise refuse("log_weight, factor and scale of every bank", entry)
-        if not (math.isfinite(log_weight) and 0 < factor < math.inf and (scale is None or 0 < scale < math.inf)):
+        if not (
+            math.isfinite(log_weight)
+            and 0 < factor < math.inf
+            and (scale is None or 0 < scale < math.inf)
+        ):
             raise refuse("a finite weight and positive scales", entry)
 
         def fits(s: tuple[int, ...]) -> bool:
@@ -138,7 +175,11 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
 
         wanted = f"shape (1 or {num_thetas}, {num}, {len(origin)})"
         centres = table(f"centres-{k}", wanted, fits)
-        spread = table(f"scales-{k}", wanted, lambda s, c=centres: s == c.shape) if scale is None else scale
+        spread = (
+            table(f"scales-{k}", wanted, lambda s, c=centres: s == c.shape)
+            if scale is None
+            else scale
+        )
         for rows in (centres, spread):
             if not isinstance(rows, float) and _dtype(rows) != dtype:
                 raise refuse(f"tables of one dtype, {dtype}", _dtype(rows))
@@ -149,12 +190,17 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
     if bundle.tables:
         raise refuse("no other tables", sorted(bundle.tables))
     place = folder if total > memory_limit else None
-    store = Store(tuple(banks), values, num_thetas, num_outputs, shape, origin, middle, dtype, place)
+    store = Store(
+        tuple(banks), values, num_thetas, num_outputs, shape, origin, middle, dtype, place
+    )
     for start, stop in spans(num, _BLOCK):
         block = values.block(slice(0, 1), slice(start, stop))[0].view(stop - start, num_thetas, -1)
         positive = block[..., num_outputs:]  # variances, or probabilities
         if not bool(torch.isfinite(block).all()) or not bool((positive > 0).all()):
-            raise refuse("finite predictions, their probabilities or variances positive", float(positive.min()))
+            raise refuse(
+                "finite predictions, their probabilities or variances positive",
+                float(positive.min()),
+            )
         if not num_outputs and float((block.double().sum(-1) - 1).abs().max()) > 1e-4:
             raise refuse("probabilities that sum to 1", float(block.double().sum(-1).max()))
     return store, update, note

@@ -1,4 +1,5 @@
-"""Likelihood-free purification: for channels that can only be sampled (sigma = 0, a black-box simulator)."""
+"""Likelihood-free purification: for channels that can only be sampled (sigma = 0, a black-box
+simulator)."""
 
 from __future__ import annotations
 
@@ -25,9 +26,11 @@ _OTHERS = 2000
 
 @dataclass(frozen=True, eq=False)
 class Simulated:
-    """Any channel that can be sampled, given a density: a Gaussian kernel on `num` simulated x' of each reference point.
+    """Any channel that can be sampled, given a density: a Gaussian kernel on `num` simulated x' of
+    each reference point.
 
-    p(x' | x, theta) is approximated by 1/M sum_m N(x'; x'_m, bandwidth^2), approximate Bayesian computation with a smooth
+    p(x' | x, theta) is approximated by 1/M sum_m N(x'; x'_m, bandwidth^2), approximate Bayesian
+    computation with a smooth
     kernel: exact as the bandwidth goes to 0 and M (or the reference set) grows.
 
     >>> from advbayes import Noise
@@ -45,13 +48,23 @@ class Simulated:
         checks.number("bandwidth", self.bandwidth, low=0, open_low=True)
 
     def sample(
-        self, predict: Predictor, x: Tensor, y: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Tensor:
         return self.channel.sample(predict, x, y, generator=generator)
 
     def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> GaussianDensity:
-        drawn = tuple(self.channel.sample(predict, x, y, generator=self.generator).detach() for _ in range(self.num))
-        return GaussianDensity((-math.log(self.num),) * self.num, drawn, (self.bandwidth,) * self.num)
+        drawn = tuple(
+            self.channel.sample(predict, x, y, generator=self.generator).detach()
+            for _ in range(self.num)
+        )
+        return GaussianDensity(
+            (-math.log(self.num),) * self.num, drawn, (self.bandwidth,) * self.num
+        )
 
 
 @torch.no_grad()
@@ -64,25 +77,34 @@ def choose_bandwidth(
     num: int = 1,
     generator: torch.Generator | None = None,
 ) -> float:
-    """The kernel width under which simulated x' of some reference points are likeliest given simulations of the others.
+    """The kernel width under which simulated x' of some reference points are likeliest given
+    simulations of the others.
 
-    Likelihood cross-validation on at most 2,000 points with `num` simulations each, then shrunk to all N of them by the
-    kernel estimate's own rate, N^(-1/(4 + d)).
+    Likelihood cross-validation on at most 2,000 points with `num` simulations each, then shrunk to
+    all N of them by the kernel estimate's own rate, N^(-1/(4 + d)).
 
     >>> from advbayes import Noise
     >>> x = torch.randn(2000, 1, generator=torch.Generator().manual_seed(0))
-    >>> 0.1 < choose_bandwidth(Noise(0.5), None, x, generator=torch.Generator().manual_seed(0)) < 0.6
+    >>> 0.1 < choose_bandwidth(
+    ...     Noise(0.5), None, x, generator=torch.Generator().manual_seed(0)
+    ... ) < 0.6
     True
     """
     total = len(x)
     if total < 2:
-        raise ValueError(f"reference must hold at least two points to choose a bandwidth from, got {total}")
+        raise ValueError(
+            f"reference must hold at least two points to choose a bandwidth from, got {total}"
+        )
     order = torch.randperm(total, generator=generator, device=x.device)
     pilots = order[: min(_PILOTS, total // 2)]
     others = order[len(pilots) : len(pilots) + _OTHERS]
 
     def simulate(rows: Tensor) -> Tensor:
-        return channel.sample(predict, x[rows], None if y is None else y[rows], generator=generator).flatten(1).double()
+        return (
+            channel.sample(predict, x[rows], None if y is None else y[rows], generator=generator)
+            .flatten(1)
+            .double()
+        )
 
     asked, known = simulate(pilots), torch.cat([simulate(others) for _ in range(num)])
     square = torch.cdist(asked, known).square()
@@ -90,7 +112,10 @@ def choose_bandwidth(
     distances = square.sqrt()
     largest = float(distances.max()) / math.sqrt(width)
     if largest == 0:
-        raise ValueError("channel must give different x' for different inputs to choose a bandwidth, got one point only")
+        raise ValueError(
+            "channel must give different x' for different inputs to choose a bandwidth, got one "
+            "point only"
+        )
     least = max(1e-3 * largest, 1e-2 * float(distances.amin(1).median()) / math.sqrt(width))
 
     def score(bandwidth: Tensor) -> Tensor:
@@ -109,16 +134,19 @@ def choose_bandwidth(
 
 
 class SimulatedPurifier:
-    """A Purifier for channels without a density: `num_simulations` draws of x' for each theta and reference point.
+    """A Purifier for channels without a density: `num_simulations` draws of x' for each theta and
+    reference point.
 
-    `bandwidth=None` chooses it (see `choose_bandwidth`); the choice is in `.bandwidth`, and how many reference points still
-    speak in `.diagnose(x).ess_reference`. Everything else is a `Purifier`, found in `.purifier`: the gradient too, so it can be
-    attacked adaptively.
+    `bandwidth=None` chooses it (see `choose_bandwidth`); the choice is in `.bandwidth`, and how
+    many reference points still speak in `.diagnose(x).ess_reference`. Everything else is a
+    `Purifier`, found in `.purifier`: the gradient too, so it can be attacked adaptively.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, MeanField, Noise
     >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
-    >>> purified = SimulatedPurifier(model, Noise(0.0), MeanField(model).sample(5), torch.randn(100, 4))
+    >>> purified = SimulatedPurifier(
+    ...     model, Noise(0.0), MeanField(model).sample(5), torch.randn(100, 4)
+    ... )
     >>> purified(torch.ones(2, 4)).probs.shape
     torch.Size([2, 3])
     """
@@ -145,14 +173,28 @@ class SimulatedPurifier:
         x, y = _reference(reference, checks.count("num_samples", num_samples), model)
         if bandwidth is None:
             source = generator_for(seed, "bandwidth", device=x.device)
-            bandwidth = choose_bandwidth(channel, model.at(thetas[0]), x, y, num=num_simulations, generator=source)
+            bandwidth = choose_bandwidth(
+                channel, model.at(thetas[0]), x, y, num=num_simulations, generator=source
+            )
         self.bandwidth = checks.number("bandwidth", bandwidth, low=0, open_low=True)
-        simulated = Simulated(channel, num_simulations, self.bandwidth, generator_for(seed, "simulate", device=x.device))
+        simulated = Simulated(
+            channel,
+            num_simulations,
+            self.bandwidth,
+            generator_for(seed, "simulate", device=x.device),
+        )
         self.purifier = Purifier(
-            model, simulated, thetas, x if y is None else (x, y), update, memory_limit=memory_limit, folder=folder
+            model,
+            simulated,
+            thetas,
+            x if y is None else (x, y),
+            update,
+            memory_limit=memory_limit,
+            folder=folder,
         )
         self._note = (
-            f"SimulatedPurifier({model}, {channel}, num_thetas={len(thetas)}, num_reference={len(x)}, update={update!r}, "
+            f"SimulatedPurifier({model}, {channel}, num_thetas={len(thetas)}, "
+            f"num_reference={len(x)}, update={update!r}, "
             f"num_simulations={num_simulations}, bandwidth={self.bandwidth:g}, seed={seed})"
         )
 

@@ -1,4 +1,5 @@
-"""Few reference points: everything at once, in float64, by plain autograd; no blocks, no corrections, a dozen kernels."""
+"""Few reference points: everything at once, in float64, by plain autograd; no blocks, no
+corrections, a dozen kernels."""
 
 from __future__ import annotations
 
@@ -16,15 +17,18 @@ from advbayes.purification.store import Store
 from advbayes.purification.sweep import Tilt
 
 _BIT = math.log(2.0)
-_LEAST = {torch.float32: -125.0, torch.float64: -1000.0}  # bits: exp2 is many times slower where it underflows
+# bits: exp2 is many times slower where it underflows
+_LEAST = {torch.float32: -125.0, torch.float64: -1000.0}
 _WEIGHTS = 1 << 18  # numbers in the weights of one block of queries
 
 
 @dataclass(frozen=True, eq=False)
 class SmallBank:
-    """One bank in float64, its log2-density written as (x', 1).slope - gain / 2 |x'|^2; theta after theta, side by side.
+    """One bank in float64, its log2-density written as (x', 1).slope - gain / 2 |x'|^2; theta after
+    theta, side by side.
 
-    In bits, for exp2 takes half the time of exp; the constant is a row of the product, for adding it costs a pass.
+    In bits, for exp2 takes half the time of exp; the constant is a row of the product, for adding
+    it costs a pass.
     """
 
     slope: Tensor  # (d + 1, G * N)
@@ -38,8 +42,9 @@ class SmallBank:
 class Small:
     """A store that is small enough.
 
-    The value tables have a row of ones at the end, so that one product gives numerators and totals. They are left factors:
-    a product with a handful of columns is several times slower than its transpose.
+    The value tables have a row of ones at the end, so that one product gives numerators and totals.
+    They are left factors: a product with a handful of columns is several times slower than its
+        transpose.
     """
 
     banks: tuple[SmallBank, ...]
@@ -67,13 +72,21 @@ class Small:
             gain, width = 1.0 / scale**2, centres.shape[-1]
             constant = bank.log_weight - width * (math.log(scale) + 0.5 * math.log(2.0 * math.pi))
             bias = constant - 0.5 * gain * centres.square().sum(-1)
-            banks.append(SmallBank(torch.cat([gain * centres, bias.unsqueeze(1)], 1).T.contiguous() / _BIT, gain))
+            banks.append(
+                SmallBank(
+                    torch.cat([gain * centres, bias.unsqueeze(1)], 1).T.contiguous() / _BIT, gain
+                )
+            )
         num = store.num_reference
         values = functional.pad(store.value_block(slice(0, num)), (0, 1), value=1.0)
         values = values.permute(1, 2, 0)  # (S, V + 1, N)
-        joint = values.mean(0) if banks[0].slope.shape[1] == num else values.transpose(0, 1).flatten(1)
+        joint = (
+            values.mean(0) if banks[0].slope.shape[1] == num else values.transpose(0, 1).flatten(1)
+        )
         size = sum(bank.slope.shape[1] for bank in banks)
-        return cls(tuple(banks), values.contiguous(), joint.contiguous(), size, store.origin, store.dtype)
+        return cls(
+            tuple(banks), values.contiguous(), joint.contiguous(), size, store.origin, store.dtype
+        )
 
     def fits(self, batch: int) -> bool:
         return batch * self.num_weights <= _WEIGHTS
@@ -107,7 +120,9 @@ class Small:
         if values:
             table = self._tables(terms)[0]
             if len(right) == 1:
-                sums = torch.mm(table.flatten(0, 1), right[0]).view(num_thetas, -1, len(flat)).double()
+                sums = (
+                    torch.mm(table.flatten(0, 1), right[0]).view(num_thetas, -1, len(flat)).double()
+                )
             else:
                 sums = torch.bmm(table, right).double()  # (S, V + 1, B)
             total = sums[:, -1]
@@ -123,12 +138,16 @@ class Small:
     def averages(self, flat: Tensor, online: bool) -> Tensor | None:  # (B, d) -> (V, B)
         """The values averaged over reference points and thetas, without the evidence.
 
-        Online each pair is weighed by p(x' | x_n, theta_s) alone, so that all thetas are one long sum; offline each theta has
-        a sum of its own. None for several banks, which `evidence` adds up.
+        Online each pair is weighed by p(x' | x_n, theta_s) alone, so that all thetas are one long
+        sum; offline each theta has a sum of its own. None for several banks, which `evidence` adds
+        up.
         """
         if len(self.banks) > 1:
             return None
-        logits, num = self.banks[0].logits(functional.pad(flat - self.origin, (0, 1), value=1.0)), self.values.shape[-1]
+        logits, num = (
+            self.banks[0].logits(functional.pad(flat - self.origin, (0, 1), value=1.0)),
+            self.values.shape[-1],
+        )
         if online or logits.shape[1] == num:
             _, terms = _terms(logits, self.dtype)
             sums = torch.mm(self._tables(terms)[1], terms.T)
@@ -139,9 +158,11 @@ class Small:
 
 
 def _terms(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The largest of the last axis, and 2 ** (logits - largest); in place where no gradient is wanted."""
+    """The largest of the last axis, and 2 ** (logits - largest); in place where no gradient is
+    wanted."""
     peak = logits.detach().amax(-1, keepdim=True)
     if logits.requires_grad:
         return peak, (logits - peak).clamp_min(_LEAST[logits.dtype]).exp2()
-    # A gradient needs float64 where the weights saturate; an answer does not once the peak is taken off.
+    # A gradient needs float64 where the weights saturate; an answer does not once the peak is taken
+    # off.
     return peak, logits.sub_(peak).to(dtype).clamp_min_(_LEAST[dtype]).exp2_()

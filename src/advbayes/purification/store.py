@@ -1,6 +1,8 @@
-"""What a query needs and does not change it: the channel's centres and the model's predictions at every reference point.
+"""What a query needs and does not change it: the channel's centres and the model's predictions at
+every reference point.
 
-Computed once for all S thetas and all N reference points. In memory within a stated limit, in files beyond it.
+Computed once for all S thetas and all N reference points. In memory within a stated limit, in files
+beyond it.
 """
 
 from __future__ import annotations
@@ -47,9 +49,9 @@ def _refuse(x: Tensor) -> Distribution:
 class Store:
     """The reference side of Eq. 4 and 5, all of it constant.
 
-    The tables have the data's dtype. `values` holds, for every reference point and theta, class probabilities
-    (V = C of them), or for D outputs means around `middle` and scales^2, which are read with the squared
-    means behind them (V = 3 D).
+    The tables have the data's dtype. `values` holds, for every reference point and theta, class
+    probabilities (V = C of them), or for D outputs means around `middle` and scales^2, which are
+    read with the squared means behind them (V = 3 D).
     """
 
     banks: tuple[Bank, ...]
@@ -69,7 +71,10 @@ class Store:
     @property
     def is_small(self) -> bool:
         """Whether float64 products cost next to nothing."""
-        size = sum(math.prod(bank.centres.shape) if isinstance(bank, GaussianBank) else 0 for bank in self.banks)
+        size = sum(
+            math.prod(bank.centres.shape) if isinstance(bank, GaussianBank) else 0
+            for bank in self.banks
+        )
         return size <= _SMALL
 
     @property
@@ -81,10 +86,15 @@ class Store:
         table = table.double()
         if self.num_outputs:
             return torch.cat([table, table[..., : self.num_outputs].square()], -1)
-        return table / table.sum(-1, keepdim=True)  # sums to 1 to rounding of float64: gradients of classes cancel
+        # sums to 1 to rounding of float64: gradients of classes cancel
+        return table / table.sum(-1, keepdim=True)
 
     def value_block(self, rows: slice) -> Tensor:  # (n, S, V) float64
-        return self._read(self.values.block(slice(0, 1), rows)[0].view(rows.stop - rows.start, self.num_thetas, -1))
+        return self._read(
+            self.values.block(slice(0, 1), rows)[0].view(
+                rows.stop - rows.start, self.num_thetas, -1
+            )
+        )
 
     def value_at(self, index: Tensor) -> Tensor:  # (*index.shape, S, V) float64
         return self._read(self.values.pick(0, index).view(*index.shape, self.num_thetas, -1))
@@ -103,8 +113,13 @@ def _values(prediction: Distribution) -> tuple[Tensor, int]:
         return prediction.probs.clamp_min(_FLOOR), 0
     normal = prediction.base_dist if isinstance(prediction, Independent) else prediction
     if not isinstance(normal, Normal):
-        raise TypeError(f"the likelihood must predict classes or Gaussians, got {type(prediction).__name__}")
-    mean, variance = (part if part.ndim == 2 else part.unsqueeze(1) for part in (normal.loc, normal.scale.square()))
+        raise TypeError(
+            f"the likelihood must predict classes or Gaussians, got {type(prediction).__name__}"
+        )
+    mean, variance = (
+        part if part.ndim == 2 else part.unsqueeze(1)
+        for part in (normal.loc, normal.scale.square())
+    )
     return torch.cat([mean, variance], 1), mean.shape[1]
 
 
@@ -122,7 +137,8 @@ def build(
     """Centres and predictions at all reference points, block by block."""
     if not callable(getattr(channel, "density", None)):
         raise TypeError(
-            f"channel must have a density to purify with, got {checks.describe(channel)}; a channel that can only be sampled "
+            f"channel must have a density to purify with, got {checks.describe(channel)}; a "
+            f"channel that can only be sampled "
             "is purified by simulation (SimulatedPurifier)"
         )
     with torch.no_grad():
@@ -147,19 +163,22 @@ class _Builder:
             return self.channel.density(predict, x, y), x
         except NotImplementedError as error:
             raise ValueError(
-                f"channel must have a density to purify with, got {self.channel} ({error}); a channel that can only be "
+                f"channel must have a density to purify with, got {self.channel} ({error}); a "
+                f"channel that can only be "
                 "sampled is purified by simulation (SimulatedPurifier)"
             ) from error
         except (TypeError, AttributeError) as error:
             if y is None:
                 raise ValueError(
-                    f"reference must hold labels, (x, y), for this channel, got x alone: without labels it failed with "
+                    f"reference must hold labels, (x, y), for this channel, got x alone: without "
+                    f"labels it failed with "
                     f"{type(error).__name__}: {error}"
                 ) from error
             raise
 
     def _shared(self) -> bool:
-        """Whether the density needs no theta. Theta reaches a channel through its Predictor alone: so give it none to ask."""
+        """Whether the density needs no theta. Theta reaches a channel through its Predictor alone:
+        so give it none to ask."""
         try:
             density, _ = self._density(_refuse, slice(0, 1))
         except _ThetaAskedError:
@@ -176,7 +195,9 @@ class _Builder:
         sample, num_outputs = _values(self.model.at(self.thetas[0])(self.x[:1]))
         gaussian = isinstance(first, GaussianDensity)
         if not gaussian and self.features is not None:
-            raise ValueError("features need a channel with a Gaussian density, got one of another kind")
+            raise ValueError(
+                "features need a channel with a Gaussian density, got one of another kind"
+            )
         width = self._flat(self.x[:1]).shape[1]
         value_shape = (1, num, num_thetas * sample.shape[1])
         groups: list[int] = []
@@ -186,12 +207,14 @@ class _Builder:
             per_feature = [isinstance(scale, Tensor) and scale.ndim > 0 for scale in first.scales]
         dtype = self.x.dtype
         total = num_bytes(value_shape, dtype) + sum(
-            num_bytes((g, num, width), dtype) * (2 if wide else 1) for g, wide in zip(groups, per_feature, strict=True)
+            num_bytes((g, num, width), dtype) * (2 if wide else 1)
+            for g, wide in zip(groups, per_feature, strict=True)
         )
         needed = num_bytes((FEWEST_ROWS, 2 * width + value_shape[2] + 2 * FEWEST_ROWS), dtype)
         if self.memory_limit < needed:
             raise ValueError(
-                f"memory_limit must be at least {needed} bytes, one block of {FEWEST_ROWS} reference points, "
+                f"memory_limit must be at least {needed} bytes, one block of {FEWEST_ROWS} "
+                f"reference points, "
                 f"got {self.memory_limit}"
             )
         folder = self.folder
@@ -210,7 +233,8 @@ class _Builder:
         shapes = [(g, num, width) for g in groups]
         centres = [table(f"centres-{k}", shape) for k, shape in enumerate(shapes)]
         scales = [
-            table(f"scales-{k}", shape) if wide else None for k, (shape, wide) in enumerate(zip(shapes, per_feature, strict=True))
+            table(f"scales-{k}", shape) if wide else None
+            for k, (shape, wide) in enumerate(zip(shapes, per_feature, strict=True))
         ]
         origin = torch.zeros(width, dtype=torch.float64, device=self.x.device)
         densities: list[list[ChannelDensity]] = [[] for _ in self.thetas]
@@ -221,7 +245,9 @@ class _Builder:
             for s, theta in enumerate(self.thetas):
                 predict = self.model.at(theta)
                 predictions, outputs = _values(predict(self.x[start:stop]))
-                predictions = checks.finite("the model's prediction at the reference", predictions).double()
+                predictions = checks.finite(
+                    "the model's prediction at the reference", predictions
+                ).double()
                 if outputs and start == 0 and s == 0:
                     middle = predictions[:, :outputs].mean(0)
                 predictions[:, :outputs] -= middle
@@ -239,10 +265,14 @@ class _Builder:
                 else:
                     densities[s].append(density)
             values.write(0, start, torch.cat(parts, 1))
-        banks: tuple[Bank, ...] = (FunctionBank(tuple(map(tuple, densities)), (*range(0, num, _BLOCK), num)),)
+        banks: tuple[Bank, ...] = (
+            FunctionBank(tuple(map(tuple, densities)), (*range(0, num, _BLOCK), num)),
+        )
         if isinstance(first, GaussianDensity):
             banks = tuple(
-                gaussian_bank(float(weight), centres[k], scales[k] or float(first.scales[k]), origin)
+                gaussian_bank(
+                    float(weight), centres[k], scales[k] or float(first.scales[k]), origin
+                )
                 for k, weight in enumerate(first.log_weights)
             )
         shape = tuple(self.x.shape[1:])
@@ -255,10 +285,16 @@ class _Builder:
 def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise OSError(errno.ENOSPC, f"the reference tables need {needed} bytes of disk, got {free} bytes free", os.fspath(folder))
+        raise OSError(
+            errno.ENOSPC,
+            f"the reference tables need {needed} bytes of disk, got {free} bytes free",
+            os.fspath(folder),
+        )
 
 
-def gaussian_bank(log_weight: float, centres: Rows, scale: float | Rows, origin: Tensor, factor: float = 1.0) -> GaussianBank:
+def gaussian_bank(
+    log_weight: float, centres: Rows, scale: float | Rows, origin: Tensor, factor: float = 1.0
+) -> GaussianBank:
     """The bank of these tables, with what is known of them in advance."""
     groups, num, _ = centres.shape
     half_norms = origin.new_empty(groups, num)
@@ -273,5 +309,8 @@ def gaussian_bank(log_weight: float, centres: Rows, scale: float | Rows, origin:
                 low, high = (float(value) for value in torch.aminmax(scale.block(*tile)))
                 least = min(least, low) if math.isfinite(high) else math.nan
     if not (0 < least < math.inf and math.isfinite(float(half_norms.sum()))):
-        raise ValueError(f"the channel's centres must be finite and its scales positive, got a least scale of {least:g}")
+        raise ValueError(
+            f"the channel's centres must be finite and its scales positive, got a least scale of "
+            f"{least:g}"
+        )
     return GaussianBank(log_weight, centres, scale, half_norms, reach, least, factor)

@@ -4,14 +4,14 @@ their gradient.
     L_s(b) = sum_k sum_n w_k N(x'_b; c_skn, scale^2),   A_s(b) = sum_n p(n | x'_b, theta_s) v_sn
     d log L_s = sum_n p(n) d log p_n,   dA_s = sum_n p(n) (v_sn - A_s) d log p_n
 
-Blocks of N: a matrix product, then a streaming log-sum-exp. Nothing of size N x B outlives its block,
-unless a gradient is wanted and all of it takes no more than a fixed allowance; the backward pass
-computes larger ones again, block by block.
+Blocks of N: a matrix product, then a streaming log-sum-exp. Nothing of size N x B outlives its
+block, unless a gradient is wanted and all of it takes no more than a fixed allowance; the backward
+pass computes larger ones again, block by block.
 
-The products may be float32. The weights then have a relative error, and everything that could cancel
-is float64: values, averages, and the leading terms of each query, whose log-densities and gradients
-are computed from the differences x' - centre. Where one reference point has all the weight but 1e-9,
-the gradient still is that of the 1e-9.
+The products may be float32. The weights then have a relative error, and everything that could
+cancel is float64: values, averages, and the leading terms of each query, whose log-densities and
+gradients are computed from the differences x' - centre. Where one reference point has all the
+weight but 1e-9, the gradient still is that of the 1e-9.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from torch.nn import functional
 from advbayes.purification.banks import Bank, GaussianBank, Query, Room
 from advbayes.purification.store import Store
 
-_LEAST = {torch.float32: -87.0, torch.float64: -700.0}  # exp is many times slower where it underflows
+# exp is many times slower where it underflows
+_LEAST = {torch.float32: -87.0, torch.float64: -700.0}
 _LEADING = 8  # terms of each theta and query that are computed from differences
 KEPT = 1 << 25  # terms of one prediction kept for the backward pass: 128 MB of float32
 
@@ -54,7 +55,11 @@ class Leading:
         groups, batch, num, width = self.values.shape
         first = torch.arange(groups * batch, device=places.device).view(groups, batch, 1) * num
         values = self.values.reshape(-1, width).index_select(0, (first + places).flatten())
-        return Leading(self.logits.gather(-1, places), self.index.gather(-1, places), values.view(*places.shape, width))
+        return Leading(
+            self.logits.gather(-1, places),
+            self.index.gather(-1, places),
+            values.view(*places.shape, width),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +72,8 @@ class Kept:
 
 @dataclass(frozen=True, eq=False)
 class BankSums:
-    """A bank's share: everything is relative to `peak` (the largest logit) and free of the bank's offset."""
+    """A bank's share: everything is relative to `peak` (the largest logit) and free of the bank's
+    offset."""
 
     peak: Tensor  # (G, B), minus infinity where the bank excludes a query
     sums: Tensor  # (G, B, W + 1) float64: sum exp(logits - peak) v, and of 1
@@ -119,15 +125,20 @@ def _value_dtype(store: Store, query: Query) -> torch.dtype:
 
 
 def _values(store: Store, groups: slice, rows: slice, shared: bool, wanted: bool) -> Tensor:
-    """Values and a 1, float64: (1, n, S * V + 1) when all thetas share the weights, else (g, n, V + 1)."""
+    """Values and a 1, float64: (1, n, S * V + 1) when all thetas share the weights, else (g, n, V +
+    1)."""
     if not wanted:
-        return store.origin.new_ones(1 if shared else groups.stop - groups.start, rows.stop - rows.start, 1)
+        return store.origin.new_ones(
+            1 if shared else groups.stop - groups.start, rows.stop - rows.start, 1
+        )
     values = store.value_block(rows)  # (n, S, V)
     right = values.flatten(1).unsqueeze(0) if shared else values[:, groups].transpose(0, 1)
     return functional.pad(right, (0, 1), value=1.0)
 
 
-def _sweep_bank(store: Store, bank: Bank, query: Query, tilt: Tilt | None, values: bool, keep: bool) -> BankSums:
+def _sweep_bank(
+    store: Store, bank: Bank, query: Query, tilt: Tilt | None, values: bool, keep: bool
+) -> BankSums:
     batch = len(query)
     # A tilt differs from theta to theta even if the centres do not.
     own = bank.groups if tilt is None else store.num_thetas
@@ -167,20 +178,33 @@ def _sweep_bank(store: Store, bank: Bank, query: Query, tilt: Tilt | None, value
         sums[groups] = sums[groups] * fade.unsqueeze(-1) + rest
         peak[groups] = after
     first = list(leading.values())
-    lead = Leading(*(torch.cat([getattr(part, name) for part in first]) for name in ("logits", "index", "values")))
+    lead = Leading(
+        *(
+            torch.cat([getattr(part, name) for part in first])
+            for name in ("logits", "index", "values")
+        )
+    )
     offset = bank.offset(query)
     if isinstance(bank, GaussianBank) and query.dtype != torch.float64:
         exact = []
         for group in range(own):
-            logits = bank.exact_at(query.points, group if bank.groups > 1 else 0, lead.index[group]) - offset.unsqueeze(1)
-            exact.append(logits if tilt is None else logits + tilt.at(group, store.value_of(group, lead.index[group])))
+            logits = bank.exact_at(
+                query.points, group if bank.groups > 1 else 0, lead.index[group]
+            ) - offset.unsqueeze(1)
+            exact.append(
+                logits
+                if tilt is None
+                else logits + tilt.at(group, store.value_of(group, lead.index[group]))
+            )
         lead = Leading(torch.stack(exact), lead.index, lead.values)
     part = BankSums(peak, sums, offset, peaks, lead, kept if keep else None)
     sums += torch.einsum("gbk,gbkw->gbw", part.leading_terms, lead.values)
     return part
 
 
-def _nearest_bank(store: Store, bank: GaussianBank, query: Query, tilt: Tilt | None, values: bool, nearest: Tensor) -> BankSums:
+def _nearest_bank(
+    store: Store, bank: GaussianBank, query: Query, tilt: Tilt | None, values: bool, nearest: Tensor
+) -> BankSums:
     """The sums over the nearest centres alone, which all count as leading."""
     own, offset = bank.groups if tilt is None else store.num_thetas, bank.offset(query)
     parts = []
@@ -207,7 +231,8 @@ def _gather(right: Tensor, index: Tensor) -> Tensor:  # (g, n, W), (g, B, k) -> 
 
 
 def _merge(before: Leading | None, fresh: Leading) -> tuple[Leading, Tensor]:
-    """The leading terms of the blocks so far with those of another, and the places of the leading ones."""
+    """The leading terms of the blocks so far with those of another, and the places of the leading
+    ones."""
     if before is not None:
         fresh = Leading(
             torch.cat([before.logits, fresh.logits], -1),
@@ -217,18 +242,25 @@ def _merge(before: Leading | None, fresh: Leading) -> tuple[Leading, Tensor]:
     return fresh, fresh.logits.topk(min(_LEADING, fresh.logits.shape[-1]), dim=-1)[1]
 
 
-def sweep(store: Store, query: Query, *, tilt: Tilt | None = None, values: bool = True, keep: bool = False) -> Sums:
+def sweep(
+    store: Store, query: Query, *, tilt: Tilt | None = None, values: bool = True, keep: bool = False
+) -> Sums:
     """All banks, added up; `keep` holds on to what `vjp` would compute again."""
     if query.nearest is None:
         parts = [_sweep_bank(store, bank, query, tilt, values, keep) for bank in store.banks]
     else:
         gaussians = [bank for bank in store.banks if isinstance(bank, GaussianBank)]
         pairs = zip(gaussians, query.nearest, strict=True)
-        parts = [_nearest_bank(store, bank, query, tilt, values, nearest) for bank, nearest in pairs]
+        parts = [
+            _nearest_bank(store, bank, query, tilt, values, nearest) for bank, nearest in pairs
+        ]
     num_thetas, batch = store.num_thetas, len(query)
-    # Offsets may be so large that float64 leaves little beside them: only their differences count here.
+    # Offsets may be so large that float64 leaves little beside them: only their differences count
+    # here.
     offset = parts[0].offset
-    each = torch.stack([(part.log_total + (part.offset - offset)).expand(num_thetas, batch) for part in parts])
+    each = torch.stack(
+        [(part.log_total + (part.offset - offset)).expand(num_thetas, batch) for part in parts]
+    )
     log_total = torch.logsumexp(each, 0)
     possible = log_total > -math.inf
     shares = list(torch.where(possible, each, torch.zeros_like(each)).softmax(0))
@@ -302,7 +334,8 @@ def _terms(
     rooms: tuple[Room, Room],
     dtype: torch.dtype,
 ) -> Tensor:  # (g, b, n)
-    """exp(logits - peak) of one block for the queries in `pick`, from the forward pass or computed again."""
+    """exp(logits - peak) of one block for the queries in `pick`, from the forward pass or computed
+    again."""
     groups, rows = tile
     places = slice(0, len(part.peak)) if tilt is not None and bank.groups == 1 else groups
     level = part.level[places][:, pick].unsqueeze(-1)
@@ -354,7 +387,8 @@ class Block:
 
 
 def weights(store: Store, query: Query, sums: Sums) -> Iterator[Block]:
-    """The posterior of the clean input, block by block; the terms are to be used before the next block."""
+    """The posterior of the clean input, block by block; the terms are to be used before the next
+    block."""
     rooms = Room(), Room()
     for bank, part, share in zip(store.banks, sums.banks, sums.shares, strict=True):
         factor, leading = share / part.total, part.leading_terms
@@ -371,7 +405,13 @@ class Evidence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, flat: Tensor, query: Query, store: Store, tilt: Tilt | None, values: bool, keep: bool
+        ctx: Any,
+        flat: Tensor,
+        query: Query,
+        store: Store,
+        tilt: Tilt | None,
+        values: bool,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
         sums = sweep(store, query, tilt=tilt, values=values, keep=keep and ctx.needs_input_grad[0])
         ctx.query, ctx.sums, ctx.store, ctx.tilt, ctx.values = query, sums, store, tilt, values

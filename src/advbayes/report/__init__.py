@@ -7,4 +7,13 @@ from advbayes.report.gather import gather
 from advbayes.report.pictures import Gallery, View, make_gallery
 from advbayes.report.write import ReportPaths, write_report
 
-__all__ = ["Gallery", "ReportPaths", "View", "gather", "make_gallery", "report_run", "report_runs", "write_report"]
+__all__ = [
+    "Gallery",
+    "ReportPaths",
+    "View",
+    "gather",
+    "make_gallery",
+    "report_run",
+    "report_runs",
+    "write_report",
+]

@@ -1,4 +1,5 @@
-"""The gallery as part of the document: pictures with predictive bars, or changes of features in their own units."""
+"""The gallery as part of the document: pictures with predictive bars, or changes of features in
+their own units."""
 
 from __future__ import annotations
 
@@ -96,7 +97,11 @@ def _target(value: float, scaling: Mapping[str, Any] | None) -> float:
 
 
 def _said(
-    gallery: Gallery, view: View, row: int, names: Sequence[str] | None, scaling: Mapping[str, Any] | None
+    gallery: Gallery,
+    view: View,
+    row: int,
+    names: Sequence[str] | None,
+    scaling: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     values = view.prediction[row].double()
     if gallery.task == "classification":
@@ -108,25 +113,38 @@ def _said(
             "right": best == int(gallery.y[row]),
             "probabilities": values.tolist(),
         }
-    spread = float(values[1]) * (scaling["target_std"][0] if scaling and scaling.get("target_std") else 1.0)
+    spread = float(values[1]) * (
+        scaling["target_std"][0] if scaling and scaling.get("target_std") else 1.0
+    )
     return {"mean": _target(float(values[0]), scaling), "spread": spread}
 
 
 def _features(gallery: Gallery, row: int, scaling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Those features that an attack moved most (in the model's units), with value and changes in their own units."""
+    """Those features that an attack moved most (in the model's units), with value and changes in
+    their own units."""
     before = gallery.x[row].double().flatten()
-    moves = [(view, (view.x[row] - gallery.x[row]).double().flatten()) for view in gallery.views if view.label != UNTOUCHED]
+    moves = [
+        (view, (view.x[row] - gallery.x[row]).double().flatten())
+        for view in gallery.views
+        if view.label != UNTOUCHED
+    ]
     names = (
         scaling["features"]
         if scaling and len(scaling["features"]) == len(before)
         else [f"feature {i}" for i in range(len(before))]
     )
     mean, std = _moments(scaling, len(before))
-    largest = torch.stack([move.abs() for _, move in moves]).amax(0) if moves else torch.zeros_like(before)
+    largest = (
+        torch.stack([move.abs() for _, move in moves]).amax(0)
+        if moves
+        else torch.zeros_like(before)
+    )
     order = sorted(range(len(before)), key=lambda i: -float(largest[i]))[:MOST_FEATURES]
     top = max(float(largest.max()), 1e-300)
     return {
-        "columns": [{"predictor": clean(view.predictor), "attack": clean(view.label)} for view, _ in moves],
+        "columns": [
+            {"predictor": clean(view.predictor), "attack": clean(view.label)} for view, _ in moves
+        ],
         "left_out": max(0, len(before) - MOST_FEATURES),
         "rows": [
             {
@@ -144,4 +162,6 @@ def _features(gallery: Gallery, row: int, scaling: Mapping[str, Any] | None) -> 
 def _moments(scaling: Mapping[str, Any] | None, num: int) -> tuple[Tensor, Tensor]:
     if scaling is None or not scaling.get("std") or len(scaling["std"]) != num:
         return torch.zeros(num, dtype=torch.float64), torch.ones(num, dtype=torch.float64)
-    return torch.tensor(scaling["mean"], dtype=torch.float64), torch.tensor(scaling["std"], dtype=torch.float64)
+    return torch.tensor(scaling["mean"], dtype=torch.float64), torch.tensor(
+        scaling["std"], dtype=torch.float64
+    )

@@ -1,4 +1,5 @@
-"""Figures as inline SVG: no names from outside in them (the page's legend has those), colours left to the page's scheme."""
+"""Figures as inline SVG: no names from outside in them (the page's legend has those), colours left
+to the page's scheme."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from advbayes.report.words import METRICS, NORMS
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colours that stand for the page's own: after drawing they become var(--ink) and so on, so that dark pages need no second figure.
+# Colours that stand for the page's own: after drawing they become var(--ink) and so on, so that
+# dark pages need no second figure.
 INK, MUTED, GRID, PAPER = "#010200", "#010201", "#010202", "#010203"
 _PAGE = {INK: "var(--ink)", MUTED: "var(--muted)", GRID: "var(--line)", PAPER: "var(--paper)"}
 NUM_COLOURS = 6
@@ -54,13 +56,16 @@ def draw(
     description: str,
     size: tuple[float, float] = (4.4, 2.9),  # inches of 72 units
 ) -> str:
-    """One pair of axes as an <svg> element for HTML: deterministic, its ids its own, with title and description."""
+    """One pair of axes as an <svg> element for HTML: deterministic, its ids its own, with title and
+    description."""
     try:
         import matplotlib
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure as Canvas
     except ImportError as error:
-        raise ImportError("the report's figures need matplotlib: pip install 'advbayes[report]'") from error
+        raise ImportError(
+            "the report's figures need matplotlib: pip install 'advbayes[report]'"
+        ) from error
     settings: dict[str, Any] = {
         "svg.hashsalt": "advbayes",
         "svg.fonttype": "none",
@@ -86,7 +91,8 @@ def draw(
         "path.simplify": True,
     }
     with warnings.catch_warnings(), matplotlib.rc_context(cast(Any, settings)):
-        warnings.simplefilter("ignore")  # a glyph that the measuring font lacks is no concern of a page with its own fonts
+        # a glyph that the measuring font lacks is no concern of a page with its own fonts
+        warnings.simplefilter("ignore")
         figure = Canvas(figsize=size, layout="constrained")
         figure.patch.set_alpha(0)
         axes = figure.add_subplot()
@@ -99,7 +105,8 @@ def draw(
 
 
 def _inlined(svg: str, name: str, title: str, description: str) -> str:
-    """The bare element: no prologue, namespaces, metadata or style sheet; ids made unique; colours left to the page."""
+    """The bare element: no prologue, namespaces, metadata or style sheet; ids made unique; colours
+    left to the page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.S)
@@ -116,7 +123,8 @@ def _inlined(svg: str, name: str, title: str, description: str) -> str:
     head = (
         f'<svg class="figure" viewBox="{box.group(1) if box else "0 0 1 1"}" role="img" '
         f'aria-labelledby="{name}-title {name}-desc">'
-        f'<title id="{name}-title">{html.escape(title)}</title><desc id="{name}-desc">{html.escape(description)}</desc>'
+        f'<title id="{name}-title">{html.escape(title)}</title><desc '
+        f'id="{name}-desc">{html.escape(description)}</desc>'
     )
     return re.sub(r"\n\s*", "\n", head + inside).strip()
 
@@ -146,19 +154,33 @@ def security_curves(document: Mapping[str, Any]) -> list[Figure]:
         label, size = METRICS[metric].label, telling.factor(document, metric)
         named = label if METRICS[metric].share else telling.label(document, metric)
         floor = [size * value for value in _trivial(document, metric)]
-        curves = [{**curve, "points": [_sized(point, size) for point in curve["points"]]} for curve in curves]
+        curves = [
+            {**curve, "points": [_sized(point, size) for point in curve["points"]]}
+            for curve in curves
+        ]
 
         def paint(
-            axes: Axes, curves: list[Any] = curves, metric: str = metric, label: str = named, floor: list[float] = floor
+            axes: Axes,
+            curves: list[Any] = curves,
+            metric: str = metric,
+            label: str = named,
+            floor: list[float] = floor,
         ) -> None:
             for index, curve in enumerate(curves):
                 i = index if single else order[curve["predictor"]]
                 points = _finite(curve["points"], "value", "low", "high")
                 x = [point["eps"] for point in points]
                 many = len(points) > 2
-                if index == 0 or not single:  # attacks on one predictor are near each other: one band, that of the worst case
+                if (
+                    index == 0 or not single
+                ):  # attacks on one predictor are near each other: one band, that of the worst case
                     axes.fill_between(
-                        x, [p["low"] for p in points], [p["high"] for p in points], color=colour(i), alpha=0.14, linewidth=0
+                        x,
+                        [p["low"] for p in points],
+                        [p["high"] for p in points],
+                        color=colour(i),
+                        alpha=0.14,
+                        linewidth=0,
                     )
                 axes.plot(
                     x,
@@ -175,7 +197,9 @@ def security_curves(document: Mapping[str, Any]) -> list[Figure]:
             if METRICS[metric].share:
                 axes.set_ylim(-0.02, 1.02)
                 _percent_axis(axes.yaxis)
-            elif _spans(values := [p["value"] for c in curves for p in _finite(c["points"], "value")]):
+            elif _spans(
+                values := [p["value"] for c in curves for p in _finite(c["points"], "value")]
+            ):
                 axes.set_yscale("log")
                 axes.set_ylim(0.8 * min(values), 1.25 * max(values))
             else:
@@ -190,25 +214,41 @@ def security_curves(document: Mapping[str, Any]) -> list[Figure]:
         said = []
         for curve in curves:
             who = curve["attack"] if single else curve["predictor"]
-            steps = ", ".join(f"{_said(metric, p['value'])} at ε = {short(p['eps'])}" for p in curve["points"])
+            steps = ", ".join(
+                f"{_said(metric, p['value'])} at ε = {short(p['eps'])}" for p in curve["points"]
+            )
             said.append(f"{who}: {steps}")
         title = f"{label} as the attacker's budget grows"
         description = ". ".join(said) + "."
-        arrow = {"higher": "Higher is better.", "lower": "Lower is better."}.get(METRICS[metric].better, "")
+        arrow = {"higher": "Higher is better.", "lower": "Lower is better."}.get(
+            METRICS[metric].better, ""
+        )
         figures.append(
             Figure(
                 draw(paint, name=f"curve-{metric}", title=title, description=description),
                 title,
                 description,
                 f"{label}: {METRICS[metric].meaning}. {arrow} Bands are 95 % confidence intervals"
-                f"{'; the dotted line is the best that can be done without looking at the input' if floor else ''}.",
+                + (
+                    "; the dotted line is the best possible without looking at the input"
+                    if floor
+                    else ""
+                )
+                + ".",
             )
         )
     return figures
 
 
+def _under(entry: Mapping[str, Any]) -> str:
+    return "untouched" if entry["attack"] == "clean" else f"worst case, ε = {short(entry['eps'])}"
+
+
 def _sized(point: Mapping[str, Any], size: float) -> dict[str, Any]:
-    return {key: value * size if key != "eps" and isinstance(value, float) else value for key, value in point.items()}
+    return {
+        key: value * size if key != "eps" and isinstance(value, float) else value
+        for key, value in point.items()
+    }
 
 
 def _spans(values: Sequence[float]) -> bool:
@@ -222,13 +262,16 @@ def _said(metric: str, value: Any) -> str:
 
 def _trivial(document: Mapping[str, Any], metric: str) -> list[float]:
     """The best value among predictors that never look at the input."""
-    found = [row["values"][metric]["value"] for row in document["table"] if row["kind"] == "trivial"]
+    found = [
+        row["values"][metric]["value"] for row in document["table"] if row["kind"] == "trivial"
+    ]
     values = [value for value in found if isinstance(value, float)]
     return [max(values) if METRICS[metric].better == "higher" else min(values)] if values else []
 
 
 def calibration(document: Mapping[str, Any]) -> list[Figure]:
-    """A reliability diagram for each predictor, untouched and attacked; for regression one figure of interval coverages.
+    """A reliability diagram for each predictor, untouched and attacked; for regression one figure
+    of interval coverages.
 
     >>> calibration({"calibration": [], "predictors": [], "task": "classification"})
     []
@@ -269,14 +312,16 @@ def calibration(document: Mapping[str, Any]) -> list[Figure]:
             axes.set_ylabel("accuracy")
 
         said = [
-            f"{'Untouched' if entry['attack'] == 'clean' else 'Worst case, ε = ' + short(entry['eps'])}: "
+            f"{_under(entry).capitalize()}: "
             f"expected calibration error {percent(entry['ece']['value'])} % "
             f"({percent(entry['ece']['low'])} to {percent(entry['ece']['high'])})"
             for entry in entries
         ]
         title = "Reliability diagram"
         description = f"{name}. {'. '.join(said)}. Points below the diagonal are overconfident."
-        svg = draw(paint, name=f"reliability-{i}", title=title, description=description, size=(3.1, 2.9))
+        svg = draw(
+            paint, name=f"reliability-{i}", title=title, description=description, size=(3.1, 2.9)
+        )
         figures.append(Figure(svg, title, description, ". ".join(said) + ".", predictor=name))
     return figures
 
@@ -308,17 +353,24 @@ def _coverages(document: Mapping[str, Any]) -> list[Figure]:
         axes.set_ylabel("coverage")
 
     said = [
-        f"{entry['predictor']}, {'untouched' if entry['attack'] == 'clean' else 'worst case, ε = ' + short(entry['eps'])}: "
-        f"{percent(entry['coverage']['value'])} %"
+        f"{entry['predictor']}, {_under(entry)}: {percent(entry['coverage']['value'])} %"
         for entry in entries
     ]
     title = f"Truths inside the {percent(level, 0)} % intervals"
     description = f"{'; '.join(said)}. The dashed line is what was promised."
-    return [Figure(draw(paint, name="coverage", title=title, description=description), title, description, description)]
+    return [
+        Figure(
+            draw(paint, name="coverage", title=title, description=description),
+            title,
+            description,
+            description,
+        )
+    ]
 
 
 def risk_coverage(document: Mapping[str, Any]) -> list[Figure]:
-    """Untouched and worst case: the risk among the most certain answers against the share that is answered.
+    """Untouched and worst case: the risk among the most certain answers against the share that is
+    answered.
 
     >>> risk_coverage({"risk_coverage": [], "predictors": [], "task": "classification"})
     []
@@ -352,7 +404,12 @@ def risk_coverage(document: Mapping[str, Any]) -> list[Figure]:
 
         eps = entries[0]["eps"]
         where = words if attack == "clean" else f"{words}, ε = {short(eps)}"
-        said = "; ".join(f"{entry['predictor']}: mean risk {number(entry['aurc'])}" for entry in entries) + "."
+        said = (
+            "; ".join(
+                f"{entry['predictor']}: mean risk {number(entry['aurc'])}" for entry in entries
+            )
+            + "."
+        )
         title = f"Risk against coverage, {where}"
         svg = draw(paint, name=f"risk-{attack}", title=title, description=said)
         figures.append(Figure(svg, title, said, f"{title}. {said}"))
@@ -375,18 +432,29 @@ def training(document: Mapping[str, Any]) -> list[Figure]:
         for index, entry in enumerate(entries):
             values = [p["bound"] for p in entry["points"]]
             lowest.append(sorted(values)[len(values) // 20])
-            axes.plot([p["step"] for p in entry["points"]], values, color=colour(order.get(entry["predictor"], index)))
+            axes.plot(
+                [p["step"] for p in entry["points"]],
+                values,
+                color=colour(order.get(entry["predictor"], index)),
+            )
         top = max(max(p["bound"] for p in entry["points"]) for entry in entries)
         if top > min(lowest):  # the first steps of a training would flatten all that follows
-            axes.set_ylim(min(lowest) - 0.05 * (top - min(lowest)), top + 0.05 * (top - min(lowest)))
+            axes.set_ylim(
+                min(lowest) - 0.05 * (top - min(lowest)), top + 0.05 * (top - min(lowest))
+            )
         axes.set_xlabel("step")
         axes.set_ylabel("bound")
 
     said = "; ".join(
-        f"{entry['predictor']}: from {number(entry['points'][0]['bound'])} to {number(entry['points'][-1]['bound'])} "
+        f"{entry['predictor']}: from {number(entry['points'][0]['bound'])} to "
+        f"{number(entry['points'][-1]['bound'])} "
         f"in {entry['steps']} steps"
         for entry in entries
     )
     title = "The bound on the evidence during training"
     caption = f"{title} (higher is better): {said}."
-    return [Figure(draw(paint, name="training", title=title, description=caption), title, caption, caption)]
+    return [
+        Figure(
+            draw(paint, name="training", title=title, description=caption), title, caption, caption
+        )
+    ]

@@ -30,7 +30,8 @@ def report_run(
     trusted: bool = False,
     num_thetas: int = 20,
 ) -> ReportPaths:
-    """The report of one run, in `out` or in RUN/report: its evaluations, audit, history and configuration.
+    """The report of one run, in `out` or in RUN/report: its evaluations, audit, history and
+    configuration.
 
     A network with code of its own is built only when `trusted`; else the gallery is left out.
 
@@ -38,7 +39,7 @@ def report_run(
     Traceback (most recent call last):
     ...
     advbayes.config.ConfigError: absent: wanted a run folder (made by advbayes train), got nothing (no such folder)
-    """
+    """  # noqa: E501
     where = Path(run_folder) / "report" if out is None else Path(out)
     return report_runs([run_folder], where, title=title, trusted=trusted, num_thetas=num_thetas)
 
@@ -67,12 +68,18 @@ def report_runs(
     found = {name: _evaluations(run, name, alone=len(runs) == 1) for name, run in names.items()}
     evaluation = merged([one for held in found.values() for one in held])
     first = evaluation.predictors[0]
-    trained = {name: load_trained(run.path, trusted=trusted) for name, run in names.items() if _loadable(run, trusted)}
+    trained = {
+        name: load_trained(run.path, trusted=trusted)
+        for name, run in names.items()
+        if _loadable(run, trusted)
+    }
     example = next(iter(trained.values()), None)
     configs = {name: run.config.model_dump(mode="json") for name, run in names.items()}
     datasets = sorted({Path(str(config["data"])).stem for config in configs.values()})
     audits = {
-        name: store.read_document(run.path / "audit.json") for name, run in names.items() if (run.path / "audit.json").is_file()
+        name: store.read_document(run.path / "audit.json")
+        for name, run in names.items()
+        if (run.path / "audit.json").is_file()
     }
     if len(runs) == 1 and audits:
         audits = {first: next(iter(audits.values()))}
@@ -83,18 +90,29 @@ def report_runs(
         evaluation=evaluation,
         audit=audits or None,
         threat_model=_threat(next(iter(audits.values()), None)),
-        run={name: {"config": configs[name], "manifest": run.manifest} for name, run in names.items()},
-        history={name: run.history.read() for name, run in names.items() if (run.path / "history.jsonl").is_file()} or None,
+        run={
+            name: {"config": configs[name], "manifest": run.manifest} for name, run in names.items()
+        },
+        history={
+            name: run.history.read()
+            for name, run in names.items()
+            if (run.path / "history.jsonl").is_file()
+        }
+        or None,
         gallery=_gallery(found, trained, evaluation, num_thetas),
         class_names=example.class_names or None if example else None,
         feature_names=example.feature_names or None if example else None,
         scaling=example.scaling if example else None,
-        reproduce={"commands": _commands(names), "folder": ", ".join(str(run.path) for run in runs)},
+        reproduce={
+            "commands": _commands(names),
+            "folder": ", ".join(str(run.path) for run in runs),
+        },
     )
 
 
 def _left_out(whole: Evaluation, found: Mapping[str, Sequence[Evaluation]]) -> list[str]:
-    """Evaluations that cannot stand in one table with the others, since they are of other examples."""
+    """Evaluations that cannot stand in one table with the others, since they are of other
+    examples."""
     return [
         f"{name}: {one.folder.name} ({one.config.get('num', '?')} examples)"
         for name, evaluations in found.items()
@@ -106,7 +124,9 @@ def _left_out(whole: Evaluation, found: Mapping[str, Sequence[Evaluation]]) -> l
 def _names(runs: Sequence[Run]) -> dict[str, Run]:
     """Runs by their defense; by folder where two have the same."""
     defenses = [run.config.defense for run in runs]
-    names = defenses if len(set(defenses)) == len(runs) else [run.path.resolve().name for run in runs]
+    names = (
+        defenses if len(set(defenses)) == len(runs) else [run.path.resolve().name for run in runs]
+    )
     if len(set(names)) < len(runs):
         names = [str(run.path) for run in runs]
     return dict(zip(names, runs, strict=True))
@@ -126,17 +146,27 @@ def _renamed(evaluation: Evaluation, old: str, new: str) -> Evaluation:
     def name(predictor: str) -> str:
         return predictor if predictor in evaluation.trivial else predictor.replace(old, new, 1)
 
-    cells = {Cell(name(cell.predictor), cell.attack, cell.eps): rows for cell, rows in evaluation.cells.items()}
-    return Evaluation(evaluation.task, cells, evaluation.trivial, evaluation.config, evaluation.folder)
+    cells = {
+        Cell(name(cell.predictor), cell.attack, cell.eps): rows
+        for cell, rows in evaluation.cells.items()
+    }
+    return Evaluation(
+        evaluation.task, cells, evaluation.trivial, evaluation.config, evaluation.folder
+    )
 
 
 def merged(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """One evaluation of several on the same examples; where they differ, those on the most examples are taken.
+    """One evaluation of several on the same examples; where they differ, those on the most examples
+    are taken.
 
     A cell that two of them have is that of the later one.
     """
     largest = max(evaluations, key=lambda one: int(one.config.get("num", 0)))
-    same = [one for one in evaluations if one.config.get("data") == largest.config.get("data") and one.task == largest.task]
+    same = [
+        one
+        for one in evaluations
+        if one.config.get("data") == largest.config.get("data") and one.task == largest.task
+    ]
     cells: dict[Cell, Any] = {}
     trivial: dict[str, None] = {}
     config = dict(largest.config)
@@ -145,7 +175,9 @@ def merged(evaluations: Sequence[Evaluation]) -> Evaluation:
         for key in ("attacks", "losses", "iterations", "rescored"):
             config[key] = {**config.get(key, {}), **one.config.get(key, {})}
         cells |= one.cells
-    ordered = {cell: cells[cell] for cell in sorted(cells, key=lambda cell: cell.predictor in trivial)}
+    ordered = {
+        cell: cells[cell] for cell in sorted(cells, key=lambda cell: cell.predictor in trivial)
+    }
     return Evaluation(largest.task, ordered, tuple(trivial), config, largest.folder)
 
 
@@ -175,18 +207,28 @@ def _evaluation_command(run: Run, folder: Path) -> str:
     words = store.read_document(path) if path.is_file() else None
     if isinstance(words, list):
         return command_line(words)
-    return f"advbayes evaluate {shlex.quote(str(run.path))}  # {folder.name}: with which options was not kept"
+    return (
+        f"advbayes evaluate {shlex.quote(str(run.path))}  # {folder.name}: with which options "
+        f"was not kept"
+    )
 
 
 def _gallery(
-    found: Mapping[str, Sequence[Evaluation]], trained: Mapping[str, Trained], whole: Evaluation, num_thetas: int
+    found: Mapping[str, Sequence[Evaluation]],
+    trained: Mapping[str, Trained],
+    whole: Evaluation,
+    num_thetas: int,
 ) -> Gallery | None:
-    """The first test examples with the strongest attack at the largest radius of each run, from the saved arrays."""
+    """The first test examples with the strongest attack at the largest radius of each run, from the
+    saved arrays."""
     predictors, attacked, eps, clean = {}, {}, None, None
     label = _strongest(whole)
     for name, model in trained.items():
         for evaluation in found[name]:
-            if evaluation.config.get("data") != whole.config.get("data") or evaluation.folder is None:
+            if (
+                evaluation.config.get("data") != whole.config.get("data")
+                or evaluation.folder is None
+            ):
                 continue
             arrays = _arrays(evaluation, label)
             if arrays is None:
@@ -207,7 +249,11 @@ def _gallery(
 
 def _strongest(evaluation: Evaluation) -> tuple[str, float | None]:
     """The attack and radius that hurt the first predictor most."""
-    cells = [c for c in evaluation.cells if c.predictor == evaluation.predictors[0] and c.attack != "clean"]
+    cells = [
+        c
+        for c in evaluation.cells
+        if c.predictor == evaluation.predictors[0] and c.attack != "clean"
+    ]
     radius = max((c.eps for c in cells if c.eps is not None), default=None)
     at = [c for c in cells if c.eps == radius] or cells
     name = "correct" if evaluation.task == "classification" else "log_prob"
@@ -215,7 +261,9 @@ def _strongest(evaluation: Evaluation) -> tuple[str, float | None]:
     return worst.attack, worst.eps
 
 
-def _arrays(evaluation: Evaluation, label: tuple[str, float | None]) -> tuple[tuple[Tensor, Tensor], Tensor, float | None] | None:
+def _arrays(
+    evaluation: Evaluation, label: tuple[str, float | None]
+) -> tuple[tuple[Tensor, Tensor], Tensor, float | None] | None:
     """(x, y) and x_adv of the first block of an attack on the first predictor."""
     assert evaluation.folder is not None
     folder, first = Folder(evaluation.folder), evaluation.config.get("trivial", [])

@@ -1,4 +1,5 @@
-"""Everything that a report says, as one plain document; HTML, Markdown and CSV are made from it and from nothing else."""
+"""Everything that a report says, as one plain document; HTML, Markdown and CSV are made from it and
+from nothing else."""
 
 from __future__ import annotations
 
@@ -22,12 +23,24 @@ from advbayes.report.words import MAIN, MANDATORY
 SCHEMA = 1
 Document = dict[str, Any]
 _CURVE_POINTS = 60
-_UNKNOWN: dict[str, Any] = dict.fromkeys(("value", "low", "high"), None) | {
-    "num": 0,
-    "level": 0.95,
-}  # not for the prediction to say
-# What differs between two runs of one seed (where it ran, when, how it was called) is told, but is no result.
-_NOT_RESULTS = ("started", "command", "machine", "folder", "root", "out", "path", "seconds", "time", "host", "pid", "log")
+# not for the prediction to say
+_UNKNOWN: dict[str, Any] = dict.fromkeys(("value", "low", "high"), None) | {"num": 0, "level": 0.95}
+# What differs between two runs of one seed (where it ran, when, how it was called) is told, but is
+# no result.
+_NOT_RESULTS = (
+    "started",
+    "command",
+    "machine",
+    "folder",
+    "root",
+    "out",
+    "path",
+    "seconds",
+    "time",
+    "host",
+    "pid",
+    "log",
+)
 
 
 def gather(
@@ -44,7 +57,8 @@ def gather(
     scaling: Any = None,
     pictures: dict[str, str] | None = None,
 ) -> Document:
-    """The document of a report: the same for two runs of one seed, and all of it JSON. Images go to `pictures`.
+    """The document of a report: the same for two runs of one seed, and all of it JSON. Images go to
+    `pictures`.
 
     >>> import torch
     >>> from torch.distributions import Categorical
@@ -52,7 +66,9 @@ def gather(
     >>> from advbayes.evaluation import evaluate
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> data = torch.tensor([[2.0], [-0.3]]), torch.tensor([0, 1])
-    >>> document = gather(title="toy", evaluation=evaluate(predict, data, attacks={"PGD": pgd(L2(1.0), steps=5)}))
+    >>> document = gather(
+    ...     title="toy", evaluation=evaluate(predict, data, attacks={"PGD": pgd(L2(1.0), steps=5)})
+    ... )
     >>> document["summary"][0]["worst"]["value"], document["summary"][0]["believed"]
     (0.5, False)
     """
@@ -90,13 +106,18 @@ def gather(
         "runs": _runs(run),
         "class_names": None if class_names is None else [clean(name) for name in class_names],
         "evaluation": _plain(
-            {k: v for k, v in evaluation.config.items() if k in ("code", "versions", "data", "rescored", "batch_size")}
+            {
+                k: v
+                for k, v in evaluation.config.items()
+                if k in ("code", "versions", "data", "rescored", "batch_size")
+            }
         ),
     }
     return document
 
 
-# --- who may be believed --------------------------------------------------------------------------------------------------
+# --- who may be believed
+# --------------------------------------------------------------------------------------------------
 
 
 def _audits(audit: Any, evaluation: Evaluation) -> dict[str, dict[str, Any]]:
@@ -111,7 +132,10 @@ def _audits(audit: Any, evaluation: Evaluation) -> dict[str, dict[str, Any]]:
 def _verdict(found: Any) -> dict[str, Any]:
     held = found.json() if hasattr(found, "json") else dict(found)
     if not isinstance(held.get("findings"), (list, tuple)) or "level" not in held:
-        raise ValueError(f"audit must be a Verdict, its JSON, or a mapping of predictors to them, got {type(found).__name__}")
+        raise ValueError(
+            f"audit must be a Verdict, its JSON, or a mapping of predictors to them, got "
+            f"{type(found).__name__}"
+        )
     findings = [
         {
             "id": str(one.get("id", "?")),
@@ -128,11 +152,15 @@ def _verdict(found: Any) -> dict[str, Any]:
 
 
 def _believed(verdict: Mapping[str, Any] | None) -> bool:
-    """Level A, or B with no mandatory check left out: a check that was never asked for did not pass."""
-    return verdict is not None and (verdict["level"] == "A" or (verdict["level"] == "B" and not verdict["never_asked"]))
+    """Level A, or B with no mandatory check left out: a check that was never asked for did not
+    pass."""
+    return verdict is not None and (
+        verdict["level"] == "A" or (verdict["level"] == "B" and not verdict["never_asked"])
+    )
 
 
-# --- numbers --------------------------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
+# ------------------------
 
 
 def _number(value: float) -> float | str:
@@ -156,20 +184,31 @@ def estimate(found: Estimate) -> dict[str, Any]:
 
 
 def _headline(evaluation: Evaluation, threat: Mapping[str, Any]) -> float | None:
-    """The radius that the summary is about: the threat model's where it was evaluated, else the largest."""
+    """The radius that the summary is about: the threat model's where it was evaluated, else the
+    largest."""
     radii = [eps for eps in evaluation.radii if eps is not None]
     wanted = threat.get("eps")
-    near = [eps for eps in radii if isinstance(wanted, (int, float)) and math.isclose(eps, wanted, rel_tol=1e-6)]
+    near = [
+        eps
+        for eps in radii
+        if isinstance(wanted, (int, float)) and math.isclose(eps, wanted, rel_tol=1e-6)
+    ]
     return near[0] if near else max(radii, default=None)
 
 
 def _held(evaluation: Evaluation, predictor: str) -> list[float | None]:
     """The radii at which a predictor was attacked, smallest first."""
-    found = dict.fromkeys(cell.eps for cell in evaluation.cells if cell.predictor == predictor and cell.attack != CLEAN)
+    found = dict.fromkeys(
+        cell.eps
+        for cell in evaluation.cells
+        if cell.predictor == predictor and cell.attack != CLEAN
+    )
     return sorted(found, key=lambda eps: math.inf if eps is None else eps)
 
 
-def _columns(evaluation: Evaluation, predictor: str, attack: str, eps: float | None) -> Columns | None:
+def _columns(
+    evaluation: Evaluation, predictor: str, attack: str, eps: float | None
+) -> Columns | None:
     """The scores of a cell, None where it was not evaluated."""
     if attack != CLEAN and eps not in _held(evaluation, predictor):
         return None
@@ -186,12 +225,15 @@ def _summary(
     audits: Mapping[str, Mapping[str, Any]],
     believed: Mapping[str, bool],
 ) -> list[dict[str, Any]]:
-    """One line for each predictor: untouched, worst case at the headline radius, level of its audit."""
+    """One line for each predictor: untouched, worst case at the headline radius, level of its
+    audit."""
     reduce = REDUCTIONS[evaluation.task][MAIN[evaluation.task]]
     lines = []
     for name in (*names, *evaluation.trivial):
         trivial = name in evaluation.trivial
-        clean_rows = evaluation.cells[next(c for c in evaluation.cells if c.predictor == name and c.attack == CLEAN)]
+        clean_rows = evaluation.cells[
+            next(c for c in evaluation.cells if c.predictor == name and c.attack == CLEAN)
+        ]
         rows = clean_rows if trivial else _columns(evaluation, name, WORST, eps)
         lines.append(
             {
@@ -207,15 +249,22 @@ def _summary(
     return lines
 
 
-def _table(evaluation: Evaluation, names: Sequence[str], believed: Mapping[str, bool]) -> list[dict[str, Any]]:
-    """Every predictor under every attack at every radius, clean first, the worst case after its attacks, trivial ones last."""
+def _table(
+    evaluation: Evaluation, names: Sequence[str], believed: Mapping[str, bool]
+) -> list[dict[str, Any]]:
+    """Every predictor under every attack at every radius, clean first, the worst case after its
+    attacks, trivial ones last."""
     reductions = REDUCTIONS[evaluation.task]
     rows = []
     for name in (*names, *evaluation.trivial):
         trivial = name in evaluation.trivial
         keys: list[tuple[str, float | None]] = [(CLEAN, 0.0)]
         for eps in [] if trivial else _held(evaluation, name):
-            keys += [(c.attack, eps) for c in evaluation.cells if (c.predictor, c.eps) == (name, eps) and c.attack != CLEAN]
+            keys += [
+                (c.attack, eps)
+                for c in evaluation.cells
+                if (c.predictor, c.eps) == (name, eps) and c.attack != CLEAN
+            ]
             keys.append((WORST, eps))
         for attack, eps in keys:
             found = _columns(evaluation, name, attack, eps)
@@ -225,7 +274,11 @@ def _table(evaluation: Evaluation, names: Sequence[str], believed: Mapping[str, 
                 {
                     "predictor": clean(name),
                     "attack": "any" if trivial else clean(attack),
-                    "kind": "trivial" if trivial else attack if attack in (CLEAN, WORST) else "attack",
+                    "kind": "trivial"
+                    if trivial
+                    else attack
+                    if attack in (CLEAN, WORST)
+                    else "attack",
                     "eps": None if trivial else eps,
                     "dagger": attack != CLEAN and not trivial and not believed[name],
                     "values": {
@@ -237,10 +290,16 @@ def _table(evaluation: Evaluation, names: Sequence[str], believed: Mapping[str, 
     return rows
 
 
-def _curves(evaluation: Evaluation, names: Sequence[str], believed: Mapping[str, bool]) -> list[dict[str, Any]]:
-    """Security curves: the worst case of every predictor; of a single predictor, each attack as well."""
+def _curves(
+    evaluation: Evaluation, names: Sequence[str], believed: Mapping[str, bool]
+) -> list[dict[str, Any]]:
+    """Security curves: the worst case of every predictor; of a single predictor, each attack as
+    well."""
     shown = [MAIN[evaluation.task], "nll"]
-    labels = [WORST, *(evaluation.attacks if len(names) == 1 and len(evaluation.attacks) > 1 else ())]
+    labels = [
+        WORST,
+        *(evaluation.attacks if len(names) == 1 and len(evaluation.attacks) > 1 else ()),
+    ]
     curves = []
     for metric in shown:
         reduce = REDUCTIONS[evaluation.task][metric]
@@ -264,8 +323,11 @@ def _curves(evaluation: Evaluation, names: Sequence[str], believed: Mapping[str,
     return curves
 
 
-def _calibration(evaluation: Evaluation, names: Sequence[str], eps: float | None) -> list[dict[str, Any]]:
-    """Reliability bins of classes, interval coverage of regressions; untouched and under the worst case."""
+def _calibration(
+    evaluation: Evaluation, names: Sequence[str], eps: float | None
+) -> list[dict[str, Any]]:
+    """Reliability bins of classes, interval coverage of regressions; untouched and under the worst
+    case."""
     found = []
     for name in names:
         for attack, radius in ((CLEAN, 0.0), (WORST, eps)):
@@ -276,7 +338,13 @@ def _calibration(evaluation: Evaluation, names: Sequence[str], eps: float | None
             if evaluation.task == "classification":
                 bins = metrics.reliability(rows["confidence"], rows["correct"], bins=10)
                 entry["bins"] = [
-                    {"low": b.low, "high": b.high, "confidence": b.confidence, "accuracy": estimate(b.accuracy)} for b in bins
+                    {
+                        "low": b.low,
+                        "high": b.high,
+                        "confidence": b.confidence,
+                        "accuracy": estimate(b.accuracy),
+                    }
+                    for b in bins
                 ]
                 entry["ece"] = estimate(REDUCTIONS["classification"]["ece"](rows))
             else:
@@ -285,7 +353,9 @@ def _calibration(evaluation: Evaluation, names: Sequence[str], eps: float | None
     return found
 
 
-def _risk_coverage(evaluation: Evaluation, names: Sequence[str], eps: float | None) -> list[dict[str, Any]]:
+def _risk_coverage(
+    evaluation: Evaluation, names: Sequence[str], eps: float | None
+) -> list[dict[str, Any]]:
     """The risk among the most certain answers, thinned to a few points."""
     found = []
     for name in names:
@@ -293,18 +363,32 @@ def _risk_coverage(evaluation: Evaluation, names: Sequence[str], eps: float | No
             rows = _columns(evaluation, name, attack, radius)
             if rows is None or not gives(rows, "aurc") or len(rows["entropy"]) < 2:
                 continue
-            losses = 1 - rows["correct"] if evaluation.task == "classification" else rows["squared_error"]
+            losses = (
+                1 - rows["correct"]
+                if evaluation.task == "classification"
+                else rows["squared_error"]
+            )
             curve = metrics.risk_coverage(losses, -rows["entropy"])
             # Below a twentieth of the examples the risk is that of a handful, and jumps.
             first = max(0, math.ceil(len(curve.risk) / 20) - 1)
-            keep = torch.linspace(first, len(curve.risk) - 1, min(_CURVE_POINTS, len(curve.risk) - first)).round().long().tolist()
+            keep = (
+                torch.linspace(
+                    first, len(curve.risk) - 1, min(_CURVE_POINTS, len(curve.risk) - first)
+                )
+                .round()
+                .long()
+                .tolist()
+            )
             found.append(
                 {
                     "predictor": clean(name),
                     "attack": attack,
                     "eps": radius,
                     "aurc": curve.aurc,
-                    "points": [{"coverage": curve.coverage[i], "risk": curve.risk[i]} for i in dict.fromkeys(keep)],
+                    "points": [
+                        {"coverage": curve.coverage[i], "risk": curve.risk[i]}
+                        for i in dict.fromkeys(keep)
+                    ],
                 }
             )
     return found
@@ -323,14 +407,20 @@ def _attacks(evaluation: Evaluation) -> list[dict[str, Any]]:
     ]
 
 
-# --- threat model and units -----------------------------------------------------------------------------------------------
+# --- threat model and units
+# -----------------------------------------------------------------------------------------------
 
 
 def _threat(given: Any, evaluation: Evaluation, run: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What is said of the attacker; what is not said is taken from the attacks' settings and the run's configuration."""
+    """What is said of the attacker; what is not said is taken from the attacks' settings and the
+    run's configuration."""
     if dataclasses.is_dataclass(given) and not isinstance(given, type):
         given = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
-    found = {str(key): value for key, value in dict(given or {}).items() if value is not None and key != "scale"}
+    found = {
+        str(key): value
+        for key, value in dict(given or {}).items()
+        if value is not None and key != "scale"
+    }
     settings = " ".join(str(text) for text in evaluation.config.get("attacks", {}).values())
     norms = sorted(set(re.findall(r"\b(L2|Linf)\(", settings)))
     if "norm" not in found and norms:
@@ -341,17 +431,36 @@ def _threat(given: Any, evaluation: Evaluation, run: Mapping[str, Any] | None) -
     if "eps" not in found:
         radii = [eps for eps in evaluation.radii if eps is not None]
         configs = [one.get("config", {}) for one in _each_run(run).values()]
-        trained = {float(config["eps"]) for config in configs if isinstance(config.get("eps"), (int, float))} & set(radii)
+        trained = {
+            float(config["eps"])
+            for config in configs
+            if isinstance(config.get("eps"), (int, float))
+        } & set(radii)
         found["eps"] = min(trained) if len(trained) == 1 else max(radii, default=None)
     found["radii"] = [eps for eps in evaluation.radii if eps is not None]
     return _plain({key: value for key, value in found.items() if value is not None})  # type: ignore[no-any-return]
 
 
 def _scaling(scaling: Any, feature_names: Sequence[str] | None) -> dict[str, Any] | None:
-    """Means and standard deviations of the features, with their names; of the target too, where it is scaled."""
-    named = None if feature_names is None or len(feature_names) == 0 else [clean(name) for name in feature_names]
+    """Means and standard deviations of the features, with their names; of the target too, where it
+    is scaled."""
+    named = (
+        None
+        if feature_names is None or len(feature_names) == 0
+        else [clean(name) for name in feature_names]
+    )
     if scaling is None:
-        return None if named is None else {"features": named, "mean": None, "std": None, "target_mean": None, "target_std": None}
+        return (
+            None
+            if named is None
+            else {
+                "features": named,
+                "mean": None,
+                "std": None,
+                "target_mean": None,
+                "target_std": None,
+            }
+        )
     held = scaling.to_dict() if hasattr(scaling, "to_dict") else dict(scaling)
     flat = {
         name: torch.as_tensor(value, dtype=torch.float64).reshape(-1).tolist()
@@ -370,7 +479,8 @@ def _scaling(scaling: Any, feature_names: Sequence[str] | None) -> dict[str, Any
     }
 
 
-# --- runs and their history -----------------------------------------------------------------------------------------------
+# --- runs and their history
+# -----------------------------------------------------------------------------------------------
 
 
 def _each_run(run: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
@@ -411,30 +521,49 @@ def _training(history: Any, names: Sequence[str]) -> list[dict[str, Any]]:
     held = {str(name): one for name, one in history.items()} if many else {names[0]: history}
     found = []
     for name, one in held.items():
-        rows = one.get("bound", []) if isinstance(one, Mapping) else [row.get("bound") for row in one]
-        values = [(step, float(value)) for step, value in enumerate(rows, 1) if value is not None and math.isfinite(value)]
+        rows = (
+            one.get("bound", []) if isinstance(one, Mapping) else [row.get("bound") for row in one]
+        )
+        values = [
+            (step, float(value))
+            for step, value in enumerate(rows, 1)
+            if value is not None and math.isfinite(value)
+        ]
         size = max(1, math.ceil(len(values) / _CURVE_POINTS))
         parts = [values[i : i + size] for i in range(0, len(values), size)]
-        points = [{"step": part[-1][0], "bound": sum(value for _, value in part) / len(part)} for part in parts]
+        points = [
+            {"step": part[-1][0], "bound": sum(value for _, value in part) / len(part)}
+            for part in parts
+        ]
         if points:
             found.append({"predictor": clean(name), "points": points, "steps": len(rows)})
     return found
 
 
 def _is_column(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str) and (not value or not isinstance(value[0], Mapping))
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and (not value or not isinstance(value[0], Mapping))
+    )
 
 
 def _plain(value: Any) -> Any:
-    """Whatever came, as JSON: text cleaned, tensors as lists, infinities as text; what is no result left out."""
+    """Whatever came, as JSON: text cleaned, tensors as lists, infinities as text; what is no result
+    left out."""
     if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):
         return None if math.isnan(value) else _number(value)
     if isinstance(value, Mapping):
-        return {clean(key): _plain(member) for key, member in value.items() if key not in _NOT_RESULTS}
+        return {
+            clean(key): _plain(member) for key, member in value.items() if key not in _NOT_RESULTS
+        }
     if isinstance(value, torch.Tensor):
         return _plain(value.tolist())
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(member) for member in (sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)]
+        return [
+            _plain(member)
+            for member in (sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)
+        ]
     return clean(value, 600)

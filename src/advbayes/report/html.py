@@ -1,4 +1,5 @@
-"""The document as one HTML page that needs nothing else: no script, no outside host, colours for light, dark and paper."""
+"""The document as one HTML page that needs nothing else: no script, no outside host, colours for
+light, dark and paper."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ def render(
     try:
         from markupsafe import Markup
     except ImportError as error:
-        raise ImportError("the report's page needs jinja2: pip install 'advbayes[report]'") from error
+        raise ImportError(
+            "the report's page needs jinja2: pip install 'advbayes[report]'"
+        ) from error
     drawn = {
         "curves": figures.security_curves(document),
         "calibration": figures.calibration(document),
@@ -45,12 +48,17 @@ def render(
             provenance=provenance,
             digest=digest,
             drawn={
-                name: [{"svg": Markup(one.svg), "caption": one.caption, "predictor": one.predictor} for one in found]
+                name: [
+                    {"svg": Markup(one.svg), "caption": one.caption, "predictor": one.predictor}
+                    for one in found
+                ]
                 for name, found in drawn.items()
             },
             legend=legend(document["predictors"]),
             curve_legend=legend(
-                list(dict.fromkeys(curve["attack"] for curve in document["curves"])) if single else document["predictors"]
+                list(dict.fromkeys(curve["attack"] for curve in document["curves"]))
+                if single
+                else document["predictors"]
             ),
             tables=telling.results(document),
         )
@@ -64,7 +72,11 @@ def _environment() -> Environment:
     from markupsafe import Markup
 
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {"number": number, "percent": percent, "short": short, "norm": norm_name}
     environment.globals |= {
@@ -83,11 +95,15 @@ def legend(names: Sequence[str]) -> list[dict[str, Any]]:
     [{'name': 'MIX', 'colour': 0, 'marker': 'o'}]
     """
     num = figures.NUM_COLOURS
-    return [{"name": name, "colour": i % num, "marker": figures.MARKERS[i % num]} for i, name in enumerate(names)]
+    return [
+        {"name": name, "colour": i % num, "marker": figures.MARKERS[i % num]}
+        for i, name in enumerate(names)
+    ]
 
 
 def bars(view: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """The predictive probabilities as bars: all classes where they are few, else the most probable ones.
+    """The predictive probabilities as bars: all classes where they are few, else the most probable
+    ones.
 
     >>> drawn = bars({"probabilities": [0.2, 0.8], "truth_class": 0, "class": 1}, ["no", "yes"])
     >>> [(bar["height"], bar["kind"]) for bar in drawn["bars"]]
@@ -101,7 +117,8 @@ def bars(view: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
     named = all(len(classes[i]) <= 2 for i in chosen)
     order = sorted(chosen, key=lambda i: -probabilities[i])[:3]
     return {
-        "label": "Probabilities: " + ", ".join(f"{classes[i]} {percent(probabilities[i], 0)} %" for i in order),
+        "label": "Probabilities: "
+        + ", ".join(f"{classes[i]} {percent(probabilities[i], 0)} %" for i in order),
         "named": named,
         "bars": [
             {
@@ -111,7 +128,11 @@ def bars(view: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
                 "y": round(top - top * probabilities[i], 2),
                 "middle": round((k + 0.5) * width, 2),
                 "name": classes[i],
-                "kind": "truth" if i == view["truth_class"] else "said" if i == view["class"] else "other",
+                "kind": "truth"
+                if i == view["truth_class"]
+                else "said"
+                if i == view["class"]
+                else "other",
             }
             for k, i in enumerate(chosen)
         ],

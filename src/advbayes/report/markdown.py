@@ -14,27 +14,52 @@ def render(document: Mapping[str, Any], provenance: Mapping[str, Any], *, digest
     """The report in Markdown, without its figures."""
     lines = [f"# {markdown(document['title'])}", ""]
     lines += [*(markdown(sentence) for sentence in telling.lede(document)), ""]
-    lines += ["## In short", "", *(f"- {markdown(sentence)}" for sentence in telling.headline(document)), ""]
+    lines += [
+        "## In short",
+        "",
+        *(f"- {markdown(sentence)}" for sentence in telling.headline(document)),
+        "",
+    ]
     lines += ["## Can these numbers be believed?", ""]
     for verdict in telling.verdicts(document):
         lines += [*_verdict(verdict), ""]
     lines += ["## Results", "", *_results(document), ""]
     if any(row["dagger"] for row in document["table"]):
-        lines += ["† Not to be believed yet: the audit of this predictor failed, is incomplete or is missing.", ""]
+        lines += [
+            "† Not to be believed yet: the audit of this predictor failed, is incomplete or is "
+            "missing.",
+            "",
+        ]
     if provenance.get("left_out"):
         names = ", ".join(map(markdown, provenance["left_out"]))
         lines += [f"Not shown, since they are of other examples: {names}.", ""]
-    lines += [f"- {METRICS[metric].label}: {METRICS[metric].meaning}." for metric in document["metrics"]] + [""]
+    lines += [
+        f"- {METRICS[metric].label}: {METRICS[metric].meaning}." for metric in document["metrics"]
+    ] + [""]
     lines += _calibration(document)
     lines += _examples(document)
-    lines += ["## Threat model", "", *(f"- {label}: {markdown(value)}" for label, value in telling.threat_rows(document)), ""]
+    lines += [
+        "## Threat model",
+        "",
+        *(f"- {label}: {markdown(value)}" for label, value in telling.threat_rows(document)),
+        "",
+    ]
     reach = telling.reach(document)
     if reach:
-        lines += [f"The budget ε = {short(reach['eps'])} in the features' own units, if all of it goes into one of them:", ""]
-        rows = [[markdown(row["name"]), short(row["std"]), short(row["raw"])] for row in reach["rows"]]
+        lines += [
+            f"The budget ε = {short(reach['eps'])} in the features' own units, if all of it goes "
+            f"into one of them:",
+            "",
+        ]
+        rows = [
+            [markdown(row["name"]), short(row["std"]), short(row["raw"])] for row in reach["rows"]
+        ]
         lines += [*_table(["feature", "standard deviation", "ε in raw units"], rows), ""]
     if document["attacks"]:
-        rows = [[markdown(a["name"]), markdown(", ".join(a["losses"])), str(a["iterations"] or "–")] for a in document["attacks"]]
+        rows = [
+            [markdown(a["name"]), markdown(", ".join(a["losses"])), str(a["iterations"] or "–")]
+            for a in document["attacks"]
+        ]
         lines += [*_table(["attack", "losses", "iterations"], rows), ""]
     said = telling.trained(document)
     if said:
@@ -43,14 +68,27 @@ def render(document: Mapping[str, Any], provenance: Mapping[str, Any], *, digest
     if provenance.get("commands"):
         # Code, to be copied, unless a renderer that knows no indented code would see HTML in it.
         held = provenance["commands"]
-        lines += [*((f"- {markdown(line)}" if set("<>&") & set(line) else f"    {line}") for line in held), ""]
+        lines += [
+            *(
+                (f"- {markdown(line)}" if set("<>&") & set(line) else f"    {line}")
+                for line in held
+            ),
+            "",
+        ]
     lines += [f"SHA-256 of the results (the JSON file beside this one): `{digest}`", ""]
-    lines += [f"- {markdown(label)}: {markdown(value)}" for label, value in telling.facts(document, provenance)]
+    lines += [
+        f"- {markdown(label)}: {markdown(value)}"
+        for label, value in telling.facts(document, provenance)
+    ]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
+    return [
+        f"| {' | '.join(head)} |",
+        "|" + "---|" * len(head),
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
 
 
 def _verdict(verdict: Mapping[str, Any]) -> list[str]:
@@ -59,12 +97,17 @@ def _verdict(verdict: Mapping[str, Any]) -> list[str]:
     lines = [f"**{name}: {level}{verdict['head'].lower()}.** {verdict['meaning']}"]
     if not verdict["level"]:
         return lines
-    for label, found in (("Failed", verdict["failed"] + verdict["remarks"]), ("Not run", verdict["not_run"])):
+    for label, found in (
+        ("Failed", verdict["failed"] + verdict["remarks"]),
+        ("Not run", verdict["not_run"]),
+    ):
         if found:
             lines += ["", f"{label}:", ""]
             for check in found:
                 figures = telling.figures_of(check)
-                said = markdown(f"{check['id']} {check['title']}{f' ({figures})' if figures else ''}")
+                said = markdown(
+                    f"{check['id']} {check['title']}{f' ({figures})' if figures else ''}"
+                )
                 advice = f". {markdown(check['advice'])}" if check["advice"] else ""
                 lines.append(f"- {said}{advice}")
     return lines
@@ -75,7 +118,10 @@ def _results(document: Mapping[str, Any]) -> list[str]:
     rows = [
         [
             *(markdown(row[key]) for key in ("predictor", "attack", "eps")),
-            *(f"{cell['value']}{'†' if row['dagger'] else ''} ({cell['interval']})" for cell in row["cells"]),
+            *(
+                f"{cell['value']}{'†' if row['dagger'] else ''} ({cell['interval']})"
+                for cell in row["cells"]
+            ),
         ]
         for row in table["rows"]
     ]
@@ -87,8 +133,14 @@ def _calibration(document: Mapping[str, Any]) -> list[str]:
         return []
     lines = ["## Calibration", ""]
     for entry in document["calibration"]:
-        where = "untouched" if entry["attack"] == "clean" else f"worst case, ε = {short(entry['eps'])}"
-        found, what = (entry["ece"], "expected calibration error") if "ece" in entry else (entry["coverage"], "coverage")
+        where = (
+            "untouched" if entry["attack"] == "clean" else f"worst case, ε = {short(entry['eps'])}"
+        )
+        found, what = (
+            (entry["ece"], "expected calibration error")
+            if "ece" in entry
+            else (entry["coverage"], "coverage")
+        )
         said = f"{percent(found['value'])} % ({percent(found['low'])} to {percent(found['high'])})"
         lines.append(f"- {markdown(entry['predictor'])}, {where}: {what} {said}")
     return [*lines, ""]
@@ -108,10 +160,24 @@ def _examples(document: Mapping[str, Any]) -> list[str]:
                     said = f"{view['says']} ({percent(view['probabilities'][view['class']], 0)} %)"
                 else:
                     said = f"{short(view['mean'])} ± {short(view['spread'], 3)}"
-                cells = [str(example["index"]), truth, predictor["name"], view["label"], moved, said]
+                cells = [
+                    str(example["index"]),
+                    truth,
+                    predictor["name"],
+                    view["label"],
+                    moved,
+                    said,
+                ]
                 rows.append([markdown(cell) for cell in cells])
     head = ["example", "truth", "predictor", "input", "moved by", "prediction"]
-    return ["## Examples", "", f"Chosen: {markdown(gallery['how_chosen'])}.", "", *_table(head, rows), ""]
+    return [
+        "## Examples",
+        "",
+        f"Chosen: {markdown(gallery['how_chosen'])}.",
+        "",
+        *_table(head, rows),
+        "",
+    ]
 
 
 def spreadsheet(document: Mapping[str, Any]) -> str:

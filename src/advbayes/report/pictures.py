@@ -20,9 +20,11 @@ UNTOUCHED = "untouched"
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """What one predictor says about all inputs of the gallery in one state: untouched, or as an attack left them.
+    """What one predictor says about all inputs of the gallery in one state: untouched, or as an
+    attack left them.
 
-    `prediction` holds class probabilities (G, C), or mean and standard deviation (G, 2) for regression.
+    `prediction` holds class probabilities (G, C), or mean and standard deviation (G, 2) for
+    regression.
 
     >>> View("MIX", "PGD", torch.zeros(2, 3), torch.tensor([[0.5, 0.5], [0.1, 0.9]])).label
     'PGD'
@@ -37,7 +39,9 @@ class View:
     def __post_init__(self) -> None:
         if self.prediction.ndim != 2 or len(self.prediction) != len(self.x):
             wanted = f"one row for each of the {len(self.x)} inputs"
-            raise ValueError(f"prediction must have {wanted}, got {checks.describe(self.prediction)}")
+            raise ValueError(
+                f"prediction must have {wanted}, got {checks.describe(self.prediction)}"
+            )
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +62,18 @@ class Gallery:
     def __post_init__(self) -> None:
         checks.choice("task", self.task, ("classification", "regression"))
         if len(self.y) != len(self.x):
-            raise ValueError(f"y must hold one target for each of the {len(self.x)} inputs, got {checks.describe(self.y)}")
+            raise ValueError(
+                f"y must hold one target for each of the {len(self.x)} inputs, got "
+                f"{checks.describe(self.y)}"
+            )
         if not self.index:
             object.__setattr__(self, "index", tuple(range(len(self.x))))
         for view in self.views:
             if view.x.shape != self.x.shape:
-                raise ValueError(f"a view's x must have shape {tuple(self.x.shape)}, got {checks.describe(view.x)}")
+                raise ValueError(
+                    f"a view's x must have shape {tuple(self.x.shape)}, got "
+                    f"{checks.describe(view.x)}"
+                )
 
 
 @torch.no_grad()
@@ -71,17 +81,21 @@ def make_gallery(
     predictors: Predictor | Mapping[str, Predictor],
     x: Tensor,  # (N, *event)
     y: Tensor,  # (N,)
-    attacked: Mapping[str, Tensor | Mapping[str, Tensor]],  # attack -> x_adv, or attack -> predictor -> x_adv
+    # attack -> x_adv, or attack -> predictor -> x_adv
+    attacked: Mapping[str, Tensor | Mapping[str, Tensor]],
     *,
     eps: float | None = None,
     num: int = 6,
     how_chosen: str = "the first of the test set, whatever came of them",
 ) -> Gallery:
-    """The first `num` examples, untouched and under each attack, with the predictions of every predictor.
+    """The first `num` examples, untouched and under each attack, with the predictions of every
+    predictor.
 
     >>> from torch.distributions import Categorical
     >>> x = torch.tensor([[2.0, 0.0]])
-    >>> gallery = make_gallery(lambda x: Categorical(logits=x), x, torch.tensor([0]), {"PGD": x - 3})
+    >>> gallery = make_gallery(
+    ...     lambda x: Categorical(logits=x), x, torch.tensor([0]), {"PGD": x - 3}
+    ... )
     >>> [view.label for view in gallery.views]
     ['untouched', 'PGD']
     """
@@ -100,8 +114,16 @@ def make_gallery(
                 said = prediction.probs
             else:
                 task = "regression"
-                said = torch.stack([prediction.mean.reshape(len(x), -1)[:, 0], prediction.stddev.reshape(len(x), -1)[:, 0]], 1)
-            views.append(View(name, label, state, said.detach().cpu(), None if label == UNTOUCHED else eps))
+                said = torch.stack(
+                    [
+                        prediction.mean.reshape(len(x), -1)[:, 0],
+                        prediction.stddev.reshape(len(x), -1)[:, 0],
+                    ],
+                    1,
+                )
+            views.append(
+                View(name, label, state, said.detach().cpu(), None if label == UNTOUCHED else eps)
+            )
     return Gallery(x, y, tuple(views), task, how_chosen=how_chosen)
 
 
@@ -135,7 +157,8 @@ def _pixels(image: Tensor, box: tuple[float, float]) -> Tensor:  # (C, H, W), by
 
 
 def picture(image: Tensor, box: tuple[float, float], held: dict[str, str]) -> str:
-    """Keep an image as a data address in `held`; its name there is the SHA-256 of its pixels (compressors may differ)."""
+    """Keep an image as a data address in `held`; its name there is the SHA-256 of its pixels
+    (compressors may differ)."""
     name = hashlib.sha256(_pixels(image, box).contiguous().numpy().tobytes()).hexdigest()
     held[name] = f"data:image/png;base64,{base64.b64encode(png(image, box)).decode()}"
     return name

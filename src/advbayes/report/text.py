@@ -1,4 +1,5 @@
-"""Strings from outside, made harmless for each place they are printed in, and numbers made readable."""
+"""Strings from outside, made harmless for each place they are printed in, and numbers made
+readable."""
 
 from __future__ import annotations
 
@@ -9,27 +10,43 @@ from typing import Any
 
 LONGEST = 160
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-_DEAD = {c: f"\\{c}" for c in "\\`*_{}[]#|~!$"} | {"<": "&lt;", ">": "&gt;", "&": "&amp;", "@": "&#64;"}
+_DEAD = {c: f"\\{c}" for c in "\\`*_{}[]#|~!$"} | {
+    "<": "&lt;",
+    ">": "&gt;",
+    "&": "&amp;",
+    "@": "&#64;",
+}
 _SCHEME = re.compile(r"\b([a-z][a-z0-9+.-]*):(?=\S)", re.I)
 _LIST = re.compile(r"^(\d*)([-+=.)])(?=[\s=-]|$)")
 
 
 def clean(value: object, limit: int = LONGEST) -> str:
-    """One line of visible text: what cannot be seen (bidirectional marks, zero widths, controls) is spelled out.
+    """One line of visible text: what cannot be seen (bidirectional marks, zero widths, controls) is
+    spelled out.
 
     >>> clean("a\\n b\\u202e")
     'a b\\\\u202e'
     """
     text = " ".join(str(value).split())
     if not text.isascii() or not text.isprintable():
-        text = "".join(f"\\u{ord(c):04x}" if unicodedata.category(c) in _HIDDEN else c for c in text)
+        text = "".join(
+            f"\\u{ord(c):04x}" if unicodedata.category(c) in _HIDDEN else c for c in text
+        )
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
 def markdown(value: object) -> str:
-    """Text for Markdown, in which nothing is markup: no emphasis, links, code, math, tables, lists, headings, HTML.
+    """Text for Markdown, in which nothing is markup: no emphasis, links, code, math, tables, lists,
+    headings, HTML.
 
-    >>> markdown("MIX"), markdown("[a](javascript:b)"), markdown("<b>|"), markdown("- 1"), markdown("1. x"), markdown("0.2")
+    >>> (
+    ...     markdown("MIX"),
+    ...     markdown("[a](javascript:b)"),
+    ...     markdown("<b>|"),
+    ...     markdown("- 1"),
+    ...     markdown("1. x"),
+    ...     markdown("0.2"),
+    ... )
     ('MIX', '\\\\[a\\\\](javascript&#58;b)', '&lt;b&gt;\\\\|', '&#45; 1', '1&#46; x', '0.2')
     """
     text = "".join(_DEAD.get(character, character) for character in clean(value, 10_000))

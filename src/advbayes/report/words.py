@@ -24,50 +24,68 @@ METRICS = {
     "rmse": Metric("RMSE", "root of the mean squared error", "lower"),
     "nll": Metric("NLL", "negative log-probability of the truth, in nats", "lower"),
     "brier": Metric("Brier", "squared distance of the probabilities from the truth", "lower"),
-    "ece": Metric("ECE", "expected calibration error: mean gap between confidence and accuracy", "lower"),
+    "ece": Metric(
+        "ECE", "expected calibration error: mean gap between confidence and accuracy", "lower"
+    ),
     "crps": Metric("CRPS", "distance of the predictive distribution from the truth", "lower"),
-    "coverage": Metric("Coverage", "share of truths inside the predicted interval", "near", share=True),
-    "selective_accuracy": Metric("Selective accuracy", "accuracy on the half it is most certain of", "higher", share=True),
-    "aurc": Metric("AURC", "mean risk over all shares of answered questions, most certain first", "lower"),
+    "coverage": Metric(
+        "Coverage", "share of truths inside the predicted interval", "near", share=True
+    ),
+    "selective_accuracy": Metric(
+        "Selective accuracy", "accuracy on the half it is most certain of", "higher", share=True
+    ),
+    "aurc": Metric(
+        "AURC", "mean risk over all shares of answered questions, most certain first", "lower"
+    ),
 }
 MAIN = {"classification": "accuracy", "regression": "rmse"}
 
 LEVELS = {
     "A": (
         "Certified",
-        "A certificate bounds what any attack within the budget can do, and no attack that was tried contradicts it. "
+        "A certificate bounds what any attack within the budget can do, and no attack that was "
+        "tried contradicts it. "
         "The numbers can be relied on.",
     ),
     "B": (
         "Every mandatory check passed",
-        "The attacks were sound, strong enough and converged by every mandatory check. The numbers under attack can be "
+        "The attacks were sound, strong enough and converged by every mandatory check. The "
+        "numbers under attack can be "
         "believed as good estimates; they are not a proof, and a better attack may still be found.",
     ),
     "C": (
         "All checks ran, and some failed",
-        "At least one check shows that the attacks or the reporting are not good enough, so the true robustness may be "
-        "lower than what is printed. Do not rely on the numbers marked † until the failed checks are mended.",
+        "At least one check shows that the attacks or the reporting are not good enough, so the "
+        "true robustness may be "
+        "lower than what is printed. Do not rely on the numbers marked † until the failed checks "
+        "are mended.",
     ),
     "D": (
         "Some checks did not run",
-        "A check that did not run never counts as passed, so nothing is known about what it would have found. Treat the "
+        "A check that did not run never counts as passed, so nothing is known about what it would "
+        "have found. Treat the "
         "numbers marked † as upper bounds until the audit is complete.",
     ),
 }
 FIRST_LOOK = (
-    "None of the {passed} checks that ran failed, and {missing} were left out for the sake of speed: a first look, not yet a "
+    "None of the {passed} checks that ran failed, and {missing} were left out for the sake of "
+    "speed: a first look, not yet a "
     "verdict. The tier standard runs them all."
 )
 PARTIAL = (
     "Only part of the audit was asked for",
-    "The checks that ran say level {level}, but {missing} mandatory checks were never asked for, and a check that did not run "
-    "never counts as passed. Treat the numbers marked † as upper bounds until the audit is complete.",
+    "The checks that ran say level {level}, but {missing} mandatory checks were never asked for, "
+    "and a check that did not run "
+    "never counts as passed. Treat the numbers marked † as upper bounds until the audit is "
+    "complete.",
 )
-# What an audit must say something about; the rest depends on the predictor (a purifier, a detector) or is advice.
+# What an audit must say something about; the rest depends on the predictor (a purifier, a detector)
+# or is advice.
 MANDATORY = (*(f"E{i}" for i in range(23)), "E27", "E30")
 UNAUDITED = (
     "Not audited",
-    "Nobody has checked whether the attacks were strong enough. Numbers under attack are upper bounds at best: treat those "
+    "Nobody has checked whether the attacks were strong enough. Numbers under attack are upper "
+    "bounds at best: treat those "
     "marked † as not known.",
 )
 
@@ -77,7 +95,8 @@ DEFENSES = {
     "at": "by adversarial training (half of each batch under a one-step attack)",
     "os": "through a one-step attack followed by noise",
     "os50": "through a one-step attack followed by noise, on half of each batch",
-    "mix": "through a mixture of noise and one-step attacks on different losses, each followed by noise",
+    "mix": "through a mixture of noise and one-step attacks on different losses, each followed by "
+    "noise",
     "pgd": "through an iterated gradient attack followed by noise",
     "trades": "with the TRADES penalty between clean and attacked predictions",
     "alp": "with adversarial logit pairing",
@@ -102,7 +121,8 @@ TRIVIAL = {
 KNOWLEDGE = {
     "thetas known": "the network, and the very parameter draws that answer",
     "thetas fresh": "the network and the posterior, but not the parameter draws that answer",
-    "thetas known and fresh": "tried both with the very parameter draws that answer and with fresh ones",
+    "thetas known and fresh": "tried both with the very parameter draws that answer and with "
+    "fresh ones",
     "no thetas": "the whole predictor (it has no random parameters)",
 }
 

@@ -21,9 +21,12 @@ from advbayes.store import write_bytes
 
 @dataclass(frozen=True)
 class ReportPaths:
-    """Where the parts of a report are; `digest` is the SHA-256 of the JSON file, the same for two runs of one seed.
+    """Where the parts of a report are; `digest` is the SHA-256 of the JSON file, the same for two
+    runs of one seed.
 
-    >>> ReportPaths(Path("r/report.html"), Path("r/report.md"), Path("r/report.json"), Path("r/report.csv")).html.name
+    >>> ReportPaths(
+    ...     Path("r/report.html"), Path("r/report.md"), Path("r/report.json"), Path("r/report.csv")
+    ... ).html.name
     'report.html'
     """
 
@@ -52,12 +55,14 @@ def write_report(
 ) -> ReportPaths:
     """Write report.html, report.md, report.json and report.csv into the folder `out`.
 
-    The evaluation may hold any number of predictors. `audit` is a Verdict (or its JSON) of the first of them, or a mapping
-    from predictors to verdicts; values under attack of a predictor without a verdict of level A or B carry a dagger.
-    `threat_model` is a ThreatModel or a dictionary; `run` holds `config` and `manifest` of a run, or maps names to such;
-    `history` is that of `fit` or of a run, or maps predictors to such; `scaling` a Standardize or its dictionary.
-    `reproduce` holds commands, or a dictionary with `commands`, `commit`, `versions`, `machine`. None of it, and nothing else
-    that differs between two runs of one seed, is in the JSON file. `left_out` names evaluations that the report does not show.
+    The evaluation may hold any number of predictors. `audit` is a Verdict (or its JSON) of the
+    first of them, or a mapping from predictors to verdicts; values under attack of a predictor
+    without a verdict of level A or B carry a dagger. `threat_model` is a ThreatModel or a
+    dictionary; `run` holds `config` and `manifest` of a run, or maps names to such; `history` is
+    that of `fit` or of a run, or maps predictors to such; `scaling` a Standardize or its
+    dictionary. `reproduce` holds commands, or a dictionary with `commands`, `commit`, `versions`,
+    `machine`. None of it, and nothing else that differs between two runs of one seed, is in the
+    JSON file. `left_out` names evaluations that the report does not show.
 
     >>> import tempfile, torch
     >>> from torch.distributions import Categorical
@@ -92,7 +97,13 @@ def write_report(
     provenance = provenance_of(reproduce, run) | {"left_out": [clean(name) for name in left_out]}
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = ReportPaths(folder / "report.html", folder / "report.md", folder / "report.json", folder / "report.csv", digest)
+    paths = ReportPaths(
+        folder / "report.html",
+        folder / "report.md",
+        folder / "report.json",
+        folder / "report.csv",
+        digest,
+    )
     page = html.render(document, pictures, provenance, digest=digest)
     write_bytes(paths.html, page.encode())
     write_bytes(paths.markdown, markdown.render(document, provenance, digest=digest).encode())
@@ -102,15 +113,22 @@ def write_report(
 
 
 def provenance_of(reproduce: Any, run: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Where and how it was made: commands, commit, machine, from what is given and from the runs' manifests.
+    """Where and how it was made: commands, commit, machine, from what is given and from the runs'
+    manifests.
 
     >>> provenance_of("advbayes demo", None)["commands"]
     ['advbayes demo']
     """
     given = dict(reproduce) if isinstance(reproduce, Mapping) else {}
-    commands = given.get("commands", given.get("command", [])) if isinstance(reproduce, Mapping) else reproduce or []
+    commands = (
+        given.get("commands", given.get("command", []))
+        if isinstance(reproduce, Mapping)
+        else reproduce or []
+    )
     lines = [commands] if isinstance(commands, str) else list(commands)
-    runs = [] if run is None else [run] if "config" in run or "manifest" in run else list(run.values())
+    runs = (
+        [] if run is None else [run] if "config" in run or "manifest" in run else list(run.values())
+    )
     started = [dict((one.get("manifest") or {}).get("started") or {}) for one in runs]
     if not lines:
         lines = [command_line(one["command"]) for one in started if one.get("command")]
@@ -121,7 +139,9 @@ def provenance_of(reproduce: Any, run: Mapping[str, Any] | None) -> dict[str, An
         if value:
             found[key] = clean(value)
     if isinstance(given.get("versions"), Mapping):
-        found["versions"] = {clean(name): clean(version) for name, version in given["versions"].items()}
+        found["versions"] = {
+            clean(name): clean(version) for name, version in given["versions"].items()
+        }
     if given.get("folder"):
         found["folder"] = clean(given["folder"])
     return found

@@ -35,12 +35,13 @@ def make_attack(
     restarts: int = 1,
     queries: int = 500,
 ) -> Attack:
-    """A named attack for a task: regression replaces the likelihood by the squared error where the attack wants errors.
+    """A named attack for a task: regression replaces the likelihood by the squared error where the
+    attack wants errors.
 
     >>> from advbayes import L2
     >>> make_attack("pgd_plus", L2(1.0), steps=10)
     PGD(ball=L2(1), stages=((nll, 5), (entropy, 5)), step_size=None, restarts=1, stop_at_success=False)
-    """
+    """  # noqa: E501
     checks.choice("attack", name, tuple(ATTACKS))
     checks.count("steps", steps)
     regression = task == "regression"

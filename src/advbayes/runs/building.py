@@ -1,4 +1,5 @@
-"""From a configuration to objects: data as the model sees it, network, model, posterior, channel, objective."""
+"""From a configuration to objects: data as the model sees it, network, model, posterior, channel,
+objective."""
 
 from __future__ import annotations
 
@@ -65,21 +66,41 @@ def prepare(config: RunConfig, *, downloading: Downloading | None = None) -> Pre
     """
     path = config.file
     if path is None:
-        dataset = load_dataset(config.data, config.root, target=config.target, seed=config.seed, progress=downloading)
+        dataset = load_dataset(
+            config.data, config.root, target=config.target, seed=config.seed, progress=downloading
+        )
     elif path.suffix.lower() == ".csv":
         assert config.target is not None
         target = config.target if "," not in config.target else config.target.split(",")
-        dataset = from_csv(path, target=target, task=config.task, features=config.features, drop=config.drop, seed=config.seed)
+        dataset = from_csv(
+            path,
+            target=target,
+            task=config.task,
+            features=config.features,
+            drop=config.drop,
+            seed=config.seed,
+        )
     else:
         dataset = from_npz(path, task=config.task, seed=config.seed)
     scaling = dataset.scaling
     num = config.num_train
-    x_train, y_train, x_test, y_test = dataset.x_train[:num], dataset.y_train[:num], dataset.x_test, dataset.y_test
+    x_train, y_train, x_test, y_test = (
+        dataset.x_train[:num],
+        dataset.y_train[:num],
+        dataset.x_test,
+        dataset.y_test,
+    )
     if scaling is not None:
         x_train, x_test = scaling.transform(x_train), scaling.transform(x_test)
         if dataset.task == "regression":
             y_train, y_test = scaling.transform_target(y_train), scaling.transform_target(y_test)
-    mask, scale = reach_of(dataset.feature_names, scaling, config.eps, config.fixed, parse_feature_eps(config.feature_eps))
+    mask, scale = reach_of(
+        dataset.feature_names,
+        scaling,
+        config.eps,
+        config.fixed,
+        parse_feature_eps(config.feature_eps),
+    )
     if dataset.mask is not None:
         mask = dataset.mask if mask is None else mask & dataset.mask
     return Prepared(dataset, x_train, y_train, x_test, y_test, scaling, mask, scale)
@@ -101,21 +122,28 @@ def reach_of(
     for key, given in (("fixed", fixed), ("feature_eps", feature_eps)):
         if unknown := [name for name in given if name not in names]:
             there = ", ".join(names[:20]) if names else "none with a name"
-            raise ConfigError(f"{key}: must name features of the data, got {', '.join(unknown)}; there are {there}")
+            raise ConfigError(
+                f"{key}: must name features of the data, got {', '.join(unknown)}; there are "
+                f"{there}"
+            )
     mask = torch.tensor([name not in fixed for name in names]) if fixed else None
     if mask is not None and not bool(mask.any()):
-        raise ConfigError("fixed: must leave at least one feature that the attacker may change, got all of them")
+        raise ConfigError(
+            "fixed: must leave at least one feature that the attacker may change, got all of them"
+        )
     if not feature_eps:
         return mask, None
     std = torch.ones(len(names)) if scaling is None else scaling.std.reshape(-1).float()
     own = [
-        feature_eps[name] / (eps * float(spread)) if name in feature_eps else 1.0 for name, spread in zip(names, std, strict=True)
+        feature_eps[name] / (eps * float(spread)) if name in feature_eps else 1.0
+        for name, spread in zip(names, std, strict=True)
     ]
     return mask, torch.tensor(own)
 
 
 def build_net(config: RunConfig, data: Prepared, *, trusted: bool = False) -> nn.Module:
-    """The configuration's network, drawn from its seed. A `module:factory` is imported only when `trusted`.
+    """The configuration's network, drawn from its seed. A `module:factory` is imported only when
+    `trusted`.
 
     >>> from advbayes.config import make_config
     >>> config = make_config({"data": "diabetes", "hidden": [3]})
@@ -124,14 +152,25 @@ def build_net(config: RunConfig, data: Prepared, *, trusted: bool = False) -> nn
     """
     dataset, event = data.dataset, tuple(data.x_train.shape[1:])
     images = len(event) == 3
-    outputs = len(dataset.class_names) if dataset.task == "classification" else max(1, data.y_train[0].numel())
+    outputs = (
+        len(dataset.class_names)
+        if dataset.task == "classification"
+        else max(1, data.y_train[0].numel())
+    )
     if dataset.task == "regression" and config.noise_scale == "heteroscedastic":
         outputs *= 2  # means, then log-scales
-    kind = ("conv" if images and event[1] == event[2] >= 4 else "mlp") if config.network == "auto" else config.network
+    kind = (
+        ("conv" if images and event[1] == event[2] >= 4 else "mlp")
+        if config.network == "auto"
+        else config.network
+    )
     with GlobalStream(seed_for(config.seed, "network")):
         if kind == "conv":
             if not images or event[1] != event[2]:
-                raise ConfigError(f"network: must be auto or mlp for inputs of shape {event}, got 'conv' (for square images)")
+                raise ConfigError(
+                    f"network: must be auto or mlp for inputs of shape {event}, got 'conv' (for "
+                    f"square images)"
+                )
             return conv_net(outputs, event[0], event[1])
         if kind == "mlp":
             layers = mlp(math.prod(event), outputs, tuple(config.hidden))
@@ -140,29 +179,35 @@ def build_net(config: RunConfig, data: Prepared, *, trusted: bool = False) -> nn
 
 
 def own_net(network: str, *, trusted: bool = False) -> nn.Module:
-    """Call the user's `module:factory`, looked for in the working folder first; nothing is imported unless `trusted`.
+    """Call the user's `module:factory`, looked for in the working folder first; nothing is imported
+    unless `trusted`.
 
     >>> own_net("os:getcwd")
     Traceback (most recent call last):
     ...
     advbayes.config.ConfigError: network: 'os:getcwd' names code of your own, which runs only with --trust-network
-    """
+    """  # noqa: E501
     _refuse_unless(trusted, "network", network)
     net = import_factory("network", network)
     if not isinstance(net, nn.Module):
-        raise ConfigError(f"network: {network!r} must return a torch.nn.Module, got {type(net).__name__}")
+        raise ConfigError(
+            f"network: {network!r} must return a torch.nn.Module, got {type(net).__name__}"
+        )
     return net
 
 
 def own_channel(name: str, ball: Ball, sigma: float, *, trusted: bool = False) -> Channel:
-    """What the user's `module:factory` makes of the ball and sigma: a channel, or an attack, which sigma makes one."""
+    """What the user's `module:factory` makes of the ball and sigma: a channel, or an attack, which
+    sigma makes one."""
     _refuse_unless(trusted, "channel", name)
     made = import_factory("channel", name, ball, sigma)
     if isinstance(made, Channel):
         return made
     if is_attack(made):
         return AttackChannel(made, sigma)
-    raise ConfigError(f"channel: {name!r} must return a channel or an attack, got {type(made).__name__}")
+    raise ConfigError(
+        f"channel: {name!r} must return a channel or an attack, got {type(made).__name__}"
+    )
 
 
 def own_classes(name: str, *, trusted: bool = False) -> list[type]:
@@ -173,7 +218,9 @@ def own_classes(name: str, *, trusted: bool = False) -> list[type]:
 
 def _refuse_unless(trusted: bool, key: str, name: str) -> None:
     if not trusted:
-        raise ConfigError(f"{key}: {name!r} names code of your own, which runs only with --trust-network")
+        raise ConfigError(
+            f"{key}: {name!r} names code of your own, which runs only with --trust-network"
+        )
 
 
 def _module(name: str) -> ModuleType:
@@ -184,7 +231,8 @@ def _module(name: str) -> ModuleType:
 
 
 def import_factory(key: str, name: str, *arguments: object) -> Any:
-    """What the user's `module:factory` gives when called; the module is looked for in the working folder first."""
+    """What the user's `module:factory` gives when called; the module is looked for in the working
+    folder first."""
     try:
         return getattr(_module(name), name.partition(":")[2])(*arguments)
     except Exception as error:  # whatever the user's code raises is the user's to mend
@@ -192,7 +240,9 @@ def import_factory(key: str, name: str, *arguments: object) -> Any:
         raise ConfigError(f"{wanted}: {type(error).__name__}: {error}") from error
 
 
-def build_model(config: RunConfig, data: Prepared, *, trusted: bool = False) -> tuple[BayesianModel, Posterior]:
+def build_model(
+    config: RunConfig, data: Prepared, *, trusted: bool = False
+) -> tuple[BayesianModel, Posterior]:
     """Model and untrained posterior.
 
     >>> from advbayes.config import make_config
@@ -207,21 +257,38 @@ def build_model(config: RunConfig, data: Prepared, *, trusted: bool = False) -> 
     elif config.noise_scale == "heteroscedastic":
         model = BayesianModel(net, HeteroscedasticGaussian(), config.prior_scale)
     elif config.noise_scale == "learned":
-        model = BayesianModel(net, Gaussian(1.0, learned=True, num_outputs=outputs), config.prior_scale)
+        model = BayesianModel(
+            net, Gaussian(1.0, learned=True, num_outputs=outputs), config.prior_scale
+        )
     else:
-        model = BayesianModel(net, Gaussian(config.noise_scale, num_outputs=outputs), config.prior_scale)
+        model = BayesianModel(
+            net, Gaussian(config.noise_scale, num_outputs=outputs), config.prior_scale
+        )
     posterior = named_posterior(
-        config.posterior, model, seed=config.seed, members=config.members, rank=config.rank, init_scale=config.init_scale
+        config.posterior,
+        model,
+        seed=config.seed,
+        members=config.members,
+        rank=config.rank,
+        init_scale=config.init_scale,
     )
     return model, posterior
 
 
 def named_posterior(
-    name: str, model: BayesianModel, *, seed: int = 0, members: int = 5, rank: int = 5, init_scale: float = 0.02
+    name: str,
+    model: BayesianModel,
+    *,
+    seed: int = 0,
+    members: int = 5,
+    rank: int = 5,
+    init_scale: float = 0.02,
 ) -> Posterior:
     """An untrained posterior of a named family.
 
-    >>> named_posterior("ensemble", BayesianModel(nn.Linear(2, 2), Categorical()), members=3).thetas.shape
+    >>> named_posterior(
+    ...     "ensemble", BayesianModel(nn.Linear(2, 2), Categorical()), members=3
+    ... ).thetas.shape
     torch.Size([3, 6])
     """
     match checks.choice("posterior", name, ("mean_field", "point", "ensemble", "low_rank")):
@@ -250,8 +317,11 @@ def make_ball(
     return (L2 if norm == "l2" else Linf)(eps, box=box, scale=scale, mask=mask)
 
 
-def build_defense(config: RunConfig, data: Prepared, *, trusted: bool = False) -> tuple[Channel, ChannelELBO]:
-    """Channel and objective of a named defense (docs/defenses.md); a channel of one's own is made only when `trusted`.
+def build_defense(
+    config: RunConfig, data: Prepared, *, trusted: bool = False
+) -> tuple[Channel, ChannelELBO]:
+    """Channel and objective of a named defense (docs/defenses.md); a channel of one's own is made
+    only when `trusted`.
 
     >>> from advbayes.config import make_config
     >>> config = make_config({"data": "diabetes", "defense": "noise", "sigma": 0.5})
@@ -275,15 +345,24 @@ def build_defense(config: RunConfig, data: Prepared, *, trusted: bool = False) -
     if config.channel is not None:
         channel: Channel = own_channel(config.channel, ball, config.sigma, trusted=trusted)
     elif config.defense in ("nn", "nn50"):
-        channel = learned() if config.defense == "nn" else Mixture([0.5, 0.5], [Noise(0.0), learned()])
+        channel = (
+            learned() if config.defense == "nn" else Mixture([0.5, 0.5], [Noise(0.0), learned()])
+        )
     else:
-        channel = named_channel(config.defense, ball, config.sigma, regression=regression, steps=config.attack_steps)
-    penalties: dict[str, Penalty] = {"trades": Trades(config.beta, likelihood="clean"), "alp": LogitPairing(config.beta)}
+        channel = named_channel(
+            config.defense, ball, config.sigma, regression=regression, steps=config.attack_steps
+        )
+    penalties: dict[str, Penalty] = {
+        "trades": Trades(config.beta, likelihood="clean"),
+        "alp": LogitPairing(config.beta),
+    }
     penalty = penalties.get(config.defense)
     weights = None
     if config.class_weight is not None:
         if data.dataset.task != "classification":
-            raise ConfigError(f"class_weight: must be left out for regression, got {config.class_weight!r}")
+            raise ConfigError(
+                f"class_weight: must be left out for regression, got {config.class_weight!r}"
+            )
         weights = class_weights(data.y_train, len(data.dataset.class_names))
     objective = ChannelELBO(
         len(data.x_train),
@@ -300,7 +379,9 @@ def build_defense(config: RunConfig, data: Prepared, *, trusted: bool = False) -
 NAMED_CHANNELS = ("none", "noise", "at", "os", "os50", "mix", "pgd", "trades", "alp")
 
 
-def named_channel(name: str, ball: Ball, sigma: float, *, regression: bool = False, steps: int = 7) -> Channel:
+def named_channel(
+    name: str, ball: Ball, sigma: float, *, regression: bool = False, steps: int = 7
+) -> Channel:
     """The channel of a named defense, in the units of the ball.
 
     >>> named_channel("noise", L2(1.0), 0.1)

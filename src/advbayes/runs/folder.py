@@ -18,7 +18,14 @@ from advbayes import store
 from advbayes.config import ConfigError, RunConfig, make_config, read_toml, to_toml
 
 # What a manifest says, where it says it.
-_FIELDS: dict[str, type] = {"status": str, "started": dict, "versions": dict, "data": dict, "steps": int, "skipped": int}
+_FIELDS: dict[str, type] = {
+    "status": str,
+    "started": dict,
+    "versions": dict,
+    "data": dict,
+    "steps": int,
+    "skipped": int,
+}
 _NAMES = {str: "text", dict: "a JSON object", int: "a whole number"}
 
 
@@ -37,7 +44,13 @@ class Run:
         """An existing run folder."""
         run = Run(Path(path))
         if not (run.path / "config.toml").is_file():
-            got = "no config.toml in it" if run.path.is_dir() else "a file" if run.path.exists() else "nothing (no such folder)"
+            got = (
+                "no config.toml in it"
+                if run.path.is_dir()
+                else "a file"
+                if run.path.exists()
+                else "nothing (no such folder)"
+            )
             raise ConfigError(f"{path}: wanted a run folder (made by advbayes train), got {got}")
         return run
 
@@ -58,7 +71,9 @@ class Run:
             raise store.StoreError(path, wanted="a JSON object", got=type(document).__name__)
         for field, kind in _FIELDS.items():
             if not isinstance(document.get(field, kind()), kind):
-                raise store.StoreError(f"{path}:{field}", wanted=_NAMES[kind], got=f"{document[field]!r:.80}")
+                raise store.StoreError(
+                    f"{path}:{field}", wanted=_NAMES[kind], got=f"{document[field]!r:.80}"
+                )
         return document
 
     @property
@@ -89,17 +104,27 @@ class Run:
         return store.Lock(self.path)
 
     def check_sealed(self, sealed: object, place: str) -> None:
-        """Refuse a config.toml that is no longer what the run's files were made with; where the data lie may change.
+        """Refuse a config.toml that is no longer what the run's files were made with; where the
+        data lie may change.
 
-        `sealed` is the configuration as a checkpoint or model holds it; None: from a version that did not seal it.
+        `sealed` is the configuration as a checkpoint or model holds it; None: from a version that
+        did not seal it.
         """
         if sealed is None:
             return
-        now, before = self.config.model_dump(mode="json"), sealed if isinstance(sealed, dict) else {}
+        now, before = (
+            self.config.model_dump(mode="json"),
+            sealed if isinstance(sealed, dict) else {},
+        )
         for key in sorted((now.keys() | before.keys()) - {"root"}):
             if key in now and now[key] != before.get(key, RunConfig.model_fields[key].default):
-                wanted = f"{key} = {before.get(key)!r}, which the run's {place} was made with (or a new run)"
-                raise store.StoreError(self.path / "config.toml", wanted=wanted, got=f"{now[key]!r}")
+                wanted = (
+                    f"{key} = {before.get(key)!r}, which the run's {place} was made with (or "
+                    f"a new run)"
+                )
+                raise store.StoreError(
+                    self.path / "config.toml", wanted=wanted, got=f"{now[key]!r}"
+                )
 
     def log(self, message: str) -> None:
         """A dated line in log.txt; a log that cannot be written stops nothing."""
@@ -117,13 +142,18 @@ class Run:
 
 @contextmanager
 def create_run(config: RunConfig, out: str | os.PathLike[str] | None = None) -> Iterator[Run]:
-    """A new run folder, locked for the length of the block: `out`, or `runs/DATA-DEFENSE` with a number where that is taken.
+    """A new run folder, locked for the length of the block: `out`, or `runs/DATA-DEFENSE` with a
+    number where that is taken.
 
-    A folder that exists is refused unless it is empty; of any number of processes that ask for one name, one gets it.
-    When the block fails before anything but the configuration is in the folder, nothing stays.
+    A folder that exists is refused unless it is empty; of any number of processes that ask for one
+    name, one gets it. When the block fails before anything but the configuration is in the folder,
+    nothing stays.
 
     >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder, create_run(make_config({"epochs": 1}), f"{folder}/a") as run:
+    >>> with (
+    ...     tempfile.TemporaryDirectory() as folder,
+    ...     create_run(make_config({"epochs": 1}), f"{folder}/a") as run,
+    ... ):
     ...     run.config.epochs
     1.0
     """
@@ -135,7 +165,9 @@ def create_run(config: RunConfig, out: str | os.PathLike[str] | None = None) -> 
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError):
-                raise ConfigError(f"out: wanted a new folder, got {folder}, which is or is below a file") from None
+                raise ConfigError(
+                    f"out: wanted a new folder, got {folder}, which is or is below a file"
+                ) from None
             _refuse_used(folder)  # before the lock, which would blame the living writer
             stack.enter_context(store.Lock(folder))
             _refuse_used(folder)
@@ -146,7 +178,10 @@ def create_run(config: RunConfig, out: str | os.PathLike[str] | None = None) -> 
             store.write_bytes(folder / "config.toml", to_toml(config).encode())
             yield run
         except BaseException:
-            if set(os.listdir(folder)) <= {"config.toml", ".lock"}:  # refused before anything was done: as if never asked
+            if set(os.listdir(folder)) <= {
+                "config.toml",
+                ".lock",
+            }:  # refused before anything was done: as if never asked
                 (folder / "config.toml").unlink(missing_ok=True)
             raise
 
@@ -157,7 +192,8 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _claimed(config: RunConfig, stack: ExitStack) -> Path:
-    """The first free name, taken and locked; a folder that somebody else filled in between is passed over."""
+    """The first free name, taken and locked; a folder that somebody else filled in between is
+    passed over."""
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", Path(config.data).stem) or "data"
     base = Path("runs") / f"{name}-{config.defense}"
     base.parent.mkdir(exist_ok=True)
@@ -171,14 +207,19 @@ def _claimed(config: RunConfig, stack: ExitStack) -> Path:
 
 
 def _used(folder: Path) -> bool:
-    """Whether there is anything but a lock or a half-written file of a dead process in the folder."""
+    """Whether there is anything but a lock or a half-written file of a dead process in the
+    folder."""
     return any(name != ".lock" and not name.endswith(".tmp") for name in os.listdir(folder))
 
 
 def _refuse_used(folder: Path) -> None:
     if _used(folder):
         run = (folder / "config.toml").is_file()
-        advice = f"a run; continue it with `advbayes train --resume {folder}`" if run else "files that are not a run's"
+        advice = (
+            f"a run; continue it with `advbayes train --resume {folder}`"
+            if run
+            else "files that are not a run's"
+        )
         raise ConfigError(f"out: wanted a new or empty folder, got {folder}, which holds {advice}")
 
 
@@ -202,5 +243,6 @@ def record(command: list[str] | None = None) -> dict[str, Any]:
     return {
         "command": command if command is not None else sys.argv,
         "commit": commit,
-        "machine": f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores, Python {platform.python_version()}",
+        "machine": f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}",
     }

@@ -55,20 +55,22 @@ class Trained:
         return PosteriorPredictive(self.model, self.thetas(num))
 
     def point(self) -> PosteriorPredictive:
-        """One net without averaging: the posterior's mean, or the first of finitely many members."""
+        """One net without averaging: the posterior's mean, or the first of finitely many
+        members."""
         single = isinstance(self.posterior, (Ensemble, Samples))
         theta = self.thetas(1)[0] if single else self.posterior.mean
         return PosteriorPredictive(self.model, theta.unsqueeze(0))
 
 
 def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trained:
-    """The model of a finished run, or of a bundle; a network with code of its own is built only when `trusted`.
+    """The model of a finished run, or of a bundle; a network with code of its own is built only
+    when `trusted`.
 
     >>> load_trained("absent")
     Traceback (most recent call last):
     ...
     advbayes.store.errors.MissingError: absent: wanted a run folder or a bundle, got nothing (no such file)
-    """
+    """  # noqa: E501
     place = Path(path)
     if not place.exists():
         raise store.MissingError(place, wanted="a run folder or a bundle")
@@ -84,7 +86,9 @@ def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trai
     if (place / "config.toml").is_file():
         Run.open(place).check_sealed(extra.get("config"), "model")
     if _mapping(extra.get("estimator")).get("purified"):
-        wanted = "a model that predicts by itself (advbayes.estimators.load_pipeline loads this one)"
+        wanted = (
+            "a model that predicts by itself (advbayes.estimators.load_pipeline loads this one)"
+        )
         raise store.StoreError(path, wanted=wanted, got="an estimator that purifies its inputs")
     box = threat.get("box")
     return Trained(
@@ -104,9 +108,15 @@ def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trai
         defense=str(extra.get("defense", "model")),
         seed=int(extra.get("seed", 0)),
         mask=None if threat.get("mask") is None else torch.tensor(threat["mask"], dtype=torch.bool),
-        steps=None if extra.get("steps") is None else preprocessing.decode(extra["steps"], f"{path}:steps"),
-        encoding=None if extra.get("encoding") is None else Encoding.from_json(extra["encoding"], f"{path}:encoding"),
-        scale=None if threat.get("scale") is None else torch.tensor(threat["scale"], dtype=torch.float32),
+        steps=None
+        if extra.get("steps") is None
+        else preprocessing.decode(extra["steps"], f"{path}:steps"),
+        encoding=None
+        if extra.get("encoding") is None
+        else Encoding.from_json(extra["encoding"], f"{path}:encoding"),
+        scale=None
+        if threat.get("scale") is None
+        else torch.tensor(threat["scale"], dtype=torch.float32),
     )
 
 

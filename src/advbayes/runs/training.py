@@ -19,7 +19,8 @@ from advbayes.runs.folder import Run, record
 from advbayes.store import thetas_of
 from advbayes.training import COLUMNS, FitResult, State, fit
 
-# Wall time is no part of what is trained: without it, two runs of one seed have the same history, byte for byte.
+# Wall time is no part of what is trained: without it, two runs of one seed have the same history,
+# byte for byte.
 _KEPT = tuple(name for name in COLUMNS if name != "seconds")
 
 # Those that need no resampling for their intervals; `advbayes evaluate` has the others.
@@ -59,9 +60,13 @@ def train(
     written = 0 if state is None else state.step
 
     def checkpoint(now: State) -> None:
-        """The history first: what a kill leaves beyond the last checkpoint is cut off when the run goes on."""
+        """The history first: what a kill leaves beyond the last checkpoint is cut off when the run
+        goes on."""
         nonlocal written
-        rows = ({"step": row, **{c: _plain(now.history[c][row]) for c in _KEPT}} for row in range(written, now.step))
+        rows = (
+            {"step": row, **{c: _plain(now.history[c][row]) for c in _KEPT}}
+            for row in range(written, now.step)
+        )
         history.append(*rows)
         written = now.step
         place = {"step": now.step, "skipped": now.skipped, "seconds": now.history["seconds"][-1]}
@@ -109,22 +114,38 @@ def train(
     )
     predict = PosteriorPredictive(model, thetas_of(posterior, 20, config.seed))
     store.write_document(run.path / "metrics.json", clean_metrics(predict, data))
-    weights = next(part.sha256 for part in store.read_manifest(run.model_path).parts if part.name == "posterior.safetensors")
+    weights = next(
+        part.sha256
+        for part in store.read_manifest(run.model_path).parts
+        if part.name == "posterior.safetensors"
+    )
     run.log(f"finished at step {result.steps}, {result.skipped} skipped")
-    run.write_manifest(status="trained", steps=result.steps, skipped=result.skipped, weights=weights)
+    run.write_manifest(
+        status="trained", steps=result.steps, skipped=result.skipped, weights=weights
+    )
     return result
 
 
-def clean_metrics(predict: PosteriorPredictive, data: Prepared, *, batch_size: int = 500) -> dict[str, Any]:
+def clean_metrics(
+    predict: PosteriorPredictive, data: Prepared, *, batch_size: int = 500
+) -> dict[str, Any]:
     """Scores on the clean test set, with intervals."""
     task: Task = "classification" if data.dataset.task == "classification" else "regression"
     parts = [
-        score(predict, data.x_test[start : start + batch_size], data.y_test[start : start + batch_size], task)
+        score(
+            predict,
+            data.x_test[start : start + batch_size],
+            data.y_test[start : start + batch_size],
+            task,
+        )
         for start in range(0, len(data.x_test), batch_size)
     ]
     columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     found = {name: REDUCTIONS[task][name](columns) for name in _CLEAN[task]}
-    values = {name: {"value": _plain(e.value), "low": _plain(e.low), "high": _plain(e.high)} for name, e in found.items()}
+    values = {
+        name: {"value": _plain(e.value), "low": _plain(e.low), "high": _plain(e.high)}
+        for name, e in found.items()
+    }
     return {
         "task": task,
         "num": len(data.x_test),
@@ -143,7 +164,12 @@ def _trivial(task: Task, data: Prepared) -> dict[str, float]:
 
 def _begin(run: Run, data: Prepared, state: State | None) -> None:
     """Note what the run is made from; one that goes on must meet the data that it began with."""
-    now = {"data": {"source": data.dataset.provenance.source, "sha256": dict(data.dataset.provenance.sha256)}}
+    now = {
+        "data": {
+            "source": data.dataset.provenance.source,
+            "sha256": dict(data.dataset.provenance.sha256),
+        }
+    }
     versions = store.versions()
     if state is None:
         run.write_manifest(status="training", started=record(), versions=versions, **now)
@@ -157,7 +183,8 @@ def _begin(run: Run, data: Prepared, state: State | None) -> None:
     run.log(f"training from step {state.step}")
     if before.get("versions") != versions:
         run.log(
-            f"other versions than at the start, results may differ in the last bits: {before.get('versions')}, now {versions}"
+            f"other versions than at the start, results may differ in the last bits: "
+            f"{before.get('versions')}, now {versions}"
         )
 
 
@@ -191,13 +218,24 @@ def read_checkpoint(run: Run) -> State | None:
     tensors, documents = store.read_bundle(path)
     run.check_sealed(documents.get("config"), "checkpoint")
     match documents.get("state"):
-        case {"step": int(step), "skipped": int(skipped), "seconds": float() | int() as seconds} if "state" in tensors:
+        case {
+            "step": int(step),
+            "skipped": int(skipped),
+            "seconds": float() | int() as seconds,
+        } if "state" in tensors:
             pass
         case other:
             raise store.StoreError(path, wanted="a checkpoint of a run", got=f"{other!r:.80}")
     rows = run.history.read()[:step]
     if len(rows) < step:
-        raise store.StoreError(run.path / "history.jsonl", wanted=f"{step} records, as the checkpoint", got=f"{len(rows)}")
-    history: dict[str, list[float]] = {c: [math.nan if row[c] is None else float(row[c]) for row in rows] for c in _KEPT}  # type: ignore[arg-type]
+        raise store.StoreError(
+            run.path / "history.jsonl",
+            wanted=f"{step} records, as the checkpoint",
+            got=f"{len(rows)}",
+        )
+    history: dict[str, list[float]] = {
+        c: [math.nan if row[c] is None else float(row[c]) for row in rows]  # type: ignore[arg-type]
+        for c in _KEPT
+    }
     history["seconds"] = [math.nan] * (step - 1) + [float(seconds)] if step else []
     return State(step, skipped, dict(tensors["state"]), history)

@@ -38,12 +38,14 @@ def audit_run(
 ) -> Verdict:
     """Audit a trained run within a ball and write `audit.json`; the caller holds the folder's lock.
 
-    `evaluation` is the folder whose arrays are checked; absent, the run's last one in this ball, or one that is made here.
-    Controls that are absent are trained on the run's own data. The tier "quick" makes and trains nothing. `tell` hears the
-    cost before anything starts.
+    `evaluation` is the folder whose arrays are checked; absent, the run's last one in this ball, or
+    one that is made here. Controls that are absent are trained on the run's own data. The tier
+    "quick" makes and trains nothing. `tell` hears the cost before anything starts.
     """
     scaling = trained.scaling
-    units: dict[str, Any] = {"units": "raw"} if scaling is None else {"units": "standardised", "scale": scaling.std}
+    units: dict[str, Any] = (
+        {"units": "raw"} if scaling is None else {"units": "standardised", "scale": scaling.std}
+    )
     predict, rows = trained.predict(num_thetas), (data.x_test[:num], data.y_test[:num])
     quick = tier == "quick"
     support = Support(
@@ -59,8 +61,20 @@ def audit_run(
         tell(str(audit_cost(predict, rows, ball=ball, tier=tier, support=support)))
     saved = evaluation or _saved(run, predict, rows[0], ball)
     if saved is None and not quick:
-        saved = run.path / "evaluation" / f"audit-{type(ball).__name__}-{ball.eps:g}-{len(rows[0])}-{num_thetas}"
-        evaluate(predict, rows, attacks={"PGD": pgd(ball)}, radii=(ball.eps,), train_y=data.y_train, seed=seed, out=saved)
+        saved = (
+            run.path
+            / "evaluation"
+            / f"audit-{type(ball).__name__}-{ball.eps:g}-{len(rows[0])}-{num_thetas}"
+        )
+        evaluate(
+            predict,
+            rows,
+            attacks={"PGD": pgd(ball)},
+            radii=(ball.eps,),
+            train_y=data.y_train,
+            seed=seed,
+            out=saved,
+        )
     verdict = audit(
         predict,
         rows,
@@ -77,13 +91,16 @@ def audit_run(
 
 
 def _saved(run: Run, predict: Predictor, x: Tensor, ball: Ball) -> Path | None:
-    """The last evaluation of the run by this predictor in this ball, for the checks that look at saved arrays."""
+    """The last evaluation of the run by this predictor in this ball, for the checks that look at
+    saved arrays."""
     own = fingerprint(predict, x[:4])
 
     def fits(path: Path) -> bool:
         config: Any = store.read_document(path / "config.json")
         marks: list[float] = next(iter(config.get("predictors", {}).values()), [])
-        near = len(marks) == len(own) and all(abs(a - b) <= 1e-4 * (1 + abs(b)) for a, b in zip(marks, own, strict=True))
+        near = len(marks) == len(own) and all(
+            abs(a - b) <= 1e-4 * (1 + abs(b)) for a, b in zip(marks, own, strict=True)
+        )
         norm = any(f"{type(ball).__name__}(" in text for text in config.get("attacks", {}).values())
         return near and norm and ball.eps in (config.get("radii") or [])
 

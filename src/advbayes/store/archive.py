@@ -1,7 +1,7 @@
 """One file for a bundle: a zip archive of stored members in the one form that this module writes.
 
-Whatever differs from what `pack` makes of the same members is refused, so no byte of the file is free. Any unzip
-program can open it.
+Whatever differs from what `pack` makes of the same members is refused, so no byte of the file is
+free. Any unzip program can open it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ MAX_MEMBERS = 257
 MAX_FILE = (1 << 31) - 1  # without the 64-bit extension; a folder has no such limit
 _PIECE = 1 << 20
 # What the standard reader raises on broken files, besides its own errors.
-FAULTS = (zipfile.BadZipFile, zlib.error, EOFError, struct.error, RuntimeError, OSError, ValueError, OverflowError)
+FAULTS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    struct.error,
+    RuntimeError,
+    OSError,
+    ValueError,
+    OverflowError,
+)
 
 
 def pack(members: Mapping[str, bytes], name: str) -> bytes:
@@ -36,10 +45,13 @@ def pack(members: Mapping[str, bytes], name: str) -> bytes:
         with zipfile.ZipFile(buffer, "w", allowZip64=False) as archive:
             for member, content in members.items():
                 info = zipfile.ZipInfo(member)  # 1 January 1980, stored
-                info.create_system, info.external_attr = 3, 0o100644 << 16  # a regular file, made on Unix
+                # a regular file, made on Unix
+                info.create_system, info.external_attr = (3, 0o100644 << 16)
                 archive.writestr(info, content)
     except zipfile.LargeZipFile:
-        raise StoreError(name, wanted=f"at most {MAX_FILE} bytes in one file (save to a folder)", got="more") from None
+        raise StoreError(
+            name, wanted=f"at most {MAX_FILE} bytes in one file (save to a folder)", got="more"
+        ) from None
     return buffer.getvalue()
 
 
@@ -53,36 +65,57 @@ def unpack(path: Path, *, limit: int) -> dict[str, bytes]:
     """
     with opened(path) as (descriptor, size), os.fdopen(os.dup(descriptor), "rb") as stream:
         if size > min(limit, MAX_FILE):
-            raise StoreError(path, wanted=f"a bundle of at most {min(limit, MAX_FILE)} bytes", got=f"{size}")
+            raise StoreError(
+                path, wanted=f"a bundle of at most {min(limit, MAX_FILE)} bytes", got=f"{size}"
+            )
         num, length = directory_size(stream, size)
         if not 0 < num <= MAX_MEMBERS or length > 256 * num:
             wanted = f"an archive as save writes it, of at most {MAX_MEMBERS} members"
-            raise StoreError(path, wanted=wanted, got=f"{num} in {length} bytes, or another end (a truncated file)")
+            raise StoreError(
+                path,
+                wanted=wanted,
+                got=f"{num} in {length} bytes, or another end (a truncated file)",
+            )
         try:
             with zipfile.ZipFile(stream) as archive:
                 if (total := sum(info.file_size for info in archive.infolist())) > size:
-                    raise StoreError(path, wanted=f"at most {size} bytes in its members", got=f"{total}")
-                members = {info.filename: archive.read(_plain(path, info, size)) for info in archive.infolist()}
+                    raise StoreError(
+                        path, wanted=f"at most {size} bytes in its members", got=f"{total}"
+                    )
+                members = {
+                    info.filename: archive.read(_plain(path, info, size))
+                    for info in archive.infolist()
+                }
         except StoreError:
             raise
         except FAULTS as error:
-            raise StoreError(path, wanted="an intact archive", got=str(error) or type(error).__name__) from None
+            raise StoreError(
+                path, wanted="an intact archive", got=str(error) or type(error).__name__
+            ) from None
         packed = memoryview(pack(members, os.fspath(path)))
         stream.seek(0)
         for start in range(0, max(size, len(packed)), _PIECE):
             if stream.read(_PIECE) != packed[start : start + _PIECE]:
-                raise StoreError(path, wanted="an archive as save writes it", got=f"another byte after {start}")
+                raise StoreError(
+                    path, wanted="an archive as save writes it", got=f"another byte after {start}"
+                )
     return members
 
 
 def directory_size(stream: IO[bytes], size: int) -> tuple[int, int]:
-    """Members and bytes of a zip archive's directory, from its last record; zeros where it has none or a comment.
+    """Members and bytes of a zip archive's directory, from its last record; zeros where it has none
+    or a comment.
 
     The standard reader takes the directory into memory whole, so this comes first.
     """
     stream.seek(max(0, size - 42))
     tail = stream.read(42)
-    if len(tail) < 22 or tail[-22:-18] != b"PK\5\6" or tail[-2:] != b"\0\0" or tail[:4] == b"PK\6\7":
+    if (
+        len(tail) < 22
+        or tail[-22:-18] != b"PK\5\6"
+        or tail[-2:] != b"\0\0"
+        or tail[:4] == b"PK\6\7"
+    ):
         return 0, 0
     num, length = struct.unpack("<HI", tail[-12:-6])
     return num, length
@@ -95,6 +128,12 @@ def _plain(path: Path, info: zipfile.ZipInfo, size: int) -> zipfile.ZipInfo:
         raise StoreError(path, wanted="stored members", got=f"{name:.80} compressed or too large")
     if (info.external_attr >> 16) & 0o170000 == 0o120000:
         raise StoreError(path, wanted="regular files", got=f"a symbolic link {name:.80}")
-    if not name.isascii() or not name.isprintable() or "/" in name or "\\" in name or name[:1] in ("", "."):
+    if (
+        not name.isascii()
+        or not name.isprintable()
+        or "/" in name
+        or "\\" in name
+        or name[:1] in ("", ".")
+    ):
         raise StoreError(path, wanted="plain member names", got=f"{name!r:.80}")
     return info

@@ -34,7 +34,9 @@ def encode(document: object, name: str = "document") -> bytes:
     check(document, name)
     data = json.dumps(document, allow_nan=False, sort_keys=True, indent=1).encode("ascii") + b"\n"
     if len(data) > MAX_BYTES:
-        raise StoreError(name, wanted=f"a document of at most {MAX_BYTES} bytes", got=f"{len(data)}")
+        raise StoreError(
+            name, wanted=f"a document of at most {MAX_BYTES} bytes", got=f"{len(data)}"
+        )
     check_values(name, data)
     return data
 
@@ -63,19 +65,26 @@ def decode(data: bytes, name: str = "document", *, limit: int = MAX_BYTES) -> JS
         raise StoreError(name, wanted="finite numbers", got=text)
 
     try:
-        document = json.loads(data.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
+        document = json.loads(
+            data.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant
+        )
     except StoreError:
         raise
     except RecursionError:
-        raise StoreError(name, wanted=f"JSON at most {MAX_DEPTH} deep", got="a deeper one") from None
+        raise StoreError(
+            name, wanted=f"JSON at most {MAX_DEPTH} deep", got="a deeper one"
+        ) from None
     except ValueError as error:  # bad UTF-8, bad JSON, numbers of thousands of digits
-        raise StoreError(name, wanted="JSON", got=f"{type(error).__name__}: {str(error)[:120]}") from None
+        raise StoreError(
+            name, wanted="JSON", got=f"{type(error).__name__}: {str(error)[:120]}"
+        ) from None
     check(document, name)
     return document  # type: ignore[no-any-return]
 
 
 def check_values(name: str, *documents: bytes) -> None:
-    """Refuse documents of more than `MAX_VALUES` values in all, counted by their commas and brackets, before parsing them.
+    """Refuse documents of more than `MAX_VALUES` values in all, counted by their commas and
+    brackets, before parsing them.
 
     >>> check_values("config", b"[" + MAX_VALUES * b"0," + b"0]")
     Traceback (most recent call last):
@@ -96,7 +105,9 @@ def check(value: object, name: str, *, depth: int = 0) -> None:
             pass
         case int():
             if not -_MAX_INT <= value < _MAX_INT:
-                raise StoreError(name, wanted="an integer of 64 bits", got=f"one of {value.bit_length()} bits")
+                raise StoreError(
+                    name, wanted="an integer of 64 bits", got=f"one of {value.bit_length()} bits"
+                )
         case float():
             if not math.isfinite(value):
                 raise StoreError(name, wanted="a finite number", got=f"{value}")
@@ -113,7 +124,9 @@ def check(value: object, name: str, *, depth: int = 0) -> None:
                 check(key, name, depth=depth)
                 check(child, f"{name}.{key[:40]}", depth=depth + 1)
         case _:
-            raise StoreError(name, wanted="text, numbers, lists and dictionaries", got=type(value).__name__)
+            raise StoreError(
+                name, wanted="text, numbers, lists and dictionaries", got=type(value).__name__
+            )
 
 
 def write_document(path: str | os.PathLike[str], document: object) -> None:

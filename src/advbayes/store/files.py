@@ -1,6 +1,8 @@
-"""Durable files: written beside, flushed, renamed into place; at every instant the old content or the new one is there.
+"""Durable files: written beside, flushed, renamed into place; at every instant the old content or
+the new one is there.
 
-All calls that change the disk go through `os`, one call for each step, so that tests can stop the process at each.
+All calls that change the disk go through `os`, one call for each step, so that tests can stop the
+process at each.
 """
 
 from __future__ import annotations
@@ -63,8 +65,14 @@ def read_bytes(path: Path, *, limit: int) -> bytes:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[int, int]]:
-    """Descriptor and size of a regular file; links, pipes, devices and folders are refused without waiting on them."""
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    """Descriptor and size of a regular file; links, pipes, devices and folders are refused without
+    waiting on them."""
+    flags = (
+        os.O_RDONLY
+        | getattr(os, "O_NOFOLLOW", 0)
+        | getattr(os, "O_NONBLOCK", 0)
+        | getattr(os, "O_BINARY", 0)
+    )
     try:
         descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
     except FileNotFoundError:
@@ -93,7 +101,9 @@ def pieces_at(path: Path, descriptor: int, offset: int, size: int) -> Iterator[b
     while left:
         piece = os.read(descriptor, min(left, _PIECE))
         if not piece:
-            raise StoreError(path, wanted=f"{offset + size} bytes", got=f"{offset + size - left} (truncated)")
+            raise StoreError(
+                path, wanted=f"{offset + size} bytes", got=f"{offset + size - left} (truncated)"
+            )
         left -= len(piece)
         yield piece
 
@@ -129,7 +139,8 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def staged(target: Path, *, folder: bool = False) -> Iterator[Path]:
-    """An empty file or folder beside `target`, locked while its writer lives; what is left of it at the end is removed."""
+    """An empty file or folder beside `target`, locked while its writer lives; what is left of it at
+    the end is removed."""
     while True:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
         if folder:
@@ -147,13 +158,16 @@ def staged(target: Path, *, folder: bool = False) -> Iterator[Path]:
 
 
 def _locked(path: Path, *, surely: bool = False) -> int | None:
-    """A descriptor that holds the advisory lock on a name; None if another process holds it or has removed the name.
+    """A descriptor that holds the advisory lock on a name; None if another process holds it or has
+    removed the name.
 
     A file system may have no such locks: that counts as held, unless one must be sure.
     """
     descriptor = -1
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        descriptor = os.open(
+            path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        )
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (OSError, AttributeError) as error:
@@ -182,14 +196,18 @@ def sweep(target: Path) -> None:
     leftover = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-z-]+\.tmp")
     with suppress(FileNotFoundError):
         for name in os.listdir(target.parent):
-            if leftover.fullmatch(name) and (descriptor := _locked(target.with_name(name), surely=True)) is not None:
+            if (
+                leftover.fullmatch(name)
+                and (descriptor := _locked(target.with_name(name), surely=True)) is not None
+            ):
                 discard(target.with_name(name))
                 os.close(descriptor)
 
 
 @contextmanager
 def room(target: Path, needed: int) -> Iterator[None]:
-    """Refuse before the first byte when the disk has no room, and say the same when it fills up on the way."""
+    """Refuse before the first byte when the disk has no room, and say the same when it fills up on
+    the way."""
     parent = target.parent
     if not parent.is_dir():
         raise MissingError(parent, wanted="a folder to write to")

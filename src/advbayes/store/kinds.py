@@ -1,4 +1,5 @@
-"""Likelihoods, balls, attacks and channels as data: {"kind": name, field: value, ...} over an explicit list of classes."""
+"""Likelihoods, balls, attacks and channels as data: {"kind": name, field: value, ...} over an
+explicit list of classes."""
 
 from __future__ import annotations
 
@@ -111,7 +112,11 @@ def encode(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:
     if isinstance(value, nn.Module):
         described = describe_net(value)
         if described is None:
-            raise StoreError(place, wanted="a network of plain layers or a built-in one", got=type(value).__name__)
+            raise StoreError(
+                place,
+                wanted="a network of plain layers or a built-in one",
+                got=type(value).__name__,
+            )
         tensors.update({f"{place}/{name}": tensor for name, tensor in value.state_dict().items()})
         return {"kind": "net", "net": described}
     if type(value) in _KINDS.values():
@@ -121,7 +126,11 @@ def encode(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:
     for name, loss in _LOSSES.items():
         if value is loss:
             return {"kind": "loss", "name": name}
-    if is_dataclass(value) and not isinstance(value, type) and "<locals>" not in own_name(type(value)):
+    if (
+        is_dataclass(value)
+        and not isinstance(value, type)
+        and "<locals>" not in own_name(type(value))
+    ):
         held = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
         inner = {name: encode(item, f"{place}/{name}", tensors) for name, item in held.items()}
         return {"kind": "own", "name": own_name(type(value)), "settings": inner}
@@ -129,10 +138,14 @@ def encode(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:
     raise StoreError(place, wanted=wanted, got=f"{value!r:.80} ({type(value).__name__})")
 
 
-def decode(value: object, place: str, tensors: Mapping[str, Tensor], own: Sequence[type] = ()) -> Any:
-    """Back from `encode`: unknown kinds and fields are refused, and every class checks its own values.
+def decode(
+    value: object, place: str, tensors: Mapping[str, Tensor], own: Sequence[type] = ()
+) -> Any:
+    """Back from `encode`: unknown kinds and fields are refused, and every class checks its own
+    values.
 
-    Dataclasses of somebody's own are made only if they are among `own`: a name in a file imports nothing.
+    Dataclasses of somebody's own are made only if they are among `own`: a name in a file imports
+    nothing.
 
     >>> decode({"kind": "L2", "eps": 0.5, "box": [0, 1]}, "ball", {})
     L2(0.5, box=(0, 1))
@@ -145,43 +158,83 @@ def decode(value: object, place: str, tensors: Mapping[str, Tensor], own: Sequen
         case None | bool() | int() | float() | str():
             return value
         case list():
-            return tuple(decode(item, f"{place}/{index}", tensors, own) for index, item in enumerate(value))
+            return tuple(
+                decode(item, f"{place}/{index}", tensors, own) for index, item in enumerate(value)
+            )
         case {"kind": "number", "value": str(text), **rest} if not rest and text in _NUMBERS:
             return _NUMBERS[text]
         case {"kind": "tensor", "name": str(name), **rest} if not rest and name in tensors:
             if not tensors[name].numel():  # nothing in the file, and axes of any length
-                raise StoreError(place, wanted="a tensor with numbers in it", got=f"shape {tuple(tensors[name].shape)}")
+                raise StoreError(
+                    place,
+                    wanted="a tensor with numbers in it",
+                    got=f"shape {tuple(tensors[name].shape)}",
+                )
             return tensors[name]
         case {"kind": "loss", "name": str(name), **rest} if not rest and name in _LOSSES:
             return _LOSSES[name]
         case {"kind": "net", "net": description, **rest} if not rest:
             prefix = f"{place}/"
-            state = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+            state = {
+                key.removeprefix(prefix): tensor
+                for key, tensor in tensors.items()
+                if key.startswith(prefix)
+            }
             return fill_net(build_net(description, place), state, place)
         case {"kind": str(kind), **arguments} if kind in _KINDS:
-            return _construct(_KINDS[kind], {str(key): item for key, item in arguments.items()}, place, tensors, own)
+            return _construct(
+                _KINDS[kind],
+                {str(key): item for key, item in arguments.items()},
+                place,
+                tensors,
+                own,
+            )
         case {"kind": "own", "name": str(name), "settings": dict() as held, **rest} if not rest:
             for each in own:
                 if own_name(each) == name and is_dataclass(each):
-                    return _construct(each, {str(key): item for key, item in held.items()}, place, tensors, own)
-            raise StoreError(place, wanted="a known kind, or its class by load(..., own=(...,))", got=f"{name!r:.80}")
+                    return _construct(
+                        each, {str(key): item for key, item in held.items()}, place, tensors, own
+                    )
+            raise StoreError(
+                place,
+                wanted="a known kind, or its class by load(..., own=(...,))",
+                got=f"{name!r:.80}",
+            )
         case {"kind": kind}:
             raise StoreError(place, wanted="a known kind", got=f"{kind!r:.80}")
     raise StoreError(place, wanted="a setting", got=f"{value!r:.80}")
 
 
-def _construct(kind: Any, arguments: dict[str, Any], place: str, tensors: Mapping[str, Tensor], own: Sequence[type] = ()) -> Any:
+def _construct(
+    kind: Any,
+    arguments: dict[str, Any],
+    place: str,
+    tensors: Mapping[str, Tensor],
+    own: Sequence[type] = (),
+) -> Any:
     known = {field.name: field for field in fields(kind) if field.init}
-    needed = {name for name, field in known.items() if field.default is MISSING and field.default_factory is MISSING}
+    needed = {
+        name
+        for name, field in known.items()
+        if field.default is MISSING and field.default_factory is MISSING
+    }
     if unknown := arguments.keys() - known.keys():
-        raise StoreError(place, wanted=f"{kind.__name__} with {', '.join(known) or 'no fields'}", got=f"{min(unknown):.80}")
+        raise StoreError(
+            place,
+            wanted=f"{kind.__name__} with {', '.join(known) or 'no fields'}",
+            got=f"{min(unknown):.80}",
+        )
     if missing := needed - arguments.keys():
         raise StoreError(place, wanted=f"{kind.__name__} with {min(missing)}", got="none")
-    decoded = {name: decode(item, f"{place}/{name}", tensors, own) for name, item in arguments.items()}
+    decoded = {
+        name: decode(item, f"{place}/{name}", tensors, own) for name, item in arguments.items()
+    }
     try:
         return kind(**decoded)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise StoreError(place, wanted=f"settings that {kind.__name__} accepts", got=f"{error!s:.200}") from None
+        raise StoreError(
+            place, wanted=f"settings that {kind.__name__} accepts", got=f"{error!s:.200}"
+        ) from None
 
 
 def encode_document(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:
@@ -195,18 +248,28 @@ def encode_document(value: object, place: str, tensors: dict[str, Tensor]) -> JS
     if isinstance(value, Mapping):
         if "kind" in value:
             raise StoreError(place, wanted="other names than kind", got="kind")
-        return {str(key): encode_document(item, f"{place}/{key}", tensors) for key, item in value.items()}
+        return {
+            str(key): encode_document(item, f"{place}/{key}", tensors)
+            for key, item in value.items()
+        }
     return value  # type: ignore[return-value]  # checked where it is written
 
 
-def decode_document(value: JSON, place: str, tensors: Mapping[str, Tensor], own: Sequence[type] = ()) -> Any:
+def decode_document(
+    value: JSON, place: str, tensors: Mapping[str, Tensor], own: Sequence[type] = ()
+) -> Any:
     """Back from `encode_document`.
 
-    >>> decode_document({"loss": {"kind": "loss", "name": "nll"}}, "threat", {})["loss"] is attacks.nll
+    >>> decode_document({"loss": {"kind": "loss", "name": "nll"}}, "threat", {})[
+    ...     "loss"
+    ... ] is attacks.nll
     True
     """
     if isinstance(value, dict):
         if "kind" in value:
             return decode(value, place, tensors, own)
-        return {key: decode_document(item, f"{place}/{key}", tensors, own) for key, item in value.items()}
+        return {
+            key: decode_document(item, f"{place}/{key}", tensors, own)
+            for key, item in value.items()
+        }
     return value

@@ -23,9 +23,11 @@ _NAME = ".lock"
 
 @dataclass(frozen=True)
 class Lock:
-    """The right to write in a folder, held by one process until the end of the `with` block or its death.
+    """The right to write in a folder, held by one process until the end of the `with` block or its
+    death.
 
-    An advisory lock of the operating system, which dies with its holder, on a file that names pid and host.
+    An advisory lock of the operating system, which dies with its holder, on a file that names pid
+    and host.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder, Lock(folder):
@@ -34,11 +36,13 @@ class Lock:
     Traceback (most recent call last):
     ...
     advbayes.store.errors.LockedError: .../.lock: wanted a folder without another writer, got one that pid ...
-    """
+    """  # noqa: E501
 
     folder: str | os.PathLike[str]
     wait: float = 0.0  # seconds to wait for a living writer before LockedError
-    _held: list[tuple[FileLock, int]] = field(default_factory=list, init=False, repr=False, compare=False)
+    _held: list[tuple[FileLock, int]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         number("wait", self.wait, low=0)
@@ -59,18 +63,27 @@ class Lock:
         with _named(self.path):
             lock.acquire()
             self._held.append((lock, os.getpid()))
-            self.path.write_text(json.dumps({"pid": os.getpid(), "host": platform.node() or "unknown"}))
+            self.path.write_text(
+                json.dumps({"pid": os.getpid(), "host": platform.node() or "unknown"})
+            )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         lock, pid = self._held.pop()
         if pid == os.getpid():  # else a forked child left the block: the lock stays its parent's
-            self.path.unlink(missing_ok=True)  # before the release: whoever waits notices and makes another
+            # before the release: whoever waits notices and makes another
+            self.path.unlink(missing_ok=True)
             lock.release()
 
 
 def claim(path: str | os.PathLike[str]) -> Lock:
-    """The lock, not yet entered, of a new folder: `path`, or `path-2`, `path-3`, ... when that name is taken.
+    """The lock, not yet entered, of a new folder: `path`, or `path-2`, `path-3`, ... when that name
+    is taken.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

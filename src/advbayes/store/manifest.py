@@ -74,7 +74,12 @@ def versions() -> dict[str, str]:
 def encode(manifest: Manifest, file: Path) -> bytes:
     """The bytes of a manifest; its last field is the SHA-256 of all bytes before it."""
     parts = {part.name: {"bytes": part.size, "sha256": part.sha256} for part in manifest.parts}
-    body = {"format": FORMAT, "parts": parts, "schema": manifest.schema, "versions": manifest.versions}
+    body = {
+        "format": FORMAT,
+        "parts": parts,
+        "schema": manifest.schema,
+        "versions": manifest.versions,
+    }
     data = documents.encode(body, os.fspath(file)).removesuffix(b"\n}\n")
     return data + _SEAL % hashlib.sha256(data).hexdigest().encode()
 
@@ -83,36 +88,58 @@ def decode(data: bytes, file: Path) -> Manifest:
     """Check the seal, then parse."""
     tail = _SEALED.fullmatch(data[-_SEAL_BYTES:])
     if not tail:
-        raise StoreError(file, wanted="a manifest that ends in its own SHA-256", got="another end (damaged or altered)")
+        raise StoreError(
+            file,
+            wanted="a manifest that ends in its own SHA-256",
+            got="another end (damaged or altered)",
+        )
     check_digest(file, tail[1].decode(), hashlib.sha256(data[:-_SEAL_BYTES]).hexdigest())
     fields = documents.decode(data, os.fspath(file), limit=MAX_BYTES)
     if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
         raise StoreError(file, wanted=f"format {FORMAT}", got="something else")
     schema = fields.pop("schema", None)
     if not isinstance(schema, int) or isinstance(schema, bool) or schema not in _READERS:
-        hint = " (written by a newer advbayes: update it)" if isinstance(schema, int) and schema > SCHEMA else ""
-        raise StoreError(file, wanted=f"schema {', '.join(map(str, _READERS))}", got=f"{schema!r:.80}{hint}")
+        hint = (
+            " (written by a newer advbayes: update it)"
+            if isinstance(schema, int) and schema > SCHEMA
+            else ""
+        )
+        raise StoreError(
+            file, wanted=f"schema {', '.join(map(str, _READERS))}", got=f"{schema!r:.80}{hint}"
+        )
     return _READERS[schema](fields, file)
 
 
 def _manifest_1(fields: Mapping[str, JSON], file: Path) -> Manifest:
     match fields:
-        case {"parts": dict(parts), "versions": dict(libraries), "sha256": str(), **rest} if not rest:
+        case {"parts": dict(parts), "versions": dict(libraries), "sha256": str(), **rest} if (
+            not rest
+        ):
             if len(parts) > MAX_PARTS:
                 raise StoreError(file, wanted=f"at most {MAX_PARTS} parts", got=f"{len(parts)}")
             described = tuple(_part_1(name, entry, file) for name, entry in parts.items())
             return Manifest(1, {key: str(value) for key, value in libraries.items()}, described)
-    raise StoreError(file, wanted="the fields parts, versions and sha256", got=f"{sorted(fields)!r:.200}")
+    raise StoreError(
+        file, wanted="the fields parts, versions and sha256", got=f"{sorted(fields)!r:.200}"
+    )
 
 
 def _part_1(name: str, entry: JSON, file: Path) -> Part:
     match entry:
         case {"bytes": int(size), "sha256": str(digest), **rest} if not rest:
             part = Part(name, digest, size)
-            well = re.fullmatch(r"[0-9a-f]{64}", digest) and PART.fullmatch(part.file) and not isinstance(size, bool)
+            well = (
+                re.fullmatch(r"[0-9a-f]{64}", digest)
+                and PART.fullmatch(part.file)
+                and not isinstance(size, bool)
+            )
             if well and size >= 0:
                 return part
-    raise StoreError(file, wanted="NAME.safetensors or NAME.json with bytes and sha256", got=f"{name!r:.80}: {entry!r:.80}")
+    raise StoreError(
+        file,
+        wanted="NAME.safetensors or NAME.json with bytes and sha256",
+        got=f"{name!r:.80}: {entry!r:.80}",
+    )
 
 
 def check_digest(file: Path, wanted: str, got: str) -> None:

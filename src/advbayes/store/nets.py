@@ -1,4 +1,5 @@
-"""Networks as data: a tree of plain layers, rebuilt from an explicit list and never by importing a name from a file."""
+"""Networks as data: a tree of plain layers, rebuilt from an explicit list and never by importing a
+name from a file."""
 
 from __future__ import annotations
 
@@ -14,13 +15,30 @@ from torch import Tensor, nn
 from .documents import JSON
 from .errors import StoreError
 
-_CONV = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "bias", "padding_mode")
+_CONV = (
+    "in_channels",
+    "out_channels",
+    "kernel_size",
+    "stride",
+    "padding",
+    "dilation",
+    "groups",
+    "bias",
+    "padding_mode",
+)
 # Each layer with the arguments of its constructor that are also its attributes.
 _LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Linear: ("in_features", "out_features", "bias"),
     nn.Conv1d: _CONV,
     nn.Conv2d: _CONV,
-    nn.AvgPool2d: ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"),
+    nn.AvgPool2d: (
+        "kernel_size",
+        "stride",
+        "padding",
+        "ceil_mode",
+        "count_include_pad",
+        "divisor_override",
+    ),
     nn.MaxPool2d: ("kernel_size", "stride", "padding", "dilation", "return_indices", "ceil_mode"),
     nn.AdaptiveAvgPool2d: ("output_size",),
     nn.Flatten: ("start_dim", "end_dim"),
@@ -38,7 +56,15 @@ _LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
     nn.Sigmoid: (),
 }
 _FAULTS = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError)
-_FLAGS = {"bias", "ceil_mode", "count_include_pad", "return_indices", "inplace", "affine", "elementwise_affine"}
+_FLAGS = {
+    "bias",
+    "ceil_mode",
+    "count_include_pad",
+    "return_indices",
+    "inplace",
+    "affine",
+    "elementwise_affine",
+}
 _NUMBERS = {"p", "eps", "negative_slope", "alpha", "beta", "threshold"}
 _SIZES = {"kernel_size", "stride", "padding", "dilation", "output_size", "normalized_shape"}
 _OPTIONAL = {"stride", "output_size", "divisor_override", "num_classes"}
@@ -50,7 +76,8 @@ _WORDS = {
 
 
 def describe_net(net: nn.Module) -> dict[str, JSON] | None:
-    """What `build_net` needs to rebuild the net without its weights; None for a net with code of its own.
+    """What `build_net` needs to rebuild the net without its weights; None for a net with code of
+    its own.
 
     >>> describe_net(nn.Sequential(nn.Linear(4, 3), nn.Tanh()))["layers"][0]
     ['0', {'kind': 'Linear', 'in_features': 4, 'out_features': 3, 'bias': True}]
@@ -62,7 +89,8 @@ def describe_net(net: nn.Module) -> dict[str, JSON] | None:
 
 
 def build_net(description: object, name: str) -> nn.Module:
-    """The net, on the meta device: nothing is drawn and nothing allocated, so sizes can be checked first.
+    """The net, on the meta device: nothing is drawn and nothing allocated, so sizes can be checked
+    first.
 
     >>> build_net({"kind": "Linear", "in_features": 4, "out_features": 3, "bias": True}, "net")
     Linear(in_features=4, out_features=3, bias=True)
@@ -75,21 +103,29 @@ def build_net(description: object, name: str) -> nn.Module:
                     case [str(key), layer] if key and "." not in key and not hasattr(net, key):
                         net.add_module(key, build_net(layer, f"{name}.{key}"))
                     case _:
-                        raise StoreError(name, wanted="layers as [name, layer]", got=f"{entry!r:.80}")
+                        raise StoreError(
+                            name, wanted="layers as [name, layer]", got=f"{entry!r:.80}"
+                        )
             return net
         case {"kind": str(kind), **arguments} if kind in _known():
             layer_type, wanted = _known()[kind]
             if arguments.keys() != set(wanted):
-                raise StoreError(name, wanted=f"{kind} with {', '.join(wanted)}", got=f"{list(arguments)!r:.200}")
+                raise StoreError(
+                    name, wanted=f"{kind} with {', '.join(wanted)}", got=f"{list(arguments)!r:.200}"
+                )
             for setting, value in arguments.items():
                 _check_setting(f"{name}.{setting}", str(setting), value)
             try:
                 with torch.device("meta"), warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch comments on layers of size zero
-                    built: nn.Module = layer_type(**{str(key): _setting(value) for key, value in arguments.items()})
+                    built: nn.Module = layer_type(
+                        **{str(key): _setting(value) for key, value in arguments.items()}
+                    )
                 return built
             except _FAULTS as error:
-                raise StoreError(name, wanted=f"settings that {kind} accepts", got=f"{error!s:.200}") from None
+                raise StoreError(
+                    name, wanted=f"settings that {kind} accepts", got=f"{error!s:.200}"
+                ) from None
     kinds = ", ".join(["Sequential", *_known()])
     raise StoreError(name, wanted=f"a layer of kind {kinds}", got=f"{description!r:.200}")
 
@@ -127,18 +163,25 @@ def _describe(net: nn.Module) -> dict[str, JSON] | None:
         return None
     if type(net) in _LAYERS:
         return {"kind": kind, **{name: _plain(getattr(net, name)) for name in _LAYERS[type(net)]}}
-    return {"kind": kind, **(_conv_generator(net) if kind == "ConvGenerator" else _full_generator(net))}
+    return {
+        "kind": kind,
+        **(_conv_generator(net) if kind == "ConvGenerator" else _full_generator(net)),
+    }
 
 
 @functools.cache
 def _known() -> dict[str, tuple[Any, tuple[str, ...]]]:
     """Every layer and built-in network by name, with the arguments of its constructor."""
-    from advbayes.networks import ConvGenerator, FullyConnectedGenerator  # stands below this module in the layout
+    # stands below this module in the layout
+    from advbayes.networks import ConvGenerator, FullyConnectedGenerator
 
     return {
         **{layer.__name__: (layer, names) for layer, names in _LAYERS.items()},
         "ConvGenerator": (ConvGenerator, ("num_classes", "channels", "size")),
-        "FullyConnectedGenerator": (FullyConnectedGenerator, ("num_features", "num_outputs", "num_classes", "width")),
+        "FullyConnectedGenerator": (
+            FullyConnectedGenerator,
+            ("num_features", "num_outputs", "num_classes", "width"),
+        ),
     }
 
 
@@ -151,7 +194,8 @@ def _plain(value: Any) -> JSON:
 
 
 def _check_setting(place: str, key: str, value: object) -> None:
-    """A layer's constructor takes almost anything and fails when it is called: types are checked here."""
+    """A layer's constructor takes almost anything and fails when it is called: types are checked
+    here."""
     if key in _WORDS and isinstance(value, str):
         wanted, fits = f"one of {', '.join(_WORDS[key])}", value in _WORDS[key]
     elif key in _FLAGS:
@@ -170,9 +214,15 @@ def _setting(value: object) -> object:
     return tuple(map(_setting, value)) if isinstance(value, list) else value
 
 
-def _signature(net: nn.Module) -> tuple[list[tuple[str, tuple[int, ...]]], list[tuple[str, tuple[int, ...]]], str]:
+def _signature(
+    net: nn.Module,
+) -> tuple[list[tuple[str, tuple[int, ...]]], list[tuple[str, tuple[int, ...]]], str]:
     parameters = [(name, tuple(value.shape)) for name, value in net.named_parameters()]
-    return parameters, [(name, tuple(value.shape)) for name, value in net.state_dict().items()], repr(net)
+    return (
+        parameters,
+        [(name, tuple(value.shape)) for name, value in net.state_dict().items()],
+        repr(net),
+    )
 
 
 def _conv_generator(net: Any) -> dict[str, JSON]:

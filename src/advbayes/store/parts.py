@@ -1,8 +1,9 @@
 """Bundles: named tensors and documents under one manifest, as a folder or as one file.
 
-A folder holds `manifest.json` and parts named by their content (`posterior.3f0c….safetensors`). A new version adds its
-parts, then replaces the manifest in one rename, then drops the parts that nothing names any more: the old bundle or the
-new one, at every instant, with no more than POSIX `rename` promises.
+A folder holds `manifest.json` and parts named by their content (`posterior.3f0c….safetensors`). A
+new version adds its parts, then replaces the manifest in one rename, then drops the parts that
+nothing names any more: the old bundle or the new one, at every instant, with no more than POSIX
+    `rename` promises.
 """
 
 from __future__ import annotations
@@ -20,7 +21,18 @@ from . import archive, documents, tensors
 from . import manifest as manifests
 from .documents import JSON
 from .errors import MissingError, StoreError
-from .files import create, discard, opened, pieces_at, read_at, read_bytes, room, staged, sweep, sync_folder
+from .files import (
+    create,
+    discard,
+    opened,
+    pieces_at,
+    read_at,
+    read_bytes,
+    room,
+    staged,
+    sweep,
+    sync_folder,
+)
 from .lock import Lock
 from .manifest import MAX_PARTS, NAME, PART, SCHEMA, Manifest, Part, check_digest, versions
 
@@ -42,7 +54,11 @@ def write_bundle(
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_bundle(f"{folder}/a.advbayes", {"theta": {"mean": torch.zeros(2)}}, {"config": {"epochs": 5}})
+    ...     write_bundle(
+    ...         f"{folder}/a.advbayes",
+    ...         {"theta": {"mean": torch.zeros(2)}},
+    ...         {"config": {"epochs": 5}},
+    ...     )
     ...     read_bundle(f"{folder}/a.advbayes")
     ({'theta': {'mean': tensor([0., 0.])}}, {'config': {'epochs': 5}})
     """
@@ -55,10 +71,17 @@ def write_bundle(
     if len({name.lower() for name in contents}) < len(contents) or len(contents) > MAX_PARTS:
         wanted = f"at most {MAX_PARTS} parts that differ by more than case"
         raise StoreError(target, wanted=wanted, got=f"{sorted(contents)!r:.200}")
-    documents.check_values(os.fspath(target), *(data for name, data in contents.items() if name.endswith(".json")))
-    described = {name: Part(name, hashlib.sha256(data).hexdigest(), len(data)) for name, data in contents.items()}
+    documents.check_values(
+        os.fspath(target), *(data for name, data in contents.items() if name.endswith(".json"))
+    )
+    described = {
+        name: Part(name, hashlib.sha256(data).hexdigest(), len(data))
+        for name, data in contents.items()
+    }
     files = {described[name].file: data for name, data in contents.items()}
-    manifest = manifests.encode(Manifest(SCHEMA, versions(), tuple(described.values())), target / _MANIFEST)
+    manifest = manifests.encode(
+        Manifest(SCHEMA, versions(), tuple(described.values())), target / _MANIFEST
+    )
     sweep(target)
     with room(target, sum(map(len, files.values())) + len(manifest)):
         if target.suffix == SUFFIX:
@@ -70,7 +93,8 @@ def write_bundle(
 def read_bundle(
     path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, JSON]]:
-    """Load what `write_bundle` saved: every hash is checked before anything is parsed, and what was hashed is parsed.
+    """Load what `write_bundle` saved: every hash is checked before anything is parsed, and what was
+    hashed is parsed.
 
     >>> read_bundle("absent")
     Traceback (most recent call last):
@@ -90,14 +114,21 @@ def read_all(
     try:
         return _parsed(path, *_read(Path(path), max_bytes, known))
     except MemoryError:
-        needed = sum(file.stat().st_size for file in (Path(path).iterdir() if Path(path).is_dir() else [Path(path)]))
-        raise StoreError(path, wanted=f"some {2 * needed} bytes of memory to load {needed} bytes", got="less") from None
+        needed = sum(
+            file.stat().st_size
+            for file in (Path(path).iterdir() if Path(path).is_dir() else [Path(path)])
+        )
+        raise StoreError(
+            path, wanted=f"some {2 * needed} bytes of memory to load {needed} bytes", got="less"
+        ) from None
 
 
 def _parsed(
     path: str | os.PathLike[str], manifest: Manifest, contents: dict[str, bytes]
 ) -> tuple[Manifest, dict[str, dict[str, Tensor]], dict[str, JSON]]:
-    documents.check_values(os.fspath(path), *(data for name, data in contents.items() if name.endswith(".json")))
+    documents.check_values(
+        os.fspath(path), *(data for name, data in contents.items() if name.endswith(".json"))
+    )
     loaded: dict[str, dict[str, Tensor]] = {}
     texts: dict[str, JSON] = {}
     for name, data in contents.items():
@@ -123,13 +154,19 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 def _plain(target: Path, name: str) -> str:
     if not isinstance(name, str) or not NAME.fullmatch(name) or name == "manifest":
-        raise StoreError(target, wanted="part names of letters, digits, _ and - (not manifest)", got=f"{name!r:.80}")
+        raise StoreError(
+            target,
+            wanted="part names of letters, digits, _ and - (not manifest)",
+            got=f"{name!r:.80}",
+        )
     return name
 
 
 def _write_file(target: Path, manifest: bytes, files: Mapping[str, bytes]) -> None:
     if target.is_dir():
-        raise StoreError(target, wanted=f"a file to write (the name ends in {SUFFIX})", got="a folder")
+        raise StoreError(
+            target, wanted=f"a file to write (the name ends in {SUFFIX})", got="a folder"
+        )
     with staged(target) as temporary:
         create(temporary, archive.pack({_MANIFEST: manifest, **files}, os.fspath(target)))
         os.replace(temporary, target)
@@ -150,7 +187,9 @@ def _write_folder(target: Path, manifest: bytes, files: Mapping[str, bytes]) -> 
                 if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                     raise
     if not target.is_dir():
-        raise StoreError(target, wanted=f"a folder to write (or a name that ends in {SUFFIX})", got="a file")
+        raise StoreError(
+            target, wanted=f"a folder to write (or a name that ends in {SUFFIX})", got="a file"
+        )
     with Lock(target, wait=_WAIT):
         kept = _own_files(target)
         for name, data in files.items():
@@ -169,10 +208,13 @@ def _put(path: Path, data: bytes) -> None:
 
 
 def _own_files(target: Path) -> set[str]:
-    """The files of the bundle in a folder and of writers that died in it; a folder of something else is refused."""
+    """The files of the bundle in a folder and of writers that died in it; a folder of something
+    else is refused."""
     names = {entry.name for entry in os.scandir(target) if entry.name != ".lock"}
     if names and _MANIFEST not in names:
-        raise StoreError(target, wanted="an empty folder or a bundle", got=f"{len(names)} other entries")
+        raise StoreError(
+            target, wanted="an empty folder or a bundle", got=f"{len(names)} other entries"
+        )
     if names:
         read_manifest(target)
     left = re.compile(rf"\.({re.escape(_MANIFEST)}|{PART.pattern})\.[0-9a-z-]+\.tmp")
@@ -189,7 +231,9 @@ def _read(path: Path, max_bytes: int, known: Set[str] | None) -> tuple[Manifest,
             raise StoreError(path, wanted=f"at most {max_bytes} bytes", got=f"{total}")
         try:
             return manifest, {part.name: _verified(path, part, members) for part in manifest.parts}
-        except MissingError:  # replaced while we read it? then the manifest is another one by now: read that
+        except (
+            MissingError
+        ):  # replaced while we read it? then the manifest is another one by now: read that
             if members is not None or read_manifest(path) == manifest:
                 raise
 
@@ -201,11 +245,15 @@ def _opened(path: Path, max_bytes: int) -> tuple[Manifest, dict[str, bytes] | No
     if path.is_dir():
         if not (path / _MANIFEST).exists():
             raise MissingError(path / _MANIFEST, wanted="the manifest of a bundle")
-        return manifests.decode(read_bytes(path / _MANIFEST, limit=manifests.MAX_BYTES), path / _MANIFEST), None
+        return manifests.decode(
+            read_bytes(path / _MANIFEST, limit=manifests.MAX_BYTES), path / _MANIFEST
+        ), None
     members = archive.unpack(Path(os.path.realpath(path)), limit=max_bytes)
     manifest = manifests.decode(members.pop(_MANIFEST, b""), path / _MANIFEST)
     if unlisted := members.keys() - {part.file for part in manifest.parts}:
-        raise StoreError(path, wanted="no member that the manifest does not name", got=min(unlisted)[:80])
+        raise StoreError(
+            path, wanted="no member that the manifest does not name", got=min(unlisted)[:80]
+        )
     return manifest, members
 
 

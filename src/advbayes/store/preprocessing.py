@@ -1,8 +1,8 @@
 """scikit-learn's own transformers as JSON: settings and fitted arrays, without pickle.
 
-A transformer comes back by being fitted on a made-up example of the right shape, which gives it whatever its version
-keeps inside, and then given the arrays that are documented as its fitted attributes. `encode` checks that what comes
-back transforms as the original does.
+A transformer comes back by being fitted on a made-up example of the right shape, which gives it
+whatever its version keeps inside, and then given the arrays that are documented as its fitted
+attributes. `encode` checks that what comes back transforms as the original does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from .errors import StoreError
 
 _MAX_COLUMNS = 100_000
 _DTYPE = re.compile(r"[<|]([bif]\d|U\d{1,4}|O)")
-_FAULTS = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError, MemoryError)
+_FAULTS = (
+    ValueError,
+    TypeError,
+    RuntimeError,
+    ArithmeticError,
+    LookupError,
+    AttributeError,
+    MemoryError,
+)
 
 
 @functools.cache
@@ -31,7 +39,9 @@ def _known() -> dict[str, tuple[Any, tuple[str, ...]]]:
         from sklearn.impute import SimpleImputer
         from sklearn.preprocessing import MinMaxScaler, OneHotEncoder, RobustScaler, StandardScaler
     except ModuleNotFoundError:
-        raise ModuleNotFoundError("a transformer in a bundle needs scikit-learn: pip install 'advbayes[data]'") from None
+        raise ModuleNotFoundError(
+            "a transformer in a bundle needs scikit-learn: pip install 'advbayes[data]'"
+        ) from None
 
     return {
         "StandardScaler": (StandardScaler, ("mean_", "scale_", "var_", "n_samples_seen_")),
@@ -52,7 +62,11 @@ def encode(transformer: Any, place: str = "transformer") -> dict[str, JSON]:
     described = _describe(transformer, place)
     rebuilt, probe = decode(described, place), _example(described, place)
     if not _equal(dense(rebuilt.transform(probe)), dense(transformer.transform(probe))):
-        raise StoreError(place, wanted="a transformer that its settings and fitted arrays determine", got=repr(transformer))
+        raise StoreError(
+            place,
+            wanted="a transformer that its settings and fitted arrays determine",
+            got=repr(transformer),
+        )
     return described
 
 
@@ -63,7 +77,7 @@ def decode(described: Any, place: str = "transformer") -> Any:
     Traceback (most recent call last):
     ...
     advbayes.store.errors.StoreError: transformer: wanted a known transformer, got {'kind': 'os.system'}
-    """
+    """  # noqa: E501
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # comments on the example's constant or empty columns
@@ -71,14 +85,17 @@ def decode(described: Any, place: str = "transformer") -> Any:
     except StoreError:
         raise
     except _FAULTS as error:
-        raise StoreError(place, wanted="settings and arrays that fit together", got=f"{error!s:.200}") from None
+        raise StoreError(
+            place, wanted="settings and arrays that fit together", got=f"{error!s:.200}"
+        ) from None
 
 
 def _describe(transformer: Any, place: str) -> dict[str, JSON]:
     kind = type(transformer).__name__
     if kind == "Pipeline":
         steps: list[JSON] = [
-            [name, step if isinstance(step, str) else _describe(step, f"{place}/{name}")] for name, step in transformer.steps
+            [name, step if isinstance(step, str) else _describe(step, f"{place}/{name}")]
+            for name, step in transformer.steps
         ]
         return {"kind": kind, "steps": steps}
     if kind == "ColumnTransformer":
@@ -87,14 +104,18 @@ def _describe(transformer: Any, place: str) -> dict[str, JSON]:
         parts: list[JSON] = [
             [
                 name,
-                asked[name] if isinstance(asked[name], str) else _describe(inner, f"{place}/{name}"),
+                asked[name]
+                if isinstance(asked[name], str)
+                else _describe(inner, f"{place}/{name}"),
                 _columns(columns, names, transformer.n_features_in_, place),
             ]
             for name, inner, columns in transformer.transformers_
             if name != "remainder"
         ]
         if not isinstance(transformer.remainder, str):
-            raise StoreError(f"{place}/remainder", wanted="drop or passthrough", got=repr(transformer.remainder))
+            raise StoreError(
+                f"{place}/remainder", wanted="drop or passthrough", got=repr(transformer.remainder)
+            )
         return {
             "kind": kind,
             "transformers": parts,
@@ -105,11 +126,17 @@ def _describe(transformer: Any, place: str) -> dict[str, JSON]:
     if kind not in _known() or type(transformer) is not _known()[kind][0]:
         wanted = f"one of {', '.join([*_known(), 'ColumnTransformer', 'Pipeline'])}"
         raise StoreError(place, wanted=wanted, got=f"{transformer!r:.80}")
-    settings = {name: value for name, value in transformer.get_params().items() if name not in ("categories", "dtype")}
+    settings = {
+        name: value
+        for name, value in transformer.get_params().items()
+        if name not in ("categories", "dtype")
+    }
     described: dict[str, JSON] = {
         "kind": kind,
         "settings": {name: plain(value, f"{place}.{name}") for name, value in settings.items()},
-        "state": {name: plain(getattr(transformer, name), f"{place}.{name}") for name in _known()[kind][1]},
+        "state": {
+            name: plain(getattr(transformer, name), f"{place}.{name}") for name in _known()[kind][1]
+        },
         "columns": int(transformer.n_features_in_),
         "names": plain(list(getattr(transformer, "feature_names_in_", ())), place) or None,
     }
@@ -127,7 +154,9 @@ def _columns(columns: Any, names: list[str], num: int, place: str) -> list[JSON]
     listed = np.asarray([columns] if isinstance(columns, (int, str)) else columns)
     if listed.dtype == bool:
         listed = np.flatnonzero(listed)
-    return [names.index(item) if isinstance(item, str) else int(item) % num for item in listed.tolist()]
+    return [
+        names.index(item) if isinstance(item, str) else int(item) % num for item in listed.tolist()
+    ]
 
 
 def _rebuild(described: Any, place: str) -> Any:
@@ -135,20 +164,38 @@ def _rebuild(described: Any, place: str) -> Any:
         case {"kind": "Pipeline", "steps": list(steps)} if len(described) == 2 and steps:
             from sklearn.pipeline import Pipeline
 
-            return Pipeline([(str(name), _rebuild_inner(step, f"{place}/{name}")) for name, step in steps])
-        case {"kind": "ColumnTransformer", "transformers": list(parts), "remainder": str(remainder)}:
+            return Pipeline(
+                [(str(name), _rebuild_inner(step, f"{place}/{name}")) for name, step in steps]
+            )
+        case {
+            "kind": "ColumnTransformer",
+            "transformers": list(parts),
+            "remainder": str(remainder),
+        }:
             from sklearn.compose import ColumnTransformer
 
-            named = [(str(name), _rebuild_inner(inner, f"{place}/{name}"), columns) for name, inner, columns in parts]
-            whole = ColumnTransformer(named, remainder=remainder, sparse_threshold=0).fit(_example(described, place))
+            named = [
+                (str(name), _rebuild_inner(inner, f"{place}/{name}"), columns)
+                for name, inner, columns in parts
+            ]
+            whole = ColumnTransformer(named, remainder=remainder, sparse_threshold=0).fit(
+                _example(described, place)
+            )
             fitted = {name: inner for name, inner, _ in named if not isinstance(inner, str)}
-            whole.transformers_ = [(name, fitted.get(name, inner), columns) for name, inner, columns in whole.transformers_]
+            whole.transformers_ = [
+                (name, fitted.get(name, inner), columns)
+                for name, inner, columns in whole.transformers_
+            ]
             return _with_names(whole, described)
-        case {"kind": str(kind), "settings": dict(settings), "state": dict(state)} if kind in _known():
+        case {"kind": str(kind), "settings": dict(settings), "state": dict(state)} if (
+            kind in _known()
+        ):
             values = {name: array(value, f"{place}.{name}") for name, value in state.items()}
             options = {name: _option(value, f"{place}.{name}") for name, value in settings.items()}
             if values.keys() != set(_known()[kind][1]):
-                raise StoreError(place, wanted=f"{', '.join(_known()[kind][1])}", got=f"{sorted(values)!r:.200}")
+                raise StoreError(
+                    place, wanted=f"{', '.join(_known()[kind][1])}", got=f"{sorted(values)!r:.200}"
+                )
             if kind == "OneHotEncoder":
                 options["categories"] = values["categories_"]
             for name, value in values.items():
@@ -187,7 +234,11 @@ def _example(described: Any, place: str) -> npt.NDArray[Any]:
                     rows[:, columns] = _example(inner, place)
         case {"kind": "OneHotEncoder", "state": {"categories_": categories}}:
             rows[:] = [values[0] for values in array(categories, place)]
-        case {"kind": "SimpleImputer", "state": {"statistics_": statistics}, "settings": {"missing_values": missing}}:
+        case {
+            "kind": "SimpleImputer",
+            "state": {"statistics_": statistics},
+            "settings": {"missing_values": missing},
+        }:
             rows[:] = array(statistics, place)
             rows[1, described.get("missing", [])] = array(missing, place)
             if array(statistics, place).dtype == object:
@@ -220,7 +271,9 @@ def array(value: Any, place: str) -> Any:
     match value:
         case {"number": "nan" | "inf" | "-inf" as text, **rest} if not rest:
             return float(text)
-        case {"dtype": str(dtype), "values": list(values), **rest} if not rest and _DTYPE.fullmatch(dtype):
+        case {"dtype": str(dtype), "values": list(values), **rest} if not rest and _DTYPE.fullmatch(
+            dtype
+        ):
             return np.array([array(item, place) for item in values], np.dtype(dtype))
         case list():
             return [array(item, place) for item in value]
@@ -241,5 +294,6 @@ def dense(values: Any) -> npt.NDArray[Any]:
 
 def _equal(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
     return one.shape == other.shape and all(
-        a == b or (a != a and b != b) for a, b in zip(one.ravel().tolist(), other.ravel().tolist(), strict=True)
+        a == b or (a != a and b != b)
+        for a, b in zip(one.ravel().tolist(), other.ravel().tolist(), strict=True)
     )

@@ -1,4 +1,5 @@
-"""A saved model as people use it: raw rows in, answers in the target's own unit and by class names out."""
+"""A saved model as people use it: raw rows in, answers in the target's own unit and by class names
+out."""
 
 from __future__ import annotations
 
@@ -41,14 +42,19 @@ def thetas_of(posterior: Any, num: int, seed: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class RawPredictor:
-    """A predictor over raw inputs: p(y | x) with x and y in their own units, whatever the model was trained in.
+    """A predictor over raw inputs: p(y | x) with x and y in their own units, whatever the model was
+    trained in.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Gaussian
     >>> from advbayes.datasets import Standardize
     >>> model = BayesianModel(nn.Linear(1, 1, bias=False), Gaussian(0.5))
-    >>> scaling = Standardize(torch.tensor([10.0]), torch.tensor([2.0]), torch.tensor(100.0), torch.tensor(4.0))
-    >>> predict = RawPredictor(PosteriorPredictive(model, torch.ones(1, 1)), scaling)  # z_y = z_x + 0.5 noise
+    >>> scaling = Standardize(
+    ...     torch.tensor([10.0]), torch.tensor([2.0]), torch.tensor(100.0), torch.tensor(4.0)
+    ... )
+    >>> predict = RawPredictor(
+    ...     PosteriorPredictive(model, torch.ones(1, 1)), scaling
+    ... )  # z_y = z_x + 0.5 noise
     >>> predict(torch.tensor([[12.0]])).mean, predict(torch.tensor([[12.0]])).variance.sqrt()
     (tensor([104.]), tensor([2.]))
     """
@@ -64,8 +70,8 @@ class RawPredictor:
     def __call__(self, x: Any) -> Distribution:
         """The predictive at raw rows (a tensor or an array), differentiable in them.
 
-        For a table with text or missing values, or with transformers in front of the model: rows as they come, or a
-        tensor of what the transformers give.
+        For a table with text or missing values, or with transformers in front of the model: rows as
+        they come, or a tensor of what the transformers give.
         """
         if self.steps is not None and not isinstance(x, Tensor):
             x = preprocessing.dense(self.steps.transform(np.asarray(x))).astype(np.float64)
@@ -78,14 +84,18 @@ class RawPredictor:
         if not isinstance(prediction, GaussianMixture) or self.scaling.target_std is None:
             return prediction
         means = self.scaling.inverse_target(prediction.means)
-        return GaussianMixture(means, prediction.scales * self.scaling.target_std.to(means), prediction.log_weights)
+        return GaussianMixture(
+            means, prediction.scales * self.scaling.target_std.to(means), prediction.log_weights
+        )
 
     def interval(self, x: Any, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Lower and upper end of the central interval of each row, in the target's own unit."""
         number("level", level, low=0, high=1, open_low=True, open_high=True)
         with torch.no_grad():
             prediction = self(x)
-            return metrics.quantile(prediction, 0.5 - 0.5 * level), metrics.quantile(prediction, 0.5 + 0.5 * level)
+            return metrics.quantile(prediction, 0.5 - 0.5 * level), metrics.quantile(
+                prediction, 0.5 + 0.5 * level
+            )
 
     def classes(self, x: Any) -> list[str]:
         """The name of the most probable class of each row."""

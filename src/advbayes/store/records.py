@@ -1,7 +1,8 @@
-"""A log of records, one JSON line each, that survives a kill or a power cut in the middle of a line.
+"""A log of records, one JSON line each, that survives a kill or a power cut in the middle of a
+line.
 
-Each line carries a check over itself and the line before, so that a lost or altered line is noticed, and any JSON-lines
-reader can still read the file.
+Each line carries a check over itself and the line before, so that a lost or altered line is
+noticed, and any JSON-lines reader can still read the file.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class _End:
 
 @dataclass(frozen=True)
 class RecordLog:
-    """An append-only file of records; one writer at a time (hold the folder's `Lock`), any number of readers.
+    """An append-only file of records; one writer at a time (hold the folder's `Lock`), any number
+    of readers.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +66,8 @@ class RecordLog:
                     write_all(descriptor, lines)
                     os.fsync(descriptor)
                 except OSError:
-                    os.ftruncate(descriptor, end.offset)  # the disk is full: drop the torn line at once
+                    # the disk is full: drop the torn line at once
+                    os.ftruncate(descriptor, end.offset)
                     raise
             finally:
                 os.close(descriptor)
@@ -73,11 +76,13 @@ class RecordLog:
         end.offset, end.check = end.offset + len(lines), check
 
     def read(self) -> list[dict[str, JSON]]:
-        """All whole records; a torn last line is left out, any other damage is refused. Changes nothing."""
+        """All whole records; a torn last line is left out, any other damage is refused. Changes
+        nothing."""
         return _scan(Path(self.path))[0]
 
     def keep(self, num: int | None) -> None:
-        """Cut the file back to its first `num` records (None: to its whole ones), as a resumed run does."""
+        """Cut the file back to its first `num` records (None: to its whole ones), as a resumed run
+        does."""
         records, ends = _scan(Path(self.path))
         wanted = len(records) if num is None else count("num", num, low=0)
         if wanted > len(records):
@@ -93,12 +98,16 @@ class RecordLog:
         self._end[:] = [end]
 
 
-def _encode(records: Iterable[Mapping[str, object]], previous: bytes, name: str) -> tuple[bytes, bytes]:
+def _encode(
+    records: Iterable[Mapping[str, object]], previous: bytes, name: str
+) -> tuple[bytes, bytes]:
     lines = []
     for record in records:
         body = dict(record)
         if not body or _KEY in body:
-            raise StoreError(name, wanted=f"a record with fields, none of them {_KEY!r}", got=f"{body!r:.80}")
+            raise StoreError(
+                name, wanted=f"a record with fields, none of them {_KEY!r}", got=f"{body!r:.80}"
+            )
         check(body, name)
         text = json.dumps(body, allow_nan=False).encode("ascii")[:-1]
         previous = _digest(previous, text)
@@ -125,12 +134,17 @@ def _scan(path: Path) -> tuple[list[dict[str, JSON]], list[_End]]:
             break
         else:
             wanted = "a record that continues the line before"
-            raise StoreError(f"{path}:{len(records) + 1}", wanted=wanted, got="a damaged, altered or misplaced one")
+            raise StoreError(
+                f"{path}:{len(records) + 1}",
+                wanted=wanted,
+                got="a damaged, altered or misplaced one",
+            )
     return records, ends
 
 
 def _torn(data: bytes, start: int, stop: int) -> bool:
-    """A last append whose end, or some blocks of it (then zeros up to a block's edge), never reached the disk."""
+    """A last append whose end, or some blocks of it (then zeros up to a block's edge), never
+    reached the disk."""
     if stop < 0:
         return True
     hole = data.find(b"\0", start)

@@ -1,7 +1,9 @@
-"""Bundles with tables too large for memory: written, hashed and checked piece by piece, read where they lie.
+"""Bundles with tables too large for memory: written, hashed and checked piece by piece, read where
+they lie.
 
-The folder is a bundle like any other (`parts.py`): a sealed manifest and parts named by their content, a
-table being a safetensors part with the one tensor `table`. `read_bundle` reads it too, if it fits.
+The folder is a bundle like any other (`parts.py`): a sealed manifest and parts named by their
+content, a table being a safetensors part with the one tensor `table`. `read_bundle` reads it too,
+if it fits.
 """
 
 from __future__ import annotations
@@ -19,7 +21,19 @@ from torch import Tensor
 from . import documents, manifest, tensors
 from .documents import JSON
 from .errors import MissingError, StoreError
-from .files import create, discard, opened, pieces_at, read_at, read_bytes, room, staged, sweep, sync_folder, write_all
+from .files import (
+    create,
+    discard,
+    opened,
+    pieces_at,
+    read_at,
+    read_bytes,
+    room,
+    staged,
+    sweep,
+    sync_folder,
+    write_all,
+)
 from .lock import Lock
 from .manifest import SCHEMA, Manifest, Part, check_digest, versions
 from .parts import _MANIFEST, _WAIT, _own_files, _put, read_manifest
@@ -55,11 +69,14 @@ def write_tables(
     parts: Mapping[str, Mapping[str, Tensor]],
     texts: Mapping[str, object],
 ) -> None:
-    """Save tables, tensors and documents as a folder, atomically and durably; an earlier one is replaced.
+    """Save tables, tensors and documents as a folder, atomically and durably; an earlier one is
+    replaced.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     rows = Table((1, 2, 3), torch.float32, lambda: iter([torch.zeros(1, 3), torch.ones(1, 3)]))
+    ...     rows = Table(
+    ...         (1, 2, 3), torch.float32, lambda: iter([torch.zeros(1, 3), torch.ones(1, 3)])
+    ...     )
     ...     write_tables(f"{folder}/a", {"rows": rows}, {}, {"note": {"sigma": 0.5}})
     ...     opened = read_tables(f"{folder}/a")
     ...     opened.tables["rows"].shape, opened.texts
@@ -68,12 +85,20 @@ def write_tables(
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_dir():
         raise StoreError(target, wanted="a folder to write", got="a file")
-    small = {f"{name}.safetensors": tensors.encode(values, f"{target}:{name}") for name, values in parts.items()}
-    small |= {f"{name}.json": documents.encode(text, f"{target}:{name}") for name, text in texts.items()}
+    small = {
+        f"{name}.safetensors": tensors.encode(values, f"{target}:{name}")
+        for name, values in parts.items()
+    }
+    small |= {
+        f"{name}.json": documents.encode(text, f"{target}:{name}") for name, text in texts.items()
+    }
     needed = sum(map(len, small.values())) + sum(_size(table) for table in tables.values())
     sweep(target)
     with room(target, needed), staged(target, folder=True) as temporary:
-        described = [_stream(temporary, f"{name}.safetensors", table, target) for name, table in tables.items()]
+        described = [
+            _stream(temporary, f"{name}.safetensors", table, target)
+            for name, table in tables.items()
+        ]
         for name, data in small.items():
             described.append(Part(name, hashlib.sha256(data).hexdigest(), len(data)))
             create(temporary / described[-1].file, data)
@@ -84,14 +109,17 @@ def write_tables(
             os.rename(temporary, target)
             sync_folder(target.parent)
             return
-        except OSError as error:  # something is there: its parts stay until the manifest is replaced
+        except (
+            OSError
+        ) as error:  # something is there: its parts stay until the manifest is replaced
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 raise
         with Lock(target, wait=_WAIT):
             before = _own_files(target)
             for part in described:
                 os.replace(temporary / part.file, target / part.file)
-            sync_folder(target)  # the parts' names reach the disk before the manifest that needs them
+            # the parts' names reach the disk before the manifest that needs them
+            sync_folder(target)
             _put(target / _MANIFEST, seal)
             sync_folder(target)
             for name in before - {part.file for part in described} - {_MANIFEST}:
@@ -107,7 +135,10 @@ def _header(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
 
 
 def _size(table: Table) -> int:
-    return len(_header(table.shape, table.dtype)) + torch.Size(table.shape).numel() * table.dtype.itemsize
+    return (
+        len(_header(table.shape, table.dtype))
+        + torch.Size(table.shape).numel() * table.dtype.itemsize
+    )
 
 
 def _stream(folder: Path, name: str, table: Table, target: Path) -> Part:
@@ -138,7 +169,8 @@ def _encoded(table: Table) -> Iterator[bytes]:
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Take the space of a file on the disk, so that a full one says so now and not by a signal later."""
+    """Take the space of a file on the disk, so that a full one says so now and not by a signal
+    later."""
     if size and hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(descriptor, 0, size)
@@ -157,13 +189,14 @@ class OpenedTables:
 
 
 def read_tables(path: str | os.PathLike[str]) -> OpenedTables:
-    """What `write_tables` saved: every hash is checked, piece by piece; tables are left where they are.
+    """What `write_tables` saved: every hash is checked, piece by piece; tables are left where they
+    are.
 
     >>> read_tables("absent")
     Traceback (most recent call last):
     ...
     advbayes.store.errors.MissingError: absent: wanted a bundle of tables, got nothing (no such file)
-    """
+    """  # noqa: E501
     folder = Path(path)
     if not folder.exists():
         raise MissingError(folder, wanted="a bundle of tables")
@@ -173,7 +206,9 @@ def read_tables(path: str | os.PathLike[str]) -> OpenedTables:
         listed = read_manifest(folder)
         try:
             return _read(folder, listed)
-        except MissingError:  # replaced while we read it? then the manifest is another one by now: read that
+        except (
+            MissingError
+        ):  # replaced while we read it? then the manifest is another one by now: read that
             if read_manifest(folder) == listed:
                 raise
 
@@ -198,7 +233,8 @@ def _read(folder: Path, listed: Manifest) -> OpenedTables:
 
 
 def _checked(file: Path, part: Part) -> SavedTable | None:
-    """The table in a part, all of it hashed; None for a part of another kind, which is hashed when it is read."""
+    """The table in a part, all of it hashed; None for a part of another kind, which is hashed when
+    it is read."""
     with opened(file) as (descriptor, size):
         if size != part.size:
             raise StoreError(file, wanted=f"{part.size} bytes", got=f"{size}")
@@ -211,13 +247,19 @@ def _checked(file: Path, part: Part) -> SavedTable | None:
         length = int.from_bytes(read_at(file, descriptor, 0, 8), "little")
         if not 2 <= length <= min(_MAX_TABLE_HEADER, size - 8):
             return None
-        fields = documents.decode(read_at(file, descriptor, 8, length), os.fspath(file), limit=_MAX_TABLE_HEADER)
+        fields = documents.decode(
+            read_at(file, descriptor, 8, length), os.fspath(file), limit=_MAX_TABLE_HEADER
+        )
     match fields:
-        case {"table": {"dtype": ("F32" | "F64") as kind, "shape": list(shape)}, **rest} if not rest:
+        case {"table": {"dtype": ("F32" | "F64") as kind, "shape": list(shape)}, **rest} if (
+            not rest
+        ):
             dtype = torch.float32 if kind == "F32" else torch.float64
             match shape:
                 case [int(groups), int(rows), int(width)] if min(groups, rows, width) > 0:
                     if 8 + length + groups * rows * width * dtype.itemsize == size:
                         return SavedTable(file, 8 + length, (groups, rows, width), dtype)
-            raise StoreError(file, wanted="a table of three axes that fills its file", got=f"{shape!r:.80}")
+            raise StoreError(
+                file, wanted="a table of three axes that fills its file", got=f"{shape!r:.80}"
+            )
     return None

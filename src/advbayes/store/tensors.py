@@ -23,20 +23,27 @@ _DTYPES = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.ui
 
 
 def encode(tensors: Mapping[str, Tensor], name: str = "tensors") -> bytes:
-    """The bytes of a safetensors file; the same tensors give the same bytes. NaN and infinity are refused.
+    """The bytes of a safetensors file; the same tensors give the same bytes. NaN and infinity are
+    refused.
 
     >>> encode({"mean": torch.tensor([1.0, float("nan")])}, "posterior")
     Traceback (most recent call last):
     ...
     advbayes.store.errors.StoreError: posterior: wanted finite tensors, got 1 NaN and 0 infinite values in mean
-    """
+    """  # noqa: E501
     plain: dict[str, Tensor] = {}
     for key, value in tensors.items():
         plain_type = isinstance(value, Tensor) and value.dtype in _DTYPES and not value.is_sparse
         if not isinstance(key, str) or not plain_type or value.ndim > MAX_DIMS:
-            raise StoreError(name, wanted="named dense tensors of a plain type", got=f"{key!r:.80}: {describe(value)}")
+            raise StoreError(
+                name,
+                wanted="named dense tensors of a plain type",
+                got=f"{key!r:.80}: {describe(value)}",
+            )
         if key == "__metadata__" or not key.isprintable():
-            raise StoreError(name, wanted="a printable tensor name other than __metadata__", got=f"{key!r:.80}")
+            raise StoreError(
+                name, wanted="a printable tensor name other than __metadata__", got=f"{key!r:.80}"
+            )
         plain[key] = value.detach().to("cpu", memory_format=torch.contiguous_format, copy=True)
         _check_finite(name, key, plain[key])
     data = to_safetensors(plain)
@@ -47,7 +54,10 @@ def encode(tensors: Mapping[str, Tensor], name: str = "tensors") -> bytes:
 def decode(data: bytes, name: str = "tensors") -> dict[str, Tensor]:
     """The tensors in the bytes of a safetensors file, refused when anything is amiss.
 
-    >>> {key: value.tolist() for key, value in decode(encode({"mean": torch.tensor([1.0, 2.0])})).items()}
+    >>> {
+    ...     key: value.tolist()
+    ...     for key, value in decode(encode({"mean": torch.tensor([1.0, 2.0])})).items()
+    ... }
     {'mean': [1.0, 2.0]}
     """
     _check_header(data, name)
@@ -57,7 +67,11 @@ def decode(data: bytes, name: str = "tensors") -> dict[str, Tensor]:
         raise StoreError(name, wanted="safetensors", got=f"{str(error)[:120]}") from None
     for key, value in tensors.items():
         if value.dtype not in _DTYPES or value.ndim > MAX_DIMS:
-            raise StoreError(name, wanted=f"plain types and at most {MAX_DIMS} axes", got=f"{key:.80}: {describe(value)}")
+            raise StoreError(
+                name,
+                wanted=f"plain types and at most {MAX_DIMS} axes",
+                got=f"{key:.80}: {describe(value)}",
+            )
         _check_finite(name, key, value)
     return tensors
 
@@ -71,7 +85,8 @@ def _check_finite(name: str, key: str, value: Tensor) -> None:
 
 
 def _check_header(data: bytes, name: str) -> None:
-    """Bounded, strict JSON with nothing more in it than tensors; that these tile the data exactly safetensors checks."""
+    """Bounded, strict JSON with nothing more in it than tensors; that these tile the data exactly
+    safetensors checks."""
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or not 2 <= length <= min(MAX_HEADER, len(data) - 8):
         wanted = f"a safetensors header of 2 to {MAX_HEADER} bytes within the file"
@@ -79,4 +94,8 @@ def _check_header(data: bytes, name: str) -> None:
     header = decode_document(data[8 : 8 + length], name, limit=MAX_HEADER)
     for key, entry in header.items() if isinstance(header, dict) else [("", header)]:
         if key != "__metadata__" and not (isinstance(entry, dict) and entry.keys() == _FIELDS):
-            raise StoreError(name, wanted=f"tensors with {', '.join(sorted(_FIELDS))}", got=f"{key:.80}: {entry!r:.80}")
+            raise StoreError(
+                name,
+                wanted=f"tensors with {', '.join(sorted(_FIELDS))}",
+                got=f"{key:.80}: {entry!r:.80}",
+            )

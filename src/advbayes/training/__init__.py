@@ -1,4 +1,5 @@
-"""`fit`, one loop for every defense: its data (`batches`), its step (`steps`) and the loop around them (`loop`)."""
+"""`fit`, one loop for every defense: its data (`batches`), its step (`steps`) and the loop around
+them (`loop`)."""
 
 from advbayes.training.loop import COLUMNS as COLUMNS
 from advbayes.training.loop import FitResult as FitResult

@@ -1,4 +1,5 @@
-"""The data of `fit`: checked before training starts, cut into batches that the step's number alone decides."""
+"""The data of `fit`: checked before training starts, cut into batches that the step's number alone
+decides."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ Data = tuple[Tensor | np.ndarray[Any, Any], Tensor | np.ndarray[Any, Any]] | Dat
 
 
 class Batch(NamedTuple):
-    """Examples, or all of the data with the rows that are meant: a compiled step gathers them itself.
+    """Examples, or all of the data with the rows that are meant: a compiled step gathers them
+    itself.
 
     >>> Batch(torch.arange(6).view(3, 2), torch.arange(3), torch.tensor([2])).gathered().x
     tensor([[4, 5]])
@@ -38,7 +40,8 @@ class Batch(NamedTuple):
 
 
 class TensorBatches:
-    """Batch `step` of an endless concatenation of shuffled passes: all batches are full, all examples are used alike.
+    """Batch `step` of an endless concatenation of shuffled passes: all batches are full, all
+    examples are used alike.
 
     >>> TensorBatches(torch.zeros(4, 2), torch.zeros(4), batch_size=3, seed=0)(1).rows.shape
     torch.Size([3])
@@ -54,7 +57,9 @@ class TensorBatches:
     def _order(self, epoch: int) -> Tensor:
         if epoch not in self._orders:
             self._orders = {k: order for k, order in self._orders.items() if k == epoch - 1}
-            order = torch.randperm(self.num_data, generator=generator_for(self.seed, "order", epoch))
+            order = torch.randperm(
+                self.num_data, generator=generator_for(self.seed, "order", epoch)
+            )
             self._orders[epoch] = order.to(self.x.device)
         return self._orders[epoch]
 
@@ -74,7 +79,9 @@ class LoaderBatches:
     augments, is a stream keyed by the seed and the step at which the pass begins.
 
     >>> data = torch.utils.data.TensorDataset(torch.zeros(4, 2), torch.zeros(4))
-    >>> LoaderBatches(DataLoader(data, batch_size=2), 4, 2.0, lambda x, y: (x, y), seed=0)(0).x.shape
+    >>> LoaderBatches(DataLoader(data, batch_size=2), 4, 2.0, lambda x, y: (x, y), seed=0)(
+    ...     0
+    ... ).x.shape
     torch.Size([2, 2])
     """
 
@@ -118,10 +125,14 @@ class LoaderBatches:
     def _count(self, num: int, is_whole: bool) -> None:
         """A pass with another number of examples than N would weigh the prior wrongly."""
         self._num_seen += num
-        if self._num_seen > self.num_data or (is_whole and self._num_seen not in (0, self.num_data)):
+        if self._num_seen > self.num_data or (
+            is_whole and self._num_seen not in (0, self.num_data)
+        ):
             raise ValueError(
-                f"data must yield num_data = {self.num_data} examples in one pass, got {self._num_seen}"
-                f"{'' if is_whole else ' and more'}; give the right number by objective=ChannelELBO(num_data)"
+                f"data must yield num_data = {self.num_data} examples in one pass, got "
+                f"{self._num_seen}"
+                f"{'' if is_whole else ' and more'}; give the right number by "
+                f"objective=ChannelELBO(num_data)"
             )
 
 
@@ -140,7 +151,9 @@ def batches_of(
 
     >>> from advbayes import BayesianModel, Categorical, Noise
     >>> model = BayesianModel(torch.nn.Linear(2, 2), Categorical())
-    >>> batches_of(model, Noise(), (torch.zeros(6, 2), torch.zeros(6, dtype=torch.long)), 4, seed=0).steps_per_epoch
+    >>> batches_of(
+    ...     model, Noise(), (torch.zeros(6, 2), torch.zeros(6, dtype=torch.long)), 4, seed=0
+    ... ).steps_per_epoch
     1.5
     """
     check = _Check(model, channel)
@@ -157,7 +170,8 @@ def _length(loader: DataLoader[Any], num_data: int | None) -> tuple[int, float]:
     if num is None:
         if num_data is None:
             raise ValueError(
-                "data must say how many examples a pass has, got a DataLoader over an iterable data set, "
+                "data must say how many examples a pass has, got a DataLoader over an iterable "
+                "data set, "
                 "or with a sampler of batches that does not; give the number by "
                 "objective=ChannelELBO(num_data)"
             )
@@ -167,7 +181,8 @@ def _length(loader: DataLoader[Any], num_data: int | None) -> tuple[int, float]:
     except TypeError:  # an IterableDataset or a sampler without a length
         if loader.batch_size is None:
             raise ValueError(
-                f"data must have a length or let the DataLoader make the batches (batch_size=...), got {checks.describe(loader)}"
+                f"data must have a length or let the DataLoader make the batches "
+                f"(batch_size=...), got {checks.describe(loader)}"
             ) from None
         steps = num / loader.batch_size
     if num == 0 or steps == 0:
@@ -180,7 +195,9 @@ def _num_in_pass(loader: DataLoader[Any]) -> int | None:
 
     >>> from torch.utils.data import SubsetRandomSampler, TensorDataset
     >>> data = TensorDataset(torch.zeros(10, 2), torch.zeros(10))
-    >>> _num_in_pass(DataLoader(data, batch_size=2, sampler=SubsetRandomSampler(range(5)), drop_last=True))
+    >>> _num_in_pass(
+    ...     DataLoader(data, batch_size=2, sampler=SubsetRandomSampler(range(5)), drop_last=True)
+    ... )
     4
     """
     batches = loader.batch_sampler
@@ -197,7 +214,8 @@ def _num_in_pass(loader: DataLoader[Any]) -> int | None:
 
 
 class _Check:
-    """x and y in the model's dtype and device, refused when of the wrong shape, not finite or out of range."""
+    """x and y in the model's dtype and device, refused when of the wrong shape, not finite or out
+    of range."""
 
     def __init__(self, model: BayesianModel, channel: Channel) -> None:
         self.model, self.channel = model, channel
@@ -216,12 +234,17 @@ class _Check:
             y = y.to(model.dtype) if y.is_floating_point() else y
         for name, value in (("x", x), ("y", y)):
             if not isinstance(value, Tensor):
-                raise TypeError(f"{name} must be a tensor or an array, got {checks.describe(value)}")
+                raise TypeError(
+                    f"{name} must be a tensor or an array, got {checks.describe(value)}"
+                )
         if not len(x):
             raise ValueError(f"x must hold at least one example, got {checks.describe(x)}")
         model._check_input(x)
         if y.ndim == 0 or len(y) != len(x):
-            raise ValueError(f"y must hold one target for each of the {len(x)} examples of x, got {checks.describe(y)}")
+            raise ValueError(
+                f"y must hold one target for each of the {len(x)} examples of x, got "
+                f"{checks.describe(y)}"
+            )
         if y.device != x.device:
             raise TypeError(f"y must be on {x.device} as x, got {checks.describe(y)}")
         checks.finite("x", x)
@@ -236,9 +259,14 @@ class _Check:
                 with torch.no_grad():
                     output, _ = self.model.output(self.model.initial_theta(), x[:1])
             except (RuntimeError, ValueError, IndexError) as error:
-                raise ValueError(f"x must have the shape that net takes, got {checks.describe(x)}: {error}") from error
+                raise ValueError(
+                    f"x must have the shape that net takes, got {checks.describe(x)}: {error}"
+                ) from error
             if output.ndim != 2 or len(output) != 1:
-                raise ValueError(f"net must give one output row for each input, got {checks.describe(output)} for one input")
+                raise ValueError(
+                    f"net must give one output row for each input, got {checks.describe(output)} "
+                    f"for one input"
+                )
             self._outputs[x.shape[1:]] = output
         return self._outputs[x.shape[1:]]
 

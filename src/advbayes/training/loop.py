@@ -1,7 +1,7 @@
 """`fit`: one loop for every defense (section 3.3, SM-5).
 
-Randomness is keyed by (seed, purpose, step) and the batches by (seed, epoch), so a run that goes on from a `State` draws what an
-uninterrupted one would have drawn.
+Randomness is keyed by (seed, purpose, step) and the batches by (seed, epoch), so a run that goes on
+from a `State` draws what an uninterrupted one would have drawn.
 """
 
 from __future__ import annotations
@@ -40,16 +40,19 @@ MAX_SKIPPED_IN_A_ROW = 10
 
 
 class SkippedStepWarning(RuntimeWarning):
-    """A step of training met NaN or infinity and was not taken; `FitResult.skipped` counts all of them."""
+    """A step of training met NaN or infinity and was not taken; `FitResult.skipped` counts all of
+    them."""
 
 
 class NonFiniteError(FloatingPointError):
-    """Training met NaN or infinity ten steps in a row; the posterior is at its last finite state."""
+    """Training met NaN or infinity ten steps in a row; the posterior is at its last finite
+    state."""
 
 
 @dataclass
 class State:
-    """All that the next step needs: tensors by name (posterior, optimisers, adversaries), the step and the history."""
+    """All that the next step needs: tensors by name (posterior, optimisers, adversaries), the step
+    and the history."""
 
     step: int = 0
     skipped: int = 0
@@ -69,7 +72,10 @@ class FitResult:
 
     def __repr__(self) -> str:
         last = f", bound={self.history['bound'][-1]:.6g}" if self.history["bound"] else ""
-        return f"FitResult(steps={self.steps}, skipped={self.skipped}, interrupted={self.interrupted}{last})"
+        return (
+            f"FitResult(steps={self.steps}, skipped={self.skipped}, "
+            f"interrupted={self.interrupted}{last})"
+        )
 
 
 @torch.enable_grad()  # training needs gradients, whatever the caller's mode
@@ -96,28 +102,32 @@ def fit(
 ) -> FitResult:
     """Train the posterior through the channel: maximise the objective by Adam, in place.
 
-    The learning rate falls by the factor `decay` over each pass through the data. Learned channels take a step of their own
-    (against the model) before each step of the posterior. A step whose gradient is not finite is
-    skipped and counted, the first with a warning; ten in a row raise `NonFiniteError`. Ctrl-C (or
-    `stop()` returning true) finishes the step and returns what is trained, with `interrupted=True`.
-    `progress=None` shows a bar on a terminal alone. `checkpoint(state)` is called every
-    `checkpoint_every` steps and at the end; passing a saved state as `state` goes on from there, bit
-    for bit (a DataLoader starts a new pass). A DataLoader without a generator of its own takes its
-    order from `seed`; N is the number of examples that one pass of it yields, and the global
-    generator is left as it was.
-    `compile=True` compiles the step at its first batch (ten to sixty seconds, less when cached): two to five times faster on
-    small nets, the same draws, results equal up to rounding.
+    The learning rate falls by the factor `decay` over each pass through the data. Learned channels
+    take a step of their own (against the model) before each step of the posterior. A step whose
+    gradient is not finite is skipped and counted, the first with a warning; ten in a row raise
+    `NonFiniteError`. Ctrl-C (or `stop()` returning true) finishes the step and returns what is
+    trained, with `interrupted=True`. `progress=None` shows a bar on a terminal alone.
+    `checkpoint(state)` is called every `checkpoint_every` steps and at the end; passing a saved
+    state as `state` goes on from there, bit for bit (a DataLoader starts a new pass). A DataLoader
+    without a generator of its own takes its order from `seed`; N is the number of examples that one
+    pass of it yields, and the global generator is left as it was.
+    `compile=True` compiles the step at its first batch (ten to sixty seconds, less when cached):
+    two to five times faster on small nets, the same draws, results equal up to rounding.
 
     >>> from advbayes import BayesianModel, Categorical, MeanField, Noise
     >>> x = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
     >>> model = BayesianModel(nn.Linear(2, 2), Categorical())
-    >>> fit(model, MeanField(model), Noise(0.1), (x, (x[:, 0] > 0).long()), epochs=2, batch_size=32).steps
+    >>> fit(
+    ...     model, MeanField(model), Noise(0.1), (x, (x[:, 0] > 0).long()), epochs=2, batch_size=32
+    ... ).steps
     4
     """
     refuse_inference_mode()
     _check_parts(model, posterior, channel, objective)
     checks.count("seed", seed, low=0)
-    batches = batches_of(model, channel, data, batch_size, seed, None if objective is None else objective.num_data)
+    batches = batches_of(
+        model, channel, data, batch_size, seed, None if objective is None else objective.num_data
+    )
     objective = _objective(objective, batches.num_data)
     total = _total_steps(epochs, steps, batches)
     checks.number("lr", lr, low=0, open_low=True)
@@ -130,23 +140,32 @@ def fit(
     adversaries = [_Adversary(learned, adversary_lr) for learned in learned_in(channel)]
     held = _Held(posterior, optimiser, adversaries)
     state = State() if state is None else held.restore(state)
-    take_step: Step = (compiled_step if compile else eager_step)(model, posterior, channel, objective, optimiser)
+    take_step: Step = (compiled_step if compile else eager_step)(
+        model, posterior, channel, objective, optimiser
+    )
     generator = torch.Generator(model.device)
     skipped_in_a_row = 0
     has_warned = interrupted = False
-    origin = time.perf_counter() - (state.history["seconds"][-1] if state.history["seconds"] else 0.0)
+    origin = time.perf_counter() - (
+        state.history["seconds"][-1] if state.history["seconds"] else 0.0
+    )
     columns = [state.history[name] for name in COLUMNS]
 
     if accelerated is not None and accelerated.is_enabled():
         accelerated.recycle_blocks()
-    with _deferred_interrupt() as interrupt, Progress("fit", total, progress, start=state.step) as bar:
+    with (
+        _deferred_interrupt() as interrupt,
+        Progress("fit", total, progress, start=state.step) as bar,
+    ):
         for step in range(state.step, total):
             batch = batches(step)
             for adversary in adversaries:
                 generator.manual_seed(seed_for(seed, "adversary", step))
                 adversary.step(model, posterior, batch, generator)
             generator.manual_seed(seed_for(seed, "step", step))
-            taken = Taken(*take_step(batch, generator, lr * decay ** (step / batches.steps_per_epoch)))
+            taken = Taken(
+                *take_step(batch, generator, lr * decay ** (step / batches.steps_per_epoch))
+            )
             if taken.is_finite():
                 skipped_in_a_row = 0
             else:
@@ -155,7 +174,8 @@ def fit(
                 if not has_warned:
                     has_warned = True
                     warnings.warn(
-                        f"step {step + 1} was skipped: its bound is {taken.bound:g} and the norm of its "
+                        f"step {step + 1} was skipped: its bound is {taken.bound:g} and the norm "
+                        f"of its "
                         f"gradient {taken.norm:g}. FitResult.skipped counts such steps",
                         SkippedStepWarning,
                         stacklevel=3,
@@ -166,11 +186,17 @@ def fit(
             bar.advance("bound", taken.bound)
             if skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
                 generator.manual_seed(seed_for(seed, "step", step))
-                raise NonFiniteError(_cause(model, posterior, channel, objective, batch, generator, step))
+                raise NonFiniteError(
+                    _cause(model, posterior, channel, objective, batch, generator, step)
+                )
             if interrupt() or (stop is not None and stop()):
                 interrupted = state.step < total
                 break
-            if checkpoint is not None and checkpoint_every is not None and state.step % checkpoint_every == 0:
+            if (
+                checkpoint is not None
+                and checkpoint_every is not None
+                and state.step % checkpoint_every == 0
+            ):
                 checkpoint(held.save(state))
         state = held.save(state)
         if checkpoint is not None:
@@ -178,18 +204,29 @@ def fit(
     return FitResult(state.history, state.step, state.skipped, interrupted, state)
 
 
-def _check_parts(model: BayesianModel, posterior: Posterior, channel: Channel, objective: ChannelELBO | None) -> None:
+def _check_parts(
+    model: BayesianModel, posterior: Posterior, channel: Channel, objective: ChannelELBO | None
+) -> None:
     if not isinstance(model, BayesianModel):
         raise TypeError(f"model must be a BayesianModel, got {checks.describe(model)}")
     if isinstance(posterior, Samples) or not isinstance(posterior, Posterior):
-        raise TypeError(f"posterior must be trainable (MeanField, LowRank, ...), got {checks.describe(posterior)}")
+        raise TypeError(
+            f"posterior must be trainable (MeanField, LowRank, ...), got "
+            f"{checks.describe(posterior)}"
+        )
     if posterior.num_params != model.num_params:
-        raise ValueError(f"posterior must be over the model's {model.num_params} parameters, got one over {posterior.num_params}")
+        raise ValueError(
+            f"posterior must be over the model's {model.num_params} parameters, got one over "
+            f"{posterior.num_params}"
+        )
     if not any(parameter.requires_grad for parameter in posterior.parameters()):
         raise ValueError(f"posterior must have a trainable parameter, got none in {posterior}")
     for parameter in posterior.parameters():
         if parameter.dtype != model.dtype or parameter.device != model.device:
-            raise TypeError(f"posterior must be {model.dtype} on {model.device} as the net, got {checks.describe(parameter)}")
+            raise TypeError(
+                f"posterior must be {model.dtype} on {model.device} as the net, got "
+                f"{checks.describe(parameter)}"
+            )
     if isinstance(channel, type) or not isinstance(channel, Channel):
         raise TypeError(f"channel must have sample and density, got {checks.describe(channel)}")
     if objective is not None and not isinstance(objective, ChannelELBO):
@@ -201,14 +238,17 @@ def _objective(objective: ChannelELBO | None, num_data: int) -> ChannelELBO:
         return ChannelELBO(num_data)
     if objective.num_data != num_data:
         raise ValueError(
-            f"objective.num_data must be the number of examples in one pass over the data, {num_data}, got {objective.num_data}"
+            f"objective.num_data must be the number of examples in one pass over the data, "
+            f"{num_data}, got {objective.num_data}"
         )
     return objective
 
 
 def _total_steps(epochs: float | None, steps: int | None, batches: Batches) -> int:
     if (epochs is None) == (steps is None):
-        raise ValueError(f"exactly one of epochs and steps must be given, got epochs={epochs} and steps={steps}")
+        raise ValueError(
+            f"exactly one of epochs and steps must be given, got epochs={epochs} and steps={steps}"
+        )
     if steps is not None:
         return checks.count("steps", steps)
     assert epochs is not None
@@ -216,18 +256,22 @@ def _total_steps(epochs: float | None, steps: int | None, batches: Batches) -> i
     return max(1, math.ceil(round(epochs * batches.steps_per_epoch, 9)))
 
 
-# --- The adversary of a learned channel -----------------------------------------------------------------------------
+# --- The adversary of a learned channel
+# -----------------------------------------------------------------------------
 
 
 class _Adversary:
-    """Trains one learned channel to make the model's likelihood small: maximise -log p(y | x', theta) + bonus."""
+    """Trains one learned channel to make the model's likelihood small: maximise -log p(y | x',
+    theta) + bonus."""
 
     def __init__(self, channel: Learned, lr: float) -> None:
         self.channel, self.lr = channel, lr
         self.adam = adam_for(channel.generator, lr)
         self.parameters = [p for p in channel.generator.parameters() if p.requires_grad]
 
-    def step(self, model: BayesianModel, posterior: Posterior, batch: Batch, generator: torch.Generator) -> None:
+    def step(
+        self, model: BayesianModel, posterior: Posterior, batch: Batch, generator: torch.Generator
+    ) -> None:
         x, y, _ = batch.gathered()
         theta = posterior.sample(1, generator=generator)[0]
         centre, std = self.channel.moments(model.at(theta), x, y)
@@ -239,13 +283,17 @@ class _Adversary:
             descend(self.adam, self.parameters, gradients, self.lr)
 
 
-# --- State ------------------------------------------------------------------------------------------------------------
+# --- State ----------------------------------------------------------------------------------------
+# --------------------
 
 
 class _Held:
-    """Copies between the live objects (posterior, optimisers, adversaries) and a State's named tensors."""
+    """Copies between the live objects (posterior, optimisers, adversaries) and a State's named
+    tensors."""
 
-    def __init__(self, posterior: Posterior, adam: torch.optim.Adam, adversaries: list[_Adversary]) -> None:
+    def __init__(
+        self, posterior: Posterior, adam: torch.optim.Adam, adversaries: list[_Adversary]
+    ) -> None:
         self.modules: dict[str, nn.Module] = {"posterior": posterior}
         self.optimisers = {"posterior": adam}
         for k, adversary in enumerate(adversaries):
@@ -261,7 +309,12 @@ class _Held:
         for owner, optimiser in self.optimisers.items():
             for name, tensor in _slots(optimiser):
                 tensors[f"{owner}/adam/{name}"] = tensor.clone()
-        return State(state.step, state.skipped, tensors, {name: list(column) for name, column in state.history.items()})
+        return State(
+            state.step,
+            state.skipped,
+            tensors,
+            {name: list(column) for name, column in state.history.items()},
+        )
 
     def restore(self, state: State) -> State:
         if not state.tensors and state.step == 0:
@@ -274,7 +327,9 @@ class _Held:
             for name, tensor in names.items():
                 if state.tensors[f"{owner}/{name}"].shape != tensor.shape:
                     came = checks.describe(state.tensors[f"{owner}/{name}"])
-                    raise ValueError(f"state must hold {owner}/{name} of shape {tuple(tensor.shape)}, got {came}")
+                    raise ValueError(
+                        f"state must hold {owner}/{name} of shape {tuple(tensor.shape)}, got {came}"
+                    )
             module.load_state_dict({name: state.tensors[f"{owner}/{name}"] for name in names})
         for owner, optimiser in self.optimisers.items():
             for name, tensor in _slots(optimiser):
@@ -293,7 +348,8 @@ def _slots(optimiser: torch.optim.Adam) -> Iterator[tuple[str, Tensor]]:
             yield f"{index}/{name}", tensor
 
 
-# --- What went wrong ---------------------------------------------------------------------------------------------------
+# --- What went wrong ------------------------------------------------------------------------------
+# ---------------------
 
 
 def _cause(
@@ -305,7 +361,8 @@ def _cause(
     generator: torch.Generator,
     step: int,
 ) -> str:
-    """Where the first NaN or infinity stands on the way from data to gradient, the step's draws made anew."""
+    """Where the first NaN or infinity stands on the way from data to gradient, the step's draws
+    made anew."""
     x, y, _ = batch.gathered()
     with torch.no_grad():
         thetas = posterior.at(posterior.noise(objective.num_theta, generator=generator))
@@ -319,11 +376,16 @@ def _cause(
         ("the likelihood (log p(y | x', theta))", scores),
     )
     cause = next(
-        (name for name, value in suspects if value.is_floating_point() and not bool(torch.isfinite(value).all())),
+        (
+            name
+            for name, value in suspects
+            if value.is_floating_point() and not bool(torch.isfinite(value).all())
+        ),
         "the gradient (the likelihood is finite; lower the learning rate)",
     )
     return (
-        f"{MAX_SKIPPED_IN_A_ROW} steps in a row gave a bound or gradient that is not finite, up to step {step + 1}; the cause is "
+        f"{MAX_SKIPPED_IN_A_ROW} steps in a row gave a bound or gradient that is not finite, up "
+        f"to step {step + 1}; the cause is "
         f"{cause}. The posterior is left at its last finite state"
     )
 
@@ -332,9 +394,9 @@ def _cause(
 def _deferred_interrupt() -> Iterator[Callable[[], bool]]:
     """Ctrl-C sets a flag that the loop reads between steps; a second Ctrl-C interrupts at once."""
     pressed: list[int] = []
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not (
-        signal.default_int_handler
-    ):
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(
+        signal.SIGINT
+    ) is not (signal.default_int_handler):
         yield lambda: False
         return
 

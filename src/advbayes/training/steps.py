@@ -22,7 +22,8 @@ except ImportError:  # a package without it trains the same, but for compile=Tru
 
 
 class Taken(NamedTuple):
-    """The bound and its parts for the whole data set, and the norm of the gradient of -bound / N."""
+    """The bound and its parts for the whole data set, and the norm of the gradient of -bound /
+    N."""
 
     bound: float
     log_likelihood: float
@@ -31,7 +32,8 @@ class Taken(NamedTuple):
     norm: float
 
     def is_finite(self) -> bool:
-        """Whether the step was taken: one that is not finite leaves posterior and optimiser as they were."""
+        """Whether the step was taken: one that is not finite leaves posterior and optimiser as they
+        were."""
         return math.isfinite(self.bound) and math.isfinite(self.norm)
 
 
@@ -46,13 +48,16 @@ def eager_step(
     objective: ChannelELBO,
     optimiser: torch.optim.Adam,
 ) -> Step:
-    """One estimate of the bound, its gradient by autograd, and Adam along it where everything is finite."""
+    """One estimate of the bound, its gradient by autograd, and Adam along it where everything is
+    finite."""
     parameters = [p for p in posterior.parameters() if p.requires_grad]
 
     def step(batch: Batch, generator: torch.Generator, lr: float) -> list[float]:
         x, y, _ = batch.gathered()
         terms = objective(model, posterior, channel, x, y, generator=generator)
-        gradients = torch.autograd.grad(-terms.bound / objective.num_data, parameters, materialize_grads=True)
+        gradients = torch.autograd.grad(
+            -terms.bound / objective.num_data, parameters, materialize_grads=True
+        )
         norm = math.hypot(*(torch.linalg.vector_norm(gradient).item() for gradient in gradients))
         numbers = [*(term.item() for term in terms), norm]
         if Taken(*numbers).is_finite():
@@ -71,7 +76,10 @@ def compiled_step(
 ) -> Step:
     """The same as one native program."""
     if accelerated is None:
-        raise ImportError("compile must be False without the package advbayes.accelerated, which cannot be imported")
+        raise ImportError(
+            "compile must be False without the package advbayes.accelerated, which cannot be "
+            "imported"
+        )
     return accelerated.CompiledStep(model, posterior, channel, objective, optimiser)
 
 
@@ -88,7 +96,12 @@ def adam_for(module: nn.Module, lr: float) -> torch.optim.Adam:
     return optimiser
 
 
-def descend(optimiser: torch.optim.Adam, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], lr: float) -> None:
+def descend(
+    optimiser: torch.optim.Adam,
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor],
+    lr: float,
+) -> None:
     """One step of the optimiser along given gradients."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
