@@ -251,8 +251,7 @@ def test_an_audit_by_a_purifiers_own_attacks_comes_to_an_end() -> None:
     assert [mixed[id].status != "not run" for id in controls] == [True] * 3
 
 
-# --- the sphere -----------------------------------------------------------------------------------
-# ----------------------
+# --- the sphere ---------------------------------------------------------------------------------
 
 
 def test_points_of_the_sphere_heed_scale_and_mask() -> None:

@@ -132,8 +132,7 @@ def test_the_audit_and_the_suite_run_the_same_attacks() -> None:
         assert asked[0].findings == asked[1].findings
 
 
-# --- several outputs ------------------------------------------------------------------------------
-# ----------------------
+# --- several outputs ----------------------------------------------------------------------------
 
 
 def largest(ball: Ball, weight: Tensor, residual: Tensor) -> Tensor:

@@ -76,8 +76,7 @@ def broken(predict: Predictor, x: Tensor, y: Tensor) -> Tensor:
     return logits.argmax(-1) != y
 
 
-# --- Closed forms ---------------------------------------------------------------------------------
-# --------------------
+# --- Closed forms -------------------------------------------------------------------------------
 
 
 def linear_case(num_classes: int, norm: str) -> tuple[Predictor, Tensor, Tensor, Tensor]:
@@ -356,8 +355,7 @@ def test_restarts_in_one_batch_keep_per_example_losses_apart() -> None:
         torch.testing.assert_close(mixed[index == k], alone[index == k])
 
 
-# --- Goals ----------------------------------------------------------------------------------------
-# --------------------
+# --- Goals --------------------------------------------------------------------------------------
 
 
 def test_targeted_reaches_its_class() -> None:
@@ -424,8 +422,7 @@ def test_worst_regression_of_the_suite_is_the_closed_form() -> None:
     torch.testing.assert_close(squared_error(predict(x_adv), y), worst)
 
 
-# --- Bad input ------------------------------------------------------------------------------------
-# ---------------------
+# --- Bad input ----------------------------------------------------------------------------------
 
 
 def test_bad_settings_are_named() -> None:

@@ -173,8 +173,7 @@ def test_costs_grow_with_the_tier() -> None:
     assert standard.seconds > 0
 
 
-# --- rule by rule ---------------------------------------------------------------------------------
-# ----------------------
+# --- rule by rule -------------------------------------------------------------------------------
 
 
 def test_e0_names_what_is_missing_and_what_contradicts() -> None:

@@ -66,8 +66,7 @@ def found(*ids: str, model: Predictor | None = None, **options: Any) -> Any:
     return audit(Counted() if model is None else model, data, only=ids, **chosen)
 
 
-# --- E0: units ------------------------------------------------------------------------------------
-# ---------------------
+# --- E0: units ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("box", [None, (-3.0, 3.0)])
@@ -177,8 +176,7 @@ def test_e8_asks_about_examples_together() -> None:
     assert model.calls <= alone.calls + 15
 
 
-# --- black boxes ----------------------------------------------------------------------------------
-# ----------------------
+# --- black boxes --------------------------------------------------------------------------------
 
 
 def test_the_quick_tier_spends_a_tenth_of_the_queries_on_black_boxes_and_no_other_does() -> None:

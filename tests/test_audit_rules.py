@@ -89,8 +89,7 @@ def columns(num: int, wrong: int) -> dict[str, Tensor]:
     return {"correct": correct, "log_prob": correct - 1.5, "loss": 1.5 - correct}
 
 
-# --- E28, E29 -------------------------------------------------------------------------------------
-# ----------------------
+# --- E28, E29 -----------------------------------------------------------------------------------
 
 
 def mcnemar(only_first: int) -> float:
@@ -209,8 +208,7 @@ def test_a_copied_function_shares_nothing_that_it_changes() -> None:
     assert copies_of(predict, None).make is not None
 
 
-# --- claims ---------------------------------------------------------------------------------------
-# ----------------------
+# --- claims -------------------------------------------------------------------------------------
 
 
 def claim(x_adv: Tensor | None = None, **changes: Any) -> Claim:
@@ -499,8 +497,7 @@ def test_e27_wants_an_evaluation_of_these_data_in_this_ball(tmp_path: Path) -> N
     assert "60 of the evaluation's 60 inputs are not among the 60 audited ones" in other.advice
 
 
-# --- black boxes ----------------------------------------------------------------------------------
-# ----------------------
+# --- black boxes --------------------------------------------------------------------------------
 
 
 def blind(x: Tensor) -> Classes:
@@ -576,8 +573,7 @@ def test_more_features_than_directions_are_asked_along_random_ones() -> None:
     assert left["blind"] < left["noise"] - 0.2
 
 
-# --- one screen -----------------------------------------------------------------------------------
-# ----------------------
+# --- one screen ---------------------------------------------------------------------------------
 
 
 def test_the_call_fits_on_one_screen() -> None:
@@ -701,8 +697,7 @@ def test_the_worst_of_many_harmless_attacks_on_noise_is_noise() -> None:
     assert found.value(found.worst()) > 0.4
 
 
-# --- text -----------------------------------------------------------------------------------------
-# ----------------------
+# --- text ---------------------------------------------------------------------------------------
 
 
 def test_levels_and_sentences_say_the_same_as_the_numbers() -> None:

@@ -43,8 +43,7 @@ def classes(x: Tensor) -> CategoricalDistribution:
     return CategoricalDistribution(logits=x @ weight + (x @ weight).square(), validate_args=False)
 
 
-# --- Components -----------------------------------------------------------------------------------
-# --------------------
+# --- Components ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stratified", [True, False])
@@ -115,8 +114,7 @@ def test_entries_of_losses_go_where_their_examples_go(steps: int, nested: bool) 
         assert torch.bincount(which.argmin(0), minlength=3).tolist() == [8, 8, 8]
 
 
-# --- Labels ---------------------------------------------------------------------------------------
-# --------------------
+# --- Labels -------------------------------------------------------------------------------------
 
 
 def test_a_regression_without_labels_is_attacked_from_both_sides() -> None:
@@ -157,8 +155,7 @@ def test_a_purifier_without_labels_is_not_a_purifier_by_noise() -> None:
     assert float((attacked(at).mean - noisy(at).mean).abs().max()) > 1e-3
 
 
-# --- Starts ---------------------------------------------------------------------------------------
-# --------------------
+# --- Starts -------------------------------------------------------------------------------------
 
 
 def constant(x: Tensor) -> CategoricalDistribution:

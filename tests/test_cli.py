@@ -100,8 +100,7 @@ def refused(capsys: pytest.CaptureFixture[str], argv: list[str], *words: str) ->
         assert word in err, err
 
 
-# --- Starting -------------------------------------------------------------------------------------
-# ----------------------------
+# --- Starting -----------------------------------------------------------------------------------
 
 
 def test_help_starts_in_less_than_a_second_without_torch() -> None:
@@ -176,8 +175,7 @@ def test_shell_completion_knows_commands_and_choices() -> None:
         assert wanted in done.stdout, (line, done)
 
 
-# --- Help -----------------------------------------------------------------------------------------
-# ----------------------------
+# --- Help ---------------------------------------------------------------------------------------
 
 
 def parser_of(command: str) -> Any:
@@ -207,8 +205,7 @@ def test_every_key_is_a_flag_in_one_panel(capsys: pytest.CaptureFixture[str]) ->
     assert set(RunConfig.model_fields) <= named
 
 
-# --- Training -------------------------------------------------------------------------------------
-# -----------------------------
+# --- Training -----------------------------------------------------------------------------------
 
 
 def test_flags_override_the_file_and_all_is_written_back(
@@ -295,8 +292,7 @@ def test_mistakes_in_training_are_named(
     refused(capsys, ["fly"], "fly")
 
 
-# --- Using a run ----------------------------------------------------------------------------------
-# -----------------------------
+# --- Using a run --------------------------------------------------------------------------------
 
 
 def test_show_tells_of_runs_and_bundles(
@@ -583,8 +579,7 @@ def test_the_demo_ends_with_a_report_and_goes_on_from_what_is_there(
     refused(capsys, ["demo", "--quick", "--seed", "3", "--json"], "another configuration")
 
 
-# --- Errors ---------------------------------------------------------------------------------------
-# ------------------------------
+# --- Errors -------------------------------------------------------------------------------------
 
 
 def test_bugs_are_told_from_mistakes(

@@ -204,8 +204,7 @@ def test_channels_whose_attack_draws_have_no_draws_beforehand() -> None:
         assert draws(channel, x, generator=generator()) is None
 
 
-# --- The program ----------------------------------------------------------------------------------
-# ---------------------
+# --- The program --------------------------------------------------------------------------------
 
 
 def test_its_adam_is_torch_s() -> None:

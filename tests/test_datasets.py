@@ -100,8 +100,7 @@ def wine(monkeypatch: pytest.MonkeyPatch) -> bytes:
     return data
 
 
-# --- what loads -----------------------------------------------------------------------------------
-# ----------------
+# --- what loads ---------------------------------------------------------------------------------
 
 
 def test_mnist_from_gzip_and_from_plain_files(mnist: dict[str, bytes], tmp_path: Path) -> None:
@@ -826,8 +825,7 @@ def test_every_bit_flip_of_an_npz_is_refused_or_harmless(tmp_path: Path) -> None
     assert refused > len(intact) // 2
 
 
-# --- downloads ------------------------------------------------------------------------------------
-# ----------------
+# --- downloads ----------------------------------------------------------------------------------
 
 
 def _serve_mnist(server: Server, contents: dict[str, bytes]) -> None:

@@ -235,8 +235,7 @@ def test_what_cannot_be_compared_is_not_resumed(tmp_path: Path) -> None:
         run(tmp_path, {"p": pgd(L2(0.5), 3, loss)})
 
 
-# --- randomness -----------------------------------------------------------------------------------
-# ----------------------
+# --- randomness ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["global stream", "generator of its own"])
@@ -258,8 +257,7 @@ def test_a_transfer_from_stochastic_sources_resumes_to_the_bit(own: bool, tmp_pa
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
 
 
-# --- warnings -------------------------------------------------------------------------------------
-# ----------------------
+# --- warnings -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

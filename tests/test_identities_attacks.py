@@ -119,8 +119,7 @@ def test_20_the_predictive_averages_densities_not_logits() -> None:
     assert_exact(PosteriorPredictive(net, several)(QUERY).probs, probs)
 
 
-# --- 21: balls ------------------------------------------------------------------------------------
-# --------------------
+# --- 21: balls ----------------------------------------------------------------------------------
 
 CENTRES = torch.rand(400, 5, dtype=FLOAT, generator=generator(10))
 SCALES = torch.tensor([0.5, 1.0, 2.0, 1.0, 3.0], dtype=FLOAT)
@@ -194,8 +193,7 @@ def test_21_random_points_fill_the_l2_ball_uniformly() -> None:
     assert mean_test(draw, [1 / 8] * 8 + [0.0] * 4, resolution=0.005)
 
 
-# --- 21: channels ---------------------------------------------------------------------------------
-# --------------------
+# --- 21: channels -------------------------------------------------------------------------------
 
 
 class Generator(nn.Module):

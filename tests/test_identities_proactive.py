@@ -78,8 +78,7 @@ def copies(x: Tensor, y: Tensor, num: int) -> tuple[Tensor, Tensor]:
     return x.expand(num, -1).contiguous(), y.expand(num).contiguous()
 
 
-# --- 8: SM-2 --------------------------------------------------------------------------------------
-# --------------------
+# --- 8: SM-2 ------------------------------------------------------------------------------------
 
 SM2 = LinearGaussian()
 SM2_X, SM2_Y = torch.tensor([[SM2.x1]], dtype=FLOAT), torch.tensor([SM2.y1], dtype=FLOAT)
@@ -550,8 +549,7 @@ def test_12_variational_inference_reaches_the_optimum() -> None:
     assert float(scales.std(1).max()) < 0.1
 
 
-# --- 13: the KL -----------------------------------------------------------------------------------
-# --------------------
+# --- 13: the KL ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prior_scale", [1.0, 0.6])

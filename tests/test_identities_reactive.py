@@ -179,8 +179,7 @@ def test_wide_noise_averages_and_narrow_noise_takes_the_nearest() -> None:
     torch.testing.assert_close(narrow, each.mean(0)[nearest], rtol=1e-10, atol=0)
 
 
-# --- 5: invariances -------------------------------------------------------------------------------
-# ---------------------
+# --- 5: invariances -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("update", ["online", "offline"])

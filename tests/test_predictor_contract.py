@@ -78,8 +78,7 @@ class TestSmoothedFresh(PredictorContract):
         return Smoothed(FreshPredictive(model, MeanField(model, init_scale=0.2), 1), 0.5, num=10)
 
 
-# --- Purified -------------------------------------------------------------------------------------
-# --------------------
+# --- Purified -----------------------------------------------------------------------------------
 
 
 class PurifierContract(PredictorContract):
@@ -145,8 +144,7 @@ class TestStraightThrough(PredictorContract):
         """It is the unpurified model's at the denoised input, by design."""
 
 
-# --- Other people's -------------------------------------------------------------------------------
-# --------------------
+# --- Other people's -----------------------------------------------------------------------------
 
 
 class TestFromTorch(PredictorContract):

@@ -258,8 +258,7 @@ def test_many_queries_are_answered_block_by_block() -> None:
     )
 
 
-# --- float32 --------------------------------------------------------------------------------------
-# ---------------------
+# --- float32 ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [784, 3072])
@@ -440,8 +439,7 @@ def test_far_queries_are_answered_flagged_and_never_nan(
     assert not bool(purifier.diagnose(x[:4]).out_of_support.any())
 
 
-# --- diagnostics ----------------------------------------------------------------------------------
-# ---------------------
+# --- diagnostics --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("update", ["online", "offline"])
@@ -586,8 +584,7 @@ def test_features_measure_distance_and_are_attacked_through() -> None:
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
 
-# --- other thetas ---------------------------------------------------------------------------------
-# ---------------------
+# --- other thetas -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("update", ["online", "offline"])
@@ -644,8 +641,7 @@ def test_the_audit_draws_thetas_from_it() -> None:
     assert verdict["E10"].figures["thetas"] == 20
 
 
-# --- bad input ------------------------------------------------------------------------------------
-# ---------------------
+# --- bad input ----------------------------------------------------------------------------------
 
 
 class NeedsLabels:

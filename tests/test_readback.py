@@ -397,8 +397,7 @@ def test_curves_are_logarithmic_where_a_linear_axis_would_hide_the_small(
     assert not _spans([-1.0, largest])
 
 
-# --- reproduction ---------------------------------------------------------------------------------
-# -------------------------
+# --- reproduction -------------------------------------------------------------------------------
 
 
 def test_the_commands_of_a_report_make_the_same_numbers_again(

@@ -283,8 +283,7 @@ class Page(HTMLParser):
         return " ".join("".join(self.text).split())
 
 
-# --- what it says ---------------------------------------------------------------------------------
-# ------------------------
+# --- what it says -------------------------------------------------------------------------------
 
 
 def test_the_numbers_are_those_of_the_evaluation(images: ReportPaths) -> None:
@@ -432,8 +431,7 @@ def test_bad_galleries_and_audits_are_refused() -> None:
         gather(title="t", evaluation=image_case()["evaluation"], audit={"MIX": {"level": "B"}})
 
 
-# --- the same twice -------------------------------------------------------------------------------
-# ------------------------
+# --- the same twice -----------------------------------------------------------------------------
 
 
 def test_two_runs_of_one_seed_have_the_same_json(images: ReportPaths, tmp_path: Path) -> None:
@@ -644,8 +642,7 @@ def test_figures_have_alternative_text(images: ReportPaths) -> None:
     assert figures > 7
 
 
-# --- run folders ----------------------------------------------------------------------------------
-# ------------------------
+# --- run folders --------------------------------------------------------------------------------
 
 
 def trained_run(folder: Path, defense: str, seed: int = 0) -> Path:
@@ -725,8 +722,7 @@ def test_a_run_that_was_not_evaluated_says_what_to_do(run_folder: Path, tmp_path
         report_run(copy)
 
 
-# --- in a browser ---------------------------------------------------------------------------------
-# ------------------------
+# --- in a browser -------------------------------------------------------------------------------
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = [

@@ -49,8 +49,7 @@ def small(**changes: Any) -> Any:
     return make_config(values | {"lr": 0.01, "checkpoint_every": 5} | changes)
 
 
-# --- The same, again ------------------------------------------------------------------------------
-# -----------------------
+# --- The same, again ----------------------------------------------------------------------------
 
 
 def test_two_runs_of_one_seed_are_the_same_to_the_byte(
@@ -140,8 +139,7 @@ def test_data_that_changed_are_not_gone_on_with(tmp_path: Path) -> None:
             train(run, progress=False)
 
 
-# --- Signals --------------------------------------------------------------------------------------
-# ------------------------
+# --- Signals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -193,8 +191,7 @@ def test_a_signal_before_the_first_step_ends_at_once_and_a_long_step_does_not_ho
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-# --- One writer -----------------------------------------------------------------------------------
-# ------------------------
+# --- One writer ---------------------------------------------------------------------------------
 
 
 def contenders(folder: Path, num: int, *, named: bool) -> list[int]:

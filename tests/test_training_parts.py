@@ -41,8 +41,7 @@ def regressor(*, activation: nn.Module | None = None, bias: bool = True) -> Baye
     return BayesianModel(net, Gaussian(0.5))
 
 
-# --- A step ---------------------------------------------------------------------------------------
-# --------------------
+# --- A step -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("through", [False, True])
@@ -112,8 +111,7 @@ def test_one_channel_images_really_run_channels_last() -> None:
     assert seen[0].stride(1) == 1
 
 
-# --- Batches --------------------------------------------------------------------------------------
-# --------------------
+# --- Batches ------------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):

@@ -100,8 +100,7 @@ def refused(kinds: type[Exception] | tuple[type[Exception], ...], words: str) ->
     assert words in came, f"an error that says {words!r} was wanted, got {came}"
 
 
-# --- Posteriors -----------------------------------------------------------------------------------
-# --------------------
+# --- Posteriors ---------------------------------------------------------------------------------
 
 
 class PosteriorContract(_Contract):
@@ -179,8 +178,7 @@ class PosteriorContract(_Contract):
         )
 
 
-# --- Channels -------------------------------------------------------------------------------------
-# --------------------
+# --- Channels -----------------------------------------------------------------------------------
 
 
 class ChannelContract(_Contract):
@@ -306,8 +304,7 @@ def assert_drawn_from(density: ChannelDensity, drawn: Tensor) -> None:
     )
 
 
-# --- Attacks --------------------------------------------------------------------------------------
-# --------------------
+# --- Attacks ------------------------------------------------------------------------------------
 
 
 class AttackContract(_Contract):
@@ -380,8 +377,7 @@ class AttackContract(_Contract):
         assert bool(L2(0.5).contains(x_adv, x).all())
 
 
-# --- Predictors -----------------------------------------------------------------------------------
-# --------------------
+# --- Predictors ---------------------------------------------------------------------------------
 
 
 def answer(predict: Predictor, x: Tensor, y: Tensor) -> dict[str, Tensor]:

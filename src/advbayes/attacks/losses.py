@@ -95,8 +95,7 @@ def mode(prediction: Distribution) -> Tensor:
     return prediction.mean
 
 
-# --- Away from y ----------------------------------------------------------------------------------
-# --------------------
+# --- Away from y --------------------------------------------------------------------------------
 
 
 def nll(prediction: Distribution, y: Tensor) -> Tensor:

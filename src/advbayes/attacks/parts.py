@@ -36,8 +36,7 @@ class HasScope(Protocol):
     def applies_to(self, predict: Predictor) -> bool: ...
 
 
-# --- The walk -------------------------------------------------------------------------------------
-# --------------------
+# --- The walk -----------------------------------------------------------------------------------
 
 
 def settings(value: object) -> dict[str, Any]:

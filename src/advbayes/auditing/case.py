@@ -184,8 +184,7 @@ class Case:
             "calm", lambda: dataclasses.replace(self, predict=fixed, stochastic=False, memory={})
         )
 
-    # --- shared figures ---------------------------------------------------------------------------
-    # ---------------------
+    # --- shared figures --------------------------------------------------------------------------
 
     @property
     def clean(self) -> Columns:

@@ -113,8 +113,7 @@ def _rounded(values: Mapping[str, Any]) -> Record:
     }
 
 
-# --- Data -----------------------------------------------------------------------------------------
-# --------------------
+# --- Data ---------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=4)
@@ -163,8 +162,7 @@ def test_rows(data: Prepared, num: int) -> tuple[Tensor, Tensor]:
     return data.x_test[index], data.y_test[index]
 
 
-# --- Predictors -----------------------------------------------------------------------------------
-# --------------------
+# --- Predictors ---------------------------------------------------------------------------------
 
 
 def predictor(unit: Unit, data: Prepared) -> tuple[Predictor, dict[str, Any]]:
@@ -274,8 +272,7 @@ def attacks_on(unit: Unit, data: Prepared, ball: L2) -> dict[str, Attack]:
     return {name: Suite(parts, parts) for name in names}
 
 
-# --- Measures -------------------------------------------------------------------------------------
-# --------------------
+# --- Measures -----------------------------------------------------------------------------------
 
 
 def _attacked(unit: Unit) -> tuple[Iterator[Record] | list[Record], dict[str, Any]]:
