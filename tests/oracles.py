@@ -118,8 +118,7 @@ class Quadrature:
         return float(inside - 0.5 * self.weights[below][-1]) if bool(below.any()) else 0.0
 
 
-# --- sequential tests
-# ------------------------------------------------------------------------------------------------
+# --- sequential tests ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -227,8 +226,7 @@ def standard_normal_features(z: Tensor) -> Tensor:
 STANDARD_NORMAL_MEANS = torch.tensor([0.0, 1.0] + [1 / 8] * 8, dtype=FLOAT)
 
 
-# --- SM-2: one covariate, one parameter, one training pair
-# ------------------------------------------------------------
+# --- SM-2: one covariate, one parameter, one training pair --------------------------------------
 
 
 @dataclass(frozen=True)
@@ -312,8 +310,7 @@ class LinearGaussian:
         return x_adv * posterior.mean, self.sy**2 + x_adv**2 * posterior.variance
 
 
-# --- linear regression: conjugate, and its Gibbs posterior under a noise channel
-# --------------------------------------
+# --- linear regression: conjugate, and its Gibbs posterior under a noise channel ----------------
 
 
 @dataclass(frozen=True)
@@ -393,8 +390,7 @@ class LinearRegression:
         return self.mean + draws @ factor.T
 
 
-# --- linear worst cases
-# -----------------------------------------------------------------------------------------------
+# --- linear worst cases -------------------------------------------------------------------------
 
 
 def dual_norm(direction: Tensor, norm: str) -> Tensor:
@@ -450,8 +446,7 @@ def worst_shift(direction: Tensor, x: Tensor, eps: float, box: tuple[float, floa
     return clipped(lower)
 
 
-# --- channels with known answers
-# --------------------------------------------------------------------------------------
+# --- channels with known answers ----------------------------------------------------------------
 
 
 class GaussianRows:

@@ -321,8 +321,7 @@ def test_an_error_in_a_thread_is_the_callers(two_threads: None) -> None:
     assert torch.get_num_threads() == 2
 
 
-# --- Switched off, blocked, and behind one door
-# ------------------------------------------------------------------------
+# --- Switched off, blocked, and behind one door -------------------------------------------------
 
 
 def answers() -> list[Tensor]:

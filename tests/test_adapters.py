@@ -34,8 +34,7 @@ from advbayes.attacks import APGD, RandomSearch, squared_error, strong_suite
 from advbayes.evaluation import evaluate
 from advbayes.types import Predictor
 
-# --- Into the library
-# -------------------------------------------------------------------------------------------------
+# --- Into the library ----------------------------------------------------------------------------
 
 
 def test_the_three_kinds_of_scores_give_the_same_prediction() -> None:
@@ -257,8 +256,7 @@ def test_the_net_and_the_data_may_differ_in_dtype(
     assert log_probs.shape == (6,)
 
 
-# --- Out of the library: the others' attacks against our suite
-# ---------------------------------------------------------
+# --- Out of the library: the others' attacks against our suite ----------------------------------
 
 
 class Trained:

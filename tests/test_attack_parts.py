@@ -202,8 +202,7 @@ def test_a_closed_part_cannot_be_moved_in_silence() -> None:
             with_eps(attack, 2.0)
 
 
-# --- which predictors an attack is made for
-# -----------------------------------------------------------------------------
+# --- which predictors an attack is made for -----------------------------------------------------
 
 
 def purified() -> Purifier:

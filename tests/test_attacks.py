@@ -185,8 +185,7 @@ def test_black_box_attacks_come_near_the_closed_form(kind: type[Ball]) -> None:
         assert float(hit[radii < 0.8 * eps].double().mean()) > 0.9, attack
 
 
-# --- A planted weakness
-# -----------------------------------------------------------------------------------------------
+# --- A planted weakness -------------------------------------------------------------------------
 
 
 def test_planted_vulnerability() -> None:
@@ -224,8 +223,7 @@ def test_planted_vulnerability() -> None:
     assert float(broken(predict, drawn, y).float().mean()) < 0.2
 
 
-# --- Every attack: feasible, exact at eps = 0, its options mean what they say
-# -----------------------------------------------
+# --- Every attack: feasible, exact at eps = 0, its options mean what they say -------------------
 
 
 def every_attack(ball: Ball) -> dict[str, Attack]:
@@ -463,8 +461,7 @@ def test_with_ball_reaches_every_part() -> None:
     )
 
 
-# --- The predictive's fast gradient
-# ------------------------------------------------------------------------------------
+# --- The predictive's fast gradient -------------------------------------------------------------
 
 
 def models() -> dict[str, tuple[BayesianModel, Tensor, Tensor]]:

@@ -97,8 +97,7 @@ def claimed(arrays: dict[str, Tensor], **fields: Any) -> Claim:
     return Claim(arrays, **fields)
 
 
-# --- the table and the levels
-# -------------------------------------------------------------------------------------------
+# --- the table and the levels -------------------------------------------------------------------
 
 
 def test_every_rule_has_its_check() -> None:
@@ -511,8 +510,7 @@ def test_e30_wants_a_family_that_training_has_not_seen() -> None:
     assert check("E30", channel=Noise(0.0)).status == "passed"
 
 
-# --- records by others, and bad input
-# -------------------------------------------------------------------------------------
+# --- records by others, and bad input -----------------------------------------------------------
 
 
 def test_records_by_others_are_judged_from_their_arrays() -> None:

@@ -96,8 +96,7 @@ def test_a_claim_must_say_its_units() -> None:
         assert ("say units" in e0.advice) == missing
 
 
-# --- E8: many examples watched in one run
-# -------------------------------------------------------------------------------
+# --- E8: many examples watched in one run -------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -210,8 +209,7 @@ def test_queries_of_black_box_mode_are_the_budgets_where_nothing_else_is_said(
     assert steps_of(blind_attacks(L2(0.3), "classification", 5, 77)["Square"]) == 77
 
 
-# --- passes that are not made twice
-# -------------------------------------------------------------------------------------
+# --- passes that are not made twice -------------------------------------------------------------
 
 
 def test_e4_takes_the_audited_radius_from_the_table() -> None:

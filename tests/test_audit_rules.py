@@ -304,8 +304,7 @@ def test_an_array_only_claim_fails_nothing_for_want_of_attacks() -> None:
     assert verdict.failed == ("E0",), verdict.text()  # steps, step size and loss are nowhere said
 
 
-# --- what helps is checked
-# ----------------------------------------------------------------------------------------------
+# --- what helps is checked ----------------------------------------------------------------------
 
 
 def flipping(num: int) -> Callable[[Tensor], Classes]:
@@ -668,8 +667,7 @@ def test_a_purifiers_own_attack_can_be_audited() -> None:
     assert not cut, cut
 
 
-# --- stochastic predictors
-# ----------------------------------------------------------------------------------------------
+# --- stochastic predictors ----------------------------------------------------------------------
 
 
 class Coin:

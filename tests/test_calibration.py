@@ -47,8 +47,7 @@ def simulate(num: int, source: torch.Generator) -> tuple[Tensor, Tensor, Tensor]
     return theta, x, x * theta + SCALE * torch.randn(NUM_DATA, num, dtype=FLOAT, generator=source)
 
 
-# --- exact posteriors
-# -------------------------------------------------------------------------------------------------
+# --- exact posteriors ---------------------------------------------------------------------------
 
 
 def exact_ranks(assumed_prior: float) -> Verdict:
@@ -84,8 +83,7 @@ def test_24_the_conjugate_sampler_with_twice_the_prior_is_not() -> None:
     assert not exact_ranks(2 * PRIOR)
 
 
-# --- variational posteriors
-# -------------------------------------------------------------------------------------------
+# --- variational posteriors ---------------------------------------------------------------------
 
 
 def variational(prior_factor: float = 1.0, kl_weight: float = 1.0) -> Verdict:
@@ -147,8 +145,7 @@ def test_24_dropping_the_data_scale_is_weighting_the_kl() -> None:
     torch.testing.assert_close(right * BATCH / NUM_DATA, wrong, rtol=1e-12, atol=0)
 
 
-# --- the proactive posterior
-# ------------------------------------------------------------------------------------------
+# --- the proactive posterior --------------------------------------------------------------------
 
 
 def proactive(noise_in_the_model: float, noise: float = 1.2, scale: float = 0.6) -> Verdict:

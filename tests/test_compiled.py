@@ -77,8 +77,7 @@ def row_mix() -> Mixture:
     return Mixture([0.4, 0.6], [Noise(0.1), AttackChannel(one_step(L2(1.0), squared_error), 0.1)])
 
 
-# --- Compiled is eager
-# ------------------------------------------------------------------------------------------------
+# --- Compiled is eager --------------------------------------------------------------------------
 
 # Each costs a cold compilation, so each covers several paths.
 CASES = {
@@ -160,8 +159,7 @@ def test_compiling_gradients_through_the_attack_is_refused() -> None:
         )
 
 
-# --- The channel, its randomness drawn beforehand
-# ----------------------------------------------------------------------
+# --- The channel, its randomness drawn beforehand -----------------------------------------------
 
 CHANNELS: dict[str, Channel] = {
     "identity": Noise(0.0),
@@ -286,8 +284,7 @@ def test_a_run_may_be_resumed_compiled_or_not() -> None:
     torch.testing.assert_close(ends[2], ends[0], rtol=1e-3, atol=1e-4)
 
 
-# --- A torch without the names that it is made with
-# ---------------------------------------------------------------------
+# --- A torch without the names that it is made with ---------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -276,8 +276,7 @@ def test_extras_are_named_when_absent(monkeypatch: pytest.MonkeyPatch, wine: byt
             load_dataset(name)
 
 
-# --- truncated, altered, missing
-# ----------------------------------------------------------------------------------
+# --- truncated, altered, missing ----------------------------------------------------------------
 
 
 def test_missing_file_says_which_and_what_to_do(mnist: dict[str, bytes], tmp_path: Path) -> None:
@@ -323,8 +322,7 @@ def test_an_altered_table_is_refused(wine: bytes, tmp_path: Path) -> None:
         load_dataset("wine", tmp_path)
 
 
-# --- hostile files
-# ------------------------------------------------------------------------------------------------
+# --- hostile files ------------------------------------------------------------------------------
 
 
 def _zip(members: dict[str, bytes], *, compression: int = zipfile.ZIP_DEFLATED) -> bytes:
@@ -655,8 +653,7 @@ def test_any_npy_header_gets_typed_errors_only(
         _fuzz(lambda: from_npz(path))
 
 
-# --- a user's own files
-# -------------------------------------------------------------------------------------------
+# --- a user's own files -------------------------------------------------------------------------
 
 
 def _csv(tmp_path: Path, text: str) -> Path:
@@ -1053,8 +1050,7 @@ def test_a_full_disk_is_said(server: Server, wine: bytes, monkeypatch: pytest.Mo
         load_dataset("wine", mirror=server.url)
 
 
-# --- scaling and the Dataset itself
-# -------------------------------------------------------------------------------
+# --- scaling and the Dataset itself -------------------------------------------------------------
 
 
 @settings(max_examples=50, deadline=None, database=None)
@@ -1139,8 +1135,7 @@ def test_dataset_refuses_what_does_not_fit() -> None:
         Dataset("toy", "regression", x + 1, y, x, y, box=(0.0, 1.0))
 
 
-# --- the real files
-# -----------------------------------------------------------------------------------------------
+# --- the real files -----------------------------------------------------------------------------
 
 _REAL = {
     "mnist": ((60_000, 1, 28, 28), 10_000),

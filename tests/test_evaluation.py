@@ -284,8 +284,7 @@ def test_entropy_tells_foreign_inputs_and_when_to_answer() -> None:
     assert curve.risk[-1] == pytest.approx(1 - report.estimate("accuracy", attack="PGD").value)
 
 
-# --- the selective task
-# -------------------------------------------------------------------------------------------------
+# --- the selective task -------------------------------------------------------------------------
 
 
 def test_the_selective_task_counts_kept_outsiders_as_errors() -> None:
@@ -304,8 +303,7 @@ def test_the_selective_task_counts_kept_outsiders_as_errors() -> None:
     assert curve[-1].ood_auroc.value == 0.0
 
 
-# --- attacks read as data
-# -----------------------------------------------------------------------------------------------
+# --- attacks read as data -----------------------------------------------------------------------
 
 
 def test_any_attack_is_remade_with_another_eps() -> None:

@@ -118,8 +118,7 @@ def test_an_array_that_comes_out_otherwise_is_refused(
         run(folder)
 
 
-# --- what functions hold
-# ------------------------------------------------------------------------------------------------
+# --- what functions hold ------------------------------------------------------------------------
 
 POWER = 1.0
 

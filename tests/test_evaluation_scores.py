@@ -65,8 +65,7 @@ def normal(x: Tensor) -> Distribution:
     return Normal(x @ SLOPE, 0.3)
 
 
-# --- losses with one entry for each example
-# -------------------------------------------------------------------------------
+# --- losses with one entry for each example -----------------------------------------------------
 
 HELD = {
     "divergence": pgd(L2(1.0), 20, DivergenceFrom(WISH)),
@@ -144,8 +143,7 @@ def test_predictions_with_an_axis_of_one_take_flat_targets(shaped: Any) -> None:
         )
 
 
-# --- Suites of two tasks
-# --------------------------------------------------------------------------------------------------
+# --- Suites of two tasks ------------------------------------------------------------------------
 
 
 def test_the_recorded_loss_is_one_that_ran() -> None:
@@ -158,8 +156,7 @@ def test_the_recorded_loss_is_one_that_ran() -> None:
     torch.testing.assert_close(rows["loss"], rows["squared_error"])
 
 
-# --- stochastic predictors
-# ------------------------------------------------------------------------------------------------
+# --- stochastic predictors ----------------------------------------------------------------------
 
 
 def coin(x: Tensor) -> Distribution:
@@ -280,8 +277,7 @@ def test_shares_are_not_rounded() -> None:
         metrics.ece([0.5, 0.5], [1.0, 1.5])
 
 
-# --- predictions that give less
-# -------------------------------------------------------------------------------------------
+# --- predictions that give less -----------------------------------------------------------------
 
 
 class Bare(Distribution):
@@ -349,8 +345,7 @@ def test_mean_variance_and_log_prob_are_enough() -> None:
     assert Cell("bare", "a", 0.3) in report.cells
 
 
-# --- what is refused, and warned of
-# ---------------------------------------------------------------------------------------
+# --- what is refused, and warned of -------------------------------------------------------------
 
 
 def test_every_radius_is_held_against_the_data() -> None:

@@ -48,8 +48,7 @@ def linear_model(dim: int, scale: float = 1.0) -> BayesianModel:
     return BayesianModel(nn.Linear(dim, 1, bias=False, dtype=FLOAT), Gaussian(scale))
 
 
-# --- 20: through the predictive
-# ---------------------------------------------------------------------------------------
+# --- 20: through the predictive -----------------------------------------------------------------
 
 DATA = randn(12, 4, seed=1)
 POSTERIOR = LinearRegression(DATA, DATA @ randn(4, seed=2) + 0.5 * randn(12, seed=3), 0.5, 1.0)
@@ -345,8 +344,7 @@ def test_21_channel_samples_are_not_clipped() -> None:
     assert float(x_adv.max()) > 1.1
 
 
-# --- 22: stratified batches
-# -------------------------------------------------------------------------------------------
+# --- 22: stratified batches ---------------------------------------------------------------------
 
 WEIGHTS = [0.4, 0.2, 0.1, 0.3]
 SHIFTS = torch.tensor([0.0, 1.0, 3.0, -2.0], dtype=FLOAT)
@@ -441,8 +439,7 @@ def test_22_only_the_examples_of_a_component_pay_for_it() -> None:
     assert seen == [10]
 
 
-# --- 23: predictive entropies and moments
-# -----------------------------------------------------------------------------
+# --- 23: predictive entropies and moments -------------------------------------------------------
 
 
 @pytest.mark.parametrize("spread", [0.01, 1.0, 30.0])

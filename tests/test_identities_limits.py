@@ -62,8 +62,7 @@ def logits_of(theta: Tensor, x: Tensor, num_classes: int) -> Tensor:
     return x @ weight.T + theta[num_classes * x.shape[1] :]
 
 
-# --- 16: attacks reach the worst case
-# ---------------------------------------------------------------------------------
+# --- 16: attacks reach the worst case -----------------------------------------------------------
 
 REGRESSION_ATTACKS = {
     "one step, nll": lambda ball: one_step(ball),
@@ -180,8 +179,7 @@ def test_16_pgd_within_a_box(steps: int) -> None:
     assert float((gain / best).mean()) > float(((direction * once).sum(1) / best).mean()) + 0.02
 
 
-# --- 17: adversarial training and the robust Gibbs posterior
-# ----------------------------------------------------------
+# --- 17: adversarial training and the robust Gibbs posterior ------------------------------------
 
 SCALE, EPS = 1.5, 0.2
 X = randn(12, 3, seed=22)
@@ -303,8 +301,7 @@ def test_17_robust_gibbs_posterior() -> None:
     assert mean_test(draw, gibbs.log_z - kl, resolution=0.1, num=64, max_num=512)
 
 
-# --- 18: TRADES and logit pairing
-# -------------------------------------------------------------------------------------
+# --- 18: TRADES and logit pairing ---------------------------------------------------------------
 
 CLASSES, DIM = 4, 3
 INPUTS, LABELS = randn(6, DIM, seed=30), torch.tensor([0, 1, 2, 3, 1, 0])

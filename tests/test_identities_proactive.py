@@ -144,8 +144,7 @@ def test_8_the_two_defenses_differ(update: str) -> None:
     assert_exact(purified(zero).variance - proactive, tau2 * (thetas**2).mean().reshape(1))
 
 
-# --- 9: the one-step channel on a linear-Gaussian model
-# ---------------------------------------------------------------
+# --- 9: the one-step channel on a linear-Gaussian model -----------------------------------------
 
 THETA = torch.tensor([0.6, -1.1, 0.3, 0.8], dtype=FLOAT)
 X, Y = randn(3, 4, seed=2), torch.tensor([1.4, -2.0, 0.1], dtype=FLOAT)
@@ -218,8 +217,7 @@ def test_9_gradient_with_noise(through: bool) -> None:
     assert mean_test(draw, expected, resolution=0.01, num=256, max_num=4096)
 
 
-# --- 10: the order of the bounds
-# --------------------------------------------------------------------------------------
+# --- 10: the order of the bounds ----------------------------------------------------------------
 
 
 def mixed_channel() -> Mixture:
@@ -281,8 +279,7 @@ def test_10_one_channel_sample_is_the_surrogate_bit_for_bit() -> None:
         assert torch.equal(loose, tight)
 
 
-# --- 11: SM-4's estimator
-# ---------------------------------------------------------------------------------------------
+# --- 11: SM-4's estimator -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("through", [False, True])
@@ -425,8 +422,7 @@ def test_11_bias_depends_on_the_channel_samples_alone() -> None:
         assert abs(float(verdict.mean) - float(exact_gradient)) > 0.5 * abs(bias[2])
 
 
-# --- 12: the surrogate's optimum
-# --------------------------------------------------------------------------------------
+# --- 12: the surrogate's optimum ----------------------------------------------------------------
 
 DESIGN = randn(12, 3, seed=7)
 REGRESSION = LinearRegression(
@@ -587,8 +583,7 @@ def test_13_the_objective_uses_the_models_prior() -> None:
         assert float(terms.penalty) == 0
 
 
-# --- 14: minibatches
-# --------------------------------------------------------------------------------------------------
+# --- 14: minibatches ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (12,), (1, 3, 8)])
@@ -620,8 +615,7 @@ def test_14_minibatch_gradients_average_to_the_full_one(
     assert_exact(full[2:5], gradient - posterior.mu.detach() / 1.44)
 
 
-# --- 15: through the channel or not
-# -----------------------------------------------------------------------------------
+# --- 15: through the channel or not -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bound", BOUNDS)

@@ -86,8 +86,7 @@ def data(num: int = 300, seed: int = 1) -> tuple[Tensor, Tensor]:
     return randn(num, 5, seed=seed), torch.randint(0, 3, (num,), generator=generator(seed))
 
 
-# --- 1: the closed form of SM-2
-# ----------------------------------------------------------------------------------------
+# --- 1: the closed form of SM-2 -----------------------------------------------------------------
 
 
 def test_purifier_converges_to_the_closed_form() -> None:
@@ -103,8 +102,7 @@ def test_purifier_converges_to_the_closed_form() -> None:
     assert errors[0] > 4 * errors[1] > 16 * errors[2]
 
 
-# --- 2: online and offline differ when the channel depends on theta
-# --------------------------------------------------
+# --- 2: online and offline differ when the channel depends on theta -----------------------------
 
 
 def test_online_and_offline_hit_their_own_closed_forms_and_miss_the_other() -> None:
@@ -125,8 +123,7 @@ def test_online_and_offline_hit_their_own_closed_forms_and_miss_the_other() -> N
     assert abs(found["offline"] - offline) < 2e-3
 
 
-# --- 3: when they are equal
-# ------------------------------------------------------------------------------------------
+# --- 3: when they are equal ---------------------------------------------------------------------
 
 
 def test_online_is_offline_with_one_theta_or_a_channel_that_ignores_theta() -> None:
@@ -164,8 +161,7 @@ def test_online_is_the_evidence_weighted_sum_of_single_thetas() -> None:
     )
 
 
-# --- 4: the limits in sigma
-# --------------------------------------------------------------------------------------------
+# --- 4: the limits in sigma ---------------------------------------------------------------------
 
 
 def test_wide_noise_averages_and_narrow_noise_takes_the_nearest() -> None:
@@ -227,8 +223,7 @@ def test_invariant_to_order_duplicates_chunks_and_constants(
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-# --- 6: far out, and out of support
-# --------------------------------------------------------------------------------------
+# --- 6: far out, and out of support -------------------------------------------------------------
 
 
 def test_images_with_log_densities_near_minus_5000_stay_finite() -> None:
@@ -290,8 +285,7 @@ def test_out_of_support_is_flagged_and_finite(update: str) -> None:
     assert float(gradient[:2].abs().max()) > 0
 
 
-# --- 7: the smoothing limit
-# ----------------------------------------------------------------------------------------------
+# --- 7: the smoothing limit ---------------------------------------------------------------------
 
 
 class Probit:

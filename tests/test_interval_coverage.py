@@ -118,8 +118,7 @@ def test_intervals_of_samples_cover_as_they_say(name: str) -> None:
         assert share == pytest.approx(level, abs=bias + 3.5 * math.sqrt(level * (1 - level) / num))
 
 
-# --- scores and tables
-# --------------------------------------------------------------------------------------------------
+# --- scores and tables --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("repeats", [2, 3, 5])

@@ -43,8 +43,7 @@ def linear(weight: Tensor) -> Predictor:  # (C, D)
     return lambda x: CategoricalDistribution(logits=x @ weight.T)
 
 
-# --- The radius in a box
-# ----------------------------------------------------------------------------------------------
+# --- The radius in a box ------------------------------------------------------------------------
 
 
 def halfspace(
@@ -113,8 +112,7 @@ def test_a_search_that_stops_short_is_followed_by_the_whole_ball() -> None:
     torch.testing.assert_close(found, torch.full_like(found, 9.2103), rtol=0.02, atol=0)
 
 
-# --- Many classes, and what can break at all
-# --------------------------------------------------------------------------
+# --- Many classes, and what can break at all ----------------------------------------------------
 
 
 def test_the_default_tries_every_class_of_a_few() -> None:
@@ -159,8 +157,7 @@ def test_a_radius_of_classes_needs_one_too() -> None:
     torch.testing.assert_close(found, torch.tensor([2**0.5]), rtol=1e-3, atol=0)
 
 
-# --- Targeted attacks within attacks
-# ----------------------------------------------------------------------------------
+# --- Targeted attacks within attacks ------------------------------------------------------------
 
 WEIGHT = torch.randn(3, 4, generator=seeded(1))
 X = torch.randn(100, 4, generator=seeded(2))
@@ -251,8 +248,7 @@ def test_a_suite_in_regression_goes_where_its_attacks_go() -> None:
     torch.testing.assert_close(both(predict, x, above), torch.ones(3, 1))
 
 
-# --- Losses with an entry for each example
-# ----------------------------------------------------------------------------
+# --- Losses with an entry for each example ------------------------------------------------------
 
 
 def half_broken(
@@ -318,8 +314,7 @@ def test_a_rank_with_entries_follows_the_rows() -> None:
     assert bool((value >= both(PREDICT(strong(PREDICT, X, TARGET)), TARGET) - 1e-5)[~reached].all())
 
 
-# --- What is refused
-# --------------------------------------------------------------------------------------------------
+# --- What is refused ----------------------------------------------------------------------------
 
 
 def test_what_is_no_attack_or_rank_is_refused() -> None:

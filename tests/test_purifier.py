@@ -471,8 +471,7 @@ def test_diagnosis_is_what_it_says(update: str) -> None:
     torch.testing.assert_close(nearest.distance, distance, rtol=1e-6, atol=0)
 
 
-# --- where the tables are
-# ------------------------------------------------------------------------------------------------
+# --- where the tables are -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["noise", "nested"])
@@ -540,8 +539,7 @@ def test_noise_centres_are_held_once_and_attacks_once_for_each_theta() -> None:
     assert [bank.groups for bank in unlabelled.store.banks] == [3]
 
 
-# --- generative references
-# ---------------------------------------------------------------------------------------------
+# --- generative references ----------------------------------------------------------------------
 
 
 def test_a_generative_model_is_a_reference() -> None:

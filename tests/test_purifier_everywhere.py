@@ -120,8 +120,7 @@ def test_an_evaluation_of_a_purified_regression_and_of_a_class_that_nobody_predi
     assert bool(ball.contains(moved, x[:12]).all())
 
 
-# --- the intervals of a purified regression
-# ---------------------------------------------------------------------------
+# --- the intervals of a purified regression -----------------------------------------------------
 
 
 def regression(num: int = 300) -> tuple[Purifier, Tensor]:

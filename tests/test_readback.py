@@ -318,8 +318,7 @@ def test_the_sentences_of_the_report(runs: dict[str, str], task: str) -> None:
         )
 
 
-# --- intervals have the coverage that they are labelled with
-# ---------------------------------------------------------------
+# --- intervals have the coverage that they are labelled with ------------------------------------
 
 
 def lopsided(x: Tensor) -> GaussianMixture:
@@ -371,8 +370,7 @@ def test_scored_coverage_is_that_of_its_level(level: float, kind: str) -> None:
     assert abs(inside - level) < 4 * math.sqrt(level * (1 - level) / num)
 
 
-# --- thresholds, from both sides
-# -------------------------------------------------------------------------------------------
+# --- thresholds, from both sides ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("low", "said"), [(0.75, True), (0.7500001, False)])

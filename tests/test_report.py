@@ -96,8 +96,7 @@ HOSTILE = (
 )
 
 
-# --- things to report on
-# --------------------------------------------------------------------------------------------------
+# --- things to report on ------------------------------------------------------------------------
 
 
 def slope(weight: float) -> Any:
@@ -459,8 +458,7 @@ def test_the_page_is_the_same_twice(images: ReportPaths, tmp_path: Path) -> None
         assert one.read_bytes() == other.read_bytes()
 
 
-# --- nothing from outside is live
-# -----------------------------------------------------------------------------------------
+# --- nothing from outside is live ---------------------------------------------------------------
 
 
 def test_there_are_fifty_hostile_strings() -> None:

@@ -260,8 +260,7 @@ def test_what_a_dead_process_left_of_a_folder_is_taken_over(tmp_path: Path) -> N
     assert os.listdir(tmp_path / "run") == ["config.toml"]
 
 
-# --- The disk, and numbers that are none
-# ---------------------------------------------------------------------------------
+# --- The disk, and numbers that are none --------------------------------------------------------
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_and_says_what_was_needed(
@@ -419,8 +418,7 @@ def test_a_step_that_is_skipped_is_null_in_the_history_and_goes_on_exactly(
     assert killing.state_of(tmp_path / "parts") == killing.state_of(tmp_path / "whole")
 
 
-# --- Code and files of others
-# -----------------------------------------------------------------------------------------------
+# --- Code and files of others -------------------------------------------------------------------
 
 
 def test_a_network_of_ones_own_runs_only_when_trusted(

@@ -163,8 +163,7 @@ def test_a_loader_of_something_else_is_refused() -> None:
         )
 
 
-# --- Bad input, good words
-# --------------------------------------------------------------------------------------------
+# --- Bad input, good words ----------------------------------------------------------------------
 
 
 def test_classes_instead_of_instances_are_refused() -> None:

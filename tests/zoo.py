@@ -150,8 +150,7 @@ def judge(
     return audit(predict, (x, y), attacks=attacks, claim=claim, **chosen)
 
 
-# --- the broken ones
-# --------------------------------------------------------------------------------------------------
+# --- the broken ones ----------------------------------------------------------------------------
 
 
 def one_theta_attack() -> Verdict:
@@ -560,8 +559,7 @@ def honest_claim() -> Verdict:
     )
 
 
-# --- the honest ones
-# --------------------------------------------------------------------------------------------------
+# --- the honest ones ----------------------------------------------------------------------------
 
 
 def honest(predict: Any, folder: Path, **options: Any) -> Verdict:

@@ -316,8 +316,7 @@ def _normal(mean: Tensor, scale: Tensor) -> Distribution:
     return gaussian_prediction(mean, scale, 1 if mean.ndim == 1 else mean.shape[1])
 
 
-# --- A Predictor for others' attacks
-# ----------------------------------------------------------------------------------
+# --- A Predictor for others' attacks ------------------------------------------------------------
 
 
 class PredictorModule(nn.Module):

@@ -147,8 +147,7 @@ def _sum_of_vjps(each: list[Tensor], leaf: Tensor, cotangent: Tensor) -> Tensor:
     return total
 
 
-# --- Images of one or two channels
-# ------------------------------------------------------------------------------------
+# --- Images of one or two channels --------------------------------------------------------------
 
 
 def _is_thin(model: BayesianModel, x: Tensor) -> bool:

@@ -153,8 +153,7 @@ def squared_error(prediction: Distribution, y: Tensor) -> Tensor:
     return _per_example((mean - _shaped(y, mean.shape)).square())
 
 
-# --- The predictive itself
-# --------------------------------------------------------------------------------------------
+# --- The predictive itself ----------------------------------------------------------------------
 
 
 def entropy(prediction: Distribution, y: Tensor) -> Tensor:
@@ -327,8 +326,7 @@ class DivergenceFrom:
         return DivergenceFrom(target, scale)
 
 
-# --- Combinators: a loss in, a loss out
-# -------------------------------------------------------------------------------
+# --- Combinators: a loss in, a loss out ---------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

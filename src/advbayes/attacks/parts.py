@@ -123,8 +123,7 @@ def _is(this: object, other: object) -> bool:
     return this is other
 
 
-# --- Read off an attack
-# -----------------------------------------------------------------------------------------------
+# --- Read off an attack -------------------------------------------------------------------------
 
 
 def applies_to(attack: object, predict: Predictor) -> bool:
@@ -253,8 +252,7 @@ def text_of(value: object) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
-# --- The same attack with other settings
-# ------------------------------------------------------------------------------
+# --- The same attack with other settings --------------------------------------------------------
 
 
 def with_ball(attack: A, ball: Ball) -> A:

@@ -100,8 +100,7 @@ class Case:
     rescored: int = 10
     memory: dict[Any, Any] = field(default_factory=dict)
 
-    # --- doing things once
-    # ---------------------------------------------------------------------------------------------
+    # --- doing things once -----------------------------------------------------------------------
 
     def once(self, key: str, make: Callable[[], T]) -> T:
         """The value of `make()`, computed at the first asking."""

@@ -250,8 +250,7 @@ def _published(
     return judged("E21", bad, advice, **figures, examples=num, source=source)
 
 
-# --- training what is missing
-# -------------------------------------------------------------------------------------------
+# --- training what is missing -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -166,8 +166,7 @@ class PurifiedMixture(Distribution):
         ]
         return torch.logsumexp(torch.stack(parts), 0) - math.log(num)
 
-    # --- passes that need every component
-    # ------------------------------------------------------------------------
+    # --- passes that need every component --------------------------------------------------------
 
     def _sums(self, block: int, query: Query) -> Sums:
         if block not in self._cached:

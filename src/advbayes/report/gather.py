@@ -116,8 +116,7 @@ def gather(
     return document
 
 
-# --- who may be believed
-# --------------------------------------------------------------------------------------------------
+# --- who may be believed ------------------------------------------------------------------------
 
 
 def _audits(audit: Any, evaluation: Evaluation) -> dict[str, dict[str, Any]]:
@@ -406,8 +405,7 @@ def _attacks(evaluation: Evaluation) -> list[dict[str, Any]]:
     ]
 
 
-# --- threat model and units
-# -----------------------------------------------------------------------------------------------
+# --- threat model and units ---------------------------------------------------------------------
 
 
 def _threat(given: Any, evaluation: Evaluation, run: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -478,8 +476,7 @@ def _scaling(scaling: Any, feature_names: Sequence[str] | None) -> dict[str, Any
     }
 
 
-# --- runs and their history
-# -----------------------------------------------------------------------------------------------
+# --- runs and their history ---------------------------------------------------------------------
 
 
 def _each_run(run: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:

@@ -256,8 +256,7 @@ def _total_steps(epochs: float | None, steps: int | None, batches: Batches) -> i
     return max(1, math.ceil(round(epochs * batches.steps_per_epoch, 9)))
 
 
-# --- The adversary of a learned channel
-# -----------------------------------------------------------------------------
+# --- The adversary of a learned channel ---------------------------------------------------------
 
 
 class _Adversary:
