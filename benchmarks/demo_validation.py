@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from advbayes import L2, AttackChannel, Noise, PosteriorPredictive, fit, one_step, pgd
-from advbayes.config import make_config
 from advbayes.datasets import split_rows
 from advbayes.purification import Purifier
 from advbayes.purification.attacks import Annealed, NearestCentre
 from advbayes.runs import Prepared, build_defense, build_model, prepare, record, thetas_of
+from advbayes.runs.config import make_config
 from advbayes.types import Predictor
 
 EPS = (0.5, 0.75)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from advbayes.attacks import Transfer, entropy_pgd, one_step, pgd, pgd_plus, strong_suite
+from advbayes.attacks.balls import L2
 from advbayes.auditing import Support, ThreatModel, audit
-from advbayes.balls import L2
 from advbayes.channels import Noise
 from advbayes.evaluation import evaluate
 from advbayes.predictive import FreshPredictive

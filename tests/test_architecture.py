@@ -4,6 +4,7 @@ public names are documented."""
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,9 @@ import advbayes
 
 ROOT = Path(advbayes.__file__).parent
 LAYOUT = """
-seeds checks progress types likelihoods model posteriors balls attacks channels objectives
-accelerated predictive purification smoothing adapters training metrics conformal decisions
-certification store evaluation auditing datasets networks config runs report experiments
-estimators testing cli
+seeds checks progress types likelihoods model posteriors attacks channels objectives
+accelerated metrics predictive purification adapters training store evaluation auditing
+datasets networks runs report experiments estimators testing cli
 """
 ORDER = LAYOUT.split()
 CORE_PACKAGES = {"advbayes", "torch", "numpy", "safetensors", "filelock"} | set(
@@ -54,6 +54,10 @@ def top_imports(tree: ast.Module) -> list[tuple[str, int]]:
 
     visit(tree)
     return found
+
+
+def test_the_top_level_names_fit_on_one_screen() -> None:
+    assert len(ORDER) <= 28
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -124,6 +128,16 @@ def test_public_names_exist_and_are_documented() -> None:
     for name in advbayes.__all__:
         public = getattr(advbayes, name)
         assert (public.__doc__ or "").strip(), f"{name} has no docstring"
+
+
+@pytest.mark.parametrize("old", sorted(advbayes._MOVED))
+def test_modules_that_moved_are_found_by_their_old_names(old: str) -> None:
+    home = importlib.import_module(advbayes._MOVED[old])
+    sys.modules.pop(old, None)
+    with pytest.warns(DeprecationWarning, match=f"{old} is now {home.__name__}"):
+        assert importlib.import_module(old) is home
+    assert home.__spec__ is not None
+    assert home.__spec__.name == home.__name__
 
 
 def test_type_checkers_see_the_names_that_run_time_has() -> None:

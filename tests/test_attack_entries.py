@@ -31,8 +31,8 @@ from advbayes import (
     squared_error,
     strong_suite,
 )
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import NoGradientWarning
-from advbayes.balls import Ball
 from advbayes.seeds import generator_for
 from advbayes.types import Attack, Predictor
 

@@ -43,9 +43,9 @@ from advbayes.attacks import (
     with_restarts,
     with_steps,
 )
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import settings, text_of
 from advbayes.auditing import Support
-from advbayes.balls import Ball
 from advbayes.purification import Purifier
 from advbayes.purification.attacks import Annealed, NearestCentre
 from advbayes.seeds import generator_for

@@ -29,8 +29,8 @@ from advbayes import (
     strong_suite,
 )
 from advbayes.attacks import default_attacks, succeeded
+from advbayes.attacks.balls import Ball
 from advbayes.auditing.case import TIERS
-from advbayes.balls import Ball
 from advbayes.seeds import generator_for
 from advbayes.types import Attack, Predictor
 

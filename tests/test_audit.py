@@ -47,8 +47,8 @@ from advbayes.auditing import (
 )
 from advbayes.auditing.answers import Planted
 from advbayes.evaluation import evaluate
+from advbayes.predictive import Smoothed
 from advbayes.purification import Purifier
-from advbayes.smoothing import Smoothed
 
 IDS = [f"E{number}" for number in range(31)]
 SMALL = Budget(

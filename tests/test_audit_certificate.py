@@ -19,8 +19,7 @@ from advbayes.auditing import Budget, Claim, Verdict, audit, others
 from advbayes.auditing.certificate import broken_at_their_radius, certified_again
 from advbayes.auditing.run import _case
 from advbayes.auditing.support import Support
-from advbayes.certification import Certificates, certify
-from advbayes.smoothing import Smoothed
+from advbayes.predictive import Certificates, Smoothed, certify
 from tests import zoo
 
 SMALL = Budget(

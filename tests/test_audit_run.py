@@ -11,8 +11,8 @@ import pytest
 
 from advbayes import L2
 from advbayes.auditing import Budget, others
-from advbayes.config import make_config
 from advbayes.runs import create_run, load_trained, prepare, train
+from advbayes.runs.config import make_config
 from advbayes.runs.verdict import audit_run
 
 SMALL = Budget(

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical as CategoricalDistribution
 
 from advbayes import BayesianModel, Categorical, FreshPredictive, MeanField
-from advbayes.certification import ABSTAIN, Certificates, certify
-from advbayes.smoothing import Smoothed
+from advbayes.predictive import ABSTAIN, Certificates, Smoothed, certify
 from tests.oracles import FLOAT, generator
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from advbayes import BayesianModel, Categorical, ChannelELBO, MeanField
-from advbayes.config import ConfigError, make_config
 from advbayes.datasets import class_weights
 from advbayes.runs import build_defense, create_run, load_trained, prepare, train
+from advbayes.runs.config import ConfigError, make_config
 
 
 def test_a_class_of_weight_two_counts_twice() -> None:

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from advbayes.cli import main
 from advbayes.cli.app import app, is_mistake
 from advbayes.cli.train import PANELS
-from advbayes.config import ATTACKS, RunConfig
 from advbayes.evaluation import load_evaluation
+from advbayes.runs.config import ATTACKS, RunConfig
 from tests import killing
 
 COMMANDS = (

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from advbayes.config import (
+from advbayes.runs.config import (
     DATA_SETS,
     ConfigError,
     RunConfig,

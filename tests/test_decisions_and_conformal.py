@@ -12,8 +12,16 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution, Normal
 
 from advbayes import L2, pgd, squared_error
-from advbayes.conformal import conformal_intervals, conformal_quantile, conformal_sets
-from advbayes.decisions import Choices, Spoiling, decide, utility_under, worst_case_utility
+from advbayes.predictive import (
+    Choices,
+    Spoiling,
+    conformal_intervals,
+    conformal_quantile,
+    conformal_sets,
+    decide,
+    utility_under,
+    worst_case_utility,
+)
 from advbayes.seeds import generator_for
 
 WEIGHT = torch.randn(3, 4, generator=generator_for(0, "weight"))

@@ -15,7 +15,6 @@ import torch
 from scipy import stats
 
 from advbayes.channels import AttackChannel, Mixture, Noise
-from advbayes.config import make_config
 from advbayes.experiments import running
 from advbayes.experiments.catalogue import EXPERIMENTS, Spec
 from advbayes.experiments.defenses import DEFENSES
@@ -26,6 +25,7 @@ from advbayes.experiments.units import prepared
 from advbayes.experiments.views import write_views
 from advbayes.metrics import paired_t
 from advbayes.runs import build_defense
+from advbayes.runs.config import make_config
 
 SKETCH = {"data": "diabetes", "epochs": 1, "num_train": 60, "hidden": [3]}
 

@@ -19,10 +19,10 @@ from torch import nn
 import advbayes
 from advbayes import BayesianModel, Categorical, Gaussian, MeanField, PointMass, Samples, store
 from advbayes.cli import main
-from advbayes.config import make_config
 from advbayes.datasets import DataError, Standardize, from_csv
 from advbayes.networks import mlp
 from advbayes.runs import Run, create_run, load_trained, train
+from advbayes.runs.config import make_config
 from advbayes.runs.training import read_checkpoint
 from advbayes.store import documents, kinds
 from advbayes.store.nets import build_net

@@ -21,12 +21,11 @@ from advbayes import (
     Noise,
     one_step,
 )
-from advbayes.certification import certify
 from advbayes.channels import GaussianDensity
 from advbayes.metrics.intervals import clopper_pearson
 from advbayes.networks import mlp
+from advbayes.predictive import Smoothed, certify
 from advbayes.purification import Purifier
-from advbayes.smoothing import Smoothed
 from advbayes.types import Predictor
 from tests.oracles import FLOAT, LinearGaussian, assert_exact, generator, randn
 

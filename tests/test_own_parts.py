@@ -14,8 +14,8 @@ from torch import Tensor
 from advbayes import L2, AttackChannel, Ball, MeanField, Mixture, Noise, load, nll, save
 from advbayes.attacks import loss_and_gradient
 from advbayes.channels import GaussianDensity
-from advbayes.config import ConfigError, make_config
 from advbayes.runs import create_run, load_trained, train
+from advbayes.runs.config import ConfigError, make_config
 from advbayes.store import StoreError
 from advbayes.types import Predictor
 from tests.contracts import seeded, small_model

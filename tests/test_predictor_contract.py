@@ -60,14 +60,14 @@ class TestFreshPredictive(PredictorContract):
 
 
 class TestSmoothed(PredictorContract):
-    chunks = (("advbayes.smoothing._ROWS", (1, 250, 10_000)),)
+    chunks = (("advbayes.predictive.smoothing._ROWS", (1, 250, 10_000)),)
 
     def make(self, model: BayesianModel) -> Predictor:
         return Smoothed(model.at(model.initial_theta()), 0.5, num=20)
 
 
 class TestSmoothedMixture(PredictorContract):
-    chunks = (("advbayes.smoothing._ROWS", (1, 250, 10_000)),)
+    chunks = (("advbayes.predictive.smoothing._ROWS", (1, 250, 10_000)),)
 
     def make(self, model: BayesianModel) -> Predictor:
         return Smoothed(PosteriorPredictive(model, thetas(model, 3)), 0.5, num=10)

@@ -646,8 +646,8 @@ def test_figures_have_alternative_text(images: ReportPaths) -> None:
 def trained_run(folder: Path, defense: str, seed: int = 0) -> Path:
     pytest.importorskip("pydantic")
     pytest.importorskip("sklearn")
-    from advbayes.config import make_config
     from advbayes.runs import create_run, load_trained, prepare, train
+    from advbayes.runs.config import make_config
 
     config = make_config(
         {

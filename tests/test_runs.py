@@ -22,9 +22,9 @@ from torch import nn
 from advbayes import store
 from advbayes.cli import main
 from advbayes.cli.signals import Finishing, Stopped, watched
-from advbayes.config import ConfigError, make_config
 from advbayes.runs import Run, create_run, load_trained, train
 from advbayes.runs.building import prepare
+from advbayes.runs.config import ConfigError, make_config
 from tests import faults, killing
 
 SEED = 20

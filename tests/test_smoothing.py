@@ -20,7 +20,7 @@ from advbayes import (
     nll,
     pgd,
 )
-from advbayes.smoothing import Smoothed
+from advbayes.predictive import Smoothed
 from tests.oracles import FLOAT, generator, randn
 
 

@@ -14,10 +14,10 @@ import torch
 import advbayes
 from advbayes import store
 from advbayes.cli import main
-from advbayes.config import make_config
 from advbayes.datasets import DataError, Encoding, from_csv
 from advbayes.datasets.encoding import MAX_CATEGORIES
 from advbayes.runs import create_run, load_trained, prepare, train
+from advbayes.runs.config import make_config
 
 
 def table(path: Path, num: int = 60) -> Path:

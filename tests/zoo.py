@@ -39,11 +39,10 @@ from advbayes import (
 from advbayes.attacks import APGD, Square, loss_and_gradient
 from advbayes.auditing import Budget, Claim, Support, ThreatModel, Verdict, audit
 from advbayes.auditing.controls import trained_control
-from advbayes.certification import Certificates, certify
 from advbayes.evaluation import evaluate
 from advbayes.evaluation.files import data_hash
+from advbayes.predictive import Certificates, Smoothed, certify
 from advbayes.purification import Purifier
-from advbayes.smoothing import Smoothed
 
 BALL = L2(0.5, box=(0, 1))
 CONTROL = L2(1.5, box=(0, 1))

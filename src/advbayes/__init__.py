@@ -7,6 +7,8 @@ even for `typing`.
 from __future__ import annotations
 
 import importlib
+import sys
+from importlib.machinery import ModuleSpec
 
 TYPE_CHECKING = False
 
@@ -22,19 +24,18 @@ _HOMES = {
         "pgd_plus raise_mean squared_error strong_suite"
     ),
     "auditing": "Claim Support ThreatModel Verdict audit audit_cost audit_records",
-    "balls": "L2 Ball Linf",
-    "certification": "certify",
+    "attacks.balls": "L2 Ball Linf",
     "channels": "AttackChannel Learned Mixture Noise eps_prior",
-    "conformal": "conformal_intervals conformal_sets",
-    "decisions": "decide utility_under",
     "evaluation": "Evaluation evaluate load_evaluation rescore selective_task with_eps",
     "likelihoods": "Categorical Gaussian GaussianMixture HeteroscedasticGaussian",
     "model": "BayesianModel",
     "objectives": "ChannelELBO LogitPairing Trades",
     "posteriors": "Ensemble LowRank MeanField PointMass Posterior Samples",
-    "predictive": "FreshPredictive PosteriorPredictive",
+    "predictive": (
+        "FreshPredictive PosteriorPredictive Smoothed certify conformal_intervals conformal_sets "
+        "decide utility_under"
+    ),
     "purification": "Annealed NearestCentre Purifier SimulatedPurifier StraightThrough",
-    "smoothing": "Smoothed",
     "store": "load save",
     "training": "FitResult NonFiniteError fit",
 }
@@ -53,6 +54,36 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
+
+
+_MOVED = {
+    "advbayes.balls": "advbayes.attacks.balls",
+    "advbayes.certification": "advbayes.predictive.certification",
+    "advbayes.config": "advbayes.runs.config",
+    "advbayes.conformal": "advbayes.predictive.conformal",
+    "advbayes.decisions": "advbayes.predictive.decisions",
+    "advbayes.smoothing": "advbayes.predictive.smoothing",
+}
+
+
+class _Moved:
+    """Finds modules by the names that they had in 0.1, with a warning that says the new one."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self) if name in _MOVED else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: object) -> None:
+        import warnings
+
+        name: str = module.__name__  # type: ignore[attr-defined]
+        warnings.warn(f"{name} is now {_MOVED[name]}", DeprecationWarning, stacklevel=2)
+        sys.modules[name] = importlib.import_module(_MOVED[name])
+
+
+sys.meta_path.append(_Moved())
 
 
 if TYPE_CHECKING:
@@ -88,6 +119,9 @@ if TYPE_CHECKING:
     from advbayes.attacks import raise_mean as raise_mean
     from advbayes.attacks import squared_error as squared_error
     from advbayes.attacks import strong_suite as strong_suite
+    from advbayes.attacks.balls import L2 as L2
+    from advbayes.attacks.balls import Ball as Ball
+    from advbayes.attacks.balls import Linf as Linf
     from advbayes.auditing import Claim as Claim
     from advbayes.auditing import Support as Support
     from advbayes.auditing import ThreatModel as ThreatModel
@@ -95,19 +129,11 @@ if TYPE_CHECKING:
     from advbayes.auditing import audit as audit
     from advbayes.auditing import audit_cost as audit_cost
     from advbayes.auditing import audit_records as audit_records
-    from advbayes.balls import L2 as L2
-    from advbayes.balls import Ball as Ball
-    from advbayes.balls import Linf as Linf
-    from advbayes.certification import certify as certify
     from advbayes.channels import AttackChannel as AttackChannel
     from advbayes.channels import Learned as Learned
     from advbayes.channels import Mixture as Mixture
     from advbayes.channels import Noise as Noise
     from advbayes.channels import eps_prior as eps_prior
-    from advbayes.conformal import conformal_intervals as conformal_intervals
-    from advbayes.conformal import conformal_sets as conformal_sets
-    from advbayes.decisions import decide as decide
-    from advbayes.decisions import utility_under as utility_under
     from advbayes.evaluation import Evaluation as Evaluation
     from advbayes.evaluation import evaluate as evaluate
     from advbayes.evaluation import load_evaluation as load_evaluation
@@ -130,12 +156,17 @@ if TYPE_CHECKING:
     from advbayes.posteriors import Samples as Samples
     from advbayes.predictive import FreshPredictive as FreshPredictive
     from advbayes.predictive import PosteriorPredictive as PosteriorPredictive
+    from advbayes.predictive import Smoothed as Smoothed
+    from advbayes.predictive import certify as certify
+    from advbayes.predictive import conformal_intervals as conformal_intervals
+    from advbayes.predictive import conformal_sets as conformal_sets
+    from advbayes.predictive import decide as decide
+    from advbayes.predictive import utility_under as utility_under
     from advbayes.purification import Annealed as Annealed
     from advbayes.purification import NearestCentre as NearestCentre
     from advbayes.purification import Purifier as Purifier
     from advbayes.purification import SimulatedPurifier as SimulatedPurifier
     from advbayes.purification import StraightThrough as StraightThrough
-    from advbayes.smoothing import Smoothed as Smoothed
     from advbayes.store import load as load
     from advbayes.store import save as save
     from advbayes.training import FitResult as FitResult

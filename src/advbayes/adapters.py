@@ -20,7 +20,7 @@ from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution
 
 from advbayes import checks
-from advbayes.balls import L2, Ball, Linf
+from advbayes.attacks.balls import L2, Ball, Linf
 from advbayes.likelihoods import gaussian_prediction
 from advbayes.types import Predictor
 

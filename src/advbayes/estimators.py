@@ -28,7 +28,7 @@ from torch.distributions import Distribution
 
 from advbayes import checks, metrics
 from advbayes.attacks import margin, pgd, squared_error
-from advbayes.balls import Ball
+from advbayes.attacks.balls import Ball
 from advbayes.channels import Noise
 from advbayes.evaluation import score as scored
 from advbayes.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood

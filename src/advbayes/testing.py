@@ -25,8 +25,8 @@ from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Normal
 
 from advbayes.attacks import HasInputGradient, margin, nll, squared_error
+from advbayes.attacks.balls import L2, Ball, Linf
 from advbayes.attacks.gradients import NoGradientWarning
-from advbayes.balls import L2, Ball, Linf
 from advbayes.likelihoods import Categorical, Gaussian
 from advbayes.model import BayesianModel
 from advbayes.seeds import GlobalStream

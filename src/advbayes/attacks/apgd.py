@@ -10,6 +10,7 @@ from torch.distributions import Categorical, Distribution
 
 from advbayes import checks
 from advbayes.attacks.ascent import check_ball
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import (
     Best,
     config,
@@ -21,7 +22,6 @@ from advbayes.attacks.gradients import (
     where_rows,
 )
 from advbayes.attacks.losses import MarginTo, MeanOf, PerExample, for_rows, margin
-from advbayes.balls import Ball
 from advbayes.types import Loss, Predictor
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from advbayes import checks
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import (
     Best,
     config,
@@ -20,7 +21,6 @@ from advbayes.attacks.gradients import (
     where_rows,
 )
 from advbayes.attacks.losses import entropy, for_rows, nll
-from advbayes.balls import Ball
 from advbayes.types import Loss, Predictor
 
 _ROWS = 1024  # restarts share a batch up to this many rows

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks.ascent import check_ball
+from advbayes.attacks.balls import L2, Ball
 from advbayes.attacks.gradients import Best, config, entry, score, where_rows
 from advbayes.attacks.losses import for_rows, margin, nll
-from advbayes.balls import L2, Ball
 from advbayes.types import Loss, Predictor
 
 

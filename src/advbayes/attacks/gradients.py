@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
 from advbayes import checks
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.losses import mode, num_rows, success
-from advbayes.balls import Ball
 from advbayes.types import Loss, Predictor
 
 

@@ -12,6 +12,7 @@ from torch.distributions import Categorical as CategoricalDistribution
 
 from advbayes import checks
 from advbayes.attacks.ascent import check_ball, pgd
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import (
     Best,
     config,
@@ -33,7 +34,6 @@ from advbayes.attacks.losses import (
     margin,
     nll,
 )
-from advbayes.balls import Ball
 from advbayes.types import Loss, Predictor
 
 

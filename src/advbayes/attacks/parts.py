@@ -19,8 +19,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from torch import Tensor, nn
 
 from advbayes import checks
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.losses import for_rows, num_rows
-from advbayes.balls import Ball
 from advbayes.types import Loss, Predictor
 
 A = TypeVar("A")

@@ -13,6 +13,7 @@ from torch.distributions import Categorical as CategoricalDistribution
 from advbayes import checks
 from advbayes.attacks.apgd import APGD
 from advbayes.attacks.ascent import pgd
+from advbayes.attacks.balls import L2, Ball
 from advbayes.attacks.black_box import RandomSearch, Square
 from advbayes.attacks.gradients import Best, config, entry, score
 from advbayes.attacks.losses import (
@@ -29,7 +30,6 @@ from advbayes.attacks.losses import (
     squared_error,
 )
 from advbayes.attacks.parts import A, applies_to, inner_attacks, on_rows, rebuilt, settings
-from advbayes.balls import L2, Ball
 from advbayes.types import Attack, Loss, Predictor
 
 _UNBOUNDED = L2(0.0)  # fits all data: the parts check x against balls of their own

@@ -11,9 +11,9 @@ from torch.distributions import Categorical, Distribution
 
 from advbayes import metrics
 from advbayes.attacks import succeeded, with_ball
+from advbayes.attacks.balls import L2, Ball
 from advbayes.auditing.case import Case, judged, not_applicable, not_run
 from advbayes.auditing.findings import Finding
-from advbayes.balls import L2, Ball
 from advbayes.seeds import generator_for
 
 DIMENSIONS = 20

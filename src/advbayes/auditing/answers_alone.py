@@ -21,8 +21,8 @@ from advbayes.attacks import (
     raise_mean,
     squared_error,
 )
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import ball_of
-from advbayes.balls import Ball
 from advbayes.evaluation.inputs import Task
 from advbayes.types import Attack, Predictor
 

@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from advbayes.attacks import applies_to
+from advbayes.attacks.balls import Ball
 from advbayes.auditing.claim import Claim
 from advbayes.auditing.copies import Copies
 from advbayes.auditing.findings import Finding, Status
 from advbayes.auditing.support import Support
 from advbayes.auditing.threat import ThreatModel
-from advbayes.balls import Ball
-from advbayes.certification import Certificates
 from advbayes.evaluation.inputs import Task
 from advbayes.evaluation.measuring import attacked_in_batches, batches, scored, with_generator
 from advbayes.evaluation.scoring import Columns, worst
+from advbayes.predictive import Certificates
 from advbayes.purification import Purifier
 from advbayes.types import Attack, Predictor
 

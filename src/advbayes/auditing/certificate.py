@@ -13,14 +13,13 @@ from torch.distributions import Distribution
 
 from advbayes import checks
 from advbayes.attacks import with_ball
+from advbayes.attacks.balls import L2
 from advbayes.auditing.case import Case
 from advbayes.auditing.findings import Figure, Finding
-from advbayes.balls import L2
-from advbayes.certification import Certificates, certify
 from advbayes.evaluation.inputs import Task
 from advbayes.metrics.intervals import clopper_pearson
+from advbayes.predictive import Certificates, Smoothed, certify
 from advbayes.seeds import generator_for
-from advbayes.smoothing import Smoothed
 from advbayes.types import Predictor
 
 ATTACK_CHECKS = ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E8", "E9", "E11", "E12", "E28", "E29")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from advbayes import metrics
 from advbayes.attacks import pgd, with_ball
+from advbayes.attacks.balls import Ball
 from advbayes.auditing.case import (
     Case,
     finding,
@@ -25,7 +26,6 @@ from advbayes.auditing.case import (
 from advbayes.auditing.findings import Finding
 from advbayes.auditing.strength import breaks_more
 from advbayes.auditing.support import Baseline, Support, published_for, recorded_for
-from advbayes.balls import Ball
 from advbayes.channels import AttackChannel, Noise
 from advbayes.evaluation.inputs import as_tensors, is_stochastic
 from advbayes.evaluation.scoring import Columns, worst

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from advbayes import metrics
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import ball_of, family_of, loss_names
 from advbayes.auditing.case import Case, finding, judged, not_applicable, not_run
 from advbayes.auditing.findings import Finding
-from advbayes.balls import Ball
 from advbayes.channels import AttackChannel, Learned, Mixture
 from advbayes.evaluation.files import Folder, data_hash
 from advbayes.evaluation.inputs import check_units, softmaxed_twice

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks import default_attacks, loss_and_gradient, nll
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import NoGradientWarning
 from advbayes.attacks.parts import ball_of, steps_of
 from advbayes.auditing import answers, controls, describing, others, purifier, remembering, strength
@@ -25,8 +26,6 @@ from advbayes.auditing.copies import copies_of
 from advbayes.auditing.findings import Finding, Verdict
 from advbayes.auditing.support import Support, named
 from advbayes.auditing.threat import ThreatModel, said_by
-from advbayes.balls import Ball
-from advbayes.certification import Certificates
 from advbayes.evaluation.inputs import (
     ASKED,
     Data,
@@ -36,6 +35,7 @@ from advbayes.evaluation.inputs import (
     is_stochastic,
     warn_units,
 )
+from advbayes.predictive import Certificates
 from advbayes.progress import Progress
 from advbayes.types import Attack, Predictor
 

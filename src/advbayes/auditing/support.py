@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from advbayes import checks
-from advbayes.balls import Ball
+from advbayes.attacks.balls import Ball
 from advbayes.evaluation.result import Evaluation
 from advbayes.evaluation.run import load_evaluation
 from advbayes.types import Attack, Channel, Predictor

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from advbayes import checks
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import loss_names, restarts_of, steps_of
-from advbayes.balls import Ball
 from advbayes.types import Attack
 
 UNITS = ("raw", "standardised")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from advbayes import checks
 from advbayes.attacks import mode
-from advbayes.balls import Ball
+from advbayes.attacks.balls import Ball
 from advbayes.channels.density import GaussianDensity
 from advbayes.channels.mixture import Mixture
 from advbayes.types import Channel, Predictor

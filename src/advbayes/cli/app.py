@@ -169,7 +169,7 @@ def is_mistake(error: BaseException) -> bool:
     the system raised about a file; the same types from operations that failed, ours or of other
     libraries, are bugs.
 
-    >>> from advbayes.config import ConfigError
+    >>> from advbayes.runs.config import ConfigError
     >>> is_mistake(ConfigError("lr: must be a number > 0")), is_mistake(KeyError("lr"))
     (True, False)
     """

@@ -85,7 +85,7 @@ def audit(
     trust_network: Trust = False,
     json: Json = False,
 ) -> int:
-    from advbayes.config import ConfigError
+    from advbayes.runs.config import ConfigError
 
     check_norm(norm)
     if tier not in ("quick", "standard", "full"):

@@ -40,15 +40,14 @@ def certify(
 ) -> None:
     import torch
 
-    from advbayes.certification import certify as certified
     from advbayes.cli.describe import said_units, units_of
-    from advbayes.config import ConfigError
-    from advbayes.predictive import FreshPredictive
+    from advbayes.predictive import FreshPredictive, Smoothed
+    from advbayes.predictive import certify as certified
     from advbayes.progress import Progress
     from advbayes.runs import Run as Folder
     from advbayes.runs import load_trained, prepare
+    from advbayes.runs.config import ConfigError
     from advbayes.seeds import generator_for
-    from advbayes.smoothing import Smoothed
     from advbayes.store import write_document
 
     folder = Folder.open(run)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from advbayes import store
 from advbayes.cli.scores import said_scores
-from advbayes.config import RunConfig
 from advbayes.datasets import Standardize
 from advbayes.runs import Run
+from advbayes.runs.config import RunConfig
 
 
 def units_of(
@@ -154,7 +154,7 @@ def _bundle(path: Path) -> tuple[store.Manifest, dict[str, Any], Standardize | N
 def why_task(config: RunConfig, task: str) -> str:
     """The task, and for a file of one's own where that comes from.
 
-    >>> from advbayes.config import make_config
+    >>> from advbayes.runs.config import make_config
     >>> why_task(make_config({"data": "digits"}), "classification")
     'classification'
     """

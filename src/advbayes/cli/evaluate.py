@@ -79,7 +79,7 @@ def evaluate(
     trust_network: Trust = False,
     json: Json = False,
 ) -> None:
-    from advbayes.config import ConfigError
+    from advbayes.runs.config import ConfigError
 
     names = list(dict.fromkeys(attack or DEFAULTS))
     check_names(names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from advbayes.config import ConfigError
+from advbayes.runs.config import ConfigError
 
 
 def check_new(key: str, path: str | None, suffixes: tuple[str, ...]) -> None:
@@ -13,7 +13,7 @@ def check_new(key: str, path: str | None, suffixes: tuple[str, ...]) -> None:
     >>> check_new("out", "x.exe", (".csv", ".npz"))
     Traceback (most recent call last):
     ...
-    advbayes.config.ConfigError: out: must end in .csv or .npz, got 'x.exe'
+    advbayes.runs.config.ConfigError: out: must end in .csv or .npz, got 'x.exe'
     """
     if path is None:
         return

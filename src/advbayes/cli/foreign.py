@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from advbayes.adapters import from_sklearn, from_torch
+from advbayes.attacks.balls import Ball
 from advbayes.auditing import ThreatModel, Verdict, audit
-from advbayes.balls import Ball
-from advbayes.config import ConfigError, make_config
 from advbayes.evaluation import evaluate
 from advbayes.report import ReportPaths, write_report
 from advbayes.runs import make_attack, make_ball, prepare
 from advbayes.runs.building import import_factory
+from advbayes.runs.config import ConfigError, make_config
 from advbayes.types import Predictor
 
 

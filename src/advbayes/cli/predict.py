@@ -51,8 +51,8 @@ def predict(
 ) -> None:
     from advbayes.cli.files import check_new
     from advbayes.cli.predicting import decide, read_inputs, tabulate, write_columns
-    from advbayes.config import ConfigError
     from advbayes.runs import load_trained
+    from advbayes.runs.config import ConfigError
 
     if Path(input).suffix.lower() not in (".csv", ".npz"):
         raise ConfigError(f"INPUT: must be a .csv or .npz file, got {input!r}")

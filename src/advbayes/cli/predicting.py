@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from advbayes import metrics
-from advbayes.config import ConfigError
 from advbayes.datasets.containers import read_plain
 from advbayes.datasets.encoding import read_rows
 from advbayes.datasets.npz import read_npz
@@ -22,6 +21,7 @@ from advbayes.datasets.own import MAX_CSV_BYTES, MAX_NPZ_BYTES
 from advbayes.datasets.tables import parse_table
 from advbayes.progress import Progress
 from advbayes.runs import Trained
+from advbayes.runs.config import ConfigError
 from advbayes.store import write_bytes
 
 _ROWS = 500

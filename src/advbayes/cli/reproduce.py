@@ -113,11 +113,11 @@ def compare(
 
     advbayes compare --seeds 5 --defense mix --defense at --data patients.csv --target outcome
     """
-    from advbayes.config import make_config
     from advbayes.experiments.catalogue import Spec
     from advbayes.experiments.running import run
     from advbayes.experiments.views import write_views
     from advbayes.runs import prepare
+    from advbayes.runs.config import make_config
 
     place = str(Path(data).resolve()) if Path(data).suffix in (".csv", ".npz") else data
     settings = {
@@ -159,7 +159,7 @@ def _seeds(text: str | None) -> list[int] | None:
 
 def _settings(changes: list[str] | None) -> dict[str, Any]:
     from advbayes.cli.train import parse
-    from advbayes.config import RunConfig, make_config
+    from advbayes.runs.config import RunConfig, make_config
 
     values = {}
     for change in changes or []:

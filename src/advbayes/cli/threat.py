@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from advbayes.config import ATTACKS, ConfigError, parse_feature_eps
+from advbayes.runs.config import ATTACKS, ConfigError, parse_feature_eps
 
 if TYPE_CHECKING:
-    from advbayes.balls import Ball
+    from advbayes.attacks.balls import Ball
     from advbayes.runs import Prepared, Trained
     from advbayes.types import Attack, Predictor
 
@@ -74,7 +74,7 @@ def check_names(names: Sequence[str]) -> None:
     >>> check_names(["pgd", "pdg"])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    advbayes.config.ConfigError: attack: must be one of pgd1, ..., got 'pdg'; did you mean 'pgd'?
+    advbayes.runs.config.ConfigError: attack: must be one of ..., got 'pdg'; did you mean 'pgd'?
     """
     import difflib
 

@@ -11,7 +11,7 @@ import typer
 
 from advbayes.cli.screen import Json, Trust, emit, say
 from advbayes.cli.signals import Finishing
-from advbayes.config import ConfigError, RunConfig, make_config, read_toml
+from advbayes.runs.config import ConfigError, RunConfig, make_config, read_toml
 
 PANELS = {
     "Data": ("data", "root", "target", "task", "features", "drop", "num_train"),
@@ -212,7 +212,7 @@ def _flag(key: str) -> str:
 
 
 def _choices(key: str) -> list[str]:
-    from advbayes.config import DATA_SETS, NETWORKS
+    from advbayes.runs.config import DATA_SETS, NETWORKS
 
     named = {"data": DATA_SETS, "network": NETWORKS}
     return list(

@@ -15,7 +15,7 @@ from torch.distributions import Categorical, Distribution
 from torch.utils.data import DataLoader
 
 from advbayes import checks
-from advbayes.balls import Ball
+from advbayes.attacks.balls import Ball
 from advbayes.metrics.intervals import wilson
 from advbayes.metrics.scores import labels, targets
 from advbayes.metrics.trivial import ConstantClasses, ConstantGaussian

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks import nll
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import one_blind_warning
 from advbayes.attacks.parts import (
     ball_of,
@@ -29,7 +30,6 @@ from advbayes.attacks.parts import (
     with_eps,
 )
 from advbayes.attacks.suite import for_task
-from advbayes.balls import Ball
 from advbayes.evaluation.contents import contents_of
 from advbayes.evaluation.files import Block, Folder, data_hash, fingerprint
 from advbayes.evaluation.inputs import (

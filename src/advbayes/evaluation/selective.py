@@ -11,8 +11,8 @@ from torch import Tensor
 
 from advbayes import checks, metrics
 from advbayes.attacks import PGD, ByLoss, certainty, pgd_plus
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import with_eps
-from advbayes.balls import Ball
 from advbayes.evaluation.inputs import (
     ASKED,
     Data,

@@ -17,10 +17,10 @@ import torch
 
 from advbayes.attacks import nll, one_step, pgd, squared_error
 from advbayes.channels import AttackChannel, Learned, Mixture, Noise
-from advbayes.config import RunConfig
 from advbayes.metrics import constant, majority, uniform
 from advbayes.networks import ConvGenerator, FullyConnectedGenerator
 from advbayes.runs import Prepared, make_ball
+from advbayes.runs.config import RunConfig
 from advbayes.seeds import GlobalStream, seed_for
 from advbayes.types import Channel, Predictor
 

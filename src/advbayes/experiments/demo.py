@@ -18,9 +18,8 @@ import torch
 
 from advbayes import store
 from advbayes.attacks import Suite, entropy_pgd, nll, one_step, pgd, pgd_plus, strong_suite
-from advbayes.balls import L2
+from advbayes.attacks.balls import L2
 from advbayes.channels import Noise
-from advbayes.config import ConfigError, RunConfig, make_config
 from advbayes.evaluation import Cell, Evaluation, evaluate
 from advbayes.purification import Purifier
 from advbayes.purification.attacks import Annealed, NearestCentre
@@ -28,6 +27,7 @@ from advbayes.report import make_gallery, write_report
 from advbayes.report.folders import merged
 from advbayes.report.words import sentence
 from advbayes.runs import Prepared, Run, Trained, create_run, load_trained, prepare, record, train
+from advbayes.runs.config import ConfigError, RunConfig, make_config
 from advbayes.runs.verdict import audit_run
 from advbayes.seeds import generator_for
 from advbayes.types import Attack, Predictor

@@ -30,10 +30,9 @@ from advbayes.attacks import (
     pgd,
     squared_error,
 )
+from advbayes.attacks.balls import L2
 from advbayes.auditing import Support, ThreatModel, audit
-from advbayes.balls import L2
 from advbayes.channels import Noise
-from advbayes.config import RunConfig, make_config
 from advbayes.datasets import load_dataset, split_rows
 from advbayes.evaluation import evaluate
 from advbayes.experiments.catalogue import Experiment, Row
@@ -53,6 +52,7 @@ from advbayes.runs import (
     record,
     thetas_of,
 )
+from advbayes.runs.config import RunConfig, make_config
 from advbayes.seeds import generator_for
 from advbayes.training import fit
 from advbayes.types import Attack, Channel, Predictor

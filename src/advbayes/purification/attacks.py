@@ -19,8 +19,8 @@ from torch.distributions import Distribution
 from advbayes import attacks, checks
 from advbayes.attacks import for_rows, margin, nll
 from advbayes.attacks.ascent import check_ball
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import Best, entry, move, score
-from advbayes.balls import Ball
 from advbayes.purification.banks import GaussianBank, Room
 from advbayes.purification.purifier import Purifier
 from advbayes.types import Attack, Loss, Predictor

@@ -38,7 +38,7 @@ def report_run(
     >>> report_run("absent")
     Traceback (most recent call last):
     ...
-    advbayes.config.ConfigError: absent: wanted a run folder (made by advbayes train), got nothing (no such folder)
+    advbayes.runs.config.ConfigError: absent: wanted a run folder (made by advbayes train), got nothing (no such folder)
     """  # noqa: E501
     where = Path(run_folder) / "report" if out is None else Path(out)
     return report_runs([run_folder], where, title=title, trusted=trusted, num_thetas=num_thetas)

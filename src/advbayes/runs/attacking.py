@@ -1,4 +1,4 @@
-"""Attacks by the names that the command line knows (`advbayes.config.ATTACKS`)."""
+"""Attacks by the names that the command line knows (`advbayes.runs.config.ATTACKS`)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from advbayes.attacks import (
     squared_error,
     strong_suite,
 )
-from advbayes.balls import Ball
-from advbayes.config import ATTACKS
+from advbayes.attacks.balls import Ball
+from advbayes.runs.config import ATTACKS
 from advbayes.types import Attack
 
 _CLASSES_ONLY = ("minimum_norm", "hard_label")

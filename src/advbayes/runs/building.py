@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from advbayes import checks
 from advbayes.attacks import entropy, margin, nll, one_step, pgd, squared_error
+from advbayes.attacks.balls import L2, Ball, Linf
 from advbayes.attacks.parts import is_attack
-from advbayes.balls import L2, Ball, Linf
 from advbayes.channels import AttackChannel, Learned, Mixture, Noise
-from advbayes.config import ConfigError, RunConfig, parse_feature_eps
 from advbayes.datasets import Dataset, Standardize, class_weights, from_csv, from_npz, load_dataset
 from advbayes.evaluation.inputs import warn_units
 from advbayes.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian
@@ -28,6 +27,7 @@ from advbayes.model import BayesianModel
 from advbayes.networks import ConvGenerator, FullyConnectedGenerator, conv_net, mlp
 from advbayes.objectives import ChannelELBO, LogitPairing, Penalty, Trades
 from advbayes.posteriors import Ensemble, LowRank, MeanField, PointMass, Posterior
+from advbayes.runs.config import ConfigError, RunConfig, parse_feature_eps
 from advbayes.seeds import GlobalStream, seed_for
 from advbayes.types import Channel
 
@@ -38,7 +38,7 @@ Downloading = Callable[[str, int, int | None], None]  # file, bytes so far, byte
 class Prepared:
     """A data set as the model sees it: tables standardised, images as they are.
 
-    >>> from advbayes.config import make_config
+    >>> from advbayes.runs.config import make_config
     >>> prepare(make_config({"data": "diabetes"})).x_train.mean(0).abs().max() < 1e-5
     tensor(True)
     """
@@ -60,7 +60,7 @@ class Prepared:
 def prepare(config: RunConfig, *, downloading: Downloading | None = None) -> Prepared:
     """Load and scale the configuration's data.
 
-    >>> from advbayes.config import make_config
+    >>> from advbayes.runs.config import make_config
     >>> prepare(make_config({"data": "digits", "num_train": 100})).x_train.shape
     torch.Size([100, 1, 8, 8])
     """
@@ -145,7 +145,7 @@ def build_net(config: RunConfig, data: Prepared, *, trusted: bool = False) -> nn
     """The configuration's network, drawn from its seed. A `module:factory` is imported only when
     `trusted`.
 
-    >>> from advbayes.config import make_config
+    >>> from advbayes.runs.config import make_config
     >>> config = make_config({"data": "diabetes", "hidden": [3]})
     >>> [tuple(p.shape) for p in build_net(config, prepare(config)).parameters()]
     [(3, 10), (3,), (1, 3), (1,)]
@@ -185,7 +185,7 @@ def own_net(network: str, *, trusted: bool = False) -> nn.Module:
     >>> own_net("os:getcwd")
     Traceback (most recent call last):
     ...
-    advbayes.config.ConfigError: network: 'os:getcwd' names code of your own, which runs only with --trust-network
+    advbayes.runs.config.ConfigError: network: 'os:getcwd' names code of your own, which runs only with --trust-network
     """  # noqa: E501
     _refuse_unless(trusted, "network", network)
     net = import_factory("network", network)
@@ -245,7 +245,7 @@ def build_model(
 ) -> tuple[BayesianModel, Posterior]:
     """Model and untrained posterior.
 
-    >>> from advbayes.config import make_config
+    >>> from advbayes.runs.config import make_config
     >>> config = make_config({"data": "diabetes", "hidden": [3], "posterior": "point"})
     >>> build_model(config, prepare(config))[1].num_params
     38
@@ -323,7 +323,7 @@ def build_defense(
     """Channel and objective of a named defense (docs/defenses.md); a channel of one's own is made
     only when `trusted`.
 
-    >>> from advbayes.config import make_config
+    >>> from advbayes.runs.config import make_config
     >>> config = make_config({"data": "diabetes", "defense": "noise", "sigma": 0.5})
     >>> build_defense(config, prepare(config))[0]
     Noise(sigma=0.5)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from advbayes import store
-from advbayes.config import ConfigError, RunConfig, make_config, read_toml, to_toml
+from advbayes.runs.config import ConfigError, RunConfig, make_config, read_toml, to_toml
 
 # What a manifest says, where it says it.
 _FIELDS: dict[str, type] = {

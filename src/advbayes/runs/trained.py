@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from advbayes import store
-from advbayes.config import NETWORKS
 from advbayes.datasets import Encoding, Standardize
 from advbayes.model import BayesianModel
 from advbayes.posteriors import Ensemble, Samples
 from advbayes.predictive import PosteriorPredictive
 from advbayes.runs.building import own_classes, own_net
+from advbayes.runs.config import NETWORKS
 from advbayes.runs.folder import Run
 from advbayes.store import preprocessing, thetas_of
 from advbayes.types import Channel

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from advbayes import store
-from advbayes.config import RunConfig
 from advbayes.evaluation.inputs import Task
 from advbayes.evaluation.result import REDUCTIONS
 from advbayes.evaluation.scoring import score
 from advbayes.predictive import PosteriorPredictive
 from advbayes.runs.building import Downloading, Prepared, build_defense, build_model, prepare
+from advbayes.runs.config import RunConfig
 from advbayes.runs.folder import Run, record
 from advbayes.store import thetas_of
 from advbayes.training import COLUMNS, FitResult, State, fit
@@ -41,7 +41,7 @@ def train(
     """Train a run, from its last checkpoint if it has one; the caller holds the folder's lock.
 
     >>> import tempfile
-    >>> from advbayes.config import make_config
+    >>> from advbayes.runs.config import make_config
     >>> from advbayes.runs import create_run
     >>> config = make_config({"data": "diabetes", "defense": "none", "epochs": 1, "hidden": [4]})
     >>> with tempfile.TemporaryDirectory() as folder, create_run(config, f"{folder}/a") as run:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from advbayes import store
 from advbayes.attacks import pgd
+from advbayes.attacks.balls import Ball
 from advbayes.auditing import Budget, Support, ThreatModel, Verdict, audit, audit_cost
-from advbayes.balls import Ball
 from advbayes.evaluation import evaluate
 from advbayes.evaluation.files import fingerprint
 from advbayes.predictive import FreshPredictive

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from advbayes import attacks, balls, channels, likelihoods
+from advbayes import attacks, channels, likelihoods
+from advbayes.attacks import balls
 
 from .documents import JSON
 from .errors import StoreError

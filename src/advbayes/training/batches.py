@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from advbayes import checks
-from advbayes.balls import Ball
+from advbayes.attacks.balls import Ball
 from advbayes.channels import AttackChannel, Learned, Mixture
 from advbayes.model import BayesianModel
 from advbayes.seeds import GlobalStream, generator_for, seed_for

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.metrics.intervals import clopper_pearson
-from advbayes.smoothing import Smoothed
+from advbayes.predictive.smoothing import Smoothed
 
 ABSTAIN = -1
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from advbayes import checks
 from advbayes.likelihoods import GaussianMixture
-from advbayes.predictive import FreshPredictive
+from advbayes.predictive.posterior import FreshPredictive
 from advbayes.seeds import generator_for
 from advbayes.types import Predictor
 

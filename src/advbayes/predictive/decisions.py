@@ -12,7 +12,7 @@ from torch.distributions import Categorical, Distribution
 
 from advbayes import checks
 from advbayes.attacks import pgd
-from advbayes.balls import Ball
+from advbayes.attacks.balls import Ball
 from advbayes.metrics import Estimate, mean
 from advbayes.types import Attack, Predictor
 

@@ -253,7 +253,7 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     >>> make_config({"epochs": 5, "defence": "mix"})
     Traceback (most recent call last):
     ...
-    advbayes.config.ConfigError: defence: there is no such key; did you mean 'defense'?
+    advbayes.runs.config.ConfigError: defence: there is no such key; did you mean 'defense'?
     >>> make_config({"epochs": 5}).epochs
     5.0
     """
