@@ -14,16 +14,19 @@ import pytest
 import torch
 from scipy import stats
 
+from advbayes import L2
+from advbayes.attacks import Suite, Transfer
 from advbayes.channels import AttackChannel, Mixture, Noise
 from advbayes.experiments import running
-from advbayes.experiments.catalogue import EXPERIMENTS, Spec
-from advbayes.experiments.defenses import DEFENSES
+from advbayes.experiments.catalogue import EXPERIMENTS, Experiment, Row, Spec
+from advbayes.experiments.defenses import DEFENSES, Defense
 from advbayes.experiments.reported import REPORTED
 from advbayes.experiments.running import run
 from advbayes.experiments.scores import Cell, Scores
-from advbayes.experiments.units import prepared
+from advbayes.experiments.units import Unit, attacks_on, predictor, prepared, run_unit
 from advbayes.experiments.views import write_views
 from advbayes.metrics import paired_t
+from advbayes.purification.attacks import Annealed, NearestCentre
 from advbayes.runs import build_defense
 from advbayes.runs.config import make_config
 
@@ -214,3 +217,35 @@ def test_best_is_what_beats_every_other_row(
     assert (
         written(tmp_path, values).best("accuracy", list(values), Cell("test", "clean", 0.0)) == best
     )
+
+
+def test_a_purifier_meets_the_attacks_that_know_it() -> None:
+    """And a plain predictive the strong suite alone."""
+    settings = {"data": "digits", "epochs": 0.1, "num_train": 60, "hidden": [4]}
+    rows = {name: Row(DEFENSES[name]) for name in ("BL", "onPure")}
+    experiment = Experiment("", settings, rows, attacks=("PGD", "strong"), steps=2, thetas=2)
+    for row, kinds in (("BL", set()), ("onPure", {Transfer, NearestCentre, Annealed})):
+        unit = Unit(experiment, row, 0)
+        data, _ = prepared(unit.config)
+        predict, _ = predictor(unit, data)
+        attacks = attacks_on(unit, data, L2(1.0), predict)
+        strong = attacks["strong"]
+        assert isinstance(strong, Suite)
+        assert {type(each) for each in strong.attacks} >= kinds
+        assert any(isinstance(each, NearestCentre) for each in strong.attacks) == bool(kinds)
+        x, y = data.x_test[:4], data.y_test[:4]
+        assert strong(predict, x, y).shape == x.shape
+
+
+def test_certified_records_are_certificates() -> None:
+    """At most sigma Phi^-1(alpha^(1/n)), correct ones alone in the average."""
+    settings = {"data": "digits", "epochs": 30, "lr": 0.01, "defense": "noise", "sigma": 0.25}
+    rows = {"posterior": Row(Defense("", {}))}
+    experiment = Experiment("", settings, rows, num_test=30, steps=2, measure="certified")
+    records, about = run_unit(Unit(experiment, "posterior", 0))
+    longest = 0.25 * stats.norm.ppf(0.001 ** (1 / about["draws"]))
+    assert about["draws"] == 400
+    assert len(records) >= 30
+    assert all(0 <= each["radius"] <= longest + 1e-6 for each in records)
+    assert np.mean([each["correct"] for each in records]) > 0.7
+    assert max(each["radius"] for each in records) > 0.5 * longest

@@ -169,6 +169,11 @@ DEFENSES: dict[str, Defense] = {
     "offPure": Defense(
         "offline purifier on BL, N = 100, S = 5", {"defense": "none"}, purify=Purify("offline", 0.5)
     ),
+    "full purifier": Defense(
+        "online purifier on BL over all training images, S = 5",
+        {"defense": "none"},
+        purify=Purify("online", 1.5, num_reference=60_000),
+    ),
     "AT": Defense(
         "point estimate, half clean, half one-step attack", {"posterior": "point"}, deterministic(1)
     ),

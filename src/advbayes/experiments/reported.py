@@ -156,3 +156,12 @@ COST = {
     "energy": (0.74, 0.66, 0.65, 3.47),
     "california": (0.74, 0.68, 0.62, 3.44),
 }
+
+# MNIST at sigma 1.0, 10,000 images, 100,000 draws, from the authors' public records: average
+# certified radius, and certified accuracy at radius 2.
+CERTIFIED = (
+    ("Gaussian training", 1.62, 0.33),
+    ("Consistency", 1.76, 0.43),
+    ("SmoothAdv with consistency", 1.82, 0.45),
+    ("SmoothMix", 1.82, 0.45),
+)

@@ -26,6 +26,7 @@ from advbayes.attacks import (
     Suite,
     Transfer,
     certainty,
+    margin,
     nll,
     pgd,
     squared_error,
@@ -40,8 +41,9 @@ from advbayes.experiments.defenses import DEFENSES, Defense
 from advbayes.model import BayesianModel
 from advbayes.objectives import ChannelELBO
 from advbayes.posteriors import Posterior
-from advbayes.predictive import FreshPredictive, PosteriorPredictive
+from advbayes.predictive import FreshPredictive, PosteriorPredictive, Smoothed, certify
 from advbayes.purification import Purifier
+from advbayes.purification.attacks import Annealed, NearestCentre, StraightThrough
 from advbayes.runs import (
     Prepared,
     build_defense,
@@ -252,15 +254,21 @@ def trained(unit: Unit, data: Prepared) -> tuple[BayesianModel, Posterior, dict[
     return model, posterior, info
 
 
-def attacks_on(unit: Unit, data: Prepared, ball: L2) -> dict[str, Attack]:
+def attacks_on(unit: Unit, data: Prepared, ball: L2, predict: Predictor) -> dict[str, Attack]:
     """The experiment's attacks by the paper's names; queries and transfer alone where there is no
-    gradient."""
+    gradient.
+
+    Against a purifier the strong suite holds the attacks that know it, too.
+    """
     names, steps, task = unit.experiment.attacks, unit.experiment.steps, data.dataset.task
     if unit.what.defense.has_gradient:
-        return {
+        attacks = {
             name: make_attack(_NAMES[name], ball, task=task, steps=steps, queries=2 * steps)
             for name in names
         }
+        if isinstance(predict, Purifier) and "strong" in attacks:
+            attacks["strong"] = Suite((attacks["strong"], *_adaptive(predict, ball, steps)))
+        return attacks
     linear = DEFENSES["least squares"].reference
     assert linear is not None
     source = linear(data, unit.seed)
@@ -272,6 +280,16 @@ def attacks_on(unit: Unit, data: Prepared, ball: L2) -> dict[str, Attack]:
     return {name: Suite(parts, parts) for name in names}
 
 
+def _adaptive(purified: Purifier, ball: L2, steps: int) -> tuple[Attack, ...]:
+    """Rule E23: transfer from the model, straight through, the nearest centres, annealed from
+    them."""
+    straight = StraightThrough(purified)
+    sources = (straight,) if purified.base is None else (purified.base, straight)
+    around = Transfer(pgd(ball, steps, margin), sources)
+    nearest = NearestCentre(ball, num=8)
+    return around, nearest, Annealed(ball, steps=steps, start=nearest)
+
+
 # --- Measures -----------------------------------------------------------------------------------
 
 
@@ -280,7 +298,7 @@ def _attacked(unit: Unit) -> tuple[Iterator[Record] | list[Record], dict[str, An
     experiment, config = unit.experiment, unit.config
     data, held_out = prepared(config, unit.what.units, validation="validation" in experiment.splits)
     predict, info = predictor(unit, data)
-    attacks = attacks_on(unit, data, L2(experiment.radii[-1], box=data.box))
+    attacks = attacks_on(unit, data, L2(experiment.radii[-1], box=data.box), predict)
     records: list[Record] = []
     for split in experiment.splits:
         part = held_out if split == "validation" else data
@@ -347,6 +365,29 @@ def _selective(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
     return records, info
 
 
+def _certified(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
+    """Certified radii of the Bayesian vote under the noise of training: every draw has a theta of
+    its own."""
+    experiment, config = unit.experiment, unit.config
+    data, _ = prepared(config)
+    model, posterior, info = trained(unit, data)
+    generator = generator_for(unit.seed, "experiments/certified")
+    fresh = FreshPredictive(model, posterior, 1, generator=generator)
+    every = len(data.x_test) // experiment.num_test
+    x, y = data.x_test[::every], data.y_test[::every]
+    draws = 200 * experiment.steps
+    certificates = certify(
+        Smoothed(fresh, config.sigma), x, n=draws, alpha=0.001, generator=generator
+    )
+    records: list[Record] = [
+        {"index": every * index, "correct": bool(right), "radius": float(radius)}
+        for index, (right, radius) in enumerate(
+            zip(certificates.classes == y, certificates.radii, strict=True)
+        )
+    ]
+    return records, {**info, "sigma": config.sigma, "draws": draws, "alpha": 0.001}
+
+
 def _timed(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
     """100 training steps (first ten dropped) with and without MIX; 100 answers of the predictive
     and of onPure."""
@@ -398,7 +439,7 @@ def _pictured(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
     data, _ = prepared(config)
     predict, info = predictor(unit, data)
     x, y = test_rows(data, experiment.num_test)
-    attacks = attacks_on(unit, data, L2(experiment.radii[-1], box=data.box))
+    attacks = attacks_on(unit, data, L2(experiment.radii[-1], box=data.box), predict)
     records: list[Record] = []
     for name, attack in {"clean": None, **attacks}.items():
         generator = generator_for(unit.seed, f"experiments/examples/{name}")
@@ -457,7 +498,7 @@ def _audited(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
         evaluate(
             predict,
             rows,
-            attacks=attacks_on(unit, data, ball),
+            attacks=attacks_on(unit, data, ball, predict),
             train_y=data.y_train,
             out=folder,
             progress=False,
@@ -501,6 +542,7 @@ Measure = Callable[[Unit], tuple[Any, dict[str, Any]]]
 MEASURES: dict[str, Measure] = {
     "attacked": _attacked,
     "selective": _selective,
+    "certified": _certified,
     "timed": _timed,
     "pictured": _pictured,
     "audited": _audited,

@@ -11,7 +11,7 @@ import numpy as np
 
 from advbayes import metrics, store
 from advbayes.experiments.catalogue import TRIVIAL, Experiment, Spec
-from advbayes.experiments.reported import COST, MULTI_STEP, REPORTED
+from advbayes.experiments.reported import CERTIFIED, COST, MULTI_STEP, REPORTED
 from advbayes.experiments.scores import MIN_SEEDS, Cell, Scores
 
 NAMES = {
@@ -417,6 +417,21 @@ def effects(experiment: Experiment, scores: Scores, folder: Path) -> str:
     return "\n\n".join(out)
 
 
+def certified(experiment: Experiment, scores: Scores, folder: Path) -> str:
+    """Average certified radius (0 where wrong) and certified accuracy, beside published ones."""
+    at = (0.5, 1.0, 1.5, 2.0)
+    body = []
+    for row in scores.rows:
+        radii = np.array([e["correct"] * e["radius"] for e in scores.records if e["row"] == row])
+        right = np.array([e["correct"] for e in scores.records if e["row"] == row])
+        shares = [((radii >= radius) & right).mean() for radius in at]
+        body.append([row, f"{radii.mean():.3f}", *(f"{share:.3f}" for share in shares)])
+    for name, radius, share in CERTIFIED:
+        body.append([f"*{name} (published)*", f"{radius:.2f}", "", "", "", f"{share:.2f}"])
+    head = ["row", "average radius", *(f"accuracy at {radius:g}" for radius in at)]
+    return _markdown(head, body)
+
+
 def times(experiment: Experiment, scores: Scores, folder: Path) -> str:
     """Median ms of a training step (batch of 128) and of one answer, beside the paper's A100."""
     kinds = ("standard training", "robust training", "standard inference", "robust inference")
@@ -531,6 +546,7 @@ VIEWS: dict[str, Callable[[Experiment, Scores, Path], str]] = {
         curves,
         multi_step,
         effects,
+        certified,
         times,
         pictures,
         verdicts,
