@@ -67,7 +67,7 @@ _MOVED = {
 
 
 class _Moved:
-    """Finds modules by the names that they had in 0.1, with a warning that says the new one."""
+    """Finds modules by the names that they had in 0.1 as well."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name in _MOVED else None  # type: ignore[arg-type]
@@ -76,10 +76,7 @@ class _Moved:
         return None
 
     def exec_module(self, module: object) -> None:
-        import warnings
-
         name: str = module.__name__  # type: ignore[attr-defined]
-        warnings.warn(f"{name} is now {_MOVED[name]}", DeprecationWarning, stacklevel=2)
         sys.modules[name] = importlib.import_module(_MOVED[name])
 
 
