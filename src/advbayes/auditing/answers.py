@@ -144,9 +144,8 @@ def trivial_predictors(case: Case) -> Finding:
         with torch.no_grad():
             num_classes = case.predict(case.x[:1]).logits.shape[-1]  # type: ignore[attr-defined]
         floor = math.log(num_classes)
-        share = float(
-            metrics.correct(metrics.majority(y, num_classes)(case.x), case.y).double().mean()
-        )
+        guess = metrics.majority(y, num_classes)(case.x)
+        share = float(metrics.expected_correct(guess, case.y).mean())
         for name, columns in rows.items():
             loss, accuracy = -float(columns["log_prob"].mean()), float(columns["correct"].mean())
             figures |= {f"{name} NLL": loss, f"{name} accuracy": accuracy}

@@ -98,6 +98,7 @@ def evaluate(
     from advbayes.cli.scores import SHOWN, score_table
     from advbayes.evaluation import evaluate as measure
     from advbayes.report.folders import merged
+    from advbayes.report.words import TRIVIAL
     from advbayes.runs import Run as Folder
     from advbayes.runs import load_trained, prepare
     from advbayes.store import write_document
@@ -195,4 +196,5 @@ def evaluate(
         head,
         body,
     )
-    say(f"Records and arrays: {place}")
+    told = [f"{name} {TRIVIAL[name]}" for name in found.trivial]
+    say(f"Never look at the input: {'; '.join(told)}.\nRecords and arrays: {place}")

@@ -67,7 +67,8 @@ def score(
     what: str = "the scores",
 ) -> Columns:
     """The scores of each example, averaged over `repeats` calls (a stochastic predictor answers
-    differently each time).
+    differently each time). A predictor that never looks at x is given the accuracy to expect over
+    its ties.
 
     With `halves` also over the first and the second half of the calls apart (`correct_first`,
     `correct_second`, ...), from which `worst` chooses without favour. What a prediction cannot give
@@ -86,8 +87,12 @@ def score(
     parts = {"": repeats}
     if halves and repeats > 1:
         parts |= {"_first": repeats // 2, "_second": repeats - repeats // 2}
+    guesses = isinstance(predict, metrics.ConstantClasses)
     for call in range(repeats):
-        found = _scores(predict(x), y, loss, interval_level, what)
+        prediction = predict(x)
+        found = _scores(prediction, y, loss, interval_level, what)
+        if guesses:
+            found["correct"] = metrics.expected_correct(prediction, y).cpu()
         for part, size in parts.items():
             if not part or (part == "_first") == (call < repeats // 2):
                 for name, values in found.items():
@@ -95,7 +100,7 @@ def score(
                         total.get(name + part, torch.zeros((), dtype=torch.float64)) + values / size
                     )
     for part, size in parts.items():
-        if "correct" in total:  # ten tenths are one
+        if "correct" in total and not guesses:  # ten tenths are one
             total["correct" + part] = (total["correct" + part] * size).round() / size
     return total
 

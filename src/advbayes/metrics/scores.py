@@ -148,6 +148,19 @@ def correct(prediction: Distribution, y: Tensor) -> Tensor:  # (B,), bool
     return class_probs(prediction).argmax(-1) == labels(prediction, y)
 
 
+def expected_correct(prediction: Distribution, y: Tensor) -> Tensor:  # (B,), float64
+    """The accuracy to expect of a guess among the most probable classes: 1/k where y is one of k.
+
+    >>> expected_correct(
+    ...     torch.distributions.Categorical(probs=torch.ones(2, 4)), torch.tensor([0, 3])
+    ... )
+    tensor([0.2500, 0.2500], dtype=torch.float64)
+    """
+    probs = class_probs(prediction)
+    ties = (probs == probs.amax(-1, keepdim=True)).double()
+    return ties.gather(-1, labels(prediction, y).unsqueeze(-1)).squeeze(-1) / ties.sum(-1)
+
+
 def confidence(prediction: Distribution) -> Tensor:  # (B,)
     """Probability of the most probable class.
 

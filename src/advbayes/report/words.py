@@ -114,8 +114,8 @@ NORMS = {
     "linf": ("L∞", "the largest change of any single feature"),
 }
 TRIVIAL = {
-    "uniform": "gives every class the same probability",
-    "majority": "always answers the most frequent class",
+    "uniform": "gives every class the same probability; accuracy as expected of a guess",
+    "majority": "always answers the most frequent class, or one of them by chance",
     "constant": "always answers the training mean and spread",
 }
 KNOWLEDGE = {

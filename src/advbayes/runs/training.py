@@ -12,6 +12,7 @@ from advbayes import store
 from advbayes.evaluation.inputs import Task
 from advbayes.evaluation.result import REDUCTIONS
 from advbayes.evaluation.scoring import score
+from advbayes.metrics import expected_correct, majority
 from advbayes.predictive import PosteriorPredictive
 from advbayes.runs.building import Downloading, Prepared, build_defense, build_model, prepare
 from advbayes.runs.config import RunConfig
@@ -158,7 +159,8 @@ def clean_metrics(
 def _trivial(task: Task, data: Prepared) -> dict[str, float]:
     """The main score of a predictor that never looks at its input."""
     if task == "classification":
-        return {"accuracy": float((data.y_test == data.y_train.mode().values).double().mean())}
+        guess = majority(data.y_train, len(data.dataset.class_names))(data.x_test)
+        return {"accuracy": float(expected_correct(guess, data.y_test).mean())}
     return {"rmse": float((data.y_test - data.y_train.mean(0)).double().square().mean().sqrt())}
 
 
