@@ -123,6 +123,17 @@ def test_nothing_unpickles_or_evaluates(path: Path) -> None:
                     assert ast.unparse(keyword.value) == "False", f"{path.name}:{node.lineno}"
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_what_is_refused_on_purpose_says_so_by_its_type(path: Path) -> None:
+    """The command line tells a mistake of the user from a bug by `AdvBayesError` alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            name = ast.unparse(node.exc.func)
+            assert name not in ("ValueError", "TypeError", "FloatingPointError"), (
+                f"{path.name}:{node.lineno}: raise checks.InputError or checks.InputTypeError"
+            )
+
+
 def test_public_names_exist_and_are_documented() -> None:
     assert len(advbayes.__all__) == len(set(advbayes.__all__))
     for name in advbayes.__all__:

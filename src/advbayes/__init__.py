@@ -25,6 +25,7 @@ _HOMES = {
     ),
     "auditing": "Claim Support ThreatModel Verdict audit audit_cost audit_records",
     "attacks.balls": "L2 Ball Linf",
+    "checks": "AdvBayesError",
     "channels": "AttackChannel Learned Mixture Noise eps_prior",
     "evaluation": "Evaluation evaluate load_evaluation rescore selective_task with_eps",
     "likelihoods": "Categorical Gaussian GaussianMixture HeteroscedasticGaussian",
@@ -67,7 +68,7 @@ _MOVED = {
 
 
 class _Moved:
-    """Finds modules by the names that they had in 0.1 as well."""
+    """Finds modules by the names that they had before as well."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name in _MOVED else None  # type: ignore[arg-type]
@@ -131,6 +132,7 @@ if TYPE_CHECKING:
     from advbayes.channels import Mixture as Mixture
     from advbayes.channels import Noise as Noise
     from advbayes.channels import eps_prior as eps_prior
+    from advbayes.checks import AdvBayesError as AdvBayesError
     from advbayes.evaluation import Evaluation as Evaluation
     from advbayes.evaluation import evaluate as evaluate
     from advbayes.evaluation import load_evaluation as load_evaluation

@@ -43,13 +43,13 @@ class FunctionPredictor:
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"function must be callable on a batch x, got {checks.describe(self.function)}"
             )
         checks.choice("kind", self.kind, KINDS)
         if self.kind == "mean":
             if self.scale is None:
-                raise ValueError(
+                raise checks.InputError(
                     "scale must be given with kind='mean': the standard deviation of the errors, "
                     "such as the RMSE on data that "
                     "the function was not fitted to; likelihoods, CRPS and coverage rest on it, "
@@ -57,7 +57,7 @@ class FunctionPredictor:
                 )
             checks.number("scale", self.scale, low=0, open_low=True)
         elif self.scale is not None:
-            raise ValueError(f"scale goes with kind='mean' alone, got kind={self.kind!r}")
+            raise checks.InputError(f"scale goes with kind='mean' alone, got kind={self.kind!r}")
 
     def __call__(self, x: Tensor) -> Distribution:
         output = self.function(
@@ -65,7 +65,7 @@ class FunctionPredictor:
         )
         if self.kind == "mean_and_scale":
             if not isinstance(output, (tuple, list)) or len(output) != 2:
-                raise TypeError(
+                raise checks.InputTypeError(
                     f"function must give a pair (mean, scale) for this kind, got "
                     f"{checks.describe(output)}"
                 )
@@ -93,7 +93,7 @@ class FunctionPredictor:
             or len(output) != len(x)
             or (least == 2 and output.shape[1] < 2)
         ):
-            raise ValueError(
+            raise checks.InputError(
                 f"function must give {self.kind} of shape {wanted} for x of shape "
                 f"{tuple(x.shape)}, got {checks.describe(output)}"
             )
@@ -123,7 +123,7 @@ def _scale_for(mean: Tensor, scale: Tensor) -> Tensor:
     each mean."""
     checks.finite("the function's scale", scale.detach())
     if not bool((scale > 0).all()):
-        raise ValueError(
+        raise checks.InputError(
             f"the function's scale must be positive (standard deviations), got a smallest value "
             f"of {float(scale.min()):g}"
         )
@@ -135,7 +135,7 @@ def _scale_for(mean: Tensor, scale: Tensor) -> Tensor:
     try:
         return scale.expand_as(mean)
     except RuntimeError:
-        raise ValueError(
+        raise checks.InputError(
             f"the function's scale must fit its mean of shape {tuple(mean.shape)}, got "
             f"{checks.describe(scale)}"
         ) from None
@@ -148,24 +148,24 @@ def _looks_like(kind: str, scores: Tensor) -> None:
     low, total = float(scores.min()), scores.sum(1)
     if kind == "logits":
         if not bool(scores.any()):
-            raise ValueError(
+            raise checks.InputError(
                 "the function's logits are all zero: every class is equally likely and no attack "
                 "finds a gradient"
             )
         if low >= 0 and bool(((total - 1).abs() < 1e-4).all()):
-            raise ValueError(
+            raise checks.InputError(
                 "the function's logits look like probabilities (non-negative, summing to 1): pass "
                 "kind='probs'"
             )
     elif kind == "probs":
         if low < 0 or bool(((total - 1).abs() > 1e-3).any()):
-            raise ValueError(
+            raise checks.InputError(
                 "the function's probs must be non-negative and sum to 1, got values from "
                 f"{low:g} and sums from {float(total.min()):g} to {float(total.max()):g}: pass "
                 f"kind='logits' or kind='log_probs'"
             )
     elif float(scores.max()) > 1e-4 or bool((scores.logsumexp(1).abs() > 1e-3).any()):
-        raise ValueError(
+        raise checks.InputError(
             f"the function's log_probs must be <= 0 with logsumexp 0, got a largest value of "
             f"{float(scores.max()):g}: "
             "pass kind='probs' for probabilities, kind='logits' for scores"
@@ -184,7 +184,7 @@ def from_function(
     >>> from_function(lambda x: x.softmax(-1), "logits")(torch.randn(2, 3))
     Traceback (most recent call last):
     ...
-    ValueError: the function's logits look like probabilities (non-negative, summing to 1): pass kind='probs'
+    advbayes.checks.InputError: the function's logits look like probabilities (non-negative, summing to 1): pass kind='probs'
     """  # noqa: E501
     return FunctionPredictor(function, kind, scale, numpy)
 
@@ -198,12 +198,12 @@ def from_torch(
     torch.Size([2, 3])
     """
     if not isinstance(net, nn.Module):
-        raise TypeError(f"net must be a torch.nn.Module, got {checks.describe(net)}")
+        raise checks.InputTypeError(f"net must be a torch.nn.Module, got {checks.describe(net)}")
     for name, layer in net.named_modules():
         if layer.training and isinstance(
             layer, (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
         ):
-            raise ValueError(
+            raise checks.InputError(
                 f"net must be in evaluation mode, got layer {name!r}: {layer} in training mode; "
                 f"call net.eval()"
             )
@@ -229,7 +229,7 @@ def from_sklearn(estimator: Any, *, scale: float | None = None) -> FunctionPredi
     if hasattr(estimator, "decision_function") and hasattr(estimator, "classes_"):
         return FunctionPredictor(_Decisions(estimator), "logits", None, True)
     if not hasattr(estimator, "predict"):
-        raise TypeError(
+        raise checks.InputTypeError(
             f"estimator must be a fitted scikit-learn estimator, got {checks.describe(estimator)}"
         )
     if scale is None:
@@ -268,7 +268,7 @@ class _Decisions:
             getattr(self.estimator, "decision_function_shape", None) == "ovo"
             and len(self.estimator.classes_) > 2
         ):
-            raise ValueError(
+            raise checks.InputError(
                 "estimator must give one decision value for each class, got "
                 "decision_function_shape='ovo' (one for each pair): "
                 "set estimator.decision_function_shape = 'ovr', or fit it with probability=True"
@@ -278,7 +278,7 @@ class _Decisions:
         decision = _two_columns(np.asarray(self.estimator.decision_function(x)))
         classes = np.asarray(self.estimator.classes_)
         if decision.ndim != 2 or decision.shape[1] != len(classes):
-            raise ValueError(
+            raise checks.InputError(
                 f"estimator must give one decision value for each of its {len(classes)} classes, "
                 f"got shape {decision.shape}"
             )
@@ -291,7 +291,7 @@ class _Decisions:
             self._seen[0] += len(own)
             self._seen[1] += int((own != ours).sum())
             if self._seen[1] > 1 + 0.1 * self._seen[0]:
-                raise ValueError(
+                raise checks.InputError(
                     "the largest of the estimator's decision values must be at the class that it "
                     "predicts, got another on "
                     f"{self._seen[1]} of {self._seen[0]} examples: are they pairwise "
@@ -340,7 +340,7 @@ class PredictorModule(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.ndim is not None and x.ndim != self.ndim:
-            raise ValueError(
+            raise checks.InputError(
                 f"x must have {self.ndim} dimensions, (B, channels, height, width), for this "
                 f"library's attacks, got "
                 f"{checks.describe(x)}: reshape x, and let the predictor flatten it"
@@ -348,13 +348,13 @@ class PredictorModule(nn.Module):
         prediction = self.predict(x)
         if not isinstance(prediction, CategoricalDistribution):
             if self.num_classes is not None:
-                raise TypeError(
+                raise checks.InputTypeError(
                     f"predict must predict {self.num_classes} classes, got "
                     f"{type(prediction).__name__}"
                 )
             return prediction.mean
         if self.num_classes is not None and prediction.logits.shape[-1] != self.num_classes:
-            raise ValueError(
+            raise checks.InputError(
                 f"num_classes must be the number that predict knows, "
                 f"{prediction.logits.shape[-1]}, got {self.num_classes}"
             )
@@ -408,7 +408,7 @@ def to_autoattack(
         or ball.mask is not None
         or not _is_unit(ball.box)
     ):
-        raise ValueError(
+        raise checks.InputError(
             f"ball must be L2 or Linf with box=(0, 1) and neither scale nor mask for AutoAttack, "
             f"got {ball}"
         )

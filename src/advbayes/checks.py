@@ -4,10 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class AdvBayesError(Exception):
+    """What this package refuses on purpose, in a message for its user; any other error is a bug.
+
+    >>> import advbayes
+    >>> try:
+    ...     advbayes.L2(-1.0)
+    ... except advbayes.AdvBayesError as error:
+    ...     print(error)
+    eps must be a finite number >= 0, got -1.0
+    """
+
+
+class InputError(AdvBayesError, ValueError):
+    """A value that cannot be used."""
+
+
+class InputTypeError(AdvBayesError, TypeError):
+    """A value of a type that cannot be used."""
 
 
 def printable(text: str, limit: int = 500) -> str:
@@ -27,9 +47,12 @@ def printable(text: str, limit: int = 500) -> str:
 def describe(value: object) -> str:
     """What came, short enough for an error message.
 
+    >>> import torch
     >>> describe(torch.zeros(2, 3)), describe(-1.0)
     ('a torch.float32 tensor of shape (2, 3) on cpu', '-1.0')
     """
+    from torch import Tensor  # here, because the command line refuses mistakes without torch
+
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
     text = repr(value)
@@ -50,7 +73,7 @@ def number(
     >>> number("eps", -1, low=0)
     Traceback (most recent call last):
     ...
-    ValueError: eps must be a finite number >= 0, got -1
+    advbayes.checks.InputError: eps must be a finite number >= 0, got -1
     """
     wanted = "a finite number"
     if low > -math.inf:
@@ -63,13 +86,13 @@ def number(
                 raise TypeError
             value = value.item()
         except (AttributeError, ValueError, RuntimeError, TypeError):
-            raise TypeError(f"{name} must be {wanted}, got {describe(value)}") from None
+            raise InputTypeError(f"{name} must be {wanted}, got {describe(value)}") from None
         if isinstance(value, (bool, complex)):
-            raise TypeError(f"{name} must be {wanted}, got {describe(value)}")
+            raise InputTypeError(f"{name} must be {wanted}, got {describe(value)}")
     below = value <= low if open_low else value < low
     above = value >= high if open_high else value > high
     if not math.isfinite(value) or below or above:
-        raise ValueError(f"{name} must be {wanted}, got {value}")
+        raise InputError(f"{name} must be {wanted}, got {value}")
     return float(value)
 
 
@@ -79,12 +102,12 @@ def count(name: str, value: Any, *, low: int = 1) -> int:
     >>> count("num_theta", 0)
     Traceback (most recent call last):
     ...
-    ValueError: num_theta must be a whole number >= 1, got 0
+    advbayes.checks.InputError: num_theta must be a whole number >= 1, got 0
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be a whole number >= {low}, got {describe(value)}")
+        raise InputTypeError(f"{name} must be a whole number >= {low}, got {describe(value)}")
     if value.__index__() < low:
-        raise ValueError(f"{name} must be a whole number >= {low}, got {value}")
+        raise InputError(f"{name} must be a whole number >= {low}, got {value}")
     return int(value.__index__())
 
 
@@ -94,10 +117,10 @@ def choice(name: str, value: Any, options: Sequence[str]) -> str:
     >>> choice("update", "on", ("online", "offline"))
     Traceback (most recent call last):
     ...
-    ValueError: update must be one of 'online', 'offline', got 'on'
+    advbayes.checks.InputError: update must be one of 'online', 'offline', got 'on'
     """
     if value not in options:
-        raise ValueError(
+        raise InputError(
             f"{name} must be one of {', '.join(map(repr, options))}, got {describe(value)}"
         )
     return str(value)
@@ -106,15 +129,16 @@ def choice(name: str, value: Any, options: Sequence[str]) -> str:
 def finite(name: str, value: Tensor) -> Tensor:
     """A tensor without NaN and infinity.
 
+    >>> import torch
     >>> finite("x", torch.tensor([0.0, float("nan")]))
     Traceback (most recent call last):
     ...
-    ValueError: x must be finite, got 1 NaN and 0 infinite values in a torch.float32 tensor of shape (2,) on cpu
+    advbayes.checks.InputError: x must be finite, got 1 NaN and 0 infinite values in a torch.float32 tensor of shape (2,) on cpu
     """  # noqa: E501
-    if value.is_floating_point() and not known(torch.isfinite(value).all(), otherwise=True):
-        nan = int(torch.isnan(value).sum())
-        infinite = int(torch.isinf(value).sum())
-        raise ValueError(
+    if value.is_floating_point() and not known(value.isfinite().all(), otherwise=True):
+        nan = int(value.isnan().sum())
+        infinite = int(value.isinf().sum())
+        raise InputError(
             f"{name} must be finite, got {nan} NaN and {infinite} infinite values in "
             f"{describe(value)}"
         )
@@ -125,6 +149,7 @@ def known(condition: Tensor, *, otherwise: bool) -> bool:
     """Whether a condition holds; `otherwise` where it has no value yet, as in code that is being
     compiled.
 
+    >>> import torch
     >>> known(torch.tensor(1.0) > 0, otherwise=False)
     True
     """

@@ -190,7 +190,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             np.asarray(self.eps), dtype=torch.float64 if spread is None else spread.dtype
         )
         if each.shape != (self.n_features_in_,):
-            raise ValueError(
+            raise checks.InputError(
                 f"eps must be a number or hold one for each of {self.n_features_in_} features, "
                 f"got {self.eps!r}"
             )
@@ -221,7 +221,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
     def _own_net(self, x: Tensor, num_outputs: int, seed: int) -> nn.Module:
         if self.net is not None:
             if not isinstance(self.net, nn.Module):
-                raise TypeError(
+                raise checks.InputTypeError(
                     f"net must be a torch.nn.Module with {num_outputs} outputs, got "
                     f"{checks.describe(self.net)}"
                 )
@@ -229,7 +229,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             with torch.no_grad():
                 shape = tuple(net(x[:1]).shape)
             if shape != (1, num_outputs):
-                raise ValueError(
+                raise checks.InputError(
                     f"net must give {num_outputs} outputs for this y, got shape {shape} for one "
                     f"input"
                 )
@@ -249,7 +249,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         if self.event_shape is None:
             return x
         if math.prod(self.event_shape) != x.shape[1]:
-            raise ValueError(
+            raise checks.InputError(
                 f"event_shape must have as many entries as X has features ({x.shape[1]}), got "
                 f"{self.event_shape}"
             )
@@ -298,7 +298,7 @@ class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         check_classification_targets(labels)
         self.classes_, index = np.unique(labels, return_inverse=True)
         if len(self.classes_) < 2:
-            raise ValueError(
+            raise checks.InputError(
                 f"y must hold at least two classes, got one class: {self.classes_.tolist()}"
             )
         self._train(x, torch.as_tensor(index, dtype=torch.long), len(self.classes_), Categorical())
@@ -334,7 +334,7 @@ class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         x, labels = self._checked(X), np.asarray(y)
         unknown = sorted(set(labels.tolist()) - set(self.classes_.tolist()))
         if unknown:
-            raise ValueError(f"y must hold classes seen by fit, got {unknown[:5]}")
+            raise checks.InputError(f"y must hold classes seen by fit, got {unknown[:5]}")
         return x, torch.as_tensor(np.searchsorted(self.classes_, labels))
 
 
@@ -583,7 +583,7 @@ def save_pipeline(
         )
     )
     if names and len(names) != pipeline.n_features_in_:
-        raise ValueError(
+        raise checks.InputError(
             f"feature_names must name the {pipeline.n_features_in_} columns of X, got {len(names)}"
         )
     settings = {

@@ -74,20 +74,22 @@ class Categorical:
     def check_target(self, output: Tensor, y: Tensor) -> Tensor:
         """Class indices of shape (B,), as int64."""
         if output.ndim != 2 or output.shape[1] < 2:
-            raise ValueError(
+            raise checks.InputError(
                 f"net must give logits of shape (B, C) with C >= 2 for Categorical, got "
                 f"{checks.describe(output)}"
             )
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"y must hold class indices (an integer tensor) for Categorical, got "
                 f"{checks.describe(y)}"
             )
         if y.ndim != 1:
-            raise ValueError(f"y must have shape (B,) for Categorical, got {checks.describe(y)}")
+            raise checks.InputError(
+                f"y must have shape (B,) for Categorical, got {checks.describe(y)}"
+            )
         num_classes = output.shape[1]
         if y.numel() and (int(y.min()) < 0 or int(y.max()) >= num_classes):
-            raise ValueError(
+            raise checks.InputError(
                 f"y must hold class indices in [0, {num_classes - 1}] (the net has {num_classes} "
                 f"outputs), "
                 f"got values from {int(y.min())} to {int(y.max())}"
@@ -117,7 +119,7 @@ def targets_like(mean: Tensor, y: Tensor) -> Tensor:
         return y
     if y.ndim == mean.ndim + 1 and y.shape[-1] == 1 and y.shape[:-1] == mean.shape:
         return y.squeeze(-1)
-    raise ValueError(
+    raise checks.InputError(
         f"y must have the predicted mean's shape {tuple(mean.shape)}, got {checks.describe(y)}"
     )
 
@@ -165,12 +167,14 @@ def gaussian_prediction(mean: Tensor, scale: Tensor, num_outputs: int) -> Distri
 
 def _check_regression(mean: Tensor, y: Tensor) -> Tensor:
     if not y.is_floating_point():
-        raise TypeError(
+        raise checks.InputTypeError(
             f"y must be a floating-point tensor for a Gaussian likelihood, got {checks.describe(y)}"
         )
     y = targets_like(mean, y)
     if y.dtype != mean.dtype:
-        raise TypeError(f"y must have the model's dtype {mean.dtype}, got {checks.describe(y)}")
+        raise checks.InputTypeError(
+            f"y must have the model's dtype {mean.dtype}, got {checks.describe(y)}"
+        )
     return y
 
 
@@ -193,7 +197,7 @@ class Gaussian:
         checks.count("num_outputs", self.num_outputs)
         scales = self.scale if isinstance(self.scale, tuple) else (self.scale,)
         if len(scales) not in (1, self.num_outputs):
-            raise ValueError(
+            raise checks.InputError(
                 f"scale must be one number or {self.num_outputs} (num_outputs), got {self.scale}"
             )
         for scale in scales:
@@ -232,7 +236,7 @@ class Gaussian:
         """Targets of shape (B,) for one output, (B, D) for D."""
         one_scale_for_all = not self.learned and not isinstance(self.scale, tuple)
         if output.ndim != 2 or (output.shape[1] != self.num_outputs and not one_scale_for_all):
-            raise ValueError(
+            raise checks.InputError(
                 f"net must give an output of shape (B, {self.num_outputs}) for {self}, got "
                 f"{checks.describe(output)}"
             )
@@ -260,7 +264,7 @@ class HeteroscedasticGaussian:
 
     def _split(self, output: Tensor) -> tuple[Tensor, Tensor]:
         if output.shape[-1] % 2:
-            raise ValueError(
+            raise checks.InputError(
                 f"net must give D means and D log-scales (an even number of outputs), got "
                 f"{checks.describe(output)}"
             )
@@ -281,7 +285,7 @@ class HeteroscedasticGaussian:
     def check_target(self, output: Tensor, y: Tensor) -> Tensor:
         """Targets of shape (B,) for one mean, (B, D) for D."""
         if output.ndim != 2:
-            raise ValueError(
+            raise checks.InputError(
                 f"net must give an output of shape (B, 2 D), got {checks.describe(output)}"
             )
         return _check_regression(self._split(output)[0], y)
@@ -310,7 +314,7 @@ class GaussianMixture(Distribution):
         log_weights: Tensor | None = None,  # (S,) or (S, B); absent: equal
     ) -> None:
         if means.shape != scales.shape or means.ndim not in (2, 3):
-            raise ValueError(
+            raise checks.InputError(
                 "means and scales must share a shape (S, B) or (S, B, D), "
                 f"got {checks.describe(means)} and {checks.describe(scales)}"
             )
@@ -365,7 +369,9 @@ class GaussianMixture(Distribution):
     def cdf(self, value: Tensor) -> Tensor:
         """P(Y <= value) for one output."""
         if self.means.ndim == 3:
-            raise ValueError("cdf is defined for one output; take one output's components first")
+            raise checks.InputError(
+                "cdf is defined for one output; take one output's components first"
+            )
         z = (targets_like(self.means[0], value) - self.means) / (self.scales * math.sqrt(2.0))
         return (self.log_weights.exp() * 0.5 * (1.0 + torch.erf(z))).sum(0)
 

@@ -39,9 +39,11 @@ class BayesianModel:
 
     def __init__(self, net: nn.Module, likelihood: Likelihood, prior_scale: float = 1.0) -> None:
         if not isinstance(net, nn.Module):
-            raise TypeError(f"net must be a torch.nn.Module, got {checks.describe(net)}")
+            raise checks.InputTypeError(
+                f"net must be a torch.nn.Module, got {checks.describe(net)}"
+            )
         if isinstance(likelihood, type) or not callable(getattr(likelihood, "log_prob", None)):
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"likelihood must be one such as Categorical() or Gaussian(0.5), got "
                 f"{checks.describe(likelihood)}"
             )
@@ -55,11 +57,11 @@ class BayesianModel:
         self.net = copy.deepcopy(net).eval()
         trainable = {name: p for name, p in self.net.named_parameters() if p.requires_grad}
         if not trainable:
-            raise ValueError("net must have at least one trainable parameter, got none")
+            raise checks.InputError("net must have at least one trainable parameter, got none")
         first = next(iter(trainable.values()))
         for name, p in trainable.items():
             if p.dtype != first.dtype or p.device != first.device:
-                raise TypeError(
+                raise checks.InputTypeError(
                     f"net must keep its parameters in one dtype and on one device, got "
                     f"{first.dtype} on {first.device} "
                     f"and {p.dtype} on {p.device} ({name})"
@@ -96,7 +98,7 @@ class BayesianModel:
         for name, shape in zip(self.names, self.shapes, strict=True):
             if name not in parameters or parameters[name].shape != shape:
                 came = tuple(parameters[name].shape) if name in parameters else "no such parameter"
-                raise ValueError(
+                raise checks.InputError(
                     f"net must have a parameter {name!r} of shape {tuple(shape)}, got {came}"
                 )
             parts.append(parameters[name].detach().reshape(-1).to(self.device, self.dtype))
@@ -173,21 +175,23 @@ class BayesianModel:
             or theta.shape[-1] != self.num_params
             or not theta.numel()
         ):
-            raise ValueError(
+            raise checks.InputError(
                 f"{name} must be a tensor of shape {wanted} for this model, got "
                 f"{checks.describe(theta)}"
             )
         if theta.dtype != self.dtype or theta.device != self.device:
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"{name} must be {self.dtype} on {self.device} as the net, got "
                 f"{checks.describe(theta)}"
             )
 
     def _check_input(self, x: Any) -> None:
         if not isinstance(x, Tensor) or x.ndim < 2:
-            raise TypeError(f"x must be a tensor of shape (B, *event), got {checks.describe(x)}")
+            raise checks.InputTypeError(
+                f"x must be a tensor of shape (B, *event), got {checks.describe(x)}"
+            )
         if x.dtype != self.dtype or x.device != self.device:
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"x must be {self.dtype} on {self.device} as the net, got {checks.describe(x)}"
             )
 
@@ -367,18 +371,18 @@ def _refuse_unfit_layers(net: nn.Module) -> None:
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) or (
             isinstance(layer, _NormBase) and layer.track_running_stats
         ):
-            raise ValueError(
+            raise checks.InputError(
                 f"net must be free of batch statistics, got layer {name!r}: {layer}; running "
                 f"statistics belong to one theta and "
                 "a posterior has many. Convert it first: advbayes.networks.with_group_norm(net)"
             )
         if any(map(is_lazy, layer.parameters(recurse=False))):
-            raise ValueError(
+            raise checks.InputError(
                 f"net must know its shapes, got the lazy layer {name!r}: {layer}; run the net "
                 f"once on an input first"
             )
         if isinstance(layer, _RANDOM_IN_EVAL):
-            raise ValueError(
+            raise checks.InputError(
                 f"net must be a function of x and theta alone, got layer {name!r}: {layer}, which "
                 f"draws at random"
             )

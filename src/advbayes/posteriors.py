@@ -86,12 +86,12 @@ class Posterior(nn.Module, ABC):
         return f"num_params={self.num_params}"
 
     def forward(self, *args: Any) -> Any:
-        raise TypeError("a posterior is not called; use rsample, sample or kl")
+        raise checks.InputTypeError("a posterior is not called; use rsample, sample or kl")
 
 
 def _start(model: BayesianModel, init: Tensor | nn.Module | None) -> Tensor:
     if not isinstance(model, BayesianModel):
-        raise TypeError(f"model must be a BayesianModel, got {checks.describe(model)}")
+        raise checks.InputTypeError(f"model must be a BayesianModel, got {checks.describe(model)}")
     if init is None:
         return model.initial_theta()
     if isinstance(init, nn.Module):
@@ -224,7 +224,7 @@ class Ensemble(Posterior):
                 [_reinitialised(model, seed_for(seed, "member", i)) for i in range(num)]
             )
             if any(torch.equal(a, b) for a, b in itertools.combinations(members, 2)):
-                raise ValueError(
+                raise checks.InputError(
                     "net must have layers with reset_parameters to draw members from, got equal "
                     "members; pass init="
                 )
@@ -338,7 +338,7 @@ class Samples(Posterior):
     def __init__(self, thetas: Tensor) -> None:
         super().__init__()
         if not isinstance(thetas, Tensor) or thetas.ndim != 2 or not thetas.numel():
-            raise ValueError(
+            raise checks.InputError(
                 f"thetas must be a non-empty tensor of shape (S, P), got {checks.describe(thetas)}"
             )
         self.register_buffer("thetas", checks.finite("thetas", thetas.detach().clone()))
@@ -358,7 +358,7 @@ class Samples(Posterior):
         return f"num={len(self.thetas)}, {super().extra_repr()}"
 
     def kl(self, prior_scale: float) -> Tensor:
-        raise TypeError(
+        raise checks.InputTypeError(
             "Samples has no kl: given thetas have no density. Train a MeanField or LowRank "
             "started at their mean"
         )

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from advbayes.checks import AdvBayesError
+
 Program = Callable[..., tuple[Tensor, ...]]
 
 # Multiplications up to which a product is written as a loop; at twice as many the
@@ -28,7 +30,7 @@ MAX_SUM = 1 << 10  # terms up to which single precision is enough for a sum
 _ONE_AT_A_TIME = threading.Lock()  # torch's compiler is not made for several threads
 
 
-class CompileError(RuntimeError):
+class CompileError(AdvBayesError, RuntimeError):
     """A function could not be traced or compiled; the message says which and why."""
 
 

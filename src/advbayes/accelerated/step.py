@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from advbayes.accelerated.compiling import Program, compiled
 from advbayes.accelerated.draws import Draws, draws, sample_at
+from advbayes.checks import InputError
 from advbayes.model import BayesianModel
 from advbayes.objectives import ChannelELBO, Terms
 from advbayes.posteriors import Posterior
@@ -47,7 +48,7 @@ class CompiledStep:
     ... )
     Traceback (most recent call last):
     ...
-    ValueError: compile must be False for an objective with through=True: second derivatives run in eager code alone
+    advbayes.checks.InputError: compile must be False for an objective with through=True: second derivatives run in eager code alone
     """  # noqa: E501
 
     def __init__(
@@ -59,7 +60,7 @@ class CompiledStep:
         optimiser: torch.optim.Adam,  # with a state for each parameter
     ) -> None:
         if objective.through:
-            raise ValueError(
+            raise InputError(
                 "compile must be False for an objective with through=True: second derivatives run "
                 "in eager code alone"
             )

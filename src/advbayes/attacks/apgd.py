@@ -62,12 +62,16 @@ class APGD:
     def __post_init__(self) -> None:
         check_ball(self.ball)
         if not callable(self.loss):
-            raise TypeError(f"loss must be a loss such as nll, got {checks.describe(self.loss)}")
+            raise checks.InputTypeError(
+                f"loss must be a loss such as nll, got {checks.describe(self.loss)}"
+            )
         checks.count("steps", self.steps)
         checks.count("restarts", self.restarts, low=0)
         checks.count("targets", self.targets, low=0)
         if not self.restarts + self.targets:
-            raise ValueError("restarts and targets must not both be 0: there would be no run")
+            raise checks.InputError(
+                "restarts and targets must not both be 0: there would be no run"
+            )
         checks.number("momentum", self.momentum, low=0, high=1, open_high=True)
         checks.number("progress", self.progress, low=0, high=1)
 

@@ -62,14 +62,14 @@ class PGD:
         try:
             object.__setattr__(self, "stages", tuple((loss, steps) for loss, steps in self.stages))
         except (TypeError, ValueError):
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"stages must hold (loss, steps) pairs, got {checks.describe(self.stages)}"
             ) from None
         if not self.stages:
-            raise ValueError("stages must hold at least one (loss, steps) pair, got none")
+            raise checks.InputError("stages must hold at least one (loss, steps) pair, got none")
         for loss, steps in self.stages:
             if not callable(loss):
-                raise TypeError(
+                raise checks.InputTypeError(
                     f"stages must hold (loss, steps) pairs, got {checks.describe(loss)} for a loss"
                 )
             checks.count("steps", steps)
@@ -253,7 +253,9 @@ def step_length(eps: float, step: int, steps: int) -> float:
 def check_ball(ball: object) -> None:
     """Refuse what is not a ball."""
     if not isinstance(ball, Ball):
-        raise TypeError(f"ball must be a ball such as L2(eps), got {checks.describe(ball)}")
+        raise checks.InputTypeError(
+            f"ball must be a ball such as L2(eps), got {checks.describe(ball)}"
+        )
 
 
 def _tile(x: Tensor, num: int) -> Tensor:

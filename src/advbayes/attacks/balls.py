@@ -34,26 +34,28 @@ class Ball(ABC):
         checks.number("eps", self.eps, low=0)
         if self.box is not None:
             if not isinstance(self.box, (tuple, list)) or len(self.box) != 2:
-                raise ValueError(f"box must be a pair (low, high), got {checks.describe(self.box)}")
+                raise checks.InputError(
+                    f"box must be a pair (low, high), got {checks.describe(self.box)}"
+                )
             object.__setattr__(self, "box", tuple(_bound("box", side) for side in self.box))
             low, high = (torch.as_tensor(side, dtype=torch.float64) for side in self.box)
             # a feature may be constant, not all; NaN is neither
             ordered = bool((low <= high).all()) and bool((low < high).any())
             if not ordered:
-                raise ValueError(
+                raise checks.InputError(
                     f"box must be a pair (low, high) with low < high, got {_short(self.box)}"
                 )
         if self.scale is not None:
             object.__setattr__(self, "scale", _bound("scale", self.scale))
             scale = torch.as_tensor(self.scale)
             if not bool(torch.isfinite(scale).all()) or not bool((scale > 0).all()):
-                raise ValueError(
+                raise checks.InputError(
                     f"scale must be finite and positive, got {checks.describe(self.scale)}"
                 )
         if self.mask is not None and (
             not isinstance(self.mask, Tensor) or self.mask.dtype != torch.bool
         ):
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"mask must be a bool tensor (True: may be touched), got "
                 f"{checks.describe(self.mask)}"
             )
@@ -84,7 +86,7 @@ class Ball(ABC):
                 try:
                     torch.broadcast_to(value, x.shape[1:])
                 except RuntimeError:
-                    raise ValueError(
+                    raise checks.InputError(
                         f"{name} must broadcast against the event shape {tuple(x.shape[1:])}, got "
                         f"{checks.describe(value)}"
                     ) from None
@@ -92,7 +94,7 @@ class Ball(ABC):
             low, high = self.box
             outside = (x < _on(low, x)) | (x > _on(high, x))
             if checks.known(outside.any(), otherwise=False):
-                raise ValueError(
+                raise checks.InputError(
                     f"box must contain the data, got box {_short(self.box)} and x from "
                     f"{float(x.min()):g} to {float(x.max()):g}"
                 )
@@ -321,7 +323,9 @@ def _bound(name: str, value: object) -> Bound:
         return torch.as_tensor(value)
     if isinstance(value, (int, float, np.number)) and not isinstance(value, bool):
         return value if isinstance(value, int) else float(value)
-    raise TypeError(f"{name} must hold numbers or tensors, got {checks.describe(value)}")
+    raise checks.InputTypeError(
+        f"{name} must hold numbers or tensors, got {checks.describe(value)}"
+    )
 
 
 def _on(value: Bound, like: Tensor) -> Tensor:

@@ -128,23 +128,23 @@ def score(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor,
 def value_of(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
     """The loss of each example; labels that no class has are named."""
     if not isinstance(prediction, Distribution):
-        raise TypeError(
+        raise checks.InputTypeError(
             f"predict must return a torch Distribution over y, got {checks.describe(prediction)}"
         )
     if prediction.batch_shape[:1] != (len(y),):
         shape = tuple(prediction.batch_shape)
-        raise ValueError(
+        raise checks.InputError(
             f"predict must return a Distribution of batch shape ({len(y)},) for {len(y)} inputs, "
             f"got {shape}"
         )
     if isinstance(prediction, Categorical) and (y.is_floating_point() or y.dtype == torch.bool):
-        raise TypeError(f"y must hold integer class labels, got {checks.describe(y)}")
+        raise checks.InputTypeError(f"y must hold integer class labels, got {checks.describe(y)}")
     try:
         return per_example(loss(prediction, y), len(y))
     except (RuntimeError, IndexError, ValueError):
         num = prediction.logits.shape[-1] if isinstance(prediction, Categorical) else 0
         if num and bool(((y < 0) | (y >= num)).any()):
-            raise ValueError(
+            raise checks.InputError(
                 f"y must hold labels from 0 to {num - 1}, got {y.min():g} to {y.max():g}"
             ) from None
         raise
@@ -154,7 +154,7 @@ def per_example(value: Tensor, num: int) -> Tensor:
     """The loss, refused unless it has one value for each example: broadcast labels and batch means
     attack something else."""
     if value.shape != (num,):
-        raise ValueError(
+        raise checks.InputError(
             f"loss must give one value for each of the {num} examples, got shape "
             f"{tuple(value.shape)}; is y of shape (B,)?"
         )
@@ -169,11 +169,11 @@ def targets(predict: Predictor, x: Tensor, y: Tensor | None) -> Tensor:
     tensor([3.])
     """
     if not callable(predict):
-        raise TypeError(
+        raise checks.InputTypeError(
             f"predict must be a Predictor, x -> Distribution, got {checks.describe(predict)}"
         )
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise TypeError(
+        raise checks.InputTypeError(
             f"x must be a floating-point tensor of shape (B, *event), got {checks.describe(x)}"
         )
     checks.finite("x", x)
@@ -181,11 +181,11 @@ def targets(predict: Predictor, x: Tensor, y: Tensor | None) -> Tensor:
         with torch.no_grad():
             return mode(predict(x))
     if not isinstance(y, Tensor):
-        raise TypeError(
+        raise checks.InputTypeError(
             f"y must be a tensor with one target for each example of x, got {checks.describe(y)}"
         )
     if y.ndim == 0 or len(y) != len(x):
-        raise ValueError(
+        raise checks.InputError(
             f"y must hold one target for each of the {len(x)} examples of x, got "
             f"{checks.describe(y)}"
         )
@@ -200,7 +200,7 @@ def entry(
     y = targets(predict, x, y)
     for num in map(num_rows, losses):
         if num not in (None, len(x)):
-            raise ValueError(
+            raise checks.InputError(
                 f"loss must hold one entry for each of the {len(x)} examples of x, got one for "
                 f"{num}"
             )

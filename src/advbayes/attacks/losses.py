@@ -264,12 +264,12 @@ class DivergenceFrom:
                 or not bool((self.target >= 0).all())
                 or not bool(((whole - 1).abs() < 1e-4).all())
             ):
-                raise ValueError(
+                raise checks.InputError(
                     "target must hold probabilities (non-negative, summing to 1), or be a mean "
                     "with its scale"
                 )
         elif not bool((torch.as_tensor(self.scale) > 0).all()):
-            raise ValueError(f"scale must be positive, got {checks.describe(self.scale)}")
+            raise checks.InputError(f"scale must be positive, got {checks.describe(self.scale)}")
 
     def __call__(self, prediction: Distribution, y: Tensor) -> Tensor:
         if self.scale is None:
@@ -296,7 +296,7 @@ class DivergenceFrom:
             value = value.squeeze(-1)
         if value.shape not in (shared, (1, *like.shape[1:]), like.shape):
             wanted = f"{tuple(shared) or 'a number'} or {tuple(like.shape)}"
-            raise ValueError(
+            raise checks.InputError(
                 f"{name} must be {wanted} for these examples, got shape {tuple(value.shape)}"
             )
         return value.expand_as(like)
@@ -473,7 +473,7 @@ class MarginTo:
 
 def _logits(prediction: Distribution, name: str) -> Tensor:
     if not isinstance(prediction, CategoricalDistribution):
-        raise TypeError(
+        raise checks.InputTypeError(
             f"{name} is a loss for classification, got a prediction of type "
             f"{type(prediction).__name__}"
         )
@@ -482,7 +482,7 @@ def _logits(prediction: Distribution, name: str) -> Tensor:
 
 def _moment(prediction: Distribution, name: str) -> Distribution:
     if isinstance(prediction, CategoricalDistribution):
-        raise TypeError(
+        raise checks.InputTypeError(
             f"{name} is a loss for regression, got a prediction of type {type(prediction).__name__}"
         )
     return prediction
@@ -495,7 +495,7 @@ def _shaped(y: Tensor, shape: torch.Size) -> Tensor:
     if (*y.shape, 1) == shape:
         return y.unsqueeze(-1)
     if y.shape != shape:
-        raise ValueError(
+        raise checks.InputError(
             f"y must have the prediction's shape {tuple(shape)}, got {checks.describe(y)}"
         )
     return y

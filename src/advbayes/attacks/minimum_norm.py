@@ -72,7 +72,9 @@ class MinimumNorm:
     def __post_init__(self) -> None:
         check_ball(self.ball)
         if not callable(self.loss):
-            raise TypeError(f"loss must be a loss such as margin, got {checks.describe(self.loss)}")
+            raise checks.InputTypeError(
+                f"loss must be a loss such as margin, got {checks.describe(self.loss)}"
+            )
         checks.count("steps", self.steps)
         checks.count("restarts", self.restarts)
         checks.count("targets", self.targets, low=0)
@@ -136,7 +138,7 @@ class MinimumNorm:
         with torch.no_grad():
             prediction = predict(x[:1])
         if not _can_break(self.loss, isinstance(prediction, CategoricalDistribution)):
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"loss must say when an example is broken, such as Exceeding(squared_error, 1.0), "
                 f"got {checks.describe(self.loss)} for a prediction of type "
                 f"{type(prediction).__name__}"

@@ -232,7 +232,7 @@ def check_rows(attack: object, num: int, name: str) -> None:
     for part in parts_of(attack):
         for rows in map(num_rows, _losses(settings(part), LOSSES)):
             if rows not in (None, num):
-                raise ValueError(
+                raise checks.InputError(
                     f"{name} must hold a loss with one entry for each of the {num} examples, got "
                     f"one for {rows}"
                 )
@@ -283,7 +283,7 @@ def _with_balls(attack: A, new: Callable[[Ball], Ball]) -> A:
         if "ball" not in settings(part) and not inner_attacks(part)
     ]
     if closed:
-        raise TypeError(
+        raise checks.InputTypeError(
             "an attack needs a field `ball`, or parts that have one, to be made again in another "
             "ball, "
             f"got {checks.describe(closed[0])}"

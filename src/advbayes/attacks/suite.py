@@ -38,10 +38,10 @@ _UNBOUNDED = L2(0.0)  # fits all data: the parts check x against balls of their 
 def _check_attacks(name: str, attacks: Sequence[Attack], *, low: int = 1) -> tuple[Attack, ...]:
     attacks = tuple(attacks)
     if len(attacks) < low:
-        raise ValueError(f"{name} must hold at least one attack, got none")
+        raise checks.InputError(f"{name} must hold at least one attack, got none")
     for attack in attacks:
         if not callable(attack):
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"{name} must hold attacks such as pgd(L2(1.0)), got {checks.describe(attack)}"
             )
     return attacks
@@ -51,7 +51,7 @@ def _check_rank(rank: Loss | None, name: str, attacks: Sequence[Attack]) -> None
     if rank is None:
         _rank_of(name, attacks)
     elif not callable(rank):
-        raise TypeError(f"rank must be a loss such as nll, got {checks.describe(rank)}")
+        raise checks.InputTypeError(f"rank must be a loss such as nll, got {checks.describe(rank)}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,7 +102,7 @@ class Suite:
         rank = _rank_of("attacks", attacks) if self.rank is None else self.rank
         attacks = tuple(attack for attack in attacks if applies_to(attack, predict))
         if not attacks:
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"attacks must hold one that applies to this predictor, got none for "
                 f"{checks.describe(predict)}"
             )
@@ -167,19 +167,19 @@ class Transfer:
 
     def __post_init__(self) -> None:
         if not callable(self.attack):
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"attack must be an attack such as pgd(L2(1.0)), got {checks.describe(self.attack)}"
             )
         _check_rank(self.rank, "attack", (self.attack,))
         if not isinstance(self.sources, (tuple, list)) or not all(
             callable(source) for source in self.sources
         ):
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"sources must be a tuple of predictors, got {checks.describe(self.sources)}"
             )
         object.__setattr__(self, "sources", tuple(self.sources))
         if not self.sources:
-            raise ValueError("sources must hold at least one predictor, got none")
+            raise checks.InputError("sources must hold at least one predictor, got none")
 
     def __call__(
         self,
@@ -210,7 +210,7 @@ def _rank_of(name: str, attacks: Sequence[Attack]) -> Loss:
     targeted = [loss for loss in wanted if _is_targeted(loss)]
     if targeted and len(targeted) < len(wanted):
         shown = ", ".join(getattr(loss, "__name__", type(loss).__name__) for loss in wanted)
-        raise ValueError(
+        raise checks.InputError(
             f"{name} must be all targeted or all untargeted, unless rank says what is worse, got "
             f"losses {shown}"
         )

@@ -36,29 +36,29 @@ def radii_of(certified: Any, num: int, task: Task) -> Certificates | Tensor:
     >>> radii_of(torch.tensor([0.5, float("nan")]), 2, "classification")
     Traceback (most recent call last):
     ...
-    ValueError: certified must be finite, got 1 NaN and 0 infinite values in a torch.float64 tensor of shape (2,) on cpu
+    advbayes.checks.InputError: certified must be finite, got 1 NaN and 0 infinite values in a torch.float64 tensor of shape (2,) on cpu
     """  # noqa: E501
     if task != "classification":
-        raise ValueError(
+        raise checks.InputError(
             f"certified radii say that a class does not change: they have no meaning in {task}"
         )
     held = certified.radii if isinstance(certified, Certificates) else certified
     if not isinstance(held, (Tensor, np.ndarray)):
-        raise TypeError(
+        raise checks.InputTypeError(
             f"certified must be what certify(...) gives, or a tensor or an array of radii, got "
             f"{checks.describe(certified)}"
         )
     radii = torch.as_tensor(held)
     if radii.dtype == torch.bool or radii.is_complex():
-        raise TypeError(f"certified must hold radii, got {checks.describe(radii)}")
+        raise checks.InputTypeError(f"certified must hold radii, got {checks.describe(radii)}")
     if tuple(radii.shape) not in ((num,), (num, 1)):
-        raise ValueError(
+        raise checks.InputError(
             f"certified must hold one radius for each of the {num} examples of x, got "
             f"{checks.describe(radii)}"
         )
     radii = checks.finite("certified", radii.detach().cpu().double().reshape(num))
     if bool((radii < 0).any()):
-        raise ValueError(
+        raise checks.InputError(
             f"certified must hold radii >= 0, got a smallest one of {float(radii.min()):g}"
         )
     return replace(certified, radii=radii) if isinstance(certified, Certificates) else radii

@@ -54,19 +54,21 @@ class Claim:
         if self.worst is not None:
             object.__setattr__(self, "worst", _tensor("worst", self.worst))
         if not self.x_adv:
-            raise ValueError("x_adv must hold the scored array of at least one attack, got none")
+            raise checks.InputError(
+                "x_adv must hold the scored array of at least one attack, got none"
+            )
         shares = {f"correct[{name!r}]": value for name, value in self.correct.items()}
         for what, value in (
             shares if self.worst is None else shares | {"worst": self.worst}
         ).items():
             if not bool(((value >= 0) & (value <= 1)).all()):
-                raise ValueError(
+                raise checks.InputError(
                     f"{what} must say for each example whether it was right (0 to 1), got "
                     f"{checks.describe(value)}"
                 )
         for name, value in self.log_prob.items():
             if bool((value > 1e-6).any()) and bool(((value >= 0) & (value <= 1)).all()):
-                raise ValueError(
+                raise checks.InputError(
                     f"log_prob[{name!r}] must hold log-probabilities (<= 0 for classes), got "
                     f"{float(value.min()):g} to "
                     f"{float(value.max()):g}: these are probabilities"
@@ -80,7 +82,7 @@ class Claim:
 
 def _tensors(name: str, given: Mapping[str, Values]) -> dict[str, Tensor]:
     if not isinstance(given, Mapping):
-        raise TypeError(
+        raise checks.InputTypeError(
             f"{name} must be a mapping from the names of attacks, got {checks.describe(given)}"
         )
     return {key: _tensor(f"{name}[{key!r}]", value) for key, value in given.items()}
@@ -88,7 +90,9 @@ def _tensors(name: str, given: Mapping[str, Values]) -> dict[str, Tensor]:
 
 def _tensor(name: str, value: Values) -> Tensor:
     if not isinstance(value, (Tensor, np.ndarray)):
-        raise TypeError(f"{name} must be a tensor or an array, got {checks.describe(value)}")
+        raise checks.InputTypeError(
+            f"{name} must be a tensor or an array, got {checks.describe(value)}"
+        )
     return value.detach() if isinstance(value, Tensor) else torch.tensor(value)
 
 
@@ -102,18 +106,18 @@ def fitted(
     >>> fitted(Claim({"a": torch.zeros(2, 3)}, correct={"a": torch.ones(1)}), torch.zeros(2, 3))
     Traceback (most recent call last):
     ...
-    ValueError: correct['a'] must hold one value for each of the 2 examples of x, got a torch.float32 tensor of shape (1,) on cpu
+    advbayes.checks.InputError: correct['a'] must hold one value for each of the 2 examples of x, got a torch.float32 tensor of shape (1,) on cpu
     """  # noqa: E501
     for name, x_adv in claim.x_adv.items():
         if x_adv.shape != x.shape:
-            raise ValueError(
+            raise checks.InputError(
                 f"x_adv[{name!r}] must have x's shape {tuple(x.shape)}, got "
                 f"{checks.describe(x_adv)}"
             )
 
     def column(name: str, value: Tensor) -> Tensor:
         if tuple(value.shape) not in ((len(x),), (len(x), 1)):
-            raise ValueError(
+            raise checks.InputError(
                 f"{name} must hold one value for each of the {len(x)} examples of x, got "
                 f"{checks.describe(value)}"
             )
@@ -123,7 +127,7 @@ def fitted(
     for kind, given in (("correct", claim.correct), ("log_prob", claim.log_prob)):
         unknown = [name for name in given if name not in claim.x_adv]
         if unknown:
-            raise ValueError(
+            raise checks.InputError(
                 f"{kind} must speak of attacks in x_adv ({', '.join(claim.x_adv)}), got "
                 f"{', '.join(unknown)}"
             )

@@ -191,7 +191,7 @@ def audit(
     case = _case(predict, data, ball, tier, attacks, threat_model, support, claim, certified, seed)
     known = {check.id for check in CHECKS}
     if only is not None and not set(only) <= known:
-        raise ValueError(f"only must hold ids among {sorted(known, key=_order)}, got {only}")
+        raise checks.InputError(f"only must hold ids among {sorted(known, key=_order)}, got {only}")
     if only is None or {"E13", "E20", "E21"} & set(only):
         case.support = controls.with_controls(case, progress=progress)
     found: list[Finding] = []
@@ -245,11 +245,13 @@ def _renamed(
     the support's."""
     support = support or Support()
     if not isinstance(support, Support):
-        raise TypeError(f"support must be a Support(...), got {checks.describe(support)}")
+        raise checks.InputTypeError(
+            f"support must be a Support(...), got {checks.describe(support)}"
+        )
     names = {field.name for field in fields(Support)}
     unknown = sorted(deprecated.keys() - names - {"budget", "batch_size"})
     if unknown:
-        raise TypeError(
+        raise checks.InputTypeError(
             f"audit takes no argument {', '.join(unknown)}; what helps it is "
             f"Support({', '.join(sorted(names))})"
         )
@@ -405,7 +407,9 @@ def _case(
 ) -> Case:
     """The case: some rows of the data, or those of a claim's arrays."""
     if not isinstance(ball, Ball):
-        raise TypeError(f"ball must be a ball such as L2(eps), got {checks.describe(ball)}")
+        raise checks.InputTypeError(
+            f"ball must be a ball such as L2(eps), got {checks.describe(ball)}"
+        )
     budget = tier if isinstance(tier, Budget) else TIERS[checks.choice("tier", tier, tuple(TIERS))]
     copies = copies_of(predict, support.factory)  # before anything is asked
     x, y = as_tensors(data, dtype_of(predict))
@@ -429,10 +433,10 @@ def _case(
         if blind:
             given = blind_attacks(ball, task, budget.steps, budget.blind_queries or budget.queries)
     if not given and claim is None:
-        raise ValueError("attacks must hold at least one named attack, got none")
+        raise checks.InputError("attacks must hold at least one named attack, got none")
     for name, attack in given.items():
         if ball_of(attack) is None:
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"attacks[{name!r}] must be a dataclass with a `ball`, got "
                 f"{checks.describe(attack)}"
             )

@@ -48,7 +48,7 @@ class Baseline:
         checks.count("num_examples", self.num_examples)
         for name in ("dataset", "norm", "architecture", "recipe", "commit"):
             if not getattr(self, name):
-                raise ValueError(f"{name} must be said in a recorded baseline, got nothing")
+                raise checks.InputError(f"{name} must be said in a recorded baseline, got nothing")
 
     @staticmethod
     def load(path: str | Path) -> Baseline:
@@ -60,7 +60,7 @@ class Baseline:
             else ["everything"]
         )
         if absent:
-            raise ValueError(f"a baseline record must say {', '.join(absent)}, got {path}")
+            raise checks.InputError(f"a baseline record must say {', '.join(absent)}, got {path}")
         return Baseline(**{each.name: held[each.name] for each in fields(Baseline)})
 
     def is_of(self, dataset: str, ball: Ball) -> bool:
@@ -144,7 +144,7 @@ class Support:
 def named(argument: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
     """A mapping from names, or what was given instead is named."""
     if given is not None and not isinstance(given, Mapping):
-        raise TypeError(
+        raise checks.InputTypeError(
             f"{argument} must be a mapping from names, such as {{'PGD': ...}}, got "
             f"{checks.describe(given)}"
         )

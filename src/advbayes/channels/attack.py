@@ -39,7 +39,7 @@ class AttackChannel:
 
     def __post_init__(self) -> None:
         if not callable(self.attack):
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"attack must be an attack such as one_step(L2(1.0)), got "
                 f"{checks.describe(self.attack)}"
             )
@@ -87,7 +87,7 @@ class AttackChannel:
         before = starts.get_state()
         centres = tuple(self._attacked(predict, x, each, starts).detach() for each in labels)
         if not torch.equal(starts.get_state(), before):
-            raise ValueError(
+            raise checks.InputError(
                 f"{self} has no density: its attack is random throughout, and not by one start "
                 f"alone. "
                 "Purify by simulation (SimulatedPurifier), which only needs samples"

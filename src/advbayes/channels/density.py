@@ -44,7 +44,7 @@ def log_normal(
     a time."""
     points, middle = x_adv.flatten(1), centres.flatten(1)
     if points.shape[1] != middle.shape[1]:
-        raise ValueError(
+        raise checks.InputError(
             f"x_adv must have the event shape {tuple(centres.shape[1:])} of the reference, got "
             f"{checks.describe(x_adv)}"
         )

@@ -39,7 +39,7 @@ class Learned:
 
     def __post_init__(self) -> None:
         if not isinstance(self.generator, nn.Module):
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"generator must be a torch.nn.Module of (x, y), got "
                 f"{checks.describe(self.generator)}"
             )
@@ -58,7 +58,7 @@ class Learned:
                 y = mode(predict(x))
         shift, raw = self.generator(x, y)
         if shift.shape != x.shape or raw.shape != x.shape:
-            raise ValueError(
+            raise checks.InputError(
                 f"generator must return mean and log-std of x's shape {tuple(x.shape)}, "
                 f"got {tuple(shift.shape)} and {tuple(raw.shape)}"
             )

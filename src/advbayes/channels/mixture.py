@@ -45,17 +45,17 @@ class Mixture:
         )
         channels = tuple(self.channels)
         if not channels or len(weights) != len(channels):
-            raise ValueError(
+            raise checks.InputError(
                 f"weights must be as many as channels, got {len(weights)} weights and "
                 f"{len(channels)} channels"
             )
         if any(weight < 0 for weight in weights) or abs(sum(weights) - 1) > 1e-6:
-            raise ValueError(
+            raise checks.InputError(
                 f"Mixture weights must be non-negative and sum to 1, got {list(weights)}"
             )
         for channel in channels:
             if not isinstance(channel, Channel):
-                raise TypeError(
+                raise checks.InputTypeError(
                     f"channels must have sample and density, got {checks.describe(channel)}"
                 )
         total = math.fsum(weights)  # 1 up to rounding: the last edge must be exactly there

@@ -3,7 +3,6 @@ the message names, 130, 143."""
 
 from __future__ import annotations
 
-import dis
 import os
 import re
 import sys
@@ -11,12 +10,12 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from advbayes import __version__
+from advbayes.checks import AdvBayesError
 from advbayes.cli import (
     attack,
     audit,
@@ -32,9 +31,6 @@ from advbayes.cli import (
 )
 from advbayes.cli.screen import fault, inert
 from advbayes.cli.signals import Stopped, watched
-
-_PACKAGE = Path(__file__).parents[1]
-_MISTAKES = (ValueError, TypeError, OSError, ModuleNotFoundError, FloatingPointError)
 
 app = typer.Typer(
     name="advbayes",
@@ -165,26 +161,13 @@ def memory_wanted(error: BaseException) -> str | None:
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether an error is one that this package raised on purpose about what it was given, or that
-    the system raised about a file; the same types from operations that failed, ours or of other
-    libraries, are bugs.
+    """Whether the message is for the user: what this package refuses, what the system says of a
+    file, and an extra that is not installed. All else is a bug, also of the same built-in types.
 
     >>> from advbayes.runs.config import ConfigError
-    >>> is_mistake(ConfigError("lr: must be a number > 0")), is_mistake(KeyError("lr"))
+    >>> is_mistake(ConfigError("lr: must be a number > 0")), is_mistake(ValueError("lr"))
     (True, False)
     """
-    if not isinstance(error, _MISTAKES):
-        return False
-    if isinstance(
-        error, ModuleNotFoundError
-    ):  # an extra that is not installed; a part of ours that is missing is a bug
+    if isinstance(error, ModuleNotFoundError):  # a part of ours that is missing is a bug
         return not (error.name or "").startswith("advbayes")
-    if error.__traceback__ is None or isinstance(error, OSError):
-        return True
-    frame = error.__traceback__
-    while frame.tb_next is not None:
-        frame = frame.tb_next
-    code = frame.tb_frame.f_code
-    # by a `raise`, not by an operation that failed
-    raised = dis.opname[code.co_code[frame.tb_lasti]] == "RAISE_VARARGS"
-    return raised and Path(code.co_filename).is_relative_to(_PACKAGE)
+    return isinstance(error, (AdvBayesError, OSError))

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from advbayes.checks import InputError
 from advbayes.cli.screen import Json, emit, say
 from advbayes.cli.signals import watched
 
@@ -151,7 +152,7 @@ def _seeds(text: str | None) -> list[int] | None:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(
+        raise InputError(
             f"seeds must be a number, or numbers with commas between them, got {text!r}"
         ) from None
     return numbers if "," in text else list(range(numbers[0]))
@@ -165,7 +166,7 @@ def _settings(changes: list[str] | None) -> dict[str, Any]:
     for change in changes or []:
         key, sign, text = change.partition("=")
         if not sign:
-            raise ValueError(f"--set must be KEY=VALUE, got {change!r}")
+            raise InputError(f"--set must be KEY=VALUE, got {change!r}")
         values[key] = parse(key, text) if key in RunConfig.model_fields else text
     make_config(values)
     return values

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from advbayes.checks import choice, describe, finite, number
+from advbayes.checks import InputError, InputTypeError, choice, describe, finite, number
 from advbayes.datasets.encoding import Encoding
 from advbayes.datasets.errors import DataError
 from advbayes.datasets.scaling import Standardize
@@ -60,11 +60,13 @@ class Dataset:
         for part in ("train", "test"):
             x, y = getattr(self, f"x_{part}"), getattr(self, f"y_{part}")
             if x.dtype != torch.float32 or x.ndim < 2:
-                raise TypeError(f"x_{part} must be a float32 tensor (N, *event), got {describe(x)}")
+                raise InputTypeError(
+                    f"x_{part} must be a float32 tensor (N, *event), got {describe(x)}"
+                )
             if y.dtype != wanted or y.ndim not in (
                 (1,) if self.task == "classification" else (1, 2)
             ):
-                raise TypeError(
+                raise InputTypeError(
                     f"y_{part} must be a {wanted} tensor for {self.task}, got {describe(y)}"
                 )
             if x.numel() == 0 or y.numel() == 0 or len(x) != len(y):
@@ -127,7 +129,7 @@ def class_weights(y: Tensor, num_classes: int | None = None) -> tuple[float, ...
     """
     counts = torch.bincount(y, minlength=num_classes or 0)
     if y.ndim != 1 or not len(y) or int(counts.min()) == 0:
-        raise ValueError(
+        raise InputError(
             f"y must hold at least one row of every class, got counts {counts.tolist()}"
         )
     return tuple(len(y) / (len(counts) * count) for count in counts.tolist())

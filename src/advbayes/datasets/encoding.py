@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from advbayes.checks import InputError
 from advbayes.datasets.errors import INSTALL, DataError, problem
 from advbayes.datasets.tables import finite_number, parse_table
 from advbayes.store import StoreError
@@ -102,7 +103,7 @@ class Encoding:
         word is no category."""
         values = np.array(rows, object)
         if values.ndim != 2 or values.shape[1] != len(self.columns):
-            raise ValueError(
+            raise InputError(
                 f"rows must have the columns {', '.join(self.columns)}, got shape {values.shape}"
             )
         for index, is_number in enumerate(self.numeric):

@@ -3,12 +3,12 @@ came, what to do."""
 
 from __future__ import annotations
 
-from advbayes.checks import printable
+from advbayes.checks import InputError, printable
 
 INSTALL = "pip install 'advbayes[data]'"
 
 
-class DataError(ValueError):
+class DataError(InputError):
     """A data file that cannot be used: truncated, altered, too large, or not what it claims to be.
 
     >>> raise DataError(problem("wine.csv", "84199 bytes", "12 bytes", "Fetch it again."))

@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+from advbayes.checks import InputError
 from advbayes.datasets.errors import DataError, DownloadError, problem
 from advbayes.datasets.places import check_contents, read_file
 from advbayes.datasets.sources import Remote, Source
@@ -50,7 +51,7 @@ def fetch_source(
 ) -> None:
     """Fetch what is missing of a set, from its own addresses or from `mirror`/<folder>/<file>."""
     if mirror is not None and not mirror.startswith(("https://", "http://")):
-        raise ValueError(f"mirror must be an http:// or https:// address, got {mirror!r}")
+        raise InputError(f"mirror must be an http:// or https:// address, got {mirror!r}")
     home = folder / source.folders[0]
     try:
         home.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from advbayes.checks import InputError
 from advbayes.datasets.dataset import Dataset, Provenance, split_rows
 from advbayes.datasets.errors import INSTALL, DataError, problem
 from advbayes.datasets.fetching import Progress, fetch_source
@@ -106,14 +107,14 @@ def load_dataset(
     if name not in names():
         near = difflib.get_close_matches(str(name), names(), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"name must be one of {', '.join(map(repr, names()))}, got {name!r}{hint}")
+        raise InputError(f"name must be one of {', '.join(map(repr, names()))}, got {name!r}{hint}")
     if test_fraction is not None and name in _OFFICIAL_SPLIT:
-        raise ValueError(
+        raise InputError(
             f"test_fraction must be left out for {name}, which has an official test set, got "
             f"{test_fraction}"
         )
     if target is not None and (name != "energy" or target not in ("Y1", "Y2", "both")):
-        raise ValueError(
+        raise InputError(
             f"target must be 'Y1', 'Y2' or 'both' for energy and left out otherwise, got "
             f"{target!r} for {name}"
         )

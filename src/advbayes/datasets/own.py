@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from advbayes.checks import choice, count
+from advbayes.checks import InputError, choice, count
 from advbayes.datasets.containers import read_plain
 from advbayes.datasets.dataset import Dataset, Provenance, split_rows
 from advbayes.datasets.encoding import Encoding, sort_columns
@@ -55,17 +55,17 @@ def from_csv(
     path = Path(path)
     targets = (target,) if isinstance(target, str) else tuple(target)
     if not targets or len(set(targets)) != len(targets):
-        raise ValueError(f"target must name one or more different columns, got {target!r}")
+        raise InputError(f"target must name one or more different columns, got {target!r}")
     if task is not None:
         choice("task", task, _TASKS)
     data = read_plain(path, count("max_bytes", max_bytes))
     if set(drop) & {*targets, *(features or ())}:
-        raise ValueError(
+        raise InputError(
             f"drop must name neither the target nor a feature, got "
             f"{sorted(set(drop) & {*targets, *(features or ())})}"
         )
     if features is not None and set(features) & set(targets):
-        raise ValueError(
+        raise InputError(
             f"features must not contain the target, got {sorted(set(features) & set(targets))}"
         )
 
@@ -89,7 +89,7 @@ def from_csv(
             problem(path, "a column besides the target", "none", "Check the delimiter.")
         )
     if unknown := [name for name in movable if name not in columns]:
-        raise ValueError(
+        raise InputError(
             f"movable must name features, got {unknown}; there are {', '.join(columns[:20])}"
         )
     numeric = [[finite_number(cell) for cell in table.text[name]] for name in targets]
@@ -98,7 +98,7 @@ def from_csv(
     class_names: tuple[str, ...] = ()
     if task == "classification":
         if len(targets) > 1:
-            raise ValueError(f"target must be one column for classification, got {target!r}")
+            raise InputError(f"target must be one column for classification, got {target!r}")
         class_names, y = _classes(path, table.text[targets[0]], numeric[0])
     else:
         y = _regression_target(path, targets, table, numeric)

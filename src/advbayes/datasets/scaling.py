@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from advbayes.checks import describe, finite
+from advbayes.checks import InputError, InputTypeError, describe, finite
 
 _FIELDS = ("mean", "std", "target_mean", "target_std")
 
@@ -33,22 +33,22 @@ class Standardize:
 
     def __post_init__(self) -> None:
         if (self.target_mean is None) != (self.target_std is None):
-            raise ValueError("target_mean and target_std must be given together or not at all")
+            raise InputError("target_mean and target_std must be given together or not at all")
         for prefix in ("", "target_"):
             mean, std = getattr(self, f"{prefix}mean"), getattr(self, f"{prefix}std")
             if mean is None:
                 continue
             for name, value in ((f"{prefix}mean", mean), (f"{prefix}std", std)):
                 if not isinstance(value, Tensor) or not value.is_floating_point():
-                    raise TypeError(f"{name} must be a floating tensor, got {describe(value)}")
+                    raise InputTypeError(f"{name} must be a floating tensor, got {describe(value)}")
                 finite(name, value)
             if mean.shape != std.shape:
-                raise ValueError(
+                raise InputError(
                     f"{prefix}std must have {prefix}mean's shape, got {describe(std)} for "
                     f"{describe(mean)}"
                 )
             if not bool((std > 0).all()):
-                raise ValueError(
+                raise InputError(
                     f"{prefix}std must be positive, got a smallest value of {float(std.min()):g}"
                 )
 
@@ -69,7 +69,7 @@ class Standardize:
         if y is None:
             return cls(mean, std)
         if len(y) != len(x):
-            raise ValueError(f"y must have as many rows as x ({len(x)}), got {describe(y)}")
+            raise InputError(f"y must have as many rows as x ({len(x)}), got {describe(y)}")
         return cls(mean, std, *_moments("y", y))
 
     def transform(self, x: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ class Standardize:
         unknown = sorted(set(values) - set(_FIELDS))
         missing = sorted({"mean", "std"} - set(values))
         if unknown or missing:
-            raise ValueError(
+            raise InputError(
                 f"scaling must have {', '.join(_FIELDS)}, got unknown {unknown} and missing "
                 f"{missing}"
             )
@@ -172,13 +172,15 @@ class Standardize:
                     value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
                 )
             except (TypeError, ValueError, RuntimeError, OverflowError):
-                raise TypeError(f"scaling {name} must be numbers, got {describe(value)}") from None
+                raise InputTypeError(
+                    f"scaling {name} must be numbers, got {describe(value)}"
+                ) from None
         return cls(**tensors)
 
 
 def _moments(name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
     if rows.ndim < 1 or rows.numel() == 0:
-        raise ValueError(f"{name} must have at least one row and one column, got {describe(rows)}")
+        raise InputError(f"{name} must have at least one row and one column, got {describe(rows)}")
     exact = finite(name, rows).double()
     mean, std = exact.mean(0), exact.std(0, correction=0)
     # Rounding leaves a constant column a spread of about 1e-16 of its value: that is no scale.
@@ -188,6 +190,6 @@ def _moments(name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def _match(name: str, value: Tensor, mean: Tensor) -> None:
     if tuple(value.shape[value.ndim - mean.ndim :]) != tuple(mean.shape) or value.ndim < mean.ndim:
-        raise ValueError(
+        raise InputError(
             f"{name} must end in the fitted shape {tuple(mean.shape)}, got {describe(value)}"
         )

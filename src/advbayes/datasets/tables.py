@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from advbayes.checks import describe
+from advbayes.checks import InputError, describe
 from advbayes.datasets.errors import DataError, problem
 
 DELIMITERS = (",", ";", "\t")
@@ -59,7 +59,7 @@ def parse_table(
         if delimiter is None:
             delimiter = _sniffed(_Lines(data, name))
         elif len(delimiter) != 1 or delimiter in '"\r\n':
-            raise ValueError(
+            raise InputError(
                 f"delimiter must be one character, no quote and no line end, got "
                 f"{describe(delimiter)}"
             )

@@ -108,7 +108,7 @@ class Folder:
         for attack, contents in config.get("contents", {}).items():
             for place, value in contents.items():
                 if str(value).startswith(UNKNOWN):
-                    raise ValueError(
+                    raise checks.InputError(
                         f"out must be a new folder: the attack {attack!r} holds "
                         f"{str(value).removeprefix(UNKNOWN)} ({place}), "
                         f"which cannot be compared with what it held when {self.path} was begun"
@@ -118,7 +118,7 @@ class Folder:
                 self._without_contents(value)
             elif not _alike(held.get(key), value):
                 place, before, now = _difference(key, held.get(key), value)
-                raise ValueError(
+                raise checks.InputError(
                     f"out must be a new folder or hold the same evaluation, got {self.path} whose "
                     f"{place} is "
                     f"{before!r:.200}, not {now!r:.200}"
@@ -129,7 +129,7 @@ class Folder:
         nothing of the kind."""
         needed = [f"{name}: {path}" for name, found in wanted.items() for path in found]
         if needed:
-            raise ValueError(
+            raise checks.InputError(
                 f"out must be a new folder or hold the same evaluation, got {self.path}, which "
                 f"does not say what the attacks "
                 f"held ({', '.join(needed)}): an older version made it, and it cannot be resumed; "
@@ -140,7 +140,7 @@ class Folder:
         """What was evaluated, with which code."""
         held = read_document(self.path / "config.json")
         if not isinstance(held, dict):
-            raise ValueError(
+            raise checks.InputError(
                 f"{self.path / 'config.json'} must hold a dictionary, got {type(held).__name__}"
             )
         return held
@@ -219,7 +219,7 @@ def fingerprint(predict: Any, x: Tensor) -> list[float]:  # x (B, *event), a few
     """A few numbers that tell one trained predictor from another."""
     prediction = predict(x)
     if not isinstance(prediction, Distribution):
-        raise TypeError(
+        raise checks.InputTypeError(
             f"a predictor must return a torch Distribution over y, got "
             f"{checks.describe(prediction)}"
         )

@@ -66,21 +66,25 @@ def as_tensors(data: Data, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
                 if isinstance(first, (tuple, list))
                 else checks.describe(first)
             )
-            raise ValueError(f"data must be a DataLoader of pairs (x, y), got batches of {got}")
+            raise checks.InputError(
+                f"data must be a DataLoader of pairs (x, y), got batches of {got}"
+            )
         if not batches:
-            raise ValueError("data must hold at least one example, got an empty DataLoader")
+            raise checks.InputError("data must hold at least one example, got an empty DataLoader")
         x, y = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
     elif isinstance(data, (tuple, list)) and len(data) == 2:
         x, y = (_tensor(name, value, dtype) for name, value in zip("xy", data, strict=True))
     else:
-        raise TypeError(f"data must be a pair (x, y) or a DataLoader, got {checks.describe(data)}")
+        raise checks.InputTypeError(
+            f"data must be a pair (x, y) or a DataLoader, got {checks.describe(data)}"
+        )
     if x.ndim < 2 or not len(x) or not x.is_floating_point():
-        raise ValueError(
+        raise checks.InputError(
             f"x must be a floating-point tensor of shape (N, *event) with N >= 1, got "
             f"{checks.describe(x)}"
         )
     if y.ndim == 0 or len(y) != len(x):
-        raise ValueError(
+        raise checks.InputError(
             f"y must hold one target for each of the {len(x)} examples of x, got "
             f"{checks.describe(y)}"
         )
@@ -96,11 +100,11 @@ def as_targets(name: str, value: Any) -> Tensor:
     try:
         found = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(
+        raise checks.InputTypeError(
             f"{name} must be a tensor, an array or a list of numbers, got {checks.describe(value)}"
         ) from None
     if found.ndim not in (1, 2) or not len(found):
-        raise ValueError(
+        raise checks.InputError(
             f"{name} must have shape (N,) or (N, D) with N >= 1, got {checks.describe(found)}"
         )
     return checks.finite(name, found)
@@ -112,7 +116,7 @@ def as_radii(radii: Any) -> tuple[float, ...]:
     >>> as_radii(0.5)
     Traceback (most recent call last):
     ...
-    TypeError: radii must be a sequence of numbers such as (0.5, 1.0), got 0.5
+    advbayes.checks.InputTypeError: radii must be a sequence of numbers such as (0.5, 1.0), got 0.5
     """
     if (
         isinstance(radii, str)
@@ -120,11 +124,11 @@ def as_radii(radii: Any) -> tuple[float, ...]:
         or not hasattr(radii, "__iter__")
         or getattr(radii, "ndim", 1) != 1
     ):
-        raise TypeError(
+        raise checks.InputTypeError(
             f"radii must be a sequence of numbers such as (0.5, 1.0), got {checks.describe(radii)}"
         )
     if not len(radii):
-        raise ValueError("radii must hold at least one eps, got none")
+        raise checks.InputError("radii must hold at least one eps, got none")
     return tuple(checks.number("radii", eps, low=0) for eps in radii)
 
 
@@ -149,7 +153,9 @@ def _tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor:
         array: Tensor = torch.tensor(value)
         return array.to(dtype) if array.is_floating_point() else array
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor or an array, got {checks.describe(value)}")
+        raise checks.InputTypeError(
+            f"{name} must be a tensor or an array, got {checks.describe(value)}"
+        )
     return value
 
 
@@ -165,19 +171,19 @@ def check_predictor(
     >>> check_predictor(lambda x: x.softmax(1), torch.zeros(2, 3), torch.tensor([0, 1]))
     Traceback (most recent call last):
     ...
-    TypeError: predict must return a torch Distribution over y, got a torch.float32 tensor of shape (2, 3) on cpu; wrap logits \
+    advbayes.checks.InputTypeError: predict must return a torch Distribution over y, got a torch.float32 tensor of shape (2, 3) on cpu; wrap logits \
 as Categorical(logits=...), probabilities as Categorical(probs=...)
     """  # noqa: E501
     with torch.no_grad():
         prediction = predict(x)
     if not isinstance(prediction, Distribution):
-        raise TypeError(
+        raise checks.InputTypeError(
             f"{name} must return a torch Distribution over y, got {checks.describe(prediction)}; "
             f"wrap logits as "
             "Categorical(logits=...), probabilities as Categorical(probs=...)"
         )
     if tuple(prediction.batch_shape) not in ((len(x),), (len(x), 1)):
-        raise ValueError(
+        raise checks.InputError(
             f"{name} must predict with batch shape ({len(x)},) for {len(x)} inputs, "
             f"got batch shape {tuple(prediction.batch_shape)}"
         )
@@ -193,7 +199,7 @@ as Categorical(logits=...), probabilities as Categorical(probs=...)
     constant = isinstance(predict, (ConstantClasses, ConstantGaussian))
     spread = prediction.logits.amax(1) - prediction.logits.amin(1)
     if not constant and float(spread.max()) < 1e-7:
-        raise ValueError(
+        raise checks.InputError(
             f"{name} must tell the classes apart, got equal logits for all "
             f"{prediction.logits.shape[1]} classes on each of "
             f"{len(x)} inputs (all zero, or a constant was added); use advbayes.metrics.uniform "
@@ -217,11 +223,11 @@ def check_scores(scores: Tensor, what: str) -> None:
     >>> check_scores(torch.tensor([0.0, float("nan")]), "the log-probabilities of MIX")
     Traceback (most recent call last):
     ...
-    ValueError: the log-probabilities of MIX must be finite, got 1 NaN and 0 infinite of 2
-    """
+    advbayes.checks.InputError: the log-probabilities of MIX must be finite, got 1 NaN and 0 infinite of 2
+    """  # noqa: E501
     if not bool(torch.isfinite(scores).all()):
         nan, infinite = int(scores.isnan().sum()), int(scores.isinf().sum())
-        raise ValueError(
+        raise checks.InputError(
             f"{what} must be finite, got {nan} NaN and {infinite} infinite of {scores.numel()}"
         )
 

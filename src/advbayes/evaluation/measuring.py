@@ -120,7 +120,7 @@ def attacked(
             generator=generator_for(seed, f"{key}/attack", start, x.device),
         ).detach()
     if x_adv.shape != x[rows].shape:
-        raise ValueError(
+        raise checks.InputError(
             f"{key} must return inputs of shape {tuple(x[rows].shape)}, got "
             f"{checks.describe(x_adv)}"
         )

@@ -149,7 +149,7 @@ class Evaluation:
         if eps is None and len(radii) == 1:
             eps = radii[0]
         if eps not in radii:
-            raise ValueError(f"eps must be one of {radii} for {attack!r}, got {eps}")
+            raise checks.InputError(f"eps must be one of {radii} for {attack!r}, got {eps}")
         if attack != WORST:
             return self.cells[Cell(predictor, attack, eps)]
         return worst(
@@ -189,7 +189,7 @@ class Evaluation:
         checks.choice("metric", metric, tuple(reductions))
         rows = self.columns(predictor, attack, eps)
         if not gives(rows, metric):
-            raise ValueError(
+            raise checks.InputError(
                 f"metric must be one that the predictions can give, got {metric!r} without "
                 f"{NEEDED[metric]!r}"
             )

@@ -226,7 +226,7 @@ def _jobs(
 ) -> dict[tuple[str, float | None], Attack]:
     """Name and radius -> attack, checked against the data."""
     if not isinstance(attacks, Mapping) or not attacks:
-        raise ValueError(
+        raise checks.InputError(
             f"attacks must be a mapping of at least one named attack, got "
             f"{checks.describe(attacks)}"
         )
@@ -234,11 +234,11 @@ def _jobs(
     warned: set[tuple[type, float]] = set()
     for name, attack in attacks.items():
         if name in (CLEAN, WORST):
-            raise ValueError(
+            raise checks.InputError(
                 f"attacks must not be named {CLEAN!r} or {WORST!r}: these rows are always there"
             )
         if not callable(attack):
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"attacks[{name!r}] must be an attack such as pgd(ball), got "
                 f"{checks.describe(attack)}"
             )
@@ -256,14 +256,16 @@ def _jobs(
 
 def _checked(predictors: Mapping[str, Predictor], x: Tensor, y: Tensor) -> Task:
     if not predictors:
-        raise ValueError("predict must be a predictor or a mapping of at least one, got none")
+        raise checks.InputError(
+            "predict must be a predictor or a mapping of at least one, got none"
+        )
     tasks = {
         name: check_predictor(each, x[:PROBE], y[:PROBE], name) for name, each in predictors.items()
     }
     if len(set(tasks.values())) > 1:
-        raise ValueError(f"predict must hold predictors of one task, got {tasks}")
+        raise checks.InputError(f"predict must hold predictors of one task, got {tasks}")
     if isinstance(predictors, dict) and any("/" in name for name in predictors):
-        raise ValueError(f"names of predictors must not hold '/', got {sorted(predictors)}")
+        raise checks.InputError(f"names of predictors must not hold '/', got {sorted(predictors)}")
     return next(iter(tasks.values()))
 
 
@@ -283,7 +285,7 @@ def _trivial(
         }
     clash = sorted(found.keys() & predictors.keys())
     if clash:
-        raise ValueError(f"predictors must not be named as the trivial ones, got {clash}")
+        raise checks.InputError(f"predictors must not be named as the trivial ones, got {clash}")
     return found
 
 
@@ -416,7 +418,7 @@ def _resumed(
                 record.get("index"),
             )
             if found != (block.predictor, block.attack, block.eps, index):
-                raise ValueError(
+                raise checks.InputError(
                     f"out must hold the records of this evaluation in its order, got {found[0]!r} "
                     f"under {found[1]!r} where "
                     f"{block.predictor!r} under {block.attack!r} was wanted; give the predictors "

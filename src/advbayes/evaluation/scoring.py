@@ -13,6 +13,7 @@ from torch.distributions import Categorical, Distribution
 from advbayes import metrics
 from advbayes.attacks import nll
 from advbayes.attacks.gradients import per_example
+from advbayes.checks import InputError
 from advbayes.evaluation.inputs import Task, check_scores
 from advbayes.types import Loss, Predictor
 
@@ -151,7 +152,7 @@ def worst(columns: Sequence[Columns], task: Task) -> Columns:
     tensor([0., 0.])
     """
     if not columns:
-        raise ValueError("worst wants at least one attack's columns, got none")
+        raise InputError("worst wants at least one attack's columns, got none")
     names = [name for name in WORSE[task] if all(name in rows for rows in columns)]
     if len(columns) == 1:
         return {name: columns[0][name] for name in names}

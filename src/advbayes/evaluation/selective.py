@@ -76,16 +76,18 @@ def selective_task(
     """
     x, y = as_tensors(inside, dtype_of(predict))
     if check_predictor(predict, x[:256], y[:256]) != "classification":
-        raise TypeError("selective_task is about classes, got a regression predictor")
+        raise checks.InputTypeError("selective_task is about classes, got a regression predictor")
     foreign = as_tensors((outside, torch.zeros(len(outside))), dtype_of(predict))[0]
     if foreign.shape[1:] != x.shape[1:]:
-        raise ValueError(
+        raise checks.InputError(
             f"outside must have the event shape {tuple(x.shape[1:])} of inside, got "
             f"{checks.describe(foreign)}"
         )
     checks.number("coverage", coverage, low=0, high=1, open_low=True)
     if not isinstance(ball, Ball):
-        raise TypeError(f"ball must be a ball such as L2(1.0), got {checks.describe(ball)}")
+        raise checks.InputTypeError(
+            f"ball must be a ball such as L2(1.0), got {checks.describe(ball)}"
+        )
     ball.check(x)
     ball.check(foreign)
     warn_units(ball, x, "ball")

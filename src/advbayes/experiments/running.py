@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from advbayes import store
+from advbayes.checks import InputError
 from advbayes.experiments.catalogue import Experiment, Spec
 from advbayes.runs import record
 
@@ -51,7 +52,7 @@ def run(
     chosen = list(experiment.rows) if rows is None else list(rows)
     unknown = sorted(set(chosen) - experiment.rows.keys())
     if unknown:
-        raise ValueError(
+        raise InputError(
             f"rows must be among {', '.join(experiment.rows)}, got {', '.join(unknown)}"
         )
     wanted = [

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from advbayes.checks import describe
+from advbayes.checks import InputError, describe
 from advbayes.metrics.intervals import (
     Estimate,
     bootstrap,
@@ -36,7 +36,7 @@ def recall(
     """
     hits = _by_class(correct, labels).get(of)
     if hits is None:
-        raise ValueError(f"of must be a class that occurs among the labels, got {describe(of)}")
+        raise InputError(f"of must be a class that occurs among the labels, got {describe(of)}")
     total = float(hits.sum())
     return Estimate(
         total / len(hits), *wilson(min(total, len(hits)), len(hits), level=level), len(hits), level
@@ -93,7 +93,7 @@ def auprc(
     scores, positive = column("scores", scores), outcomes("positive", positive)
     same_length(scores=scores, positive=positive)
     if not bool(positive.any()):
-        raise ValueError(f"positive must be True somewhere, got {len(positive)} times False")
+        raise InputError(f"positive must be True somewhere, got {len(positive)} times False")
     options: Any = {
         "level": level,
         "num_resamples": num_resamples,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from advbayes.checks import choice, count, describe, number
+from advbayes.checks import InputError, InputTypeError, choice, count, describe, number
 from advbayes.seeds import generator_for
 
 
@@ -34,7 +34,7 @@ class Estimate:
         count("num", self.num)
         confidence_level(self.level)
         if not self.low <= self.value <= self.high:  # false for NaN too
-            raise ValueError(
+            raise InputError(
                 f"an Estimate needs low <= value <= high, got {self.low}, {self.value}, {self.high}"
             )
 
@@ -58,18 +58,18 @@ def column(name: str, values: Any) -> Tensor:  # (N,), float64 on the CPU
     try:
         found = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(
+        raise InputTypeError(
             f"{name} must be a tensor or an array of numbers, got {describe(values)}"
         ) from None
     if found.is_complex():
-        raise TypeError(f"{name} must be real, got {describe(found)}")
+        raise InputTypeError(f"{name} must be real, got {describe(found)}")
     if found.ndim == 2 and found.shape[1] == 1:
         found = found[:, 0]
     if found.ndim != 1 or len(found) == 0:
-        raise ValueError(f"{name} must have shape (N,) with N >= 1, got {describe(found)}")
+        raise InputError(f"{name} must have shape (N,) with N >= 1, got {describe(found)}")
     found = found.detach().cpu().double()
     if bool(found.isnan().any()):
-        raise ValueError(
+        raise InputError(
             f"{name} must not be NaN, got {int(found.isnan().sum())} NaN of {len(found)} values"
         )
     return found
@@ -84,7 +84,7 @@ def outcomes(name: str, values: Any) -> Tensor:  # (N,), zeros and ones
     found = column(name, values)
     if not bool(((found == 0) | (found == 1)).all()):
         low, high = float(found.min()), float(found.max())
-        raise ValueError(
+        raise InputError(
             f"{name} must hold True and False (or 1 and 0) only, got values in [{low:g}, {high:g}]"
         )
     return found
@@ -100,7 +100,7 @@ def shares(name: str, values: Any) -> Tensor:  # (N,), in [0, 1]
     found = column(name, values)
     if not bool(((found >= 0) & (found <= 1)).all()):
         low, high = float(found.min()), float(found.max())
-        raise ValueError(
+        raise InputError(
             f"{name} must hold truth values or shares in [0, 1], got values in [{low:g}, {high:g}]"
         )
     return found
@@ -112,12 +112,12 @@ def same_length(**columns: Tensor) -> None:
     >>> same_length(a=torch.zeros(2), b=torch.zeros(3))
     Traceback (most recent call last):
     ...
-    ValueError: a and b must have one value per example each, got 2 and 3 values
+    advbayes.checks.InputError: a and b must have one value per example each, got 2 and 3 values
     """
     lengths = [len(values) for values in columns.values()]
     if len(set(lengths)) > 1:
         got = " and ".join(map(str, lengths))
-        raise ValueError(
+        raise InputError(
             f"{' and '.join(columns)} must have one value per example each, got {got} values"
         )
 
@@ -201,7 +201,7 @@ def clopper_pearson(
     """
     num, successes = count("num", num), count("successes", successes, low=0)
     if successes > num:
-        raise ValueError(f"successes must be at most num = {num}, got {successes}")
+        raise InputError(f"successes must be at most num = {num}, got {successes}")
     choice("side", side, ("both", "lower", "upper"))
     # rounded, so that level=0.999 means a tail of 0.001 and not 0.0010000000000000009
     tail = round(1 - confidence_level(level), 15) / (2 if side == "both" else 1)

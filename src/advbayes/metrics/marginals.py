@@ -19,7 +19,7 @@ from torch.distributions import (
     Normal,
 )
 
-from advbayes.checks import count, finite, number
+from advbayes.checks import InputTypeError, count, finite, number
 from advbayes.likelihoods import GaussianMixture
 from advbayes.metrics.intervals import confidence_level
 from advbayes.metrics.scores import batch_size, targets
@@ -107,7 +107,7 @@ def quantile(prediction: Distribution, q: float) -> Tensor:  # (B,) or (B, D), t
         return gaussian
     if known is None:
         if math.prod(prediction.event_shape) != 1:
-            raise TypeError(
+            raise InputTypeError(
                 f"the quantiles of {type(prediction).__name__} with "
                 f"{tuple(prediction.event_shape)} outputs are not "
                 "known: only Gaussians and mixtures of them may have several outputs"
@@ -139,7 +139,7 @@ def _cdf(
         return prediction.cdf(value.reshape(prediction.mean.shape))
     except NotImplementedError:
         name = type(prediction).__name__
-        raise TypeError(
+        raise InputTypeError(
             f"prediction must have a cdf or be made of Gaussians to give quantiles, got {name}"
         ) from None
 

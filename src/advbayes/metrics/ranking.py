@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from advbayes.checks import choice, finite, number
+from advbayes.checks import InputError, choice, finite, number
 from advbayes.metrics.intervals import (
     Estimate,
     bootstrap,
@@ -139,7 +139,7 @@ def auroc(
     above, below = scores[positive], scores[~positive]
     m, n = len(above), len(below)
     if m == 0 or n == 0:
-        raise ValueError(
+        raise InputError(
             f"positive must have examples of both kinds, got {m} positive and {n} negative"
         )
     ranks = _midranks(scores)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from advbayes.checks import choice, count
+from advbayes.checks import InputError, choice, count
 from advbayes.metrics.intervals import (
     Estimate,
     bootstrap,
@@ -56,7 +56,7 @@ def coverage(
     if inside.ndim == 2 and inside.shape[1] > 1:
         num = len(inside)
         if num == 0:
-            raise ValueError("inside must have shape (N,) or (N, D) with N >= 1, got no examples")
+            raise InputError("inside must have shape (N,) or (N, D) with N >= 1, got no examples")
         return _proportion(outcomes("inside", inside.reshape(-1)).reshape(num, -1).mean(1), level)
     return _proportion(outcomes("inside", inside), level)
 
@@ -103,7 +103,7 @@ def _mean(scores: Tensor) -> Tensor:  # (R, N) -> (R,)
 def _infinite(scores: Tensor, level: float) -> Estimate:
     value = float(scores.sum())
     if math.isnan(value):
-        raise ValueError("scores must not hold both +inf and -inf: their mean is undefined")
+        raise InputError("scores must not hold both +inf and -inf: their mean is undefined")
     return Estimate(value, value, value, len(scores), confidence_level(level))
 
 
@@ -121,7 +121,7 @@ def rmse(
     """
     squared_errors = column("squared_errors", squared_errors)
     if bool((squared_errors < 0).any()):
-        raise ValueError(
+        raise InputError(
             f"squared_errors must be >= 0, got a minimum of {float(squared_errors.min()):g}"
         )
     if bool(squared_errors.isinf().any()):
@@ -244,7 +244,7 @@ def _calibration(
     same_length(confidence=confidence, correct=correct)
     # float32 probabilities may sum to a little more than 1
     if bool(((confidence < 0) | (confidence > 1 + 1e-5)).any()):
-        raise ValueError(
+        raise InputError(
             f"confidence must lie in [0, 1], got values in [{float(confidence.min()):g}, "
             f"{float(confidence.max()):g}]"
         )

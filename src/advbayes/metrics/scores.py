@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from advbayes.checks import describe, finite
+from advbayes.checks import InputError, InputTypeError, describe, finite
 
 
 def batch_size(prediction: Distribution) -> int:
@@ -17,11 +17,11 @@ def batch_size(prediction: Distribution) -> int:
     3
     """
     if not isinstance(prediction, Distribution):
-        raise TypeError(f"prediction must be a torch Distribution, got {describe(prediction)}")
+        raise InputTypeError(f"prediction must be a torch Distribution, got {describe(prediction)}")
     batch, event = tuple(prediction.batch_shape), tuple(prediction.event_shape)
     one_output = len(batch) == 2 and batch[1] == 1 and event == ()
     if (len(batch) != 1 and not one_output) or batch[0] == 0 or len(event) > 1:
-        raise ValueError(
+        raise InputError(
             "prediction must have batch shape (B,) with B >= 1 and event shape () or (D,), "
             f"got batch shape {batch} and event shape {event}"
         )
@@ -42,7 +42,7 @@ def class_probs(prediction: Distribution) -> Tensor:  # (B, C)
         or probs.ndim != 2
         or len(probs) != num
     ):
-        raise TypeError(
+        raise InputTypeError(
             f"prediction must be categorical with .probs of shape (B, C) = ({num}, C), got "
             f"{type(prediction).__name__} with .probs {describe(probs)}"
         )
@@ -50,7 +50,7 @@ def class_probs(prediction: Distribution) -> Tensor:  # (B, C)
     error = (probs.detach().sum(-1) - 1).abs().max()
     # float32 rounding of a sum of C terms stays far below this
     if bool((probs < 0).any()) or float(error) > 1e-3:
-        raise ValueError(
+        raise InputError(
             "prediction.probs must be non-negative and sum to 1 over classes, got a minimum of "
             f"{float(probs.min()):g} and a sum that is off by {float(error):g}"
         )
@@ -73,12 +73,12 @@ def labels(
         or y.is_complex()
         or y.dtype == torch.bool
     ):
-        raise TypeError(f"y must be a tensor of integer class labels, got {describe(y)}")
+        raise InputTypeError(f"y must be a tensor of integer class labels, got {describe(y)}")
     if tuple(y.shape) not in ((num,), (num, 1)):
-        raise ValueError(f"y must have one label per prediction, shape ({num},), got {describe(y)}")
+        raise InputError(f"y must have one label per prediction, shape ({num},), got {describe(y)}")
     y = y.reshape(num).long()
     if int(y.min()) < 0 or int(y.max()) >= num_classes:
-        raise ValueError(
+        raise InputError(
             f"y must hold labels from 0 to {num_classes - 1}, got {int(y.min())} to {int(y.max())}"
         )
     return y
@@ -97,10 +97,10 @@ def targets(
     num = batch_size(prediction)
     shape = tuple(prediction.batch_shape) + tuple(prediction.event_shape)
     if not isinstance(y, Tensor) or y.is_complex() or y.dtype == torch.bool:
-        raise TypeError(f"y must be a real tensor, got {describe(y)}")
+        raise InputTypeError(f"y must be a real tensor, got {describe(y)}")
     single = ((num,), (num, 1))
     if tuple(y.shape) != shape and not (tuple(y.shape) in single and shape in single):
-        raise ValueError(f"y must have shape {shape} like the prediction, got {describe(y)}")
+        raise InputError(f"y must have shape {shape} like the prediction, got {describe(y)}")
     y = finite("y", y).reshape(shape)
     return y if y.is_floating_point() else y.to(prediction.mean.dtype)
 
@@ -194,7 +194,7 @@ def squared_error(
     tensor([1., 4.])
     """
     if _is_categorical(prediction):
-        raise TypeError(
+        raise InputTypeError(
             f"squared_error wants a regression prediction, got {type(prediction).__name__}; use "
             f"brier"
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
-from advbayes.checks import count, describe, finite
+from advbayes.checks import InputError, InputTypeError, count, describe, finite
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class ConstantClasses:
 
     def __post_init__(self) -> None:
         if len(self.probs) == 0 or min(self.probs) < 0 or not abs(sum(self.probs) - 1) < 1e-6:
-            raise ValueError(f"probs must be non-negative and sum to 1, got {describe(self.probs)}")
+            raise InputError(f"probs must be non-negative and sum to 1, got {describe(self.probs)}")
 
     def __call__(self, x: Tensor, /) -> Distribution:  # x (B, *event)
         zeros = _zeros(x)
@@ -47,7 +47,7 @@ class ConstantGaussian:
 
     def __post_init__(self) -> None:
         if len(self.mean) == 0 or len(self.mean) != len(self.scale) or not min(self.scale) > 0:
-            raise ValueError(
+            raise InputError(
                 "mean and scale must have one entry per output and scale must be > 0, "
                 f"got {describe(self.mean)} and {describe(self.scale)}"
             )
@@ -94,12 +94,12 @@ def majority(
         or y.is_complex()
         or y.dtype == torch.bool
     ):
-        raise TypeError(f"y must be a tensor of integer class labels, got {describe(y)}")
+        raise InputTypeError(f"y must be a tensor of integer class labels, got {describe(y)}")
     if tuple(y.shape) not in ((len(y),), (len(y), 1)) or len(y) == 0 or int(y.min()) < 0:
-        raise ValueError(f"y must hold labels >= 0 in shape (N,) with N >= 1, got {describe(y)}")
+        raise InputError(f"y must hold labels >= 0 in shape (N,) with N >= 1, got {describe(y)}")
     num_classes = int(y.max()) + 1 if num_classes is None else count("num_classes", num_classes)
     if int(y.max()) >= num_classes:
-        raise ValueError(f"y must hold labels from 0 to {num_classes - 1}, got {int(y.max())}")
+        raise InputError(f"y must hold labels from 0 to {num_classes - 1}, got {int(y.max())}")
     counts = torch.bincount(y.reshape(-1).cpu(), minlength=num_classes).tolist()
     return ConstantClasses(tuple((c + 1) / (len(y) + num_classes) for c in counts))
 
@@ -113,11 +113,11 @@ def constant(
     ConstantGaussian(mean=(2.0,), scale=(1.0,))
     """
     if not isinstance(y, Tensor) or y.is_complex() or y.dtype == torch.bool:
-        raise TypeError(f"y must be a real tensor, got {describe(y)}")
+        raise InputTypeError(f"y must be a real tensor, got {describe(y)}")
     if y.ndim not in (1, 2) or len(y) == 0:
-        raise ValueError(f"y must have shape (N,) or (N, D) with N >= 1, got {describe(y)}")
+        raise InputError(f"y must have shape (N,) or (N, D) with N >= 1, got {describe(y)}")
     y = finite("y", y).detach().cpu().double().reshape(len(y), -1)
     scale = y.std(0, correction=0)
     if bool((scale == 0).any()):
-        raise ValueError("y must vary in every output: its standard deviation is 0")
+        raise InputError("y must vary in every output: its standard deviation is 0")
     return ConstantGaussian(tuple(y.mean(0).tolist()), tuple(scale.tolist()))

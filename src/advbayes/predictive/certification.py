@@ -58,7 +58,7 @@ class Certificates:
         tensor([0.6667, 0.3333], dtype=torch.float64)
         """
         if y.shape != self.classes.shape:
-            raise ValueError(
+            raise checks.InputError(
                 f"y must have shape {tuple(self.classes.shape)}, got {checks.describe(y)}"
             )
         at = torch.as_tensor(radii, dtype=torch.float64, device=self.radii.device).reshape(-1)
@@ -95,7 +95,9 @@ def certify(
     (0, True)
     """
     if not isinstance(smoothed, Smoothed):
-        raise TypeError(f"smoothed must be a Smoothed predictor, got {checks.describe(smoothed)}")
+        raise checks.InputTypeError(
+            f"smoothed must be a Smoothed predictor, got {checks.describe(smoothed)}"
+        )
     checks.number("sigma", smoothed.sigma, low=0, open_low=True)
     n0, n, batch = checks.count("n0", n0), checks.count("n", n), checks.count("batch", batch)
     alpha = checks.number("alpha", alpha, low=0, high=1, open_low=True, open_high=True)

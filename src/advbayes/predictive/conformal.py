@@ -97,7 +97,9 @@ def conformal_intervals(
     x, y = _calibration(predict, data, attack, generator)
     prediction = predict(x)
     if isinstance(prediction, Categorical):
-        raise TypeError("predict must be a regression predictor, got classes; see conformal_sets")
+        raise checks.InputTypeError(
+            "predict must be a regression predictor, got classes; see conformal_sets"
+        )
     scores = (y.reshape(prediction.mean.shape) - prediction.mean).abs() / prediction.stddev
     return ConformalIntervals(
         predict, conformal_quantile(scores.reshape(len(y), -1).amax(1), level), level
@@ -131,7 +133,7 @@ def conformal_sets(
 
 def _classes(prediction: Distribution) -> Categorical:
     if not isinstance(prediction, Categorical):
-        raise TypeError(
+        raise checks.InputTypeError(
             f"predict must predict classes, got {type(prediction).__name__}; see "
             f"conformal_intervals"
         )
@@ -146,7 +148,7 @@ def _calibration(
 ) -> tuple[Tensor, Tensor]:
     x, y = data
     if not len(x) or len(x) != len(y):
-        raise ValueError(
+        raise checks.InputError(
             f"data must hold one y for each x, and at least one, got {len(x)} and {len(y)}"
         )
     if attack is None:

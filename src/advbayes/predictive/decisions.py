@@ -40,7 +40,7 @@ class Choices:
     def __post_init__(self) -> None:
         if isinstance(self.utility, Tensor):
             if self.utility.ndim != 2 or self.actions is not None:
-                raise ValueError(
+                raise checks.InputError(
                     "utility must be a matrix (classes, actions), without actions, or a function "
                     "with them"
                 )
@@ -51,7 +51,7 @@ class Choices:
             or self.actions.ndim != 1
             or not len(self.actions)
         ):
-            raise ValueError(
+            raise checks.InputError(
                 "utility must be a matrix (classes, actions), or a function (action, y) with "
                 "actions (A,)"
             )
@@ -77,7 +77,7 @@ class Choices:
             if not isinstance(prediction, Categorical) or prediction.probs.shape[-1] != len(
                 self.utility
             ):
-                raise TypeError(
+                raise checks.InputTypeError(
                     f"predict must give {len(self.utility)} classes for this utility, got "
                     f"{prediction}"
                 )

@@ -78,12 +78,12 @@ class FreshPredictive:
         checks.count("num", self.num)
         num_params = getattr(self.posterior, "num_params", None)
         if isinstance(self.posterior, type) or not isinstance(num_params, int):
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"posterior must be a posterior such as MeanField(model), got "
                 f"{checks.describe(self.posterior)}"
             )
         if num_params != self.model.num_params:
-            raise ValueError(
+            raise checks.InputError(
                 f"posterior must be over the model's {self.model.num_params} parameters, got one "
                 f"over {num_params}"
             )

@@ -50,11 +50,13 @@ class Smoothed:
 
     def __post_init__(self) -> None:
         if not callable(self.predict):
-            raise TypeError(f"predict must be a Predictor, got {checks.describe(self.predict)}")
+            raise checks.InputTypeError(
+                f"predict must be a Predictor, got {checks.describe(self.predict)}"
+            )
         checks.number("sigma", self.sigma, low=0)
         checks.count("num", self.num)
         if self.seed is not None and self.generator is not None:
-            raise ValueError(
+            raise checks.InputError(
                 "generator must be absent unless seed=None, got both a seed and a generator"
             )
 
@@ -80,7 +82,9 @@ class Smoothed:
         with torch.no_grad():
             for part in self._draws(x, _anew(x, checks.count("num", num), generator)):
                 if len(part) != 1:
-                    raise TypeError("votes need a classifier, got a regression predictor")
+                    raise checks.InputTypeError(
+                        "votes need a classifier, got a regression predictor"
+                    )
                 classes = part[0].shape[-1]
                 ballot = torch.nn.functional.one_hot(part[0].argmax(-1), classes).sum(0)  # (B, C)
                 counts = ballot if counts is None else counts + ballot
@@ -151,7 +155,7 @@ def _forward(predict: Predictor, noise: Tensor) -> Callable[[Tensor], tuple[Tens
                 part.view(count, batch, *part.shape[1:]) for part in (normal.loc, normal.scale)
             )
             return means, scales, means.new_zeros(count, batch)
-        raise TypeError(
+        raise checks.InputTypeError(
             f"predict must give classes, Gaussians or Gaussian mixtures, got "
             f"{type(prediction).__name__}"
         )

@@ -47,7 +47,7 @@ class StraightThrough:
 
     def __post_init__(self) -> None:
         if self.base is None and self.purifier.base is None:
-            raise ValueError(
+            raise checks.InputError(
                 "base must be given for a purifier that was loaded, for it has no model, got None"
             )
 
@@ -90,7 +90,9 @@ class Annealed:
         for factor in self.factors:
             checks.number("factors", factor, low=0, open_low=True)
         if not self.factors or self.factors[-1] != 1:
-            raise ValueError(f"factors must end with 1, the purifier itself, got {self.factors}")
+            raise checks.InputError(
+                f"factors must end with 1, the purifier itself, got {self.factors}"
+            )
 
     def __call__(
         self,
@@ -209,7 +211,7 @@ def _within(predict: object) -> Purifier | None:
 def _purifier(predict: object) -> Purifier:
     purifier = _within(predict)
     if purifier is None:
-        raise TypeError(
+        raise checks.InputTypeError(
             f"predict must be a Purifier for this attack, got {checks.describe(predict)}"
         )
     return purifier
@@ -235,7 +237,7 @@ def _unfit(purifier: Purifier) -> bool:
 def _banks(purifier: Purifier) -> list[GaussianBank]:
     banks = [bank for bank in purifier.store.banks if isinstance(bank, GaussianBank)]
     if _unfit(purifier):
-        raise ValueError(
+        raise checks.InputError(
             "the nearest-centre attack is for classification with a Gaussian channel in the space "
             "of x, "
             f"got {checks.describe(purifier)}"
@@ -333,9 +335,9 @@ def nearest_centre_radius(
     banks = _banks(purifier)
     scales = {bank.scale * bank.factor for bank in banks if isinstance(bank.scale, float)}
     if len(scales) != 1 or any(not isinstance(bank.scale, float) for bank in banks):
-        raise ValueError("the closed form needs one noise for all centres, got several")
+        raise checks.InputError("the closed form needs one noise for all centres, got several")
     if purifier.update == "offline" and any(bank.groups > 1 for bank in banks):
-        raise ValueError(
+        raise checks.InputError(
             "the closed form needs update='online', or centres that all thetas share, got neither"
         )
     own, _ = neighbours(purifier, x, y, checks.count("num", num))

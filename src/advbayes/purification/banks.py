@@ -21,6 +21,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from advbayes.checks import InputError
 from advbayes.purification.rows import Rows, spans
 from advbayes.types import ChannelDensity
 
@@ -246,14 +247,14 @@ class FunctionBank:
                 yield slice(group, group + 1), slice(start, stop)
 
     def widened(self, factor: float) -> FunctionBank:
-        raise ValueError("widened needs a channel with a Gaussian density, got one of another kind")
+        raise InputError("widened needs a channel with a Gaussian density, got one of another kind")
 
     def logits(self, query: Query, groups: slice, rows: slice, room: Room | None = None) -> Tensor:
         density = self.densities[groups.start][self.edges.index(rows.start)]
         log_prob = density.log_prob(query.x)
         wanted = (rows.stop - rows.start, len(query))
         if log_prob.shape != wanted:
-            raise ValueError(
+            raise InputError(
                 f"the channel's log_prob must return shape (N, B) = {wanted}, got "
                 f"{tuple(log_prob.shape)}"
             )

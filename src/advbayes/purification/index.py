@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from advbayes.checks import InputError
 from advbayes.purification.banks import GaussianBank
 from advbayes.purification.store import Store
 
@@ -95,7 +96,7 @@ class NearestIndex:
         self.cells: list[list[Cells]] = []
         for bank in store.banks:
             if not isinstance(bank, GaussianBank) or not isinstance(bank.scale, float):
-                raise ValueError(
+                raise InputError(
                     "index needs a Gaussian channel with one noise for all centres, got another"
                 )
             whole = slice(0, store.num_reference)

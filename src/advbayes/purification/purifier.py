@@ -91,13 +91,15 @@ class Purifier:
         left_out: float = 1e-6,
     ) -> None:
         if not isinstance(model, BayesianModel):
-            raise TypeError(f"model must be a BayesianModel, got {checks.describe(model)}")
+            raise checks.InputTypeError(
+                f"model must be a BayesianModel, got {checks.describe(model)}"
+            )
         checks.choice("update", update, ("online", "offline"))
         model._check_theta("thetas", thetas, 2)
         checks.finite("thetas", thetas)
         checks.count("memory_limit", memory_limit)
         if posterior is not None and getattr(posterior, "num_params", None) != model.num_params:
-            raise ValueError(
+            raise checks.InputError(
                 f"posterior must be over the model's {model.num_params} parameters, got "
                 f"{checks.describe(posterior)}"
             )
@@ -161,7 +163,7 @@ class Purifier:
         for bank in gaussians:
             scale = bank.least_scale * bank.factor
             if _FARTHEST * max(self._reach, 1.0) ** 2 > 1e-2 * largest * scale**2:
-                raise ValueError(
+                raise checks.InputError(
                     f"sigma must be large enough for {store.dtype} to hold 1/sigma^2, got {scale:g}"
                 )
         self._exact = store.is_small or store.dtype == torch.float64
@@ -298,7 +300,7 @@ class Purifier:
         `features`)."""
         self._check(x)
         if self.features is not None:
-            raise ValueError(
+            raise checks.InputError(
                 "denoise needs centres in the space of x, got a purifier with features"
             )
         with torch.no_grad():
@@ -314,7 +316,7 @@ class Purifier:
         shares, mean = self.log_shares(sums.log_evidence).exp(), torch.zeros_like(query.points)
         for block in weights(self.store, query, sums):
             if not isinstance(block.bank, GaussianBank):
-                raise ValueError(
+                raise checks.InputError(
                     "denoise needs a channel with a Gaussian density, got one of another kind"
                 )
             factor = block.factor * shares[block.thetas]
@@ -329,7 +331,7 @@ class Purifier:
         whether to believe it."""
         self._check(x)
         if not len(x):
-            raise ValueError("x must hold at least one input, got none")
+            raise checks.InputError("x must hold at least one input, got none")
         with torch.no_grad():
             queries = self.queries(x)
             parts = [diagnose(self.store, query, self.log_shares) for query in queries]
@@ -375,7 +377,7 @@ class Purifier:
         """
         checks.count("num", num)
         if self._redraw is None:
-            raise ValueError(
+            raise checks.InputError(
                 "with_thetas needs the posterior to draw from: Purifier(..., "
                 "posterior=posterior), got none"
             )
@@ -402,11 +404,11 @@ class Purifier:
     def _check(self, x: Any) -> None:
         if not isinstance(x, Tensor) or x.ndim < 2 or tuple(x.shape[1:]) != self.store.event_shape:
             wanted = ", ".join(("B", *map(str, self.store.event_shape)))
-            raise ValueError(
+            raise checks.InputError(
                 f"x must have shape ({wanted}) as the reference, got {checks.describe(x)}"
             )
         if x.dtype != self.store.dtype:
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"x must be {self.store.dtype} as the reference, got {checks.describe(x)}"
             )
 
@@ -456,22 +458,22 @@ def _reference(
         x = torch.as_tensor(drawn, dtype=model.dtype, device=model.device)
     elif isinstance(reference, (tuple, list)):
         if len(reference) != 2:
-            raise ValueError(
+            raise checks.InputError(
                 f"reference must be x, (x, y) or a model with sample(n), got {len(reference)} parts"
             )
         x, y = reference
     else:
         x = reference
     if not isinstance(x, Tensor) or x.ndim < 2:
-        raise TypeError(
+        raise checks.InputTypeError(
             f"reference must hold a tensor x of shape (N, *event), got {checks.describe(x)}"
         )
     if not len(x):
-        raise ValueError(f"reference must hold at least one point, got {checks.describe(x)}")
+        raise checks.InputError(f"reference must hold at least one point, got {checks.describe(x)}")
     model._check_input(x)
     checks.finite("reference", x)
     if y is not None and (not isinstance(y, Tensor) or y.ndim < 1 or len(y) != len(x)):
-        raise ValueError(
+        raise checks.InputError(
             f"reference labels must be one for each of the {len(x)} points, got "
             f"{checks.describe(y)}"
         )

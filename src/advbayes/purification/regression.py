@@ -70,7 +70,7 @@ class PurifiedMixture(Distribution):
     def of(cls, purifier: Purifier, x: Tensor) -> PurifiedMixture:
         """The predictive at x, its moments computed in one pass."""
         if not x.shape[0]:
-            raise ValueError("x must hold at least one input, got none")
+            raise checks.InputError("x must hold at least one input, got none")
         made = cls.__new__(cls)
         made._purifier, made._x, made._queries = purifier, x, purifier.queries(x)
         blocks = [purifier.averages(query, num=len(x)) for query in made._queries]
@@ -139,7 +139,7 @@ class PurifiedMixture(Distribution):
             return value
         if outputs == 1 and value.shape == (len(self._x),):
             return value.unsqueeze(-1)
-        raise ValueError(
+        raise checks.InputError(
             f"y must have the predicted mean's shape {tuple(self._mean.shape)}, got "
             f"{checks.describe(value)}"
         )
@@ -197,7 +197,7 @@ class PurifiedMixture(Distribution):
 
     def _one_output(self, name: str) -> None:
         if self._purifier.store.num_outputs > 1:
-            raise ValueError(
+            raise checks.InputError(
                 f"{name} is defined for one output, got {self._purifier.store.num_outputs}"
             )
 
@@ -220,7 +220,7 @@ class PurifiedMixture(Distribution):
             len(self._x)
         )
         if bool(((level <= 0) | (level >= 1)).any()):
-            raise ValueError(
+            raise checks.InputError(
                 f"value must lie strictly between 0 and 1, got {checks.describe(value)}"
             )
         mean, spread = self._mean.detach().double(), self._variance.detach().double().sqrt()

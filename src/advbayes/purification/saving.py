@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from advbayes.checks import InputError
 from advbayes.purification.banks import FunctionBank, GaussianBank
 from advbayes.purification.rows import DiskRows, MemoryRows, Rows, num_bytes, spans
 from advbayes.purification.store import Store, gaussian_bank
@@ -27,11 +28,11 @@ def save(store: Store, folder: Path, update: str, note: str, features: bool) -> 
     from advbayes.store.tables import write_tables
 
     if any(isinstance(bank, FunctionBank) for bank in store.banks):
-        raise ValueError(
+        raise InputError(
             "only channels with a Gaussian density can be saved, got one of another kind"
         )
     if store.folder is not None and folder.resolve() == store.folder.resolve():
-        raise ValueError(f"folder must not be the one that the purifier reads from, got {folder}")
+        raise InputError(f"folder must not be the one that the purifier reads from, got {folder}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     tables = {"values": _table(store.values, store.dtype)}
     banks: list[dict[str, object]] = []
@@ -113,7 +114,7 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
     ):
         raise refuse("counts and an event shape", text)
     if features != with_features:
-        raise ValueError(
+        raise InputError(
             f"features must be given if and only if the purifier was saved with them, got "
             f"{features}"
         )

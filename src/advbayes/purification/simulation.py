@@ -92,7 +92,7 @@ def choose_bandwidth(
     """
     total = len(x)
     if total < 2:
-        raise ValueError(
+        raise checks.InputError(
             f"reference must hold at least two points to choose a bandwidth from, got {total}"
         )
     order = torch.randperm(total, generator=generator, device=x.device)
@@ -112,7 +112,7 @@ def choose_bandwidth(
     distances = square.sqrt()
     largest = float(distances.max()) / math.sqrt(width)
     if largest == 0:
-        raise ValueError(
+        raise checks.InputError(
             "channel must give different x' for different inputs to choose a bandwidth, got one "
             "point only"
         )
@@ -167,7 +167,7 @@ class SimulatedPurifier:
         folder: str | Path | None = None,
     ) -> None:
         if not callable(getattr(channel, "sample", None)):
-            raise TypeError(f"channel must have sample, got {checks.describe(channel)}")
+            raise checks.InputTypeError(f"channel must have sample, got {checks.describe(channel)}")
         checks.count("num_simulations", num_simulations)
         model._check_theta("thetas", thetas, 2)
         x, y = _reference(reference, checks.count("num_samples", num_samples), model)

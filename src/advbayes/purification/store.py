@@ -113,7 +113,7 @@ def _values(prediction: Distribution) -> tuple[Tensor, int]:
         return prediction.probs.clamp_min(_FLOOR), 0
     normal = prediction.base_dist if isinstance(prediction, Independent) else prediction
     if not isinstance(normal, Normal):
-        raise TypeError(
+        raise checks.InputTypeError(
             f"the likelihood must predict classes or Gaussians, got {type(prediction).__name__}"
         )
     mean, variance = (
@@ -136,7 +136,7 @@ def build(
 ) -> Store:
     """Centres and predictions at all reference points, block by block."""
     if not callable(getattr(channel, "density", None)):
-        raise TypeError(
+        raise checks.InputTypeError(
             f"channel must have a density to purify with, got {checks.describe(channel)}; a "
             f"channel that can only be sampled "
             "is purified by simulation (SimulatedPurifier)"
@@ -162,14 +162,14 @@ class _Builder:
         try:
             return self.channel.density(predict, x, y), x
         except NotImplementedError as error:
-            raise ValueError(
+            raise checks.InputError(
                 f"channel must have a density to purify with, got {self.channel} ({error}); a "
                 f"channel that can only be "
                 "sampled is purified by simulation (SimulatedPurifier)"
             ) from error
         except (TypeError, AttributeError) as error:
             if y is None:
-                raise ValueError(
+                raise checks.InputError(
                     f"reference must hold labels, (x, y), for this channel, got x alone: without "
                     f"labels it failed with "
                     f"{type(error).__name__}: {error}"
@@ -195,7 +195,7 @@ class _Builder:
         sample, num_outputs = _values(self.model.at(self.thetas[0])(self.x[:1]))
         gaussian = isinstance(first, GaussianDensity)
         if not gaussian and self.features is not None:
-            raise ValueError(
+            raise checks.InputError(
                 "features need a channel with a Gaussian density, got one of another kind"
             )
         width = self._flat(self.x[:1]).shape[1]
@@ -212,7 +212,7 @@ class _Builder:
         )
         needed = num_bytes((FEWEST_ROWS, 2 * width + value_shape[2] + 2 * FEWEST_ROWS), dtype)
         if self.memory_limit < needed:
-            raise ValueError(
+            raise checks.InputError(
                 f"memory_limit must be at least {needed} bytes, one block of {FEWEST_ROWS} "
                 f"reference points, "
                 f"got {self.memory_limit}"
@@ -309,7 +309,7 @@ def gaussian_bank(
                 low, high = (float(value) for value in torch.aminmax(scale.block(*tile)))
                 least = min(least, low) if math.isfinite(high) else math.nan
     if not (0 < least < math.inf and math.isfinite(float(half_norms.sum()))):
-        raise ValueError(
+        raise checks.InputError(
             f"the channel's centres must be finite and its scales positive, got a least scale of "
             f"{least:g}"
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advbayes import store
+from advbayes.checks import InputError
 from advbayes.evaluation import Cell, Evaluation, load_evaluation
 from advbayes.evaluation.files import Block, Folder
 from advbayes.report.pictures import Gallery, is_image, make_gallery
@@ -57,10 +58,10 @@ def report_runs(
     >>> report_runs([], "report")
     Traceback (most recent call last):
     ...
-    ValueError: run_folders must hold at least one run folder, got none
+    advbayes.checks.InputError: run_folders must hold at least one run folder, got none
     """
     if not run_folders:
-        raise ValueError("run_folders must hold at least one run folder, got none")
+        raise InputError("run_folders must hold at least one run folder, got none")
     from advbayes.runs import Run, load_trained
 
     runs = [Run.open(folder) for folder in run_folders]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from advbayes import metrics
+from advbayes.checks import InputError
 from advbayes.evaluation.result import CLEAN, REDUCTIONS, WORST, Evaluation, gives
 from advbayes.evaluation.scoring import Columns
 from advbayes.metrics import Estimate
@@ -131,7 +132,7 @@ def _audits(audit: Any, evaluation: Evaluation) -> dict[str, dict[str, Any]]:
 def _verdict(found: Any) -> dict[str, Any]:
     held = found.json() if hasattr(found, "json") else dict(found)
     if not isinstance(held.get("findings"), (list, tuple)) or "level" not in held:
-        raise ValueError(
+        raise InputError(
             f"audit must be a Verdict, its JSON, or a mapping of predictors to them, got "
             f"{type(found).__name__}"
         )
@@ -465,7 +466,7 @@ def _scaling(scaling: Any, feature_names: Sequence[str] | None) -> dict[str, Any
         if value is not None
     }
     if not {"mean", "std"} <= flat.keys():
-        raise ValueError(f"scaling must have mean and std, got {sorted(flat)}")
+        raise InputError(f"scaling must have mean and std, got {sorted(flat)}")
     features = named or [f"feature {i}" for i in range(len(flat["mean"]))]
     return {
         "features": features,

@@ -39,7 +39,7 @@ class View:
     def __post_init__(self) -> None:
         if self.prediction.ndim != 2 or len(self.prediction) != len(self.x):
             wanted = f"one row for each of the {len(self.x)} inputs"
-            raise ValueError(
+            raise checks.InputError(
                 f"prediction must have {wanted}, got {checks.describe(self.prediction)}"
             )
 
@@ -62,7 +62,7 @@ class Gallery:
     def __post_init__(self) -> None:
         checks.choice("task", self.task, ("classification", "regression"))
         if len(self.y) != len(self.x):
-            raise ValueError(
+            raise checks.InputError(
                 f"y must hold one target for each of the {len(self.x)} inputs, got "
                 f"{checks.describe(self.y)}"
             )
@@ -70,7 +70,7 @@ class Gallery:
             object.__setattr__(self, "index", tuple(range(len(self.x))))
         for view in self.views:
             if view.x.shape != self.x.shape:
-                raise ValueError(
+                raise checks.InputError(
                     f"a view's x must have shape {tuple(self.x.shape)}, got "
                     f"{checks.describe(view.x)}"
                 )

@@ -46,7 +46,9 @@ def make_attack(
     checks.count("steps", steps)
     regression = task == "regression"
     if regression and name in _CLASSES_ONLY:
-        raise ValueError(f"attack must be one for regression, got {name!r}, which wants classes")
+        raise checks.InputError(
+            f"attack must be one for regression, got {name!r}, which wants classes"
+        )
     main = squared_error if regression else nll
     half = max(1, steps // 2)
     match name:

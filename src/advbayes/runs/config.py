@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from advbayes.checks import InputError
+
 IMAGE_SETS = ("cifar10", "digits", "fashion-mnist", "mnist")
 TABLE_SETS = ("california", "diabetes", "energy", "wine", "wine-white")
 DATA_SETS = tuple(sorted(IMAGE_SETS + TABLE_SETS))
@@ -39,7 +41,7 @@ Count = Annotated[int, Field(ge=1, le=10**9)]
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=10_000)]
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """A configuration that cannot be used: one line for each key, with what was wanted and what
     came."""
 
@@ -174,12 +176,12 @@ class RunConfig(BaseModel):
         if self.file is not None and suffix not in FILE_SUFFIXES:
             near = difflib.get_close_matches(self.data, DATA_SETS, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(
+            raise InputError(
                 f"data: must be one of {', '.join(DATA_SETS)} or a .csv or .npz file, got "
                 f"{self.data!r:.60}{hint}"
             )
         if suffix == ".csv" and self.target is None:
-            raise ValueError(f"target: must name the target column of {self.data!r}, got nothing")
+            raise InputError(f"target: must name the target column of {self.data!r}, got nothing")
         if (
             suffix != ".csv"
             and self.target is not None
@@ -189,33 +191,33 @@ class RunConfig(BaseModel):
                 "must be Y1, Y2 or both for energy, a column's name for a .csv file, and "
                 "left out otherwise"
             )
-            raise ValueError(f"target: {wanted}, got {self.target!r:.60} for {self.data!r}")
+            raise InputError(f"target: {wanted}, got {self.target!r:.60} for {self.data!r}")
         if suffix != ".csv" and (self.features is not None or self.drop):
-            raise ValueError(
+            raise InputError(
                 f"features, drop: must be left out unless the data are a .csv file, got "
                 f"{self.data!r}"
             )
         if self.features is not None and self.drop:
-            raise ValueError("features, drop: must not be given together, got both")
+            raise InputError("features, drop: must not be given together, got both")
         parse_feature_eps(self.feature_eps)
         if self.feature_eps and self.eps == 0:
-            raise ValueError("eps: must be > 0 where feature_eps is given, got 0")
+            raise InputError("eps: must be > 0 where feature_eps is given, got 0")
         if self.file is None and self.task is not None:
-            raise ValueError(
+            raise InputError(
                 f"task: must be left out for the built-in {self.data!r}, got {self.task!r}"
             )
         if self.network not in NETWORKS and not all(part.strip() for part in _halves(self.network)):
-            raise ValueError(
+            raise InputError(
                 f"network: must be auto, conv, mlp or module:factory, got {self.network!r:.60}"
             )
         if self.channel is not None and not all(part.strip() for part in _halves(self.channel)):
-            raise ValueError(f"channel: must be module:factory, got {self.channel!r:.60}")
+            raise InputError(f"channel: must be module:factory, got {self.channel!r:.60}")
         if self.network == "conv" and (self.data in TABLE_SETS or suffix == ".csv"):
-            raise ValueError(
+            raise InputError(
                 f"network: must be auto or mlp for a table, got 'conv' for {self.data!r}"
             )
         if self.defense in ("os", "os50", "mix", "noise") and self.sigma == 0:
-            raise ValueError(
+            raise InputError(
                 f"sigma: must be > 0 for defense {self.defense!r} (its channel is noisy), got 0"
             )
         return self
@@ -235,7 +237,7 @@ def parse_feature_eps(entries: tuple[str, ...]) -> dict[str, float]:
         except ValueError:
             value = 0.0
         if not name or not 0 < value < float("inf"):
-            raise ValueError(
+            raise InputError(
                 f"feature_eps: must be name=number with a number > 0, got {entry!r:.60}"
             )
         found[name] = value

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import os
 
-from advbayes.checks import printable
+from advbayes.checks import InputError, printable
 
 
-class StoreError(ValueError):
+class StoreError(InputError):
     r"""A file that cannot be trusted or written.
 
     >>> str(StoreError("a/manifest.json", wanted="schema 1", got="schema 9"))

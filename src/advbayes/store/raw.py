@@ -13,7 +13,7 @@ from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution
 
 from advbayes import metrics
-from advbayes.checks import number
+from advbayes.checks import InputTypeError, number
 from advbayes.likelihoods import GaussianMixture
 from advbayes.posteriors import Ensemble, PointMass, Samples
 from advbayes.predictive import PosteriorPredictive
@@ -102,6 +102,6 @@ class RawPredictor:
         with torch.no_grad():
             prediction = self(x)
         if not isinstance(prediction, CategoricalDistribution):
-            raise TypeError("classes is for a classifier, got a regression model")
+            raise InputTypeError("classes is for a classifier, got a regression model")
         best: list[int] = prediction.logits.argmax(-1).tolist()
         return [self.class_names[index] if self.class_names else str(index) for index in best]

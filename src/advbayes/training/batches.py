@@ -108,10 +108,12 @@ class LoaderBatches:
                 self._iterator = iter(self.loader)
             batch = self._next()
         if batch is None:
-            raise ValueError("data must hold at least one example, got an empty DataLoader")
+            raise checks.InputError("data must hold at least one example, got an empty DataLoader")
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             came = checks.describe(batch)
-            raise TypeError(f"data must be a DataLoader of pairs (x, y), got batches like {came}")
+            raise checks.InputTypeError(
+                f"data must be a DataLoader of pairs (x, y), got batches like {came}"
+            )
         x, y = self.check(*batch)
         self._count(len(x), is_whole=False)
         return Batch(x, y)
@@ -128,7 +130,7 @@ class LoaderBatches:
         if self._num_seen > self.num_data or (
             is_whole and self._num_seen not in (0, self.num_data)
         ):
-            raise ValueError(
+            raise checks.InputError(
                 f"data must yield num_data = {self.num_data} examples in one pass, got "
                 f"{self._num_seen}"
                 f"{'' if is_whole else ' and more'}; give the right number by "
@@ -160,7 +162,9 @@ def batches_of(
     if isinstance(data, DataLoader):
         return LoaderBatches(data, *_length(data, num_data), check.of_loader, seed)
     if not isinstance(data, (tuple, list)) or len(data) != 2:
-        raise TypeError(f"data must be a pair (x, y) or a DataLoader, got {checks.describe(data)}")
+        raise checks.InputTypeError(
+            f"data must be a pair (x, y) or a DataLoader, got {checks.describe(data)}"
+        )
     return TensorBatches(*check(*data), checks.count("batch_size", batch_size), seed)
 
 
@@ -169,7 +173,7 @@ def _length(loader: DataLoader[Any], num_data: int | None) -> tuple[int, float]:
     num = _num_in_pass(loader)
     if num is None:
         if num_data is None:
-            raise ValueError(
+            raise checks.InputError(
                 "data must say how many examples a pass has, got a DataLoader over an iterable "
                 "data set, "
                 "or with a sampler of batches that does not; give the number by "
@@ -180,13 +184,13 @@ def _length(loader: DataLoader[Any], num_data: int | None) -> tuple[int, float]:
         steps = float(len(loader))
     except TypeError:  # an IterableDataset or a sampler without a length
         if loader.batch_size is None:
-            raise ValueError(
+            raise checks.InputError(
                 f"data must have a length or let the DataLoader make the batches "
                 f"(batch_size=...), got {checks.describe(loader)}"
             ) from None
         steps = num / loader.batch_size
     if num == 0 or steps == 0:
-        raise ValueError("data must hold at least one example, got an empty DataLoader")
+        raise checks.InputError("data must hold at least one example, got an empty DataLoader")
     return num, steps
 
 
@@ -234,19 +238,19 @@ class _Check:
             y = y.to(model.dtype) if y.is_floating_point() else y
         for name, value in (("x", x), ("y", y)):
             if not isinstance(value, Tensor):
-                raise TypeError(
+                raise checks.InputTypeError(
                     f"{name} must be a tensor or an array, got {checks.describe(value)}"
                 )
         if not len(x):
-            raise ValueError(f"x must hold at least one example, got {checks.describe(x)}")
+            raise checks.InputError(f"x must hold at least one example, got {checks.describe(x)}")
         model._check_input(x)
         if y.ndim == 0 or len(y) != len(x):
-            raise ValueError(
+            raise checks.InputError(
                 f"y must hold one target for each of the {len(x)} examples of x, got "
                 f"{checks.describe(y)}"
             )
         if y.device != x.device:
-            raise TypeError(f"y must be on {x.device} as x, got {checks.describe(y)}")
+            raise checks.InputTypeError(f"y must be on {x.device} as x, got {checks.describe(y)}")
         checks.finite("x", x)
         checks.finite("y", y)
         y = model.likelihood.check_target(self._output(x).expand(len(y), -1), y)
@@ -259,11 +263,11 @@ class _Check:
                 with torch.no_grad():
                     output, _ = self.model.output(self.model.initial_theta(), x[:1])
             except (RuntimeError, ValueError, IndexError) as error:
-                raise ValueError(
+                raise checks.InputError(
                     f"x must have the shape that net takes, got {checks.describe(x)}: {error}"
                 ) from error
             if output.ndim != 2 or len(output) != 1:
-                raise ValueError(
+                raise checks.InputError(
                     f"net must give one output row for each input, got {checks.describe(output)} "
                     f"for one input"
                 )

@@ -44,7 +44,7 @@ class SkippedStepWarning(RuntimeWarning):
     them."""
 
 
-class NonFiniteError(FloatingPointError):
+class NonFiniteError(checks.AdvBayesError, FloatingPointError):
     """Training met NaN or infinity ten steps in a row; the posterior is at its last finite
     state."""
 
@@ -208,36 +208,42 @@ def _check_parts(
     model: BayesianModel, posterior: Posterior, channel: Channel, objective: ChannelELBO | None
 ) -> None:
     if not isinstance(model, BayesianModel):
-        raise TypeError(f"model must be a BayesianModel, got {checks.describe(model)}")
+        raise checks.InputTypeError(f"model must be a BayesianModel, got {checks.describe(model)}")
     if isinstance(posterior, Samples) or not isinstance(posterior, Posterior):
-        raise TypeError(
+        raise checks.InputTypeError(
             f"posterior must be trainable (MeanField, LowRank, ...), got "
             f"{checks.describe(posterior)}"
         )
     if posterior.num_params != model.num_params:
-        raise ValueError(
+        raise checks.InputError(
             f"posterior must be over the model's {model.num_params} parameters, got one over "
             f"{posterior.num_params}"
         )
     if not any(parameter.requires_grad for parameter in posterior.parameters()):
-        raise ValueError(f"posterior must have a trainable parameter, got none in {posterior}")
+        raise checks.InputError(
+            f"posterior must have a trainable parameter, got none in {posterior}"
+        )
     for parameter in posterior.parameters():
         if parameter.dtype != model.dtype or parameter.device != model.device:
-            raise TypeError(
+            raise checks.InputTypeError(
                 f"posterior must be {model.dtype} on {model.device} as the net, got "
                 f"{checks.describe(parameter)}"
             )
     if isinstance(channel, type) or not isinstance(channel, Channel):
-        raise TypeError(f"channel must have sample and density, got {checks.describe(channel)}")
+        raise checks.InputTypeError(
+            f"channel must have sample and density, got {checks.describe(channel)}"
+        )
     if objective is not None and not isinstance(objective, ChannelELBO):
-        raise TypeError(f"objective must be a ChannelELBO, got {checks.describe(objective)}")
+        raise checks.InputTypeError(
+            f"objective must be a ChannelELBO, got {checks.describe(objective)}"
+        )
 
 
 def _objective(objective: ChannelELBO | None, num_data: int) -> ChannelELBO:
     if objective is None:
         return ChannelELBO(num_data)
     if objective.num_data != num_data:
-        raise ValueError(
+        raise checks.InputError(
             f"objective.num_data must be the number of examples in one pass over the data, "
             f"{num_data}, got {objective.num_data}"
         )
@@ -246,7 +252,7 @@ def _objective(objective: ChannelELBO | None, num_data: int) -> ChannelELBO:
 
 def _total_steps(epochs: float | None, steps: int | None, batches: Batches) -> int:
     if (epochs is None) == (steps is None):
-        raise ValueError(
+        raise checks.InputError(
             f"exactly one of epochs and steps must be given, got epochs={epochs} and steps={steps}"
         )
     if steps is not None:
@@ -321,11 +327,13 @@ class _Held:
             names = module.state_dict()
             missing = [name for name in names if f"{owner}/{name}" not in state.tensors]
             if missing:
-                raise ValueError(f"state must hold the tensors of {owner}, got none for {missing}")
+                raise checks.InputError(
+                    f"state must hold the tensors of {owner}, got none for {missing}"
+                )
             for name, tensor in names.items():
                 if state.tensors[f"{owner}/{name}"].shape != tensor.shape:
                     came = checks.describe(state.tensors[f"{owner}/{name}"])
-                    raise ValueError(
+                    raise checks.InputError(
                         f"state must hold {owner}/{name} of shape {tuple(tensor.shape)}, got {came}"
                     )
             module.load_state_dict({name: state.tensors[f"{owner}/{name}"] for name in names})
@@ -333,7 +341,9 @@ class _Held:
             for name, tensor in _slots(optimiser):
                 key = f"{owner}/adam/{name}"
                 if key not in state.tensors:
-                    raise ValueError(f"state must hold the optimiser's tensor {key!r}, got none")
+                    raise checks.InputError(
+                        f"state must hold the optimiser's tensor {key!r}, got none"
+                    )
                 tensor.copy_(state.tensors[key])
         history = {name: list(state.history[name]) for name in COLUMNS}
         return State(state.step, state.skipped, dict(state.tensors), history)
