@@ -941,7 +941,7 @@ _through = _Shared()""",
     ),
     Bug(
         "escapes reach the terminal",
-        "cli/screen.py",
+        "checks.py",
         "else ascii(c)[1:-1] for c in text",
         "else c for c in text",
         "test_screen",

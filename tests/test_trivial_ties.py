@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from advbayes.config import make_config
 from torch.distributions import Categorical
 
 from advbayes import L2, audit, evaluate, metrics, pgd
 from advbayes.auditing import Support
-from advbayes.config import make_config
 from advbayes.runs import prepare
 from advbayes.runs.training import _trivial
 

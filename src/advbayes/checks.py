@@ -44,6 +44,17 @@ def printable(text: str, limit: int = 500) -> str:
     return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
 
 
+def inert(text: str) -> str:
+    """Text that cannot drive a terminal: what is neither visible nor a line break is spelled out.
+
+    >>> print(inert("\\x1b[31mred\\u202e"))
+    \\x1b[31mred\\u202e
+    """
+    if text.isascii() and text.replace("\n", "").isprintable():
+        return text
+    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def describe(value: object) -> str:
     """What came, short enough for an error message.
 

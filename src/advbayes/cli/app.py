@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from advbayes import __version__
-from advbayes.checks import AdvBayesError
+from advbayes.checks import AdvBayesError, inert
 from advbayes.cli import (
     attack,
     audit,
@@ -29,7 +29,7 @@ from advbayes.cli import (
     show,
     train,
 )
-from advbayes.cli.screen import fault, inert
+from advbayes.cli.screen import fault
 from advbayes.cli.signals import Stopped, watched
 
 app = typer.Typer(

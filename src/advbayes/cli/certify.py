@@ -41,6 +41,7 @@ def certify(
     import torch
 
     from advbayes.cli.describe import said_units, units_of
+    from advbayes.evaluation.tables import Grid
     from advbayes.predictive import FreshPredictive, Smoothed
     from advbayes.predictive import certify as certified
     from advbayes.progress import Progress
@@ -106,15 +107,14 @@ def certify(
             f"sigma in both units: "
             f"{said_units(units_of(sigma, trained.scaling, trained.feature_names))}"
         )
-    table(
+    title = (
         f"{len(x)} examples, {result['abstained']} abstained; each radius is wrong with chance at "
-        f"most {alpha:g}",
-        ("L2 radius", "certified accuracy"),
-        [
-            (f"{at:.3f}", f"{share:.3f}")
-            for at, share in zip(grid, curve, strict=True)
-            if share > 0 or at == 0
-        ],
-        right=(0, 1),
+        f"most {alpha:g}"
     )
+    rows = [
+        (f"{at:.3f}", f"{share:.3f}")
+        for at, share in zip(grid, curve, strict=True)
+        if share > 0 or at == 0
+    ]
+    table(Grid(("L2 radius", "certified accuracy"), rows, title, right=(0, 1)))
     say(f"Radii: {folder.path / 'certificate.json'}")

@@ -39,6 +39,7 @@ def datasets(
 ) -> None:
     from advbayes.cli.downloads import Downloads
     from advbayes.datasets import SOURCES, find_dataset, load_dataset, names
+    from advbayes.evaluation.tables import Grid
 
     if fetch is not None:
         with watched(), Downloads(show=False if json else None) as downloads:
@@ -88,4 +89,4 @@ def datasets(
             }
         )
     else:
-        table("", ("name", "task", "what", "where"), rows)
+        table(Grid(("name", "task", "what", "where"), rows))

@@ -95,7 +95,7 @@ def evaluate(
     import torch
 
     from advbayes.cli.describe import said_units, units_of
-    from advbayes.cli.scores import SHOWN, score_table
+    from advbayes.cli.scores import SHOWN, column_of
     from advbayes.evaluation import evaluate as measure
     from advbayes.report.folders import merged
     from advbayes.report.words import TRIVIAL
@@ -186,15 +186,14 @@ def evaluate(
     for each in units:
         say(f"{norm or trained.norm} {said_units(each)}")
     level = float(found.config["interval_level"])
-    rows = found.table(SHOWN[trained.task]).rows
-    head, body = score_table(
-        rows, SHOWN[trained.task], trained.scaling, trained.target_names, level
-    )
-    table(
+    metrics = SHOWN[trained.task]
+    columns = {
+        name: column_of(name, trained.scaling, trained.target_names, level) for name in metrics
+    }
+    title = (
         f"{trained.defense} on {config.data}, {min(num, len(data.x_test))} test examples, with 95 "
-        f"% intervals",
-        head,
-        body,
+        f"% intervals"
     )
+    table(found.table(metrics).grid(columns, title))
     told = [f"{name} {TRIVIAL[name]}" for name in found.trivial]
     say(f"Never look at the input: {'; '.join(told)}.\nRecords and arrays: {place}")

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from advbayes.checks import inert
+
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from advbayes.evaluation.tables import Grid
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text")]
 Trust = Annotated[
@@ -32,17 +35,6 @@ def console(*, stderr: bool = False) -> Console:
     return Console(file=stream, highlight=False, width=None if stream.isatty() else 140)
 
 
-def inert(text: str) -> str:
-    """Text that cannot drive a terminal: what is neither visible nor a line break is spelled out.
-
-    >>> print(inert("\\x1b[31mred\\u202e"))
-    \\x1b[31mred\\u202e
-    """
-    if text.isascii() and text.replace("\n", "").isprintable():
-        return text
-    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
 def say(text: str) -> None:
     """A plain line for people; nothing in it is taken for markup or for a command to the
     terminal."""
@@ -54,19 +46,9 @@ def emit(result: dict[str, Any]) -> None:
     print(json.dumps(result, allow_nan=False, indent=1, sort_keys=True), flush=True)
 
 
-def table(
-    title: str, head: Sequence[str], rows: Sequence[Sequence[object]], *, right: Sequence[int] = ()
-) -> None:
-    """A table; cells are text, never markup."""
-    from rich.table import Table
-    from rich.text import Text
-
-    shown = Table(title=Text(inert(title)) if title else None, title_justify="left")
-    for number, name in enumerate(head):
-        shown.add_column(Text(inert(name)), justify="right" if number in right else "left")
-    for row in rows:
-        shown.add_row(*(Text(inert(str(cell))) for cell in row))
-    console().print(shown)
+def table(grid: Grid) -> None:
+    """A table for people."""
+    console().print(grid.rich())
 
 
 def fault(message: str) -> None:

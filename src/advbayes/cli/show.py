@@ -34,6 +34,7 @@ def show(
     json: Json = False,
 ) -> None:
     from advbayes.cli.describe import described_bundle, described_run, lines_of_run
+    from advbayes.evaluation.tables import Grid
     from advbayes.runs import Run
 
     if (Path(path) / "config.toml").is_file():
@@ -51,12 +52,8 @@ def show(
     for name in ("posterior", "channel", "class_names", "threat_model", "extra", "audit"):
         if found[name] is not None:
             say(f"  {name}: {_short(found[name])}")
-    table(
-        "parts",
-        ("part", "bytes", "SHA-256"),
-        [(n, p["bytes"], p["sha256"]) for n, p in found["parts"].items()],
-        right=(1,),
-    )
+    rows = [(name, part["bytes"], part["sha256"]) for name, part in found["parts"].items()]
+    table(Grid(("part", "bytes", "SHA-256"), rows, "parts", right=(1,)))
 
 
 def _pairs(values: dict[str, Any]) -> str:

@@ -1,12 +1,17 @@
-"""Tables as text, Markdown and JSON."""
+"""Tables: of text for every place they are printed in, and of estimates."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from advbayes.checks import inert
 from advbayes.metrics import Estimate
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
 
 
 def shown(value: float) -> str:
@@ -19,6 +24,68 @@ def shown(value: float) -> str:
         return "inf" if value > 0 else "-inf"
     size = abs(value)
     return f"{value:.0f}" if size >= 1000 else f"{value:.2e}" if 0 < size < 5e-4 else f"{value:.3f}"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells of text under a head: what a terminal, a text file and Markdown are printed from.
+
+    >>> print(Grid(("row", "accuracy"), [("MIX", 0.5)]).markdown())
+    | row | accuracy |
+    |---|---|
+    | MIX | 0.5 |
+    """
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    title: str = ""
+    right: Sequence[int] = ()  # columns of numbers, aligned to the right on a terminal
+
+    def markdown(self) -> str:
+        """As Markdown; cells may hold markup."""
+        lines = [f"| {' | '.join(map(str, cells))} |" for cells in (self.head, *self.rows)]
+        return "\n".join([lines[0], "|" + "---|" * len(self.head), *lines[1:]])
+
+    def text(self) -> str:
+        """Aligned columns."""
+        lines = [list(map(str, cells)) for cells in (self.head, *self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, ["-" * width for width in widths])
+        return "\n".join("  ".join(map(str.ljust, cells, widths)).rstrip() for cells in lines)
+
+    def rich(self) -> RichTable:
+        """For a terminal; cells are text, never markup."""
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
+        table = RichTable(
+            title=Text(inert(self.title)) if self.title else None, title_justify="left"
+        )
+        for number, name in enumerate(self.head):
+            table.add_column(Text(inert(name)), justify="right" if number in self.right else "left")
+        for row in self.rows:
+            table.add_row(*(Text(inert(str(cell))) for cell in row))
+        return table
+
+
+@dataclass(frozen=True)
+class Column:
+    """How a metric is called, and what it is multiplied by to be in the unit that the name states.
+
+    >>> Column("RMSE (price)", 20.0).cell(0.5, 0.4, 0.6)
+    '10.000 [8.000, 12.000]'
+    """
+
+    name: str
+    factor: float = 1.0
+
+    def cell(
+        self, value: float | None, low: float | None, high: float | None, mark: str = ""
+    ) -> str:
+        """Value and interval; None stands for a value that is not finite."""
+        parts = (value, low, high)
+        text = ["not finite" if x is None else shown(self.factor * x) for x in parts]
+        return f"{text[0]}{mark} [{text[1]}, {text[2]}]"
 
 
 @dataclass(frozen=True)
@@ -48,38 +115,29 @@ class Table:
     note: str = ""
     dagger: bool = False
 
-    def _lines(self) -> list[list[str]]:
-        lines = [["predictor", "attack", "eps", *self.metrics]]
+    def grid(self, columns: Mapping[str, Column] | None = None, title: str = "") -> Grid:
+        """The cells as text, each metric under its column's name and in its unit."""
+        shown_as = columns or {metric: Column(metric) for metric in self.metrics}
+        rows = []
         for row in self.rows:
             mark = " †" if self.dagger and row.marked else ""
+            estimates = {name: row.values.get(name) for name in shown_as}
             cells = [
-                f"{shown(value.value)}{mark} [{shown(value.low)}, {shown(value.high)}]"
-                if value is not None
-                else ""
-                for value in (row.values.get(name) for name in self.metrics)
+                "" if each is None else shown_as[name].cell(each.value, each.low, each.high, mark)
+                for name, each in estimates.items()
             ]
-            lines.append(
-                [row.predictor, row.attack, "" if row.eps is None else f"{row.eps:g}", *cells]
-            )
-        return lines
+            eps = "" if row.eps is None else f"{row.eps:g}"
+            rows.append((row.predictor, row.attack, eps, *cells))
+        names = (column.name for column in shown_as.values())
+        return Grid(("predictor", "attack", "eps", *names), rows, title)
 
     def markdown(self) -> str:
         """A Markdown table."""
-        head, *body = self._lines()
-        lines = [f"| {' | '.join(cells)} |" for cells in (head, *body)]
-        lines.insert(1, "|" + "---|" * len(head))
-        return "\n".join(lines) + (f"\n\n{self.note}" if self.note else "")
+        return self.grid().markdown() + (f"\n\n{self.note}" if self.note else "")
 
     def text(self) -> str:
         """Aligned columns."""
-        lines = self._lines()
-        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-        body = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
-        ]
-        body.insert(1, "  ".join("-" * width for width in widths))
-        return "\n".join(body) + (f"\n{self.note}" if self.note else "")
+        return self.grid().text() + (f"\n{self.note}" if self.note else "")
 
     __str__ = text
 
@@ -99,13 +157,13 @@ class Table:
                     "eps": row.eps,
                     **{
                         name: {
-                            "value": number(found.value),
-                            "low": number(found.low),
-                            "high": number(found.high),
-                            "num": found.num,
-                            "level": found.level,
+                            "value": number(each.value),
+                            "low": number(each.low),
+                            "high": number(each.high),
+                            "num": each.num,
+                            "level": each.level,
                         }
-                        for name, found in row.values.items()
+                        for name, each in row.values.items()
                     },
                 }
                 for row in self.rows

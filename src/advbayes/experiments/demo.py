@@ -21,6 +21,7 @@ from advbayes.attacks import Suite, entropy_pgd, nll, one_step, pgd, pgd_plus, s
 from advbayes.attacks.balls import L2
 from advbayes.channels import Noise
 from advbayes.evaluation import Cell, Evaluation, evaluate
+from advbayes.evaluation.tables import Grid
 from advbayes.purification import Purifier
 from advbayes.purification.attacks import Annealed, NearestCentre
 from advbayes.report import make_gallery, write_report
@@ -253,26 +254,17 @@ class _Teller:
         if self.quiet:
             return
         from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
 
-        shown = Table(
-            title=f"Accuracy on {evaluation.config['num']} test images, L2, eps = {EPS:g}",
-            title_justify="left",
-        )
-        for name in ("", "clean", *evaluation.attacks, "worst case"):
-            shown.add_column(name, justify="right" if name else "left")
+        head, rows = ("", "clean", *evaluation.attacks, "worst case"), []
         for predictor in (*SETTINGS, PURIFIED):
             attacked = [_accuracy(evaluation, predictor, attack) for attack in evaluation.attacks]
             worst = evaluation.estimate("accuracy", predictor, "worst", EPS)
             clean = f"{evaluation.estimate('accuracy', predictor, 'clean').value:.3f}"
-            shown.add_row(
-                Text(predictor),
-                clean,
-                *attacked,
-                f"{worst.value:.3f} [{worst.low:.3f}, {worst.high:.3f}]",
-            )
-        Console(width=None if sys.stdout.isatty() else 120).print(shown)
+            interval = f"{worst.value:.3f} [{worst.low:.3f}, {worst.high:.3f}]"
+            rows.append((predictor, clean, *attacked, interval))
+        title = f"Accuracy on {evaluation.config['num']} test images, L2, eps = {EPS:g}"
+        grid = Grid(head, rows, title, right=range(1, len(head)))
+        Console(width=None if sys.stdout.isatty() else 120).print(grid.rich())
 
 
 def _accuracy(evaluation: Evaluation, predictor: str, attack: str) -> str:

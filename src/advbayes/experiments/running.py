@@ -24,6 +24,7 @@ from typing import Any
 
 from advbayes import store
 from advbayes.checks import InputError
+from advbayes.evaluation.tables import Grid
 from advbayes.experiments.catalogue import Experiment, Spec
 from advbayes.runs import record
 
@@ -218,17 +219,14 @@ class Board:
             print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
     def _table(self) -> Any:
-        from rich.table import Table
-        from rich.text import Text
-
         num = len(self.left) - len(self.seconds) - len(self.running)
         mean = sum(self.seconds) / len(self.seconds) if self.seconds else 0.0
         guess = (
             f", about {mean * num / max(1, len(self.running)) / 60:.0f} min" if self.seconds else ""
         )
-        table = Table(
-            "row", "seed", "seconds", title=f"{self.name}: {num} of {self.total} waiting{guess}"
-        )
-        for (row, seed), began in self.running.items():
-            table.add_row(Text(row), str(seed), f"{time.monotonic() - began:.0f}")
-        return table
+        rows = [
+            (row, seed, f"{time.monotonic() - began:.0f}")
+            for (row, seed), began in self.running.items()
+        ]
+        title = f"{self.name}: {num} of {self.total} waiting{guess}"
+        return Grid(("row", "seed", "seconds"), rows, title).rich()

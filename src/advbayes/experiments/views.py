@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from advbayes import metrics, store
+from advbayes.evaluation.tables import Grid
 from advbayes.experiments.catalogue import TRIVIAL, Experiment, Spec
 from advbayes.experiments.reported import CERTIFIED, COST, MULTI_STEP, REPORTED
 from advbayes.experiments.scores import MIN_SEEDS, Cell, Scores
@@ -50,11 +51,6 @@ def _preamble(experiment: Experiment, scores: Scores) -> str:
     return " ".join(lines)
 
 
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
 def _cells(experiment: Experiment, eps: float, split: str) -> dict[str, Cell]:
     attacks = {name: Cell(split, name, eps) for name in experiment.attacks}
     worst = {"worst": Cell(split, "worst", eps)} if len(attacks) > 1 else {}
@@ -92,7 +88,7 @@ def attack_table(experiment: Experiment, scores: Scores, folder: Path) -> str:
                 ]
             )
         arrow = _ARROWS.get(metric, "lower is better")
-        out.append(f"## {NAMES[metric]} ({arrow})\n\n" + _markdown(head, body))
+        out.append(f"## {NAMES[metric]} ({arrow})\n\n" + Grid(head, body).markdown())
     few = [row for row in scores.rows if len(scores.seeds(row)) < MIN_SEEDS]
     rule = "Bold: better than every other row of its column (paired tests, Holm, 5 %)."
     if few:
@@ -165,13 +161,13 @@ def readings(experiment: Experiment, scores: Scores, folder: Path) -> str:
         for y, factor in factors.items()
     }
     nearest = min(distance, key=distance.__getitem__)
-    table = _markdown(
+    table = Grid(
         ["units of x and eps", *(f"y {y}" for y in factors)],
         [
             [x, *(f"{distance[x, y]:.2f}" for y in factors)]
             for x in dict.fromkeys(x for x, _ in distance)
         ],
-    )
+    ).markdown()
     out = [
         "## Which reading comes nearest\n\nMean |ln(measured / reported)| over the paper's RMSE "
         "cells of "
@@ -193,7 +189,9 @@ def readings(experiment: Experiment, scores: Scores, folder: Path) -> str:
                 )
             body.append([row, *shown])
         columns = [name for name in cells if name != "worst"]
-        out.append(f"## {NAMES[metric]} in that reading\n\n" + _markdown(["row", *columns], body))
+        out.append(
+            f"## {NAMES[metric]} in that reading\n\n" + Grid(["row", *columns], body).markdown()
+        )
     return "\n\n".join(out)
 
 
@@ -230,7 +228,9 @@ def front(experiment: Experiment, scores: Scores, folder: Path) -> str:
     ]
     out = [
         "## RMSE on the test rows, in standard deviations of y\n\n"
-        + _markdown(["row", "seeds", "clean", *(f"eps {eps:g}" for eps in experiment.radii)], body)
+        + Grid(
+            ["row", "seeds", "clean", *(f"eps {eps:g}" for eps in experiment.radii)], body
+        ).markdown()
     ]
     limit = 1.1 * mean("BL", clean["validation"])
     chosen = []
@@ -269,7 +269,7 @@ def front(experiment: Experiment, scores: Scores, folder: Path) -> str:
         "those whose clean RMSE "
         "there is within 10 % of BL's. The random forest has no gradient: "
         "its attacked RMSE (by queries and transfer) is a lower bound.\n\n"
-        + _markdown(head, chosen)
+        + Grid(head, chosen).markdown()
     )
     last = experiment.radii[-1]
     worse = [
@@ -362,7 +362,7 @@ def curves(experiment: Experiment, scores: Scores, folder: Path) -> str:
             head = ["row", "clean", *(f"eps {eps:g}" for eps in experiment.radii)]
             out.append(
                 f"## {NAMES[metric]}, {attack}\n\n![{attack}]({name}.svg)\n\n"
-                + _markdown(head, body)
+                + Grid(head, body).markdown()
             )
     return "\n\n".join(out)
 
@@ -383,7 +383,7 @@ def multi_step(experiment: Experiment, scores: Scores, folder: Path) -> str:
             for index, eps in enumerate(experiment.radii)
         ]
         out.append(
-            f"## {NAMES[metric]} beside the paper's\n\n" + _markdown(["eps", *columns], body)
+            f"## {NAMES[metric]} beside the paper's\n\n" + Grid(["eps", *columns], body).markdown()
         )
     return "\n\n".join(out)
 
@@ -412,7 +412,7 @@ def effects(experiment: Experiment, scores: Scores, folder: Path) -> str:
             body.append([f"{high} instead of {low}", *shown])
         out.append(
             f"## Effects on {NAMES[metric]}: mean and range of the differences\n\n"
-            + _markdown(["factor", *cells], body)
+            + Grid(["factor", *cells], body).markdown()
         )
     return "\n\n".join(out)
 
@@ -429,7 +429,7 @@ def certified(experiment: Experiment, scores: Scores, folder: Path) -> str:
     for name, radius, share in CERTIFIED:
         body.append([f"*{name} (published)*", f"{radius:.2f}", "", "", "", f"{share:.2f}"])
     head = ["row", "average radius", *(f"accuracy at {radius:g}" for radius in at)]
-    return _markdown(head, body)
+    return Grid(head, body).markdown()
 
 
 def times(experiment: Experiment, scores: Scores, folder: Path) -> str:
@@ -445,7 +445,7 @@ def times(experiment: Experiment, scores: Scores, folder: Path) -> str:
             shown.append(f"{np.median(values):.2f}<br>paper {COST[row][index]:g}")
         body.append([row, *shown])
     return (
-        _markdown(["data", *kinds], body)
+        Grid(["data", *kinds], body).markdown()
         + "\n\nMedian ms on one thread of this machine; the paper's on one A100."
     )
 
@@ -511,7 +511,7 @@ def verdicts(experiment: Experiment, scores: Scores, folder: Path) -> str:
                 unit["verdict"],
             ]
         )
-    return _markdown(["row", "seed", "level", "failed", "not run", "in words"], body)
+    return Grid(["row", "seed", "level", "failed", "not run", "in words"], body).markdown()
 
 
 def save_figure(path: Path, paint: Callable[[Any], None], size: tuple[float, float]) -> None:

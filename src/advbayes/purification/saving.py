@@ -17,7 +17,7 @@ from advbayes.purification.rows import DiskRows, MemoryRows, Rows, num_bytes, sp
 from advbayes.purification.store import Store, gaussian_bank
 
 if TYPE_CHECKING:
-    from advbayes.store.tables import SavedTable, Table
+    from advbayes.store.tables import SavedTable, StreamedTable
 
 _BLOCK = 1000
 _TEXT = "purifier"
@@ -63,15 +63,15 @@ def save(store: Store, folder: Path, update: str, note: str, features: bool) -> 
     )
 
 
-def _table(rows: Rows, dtype: torch.dtype) -> Table:
-    from advbayes.store.tables import Table
+def _table(rows: Rows, dtype: torch.dtype) -> StreamedTable:
+    from advbayes.store.tables import StreamedTable
 
     def blocks() -> Iterator[Tensor]:
         for group in range(rows.shape[0]):
             for start, stop in spans(rows.shape[1], _BLOCK):
                 yield rows.block(slice(group, group + 1), slice(start, stop))[0]
 
-    return Table(rows.shape, dtype, blocks)
+    return StreamedTable(rows.shape, dtype, blocks)
 
 
 def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from advbayes.evaluation.tables import Grid
 from advbayes.report import telling
 from advbayes.report.text import csv, markdown, percent, short
 from advbayes.report.words import METRICS
@@ -54,13 +55,14 @@ def render(document: Mapping[str, Any], provenance: Mapping[str, Any], *, digest
         rows = [
             [markdown(row["name"]), short(row["std"]), short(row["raw"])] for row in reach["rows"]
         ]
-        lines += [*_table(["feature", "standard deviation", "ε in raw units"], rows), ""]
+        head = ["feature", "standard deviation", "ε in raw units"]
+        lines += [Grid(head, rows).markdown(), ""]
     if document["attacks"]:
         rows = [
             [markdown(a["name"]), markdown(", ".join(a["losses"])), str(a["iterations"] or "–")]
             for a in document["attacks"]
         ]
-        lines += [*_table(["attack", "losses", "iterations"], rows), ""]
+        lines += [Grid(["attack", "losses", "iterations"], rows).markdown(), ""]
     said = telling.trained(document)
     if said:
         lines += ["## What was trained", "", *(f"- {markdown(sentence)}" for sentence in said), ""]
@@ -81,14 +83,6 @@ def render(document: Mapping[str, Any], provenance: Mapping[str, Any], *, digest
         for label, value in telling.facts(document, provenance)
     ]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [
-        f"| {' | '.join(head)} |",
-        "|" + "---|" * len(head),
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
 
 
 def _verdict(verdict: Mapping[str, Any]) -> list[str]:
@@ -125,7 +119,7 @@ def _results(document: Mapping[str, Any]) -> list[str]:
         ]
         for row in table["rows"]
     ]
-    return _table(["predictor", "attack", "ε", *table["head"]], rows)
+    return [Grid(["predictor", "attack", "ε", *table["head"]], rows).markdown()]
 
 
 def _calibration(document: Mapping[str, Any]) -> list[str]:
@@ -175,7 +169,7 @@ def _examples(document: Mapping[str, Any]) -> list[str]:
         "",
         f"Chosen: {markdown(gallery['how_chosen'])}.",
         "",
-        *_table(head, rows),
+        Grid(head, rows).markdown(),
         "",
     ]
 

@@ -45,7 +45,7 @@ _MAX_PART = 1 << 28  # bytes of a part that is no table
 
 
 @dataclass(frozen=True)
-class Table:
+class StreamedTable:
     """What is to be saved: `blocks` gives the rows in order, some at a time."""
 
     shape: tuple[int, int, int]
@@ -65,7 +65,7 @@ class SavedTable:
 
 def write_tables(
     path: str | os.PathLike[str],
-    tables: Mapping[str, Table],
+    tables: Mapping[str, StreamedTable],
     parts: Mapping[str, Mapping[str, Tensor]],
     texts: Mapping[str, object],
 ) -> None:
@@ -74,7 +74,7 @@ def write_tables(
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     rows = Table(
+    ...     rows = StreamedTable(
     ...         (1, 2, 3), torch.float32, lambda: iter([torch.zeros(1, 3), torch.ones(1, 3)])
     ...     )
     ...     write_tables(f"{folder}/a", {"rows": rows}, {}, {"note": {"sigma": 0.5}})
@@ -134,14 +134,14 @@ def _header(shape: tuple[int, ...], dtype: torch.dtype) -> bytes:
     return len(data).to_bytes(8, "little") + data
 
 
-def _size(table: Table) -> int:
+def _size(table: StreamedTable) -> int:
     return (
         len(_header(table.shape, table.dtype))
         + torch.Size(table.shape).numel() * table.dtype.itemsize
     )
 
 
-def _stream(folder: Path, name: str, table: Table, target: Path) -> Part:
+def _stream(folder: Path, name: str, table: StreamedTable, target: Path) -> Part:
     """Write a table under the name of its content, block by block; its space is taken first."""
     size, digest, written = _size(table), hashlib.sha256(), 0
     path = folder / name
@@ -162,7 +162,7 @@ def _stream(folder: Path, name: str, table: Table, target: Path) -> Part:
     return part
 
 
-def _encoded(table: Table) -> Iterator[bytes]:
+def _encoded(table: StreamedTable) -> Iterator[bytes]:
     yield _header(table.shape, table.dtype)
     for block in table.blocks():
         yield block.detach().to("cpu", table.dtype).contiguous().numpy().tobytes()
