@@ -287,7 +287,7 @@ _through = _Shared()""",
     Bug(
         "squared error broadcasts (B, 1) against (B,)",
         "attacks/losses.py",
-        "(mean - _shaped(y, mean.shape)).square()",
+        "(mean - targets_like(mean, y)).square()",
         "(mean - y).square()",
         "test_identities_attacks",
     ),

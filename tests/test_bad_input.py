@@ -210,13 +210,7 @@ BOXED = AttackChannel(one_step(L2(1.0, box=(0.0, 0.5))))
         ),
         (regressor(), Noise(), (X, Y), TypeError, "floating-point"),
         (regressor(), Noise(), (X, X[:, 0].double()), TypeError, "dtype"),
-        (
-            regressor(),
-            Noise(),
-            (X, X),
-            ValueError,
-            r"y must have the predicted mean's shape \(8,\)",
-        ),
+        (regressor(), Noise(), (X, X), ValueError, r"y must have the prediction's shape \(8,\)"),
         (regressor(), Noise(), (X, NAN[:, 0]), ValueError, "y must be finite"),
         (BayesianModel(nn.Linear(3, 1), Categorical()), Noise(), (X, Y), ValueError, "C >= 2"),
         (

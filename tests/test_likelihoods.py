@@ -131,5 +131,5 @@ def test_targets_are_never_broadcast() -> None:
     column, row = normal(4, 1, seed=2), normal(4, seed=2)
     torch.testing.assert_close(prediction.log_prob(column), prediction.log_prob(column.squeeze(1)))
     for wrong in (row[:3], row.view(1, 4), row.expand(4, 4)):
-        with pytest.raises(ValueError, match="y must have the predicted mean's shape"):
+        with pytest.raises(ValueError, match="y must have the prediction's shape"):
             prediction.log_prob(wrong)

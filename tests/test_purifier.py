@@ -727,5 +727,5 @@ def test_bad_queries_are_named(tmp_path: Path) -> None:
     prediction = Purifier(model, Noise(0.4), thetas, x)(x[:2])
     with pytest.raises(ValueError, match="strictly between 0 and 1"):
         prediction.icdf(torch.tensor(0.0))
-    with pytest.raises(ValueError, match="y must have the predicted mean's shape"):
+    with pytest.raises(ValueError, match="y must have the prediction's shape"):
         prediction.log_prob(randn(3))

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from advbayes import checks
 
-_HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+LOG_TWO_PI = math.log(2.0 * math.pi)
 
 
 class Likelihood(Protocol):
@@ -105,22 +105,25 @@ def gaussian_log_density(value: Tensor, mean: Tensor, scale: Tensor | float) -> 
     tensor([-0.9189])
     """
     log_scale = scale.log() if isinstance(scale, Tensor) else math.log(scale)
-    return -0.5 * ((value - mean) / scale).square() - (log_scale + _HALF_LOG_TWO_PI)
+    return -0.5 * ((value - mean) / scale).square() - (log_scale + 0.5 * LOG_TWO_PI)
 
 
-def targets_like(mean: Tensor, y: Tensor) -> Tensor:
-    """`y` in the shape of `mean` ((B,) or (B, D)): (B, 1) is one output, and nothing is ever
-    broadcast.
+def targets_like(prediction: Tensor | Distribution, y: Tensor) -> Tensor:
+    """`y` in the shape of a prediction or its mean: (B, 1) is (B,), and nothing is ever broadcast.
 
     >>> targets_like(torch.zeros(2), torch.ones(2, 1))
     tensor([1., 1.])
     """
-    if y.shape == mean.shape:
+    if isinstance(prediction, Tensor):
+        shape = prediction.shape
+    else:
+        shape = prediction.batch_shape + prediction.event_shape
+    if y.shape == shape:
         return y
-    if y.ndim == mean.ndim + 1 and y.shape[-1] == 1 and y.shape[:-1] == mean.shape:
-        return y.squeeze(-1)
+    if y.shape == (*shape, 1) or (*y.shape, 1) == shape:
+        return y.reshape(shape)
     raise checks.InputError(
-        f"y must have the predicted mean's shape {tuple(mean.shape)}, got {checks.describe(y)}"
+        f"y must have the prediction's shape {tuple(shape)}, got {checks.describe(y)}"
     )
 
 
@@ -356,7 +359,7 @@ class GaussianMixture(Distribution):
     def entropy(self) -> Tensor:
         """Of the Gaussian with this mean and (per-output) variance: 0.5 ln(2 pi e Var), summed over
         outputs."""
-        per_output = 0.5 * self.variance.log() + 0.5 + _HALF_LOG_TWO_PI
+        per_output = 0.5 * self.variance.log() + 0.5 + 0.5 * LOG_TWO_PI
         return per_output if self.means.ndim == 2 else per_output.sum(-1)
 
     def monte_carlo_entropy(

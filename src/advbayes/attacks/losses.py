@@ -18,6 +18,7 @@ from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution
 
 from advbayes import checks
+from advbayes.likelihoods import targets_like
 from advbayes.types import Loss
 
 
@@ -110,9 +111,7 @@ def nll(prediction: Distribution, y: Tensor) -> Tensor:
     if isinstance(prediction, CategoricalDistribution):
         density: Tensor = prediction.log_prob(y)  # type: ignore[no-untyped-call]
         return -density
-    return _per_example(
-        -prediction.log_prob(_shaped(y, prediction.batch_shape + prediction.event_shape))
-    )
+    return _per_example(-prediction.log_prob(targets_like(prediction, y)))
 
 
 def margin(prediction: Distribution, y: Tensor) -> Tensor:
@@ -150,7 +149,7 @@ def squared_error(prediction: Distribution, y: Tensor) -> Tensor:
     tensor([1., 4.])
     """
     mean = _moment(prediction, "squared_error").mean
-    return _per_example((mean - _shaped(y, mean.shape)).square())
+    return _per_example((mean - targets_like(mean, y)).square())
 
 
 # --- The predictive itself ----------------------------------------------------------------------
@@ -486,19 +485,6 @@ def _moment(prediction: Distribution, name: str) -> Distribution:
             f"{name} is a loss for regression, got a prediction of type {type(prediction).__name__}"
         )
     return prediction
-
-
-def _shaped(y: Tensor, shape: torch.Size) -> Tensor:
-    """y in the prediction's shape, where they differ by a last axis of one; never broadcast."""
-    if y.shape == (*shape, 1):
-        return y.squeeze(-1)
-    if (*y.shape, 1) == shape:
-        return y.unsqueeze(-1)
-    if y.shape != shape:
-        raise checks.InputError(
-            f"y must have the prediction's shape {tuple(shape)}, got {checks.describe(y)}"
-        )
-    return y
 
 
 def _per_example(value: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from advbayes import checks
-
-_LOG_TWO_PI = math.log(2.0 * math.pi)
+from advbayes.likelihoods import LOG_TWO_PI
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +59,7 @@ def log_normal(
         else:
             wide, log_det = scale, points.shape[1] * math.log(scale)
         square = ((points - chunk) / wide).square().sum(-1)
-        out.append(-0.5 * square - log_det - 0.5 * points.shape[1] * _LOG_TWO_PI)
+        out.append(-0.5 * square - log_det - 0.5 * points.shape[1] * LOG_TWO_PI)
     return torch.cat(out)
 
 

@@ -55,6 +55,7 @@ from advbayes.runs import (
     thetas_of,
 )
 from advbayes.runs.config import RunConfig, make_config
+from advbayes.runs.training import fit_run
 from advbayes.seeds import generator_for
 from advbayes.training import fit
 from advbayes.types import Attack, Channel, Predictor
@@ -222,20 +223,7 @@ def trained(unit: Unit, data: Prepared) -> tuple[BayesianModel, Posterior, dict[
         info |= before
     else:
         began = time.perf_counter()
-        result = fit(
-            model,
-            posterior,
-            channel,
-            (data.x_train, data.y_train),
-            objective=objective,
-            epochs=config.epochs,
-            batch_size=config.batch_size,
-            lr=config.lr,
-            decay=config.decay,
-            adversary_lr=config.adversary_lr,
-            seed=config.seed,
-            progress=False,
-        )
+        result = fit_run(config, data, model, posterior, channel, objective, progress=False)
         seconds = round(time.perf_counter() - began, 1)
         info |= {
             "trained_at": record()["commit"],

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from advbayes.checks import InputError, InputTypeError, describe, finite
+from advbayes.likelihoods import targets_like
 
 
 def batch_size(prediction: Distribution) -> int:
@@ -94,14 +95,10 @@ def targets(
     >>> targets(torch.distributions.Normal(torch.zeros(2), 1.0), torch.tensor([[1.0], [2.0]]))
     tensor([1., 2.])
     """
-    num = batch_size(prediction)
-    shape = tuple(prediction.batch_shape) + tuple(prediction.event_shape)
+    batch_size(prediction)
     if not isinstance(y, Tensor) or y.is_complex() or y.dtype == torch.bool:
         raise InputTypeError(f"y must be a real tensor, got {describe(y)}")
-    single = ((num,), (num, 1))
-    if tuple(y.shape) != shape and not (tuple(y.shape) in single and shape in single):
-        raise InputError(f"y must have shape {shape} like the prediction, got {describe(y)}")
-    y = finite("y", y).reshape(shape)
+    y = finite("y", targets_like(prediction, y))
     return y if y.is_floating_point() else y.to(prediction.mean.dtype)
 
 

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from advbayes.checks import InputError
+from advbayes.likelihoods import LOG_TWO_PI
 from advbayes.purification.rows import Rows, spans
 from advbayes.types import ChannelDensity
 
-_LOG_TWO_PI = math.log(2.0 * math.pi)
 _TILE = 1 << 19  # numbers in one block of logits: 2 MB of float32 stay in the cache between passes
 _MOST_ROWS = 8192  # of centres at a time: 25 MB at d = 784
 _DIFFERENCES = 1 << 21  # numbers in one block of differences x' - centre
@@ -137,7 +137,7 @@ class GaussianBank:
 
     def offset(self, query: Query) -> Tensor:  # (B,) float64
         width = query.points.shape[1]
-        constant = self.log_weight - 0.5 * width * _LOG_TWO_PI
+        constant = self.log_weight - 0.5 * width * LOG_TWO_PI
         if not isinstance(self.scale, float):
             return query.points.new_full((len(query),), constant)
         scale = self.scale * self.factor
@@ -171,7 +171,7 @@ class GaussianBank:
         for part, away, scale in self._differences(points, group, index):
             log_scale = width * math.log(scale) if isinstance(scale, float) else scale.log().sum(-1)
             out[part] = -0.5 * _norm(away, scale).square() - log_scale
-        return out + (self.log_weight - 0.5 * width * _LOG_TWO_PI)
+        return out + (self.log_weight - 0.5 * width * LOG_TWO_PI)
 
     def gradient_at(
         self,

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 
 from advbayes import checks
+from advbayes.likelihoods import LOG_TWO_PI, targets_like
 from advbayes.purification.banks import Query
 from advbayes.purification.rows import spans
 from advbayes.purification.store import Store
@@ -21,7 +22,6 @@ from advbayes.purification.sweep import Sums, sweep, weights
 if TYPE_CHECKING:
     from advbayes.purification.purifier import Purifier, Queries
 
-_HALF_LOG_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 _LEVELS = 150  # turns at most: fifty halvings; Newton's steps need about ten
 
 
@@ -39,7 +39,7 @@ class _Target:
         mean, variance, square = (
             self.store.value_block(rows)[:, thetas].transpose(0, 1).chunk(3, -1)
         )
-        constant = (-0.5 * square / variance - 0.5 * variance.log() - _HALF_LOG_TWO_PI).sum(-1)
+        constant = (-0.5 * square / variance - 0.5 * variance.log() - 0.5 * LOG_TWO_PI).sum(-1)
         right = torch.cat([-0.5 / variance, mean / variance], -1)  # (s, n, 2 D)
         left = torch.cat([self.y.square(), self.y], -1)
         return torch.matmul(left, right.mT) + constant.unsqueeze(1)
@@ -49,7 +49,7 @@ class _Target:
         each = (
             -0.5 * (self.y.unsqueeze(1) - mean).square() / variance
             - 0.5 * variance.log()
-            - _HALF_LOG_TWO_PI
+            - 0.5 * LOG_TWO_PI
         )
         return each.sum(-1)
 
@@ -123,7 +123,7 @@ class PurifiedMixture(Distribution):
     def entropy(self) -> Tensor:
         """Of the Gaussian with this mean and (per-output) variance, summed over outputs: an upper
         bound."""
-        each: Tensor = 0.5 * self._variance.log() + 0.5 + _HALF_LOG_TWO_PI
+        each: Tensor = 0.5 * self._variance.log() + 0.5 + 0.5 * LOG_TWO_PI
         return each if each.ndim == 1 else each.sum(-1)
 
     def monte_carlo_entropy(
@@ -134,14 +134,8 @@ class PurifiedMixture(Distribution):
         return -torch.stack([self.log_prob(draw) for draw in draws]).mean(0)
 
     def _columns(self, value: Tensor) -> Tensor:  # (B, D)
-        outputs = self._purifier.store.num_outputs
-        if value.shape == (len(self._x), outputs):
-            return value
-        if outputs == 1 and value.shape == (len(self._x),):
-            return value.unsqueeze(-1)
-        raise checks.InputError(
-            f"y must have the predicted mean's shape {tuple(self._mean.shape)}, got "
-            f"{checks.describe(value)}"
+        return targets_like(self._mean, value).reshape(
+            len(self._x), self._purifier.store.num_outputs
         )
 
     def log_prob(self, value: Tensor) -> Tensor:
@@ -235,7 +229,7 @@ class PurifiedMixture(Distribution):
                 rows: slice | Tensor, m: Tensor, s: Tensor, at: Tensor = at
             ) -> tuple[Tensor, Tensor]:
                 z = (at[rows, None] - m[:, None]) / s[:, None]
-                return torch.special.ndtr(z), (-0.5 * z.square() - _HALF_LOG_TWO_PI).exp() / s[
+                return torch.special.ndtr(z), (-0.5 * z.square() - 0.5 * LOG_TWO_PI).exp() / s[
                     :, None
                 ]
 

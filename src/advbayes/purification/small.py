@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from advbayes.likelihoods import LOG_TWO_PI
 from advbayes.purification.banks import GaussianBank
 from advbayes.purification.rows import MemoryRows
 from advbayes.purification.store import Store
@@ -70,7 +71,7 @@ class Small:
             centres = bank.centres.data.double().flatten(0, 1) - store.origin
             scale = bank.scale * bank.factor
             gain, width = 1.0 / scale**2, centres.shape[-1]
-            constant = bank.log_weight - width * (math.log(scale) + 0.5 * math.log(2.0 * math.pi))
+            constant = bank.log_weight - width * (math.log(scale) + 0.5 * LOG_TWO_PI)
             bias = constant - 0.5 * gain * centres.square().sum(-1)
             banks.append(
                 SmallBank(

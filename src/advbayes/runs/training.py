@@ -13,12 +13,16 @@ from advbayes.evaluation.inputs import Task
 from advbayes.evaluation.result import REDUCTIONS
 from advbayes.evaluation.scoring import score
 from advbayes.metrics import expected_correct, majority
+from advbayes.model import BayesianModel
+from advbayes.objectives import ChannelELBO
+from advbayes.posteriors import Posterior
 from advbayes.predictive import PosteriorPredictive
 from advbayes.runs.building import Downloading, Prepared, build_defense, build_model, prepare
 from advbayes.runs.config import RunConfig
 from advbayes.runs.folder import Run, record
 from advbayes.store import thetas_of
 from advbayes.training import COLUMNS, FitResult, State, fit
+from advbayes.types import Channel
 
 # Wall time is no part of what is trained: without it, two runs of one seed have the same history,
 # byte for byte.
@@ -74,18 +78,13 @@ def train(
         documents = {"state": place, "config": config.model_dump(mode="json")}
         store.write_bundle(run.path / "checkpoint", {"state": now.tensors}, documents)
 
-    result = fit(
+    result = fit_run(
+        config,
+        data,
         model,
         posterior,
         channel,
-        (data.x_train, data.y_train),
-        objective=objective,
-        epochs=config.epochs,
-        batch_size=config.batch_size,
-        lr=config.lr,
-        decay=config.decay,
-        adversary_lr=config.adversary_lr,
-        seed=config.seed,
+        objective,
         compile=config.compile,
         progress=progress,
         state=state,
@@ -125,6 +124,32 @@ def train(
         status="trained", steps=result.steps, skipped=result.skipped, weights=weights
     )
     return result
+
+
+def fit_run(
+    config: RunConfig,
+    data: Prepared,
+    model: BayesianModel,
+    posterior: Posterior,
+    channel: Channel,
+    objective: ChannelELBO | None,
+    **options: Any,
+) -> FitResult:
+    """`fit` with the settings of a run."""
+    return fit(
+        model,
+        posterior,
+        channel,
+        (data.x_train, data.y_train),
+        objective=objective,
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+        lr=config.lr,
+        decay=config.decay,
+        adversary_lr=config.adversary_lr,
+        seed=config.seed,
+        **options,
+    )
 
 
 def clean_metrics(
