@@ -173,13 +173,15 @@ def test_decision_values_of_each_class_predict_what_the_estimator_does(name: str
     ).all()
 
 
-def test_a_regressor_without_a_deviation_is_warned_of() -> None:
+def test_a_regressor_without_a_deviation_takes_it_from_residuals() -> None:
     linear_model = importlib.import_module("sklearn.linear_model")
     data = np.random.default_rng(0).normal(size=(30, 3))
     ridge = linear_model.Ridge().fit(data, data[:, 0])
-    with pytest.warns(UserWarning, match="pass scale="):
-        predict = from_sklearn(ridge)
-    assert bool((predict(torch.tensor(data)).stddev == 1).all())  # and no second warning
+    with pytest.raises(ValueError, match="scale must be given for Ridge"):
+        from_sklearn(ridge)
+    wanted = ridge.predict(data) + np.where(np.arange(30) % 2, 0.7, -0.7)
+    said = from_sklearn(ridge, data=(data, wanted))(torch.tensor(data)).stddev
+    torch.testing.assert_close(said, torch.full((30,), 0.7, dtype=torch.float64))
     assert bool((from_sklearn(ridge, scale=0.5)(torch.tensor(data)).stddev == 0.5).all())
 
 

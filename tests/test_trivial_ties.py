@@ -10,6 +10,7 @@ from torch.distributions import Categorical
 from advbayes import L2, audit, evaluate, metrics, pgd
 from advbayes.auditing import Support
 from advbayes.runs import prepare
+from advbayes.runs.config import make_config
 from advbayes.runs.training import _trivial
 
 X = torch.linspace(-1, 1, 12).reshape(-1, 1)

@@ -12,21 +12,24 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.metrics import r2_score
 from sklearn.pipeline import Pipeline
 from sklearn.utils import check_random_state
+from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
 from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from advbayes import checks, metrics
+from advbayes.adapters import Scaled
 from advbayes.attacks import margin, pgd, squared_error
 from advbayes.attacks.balls import Ball
 from advbayes.channels import Noise
@@ -39,7 +42,7 @@ from advbayes.posteriors import Samples
 from advbayes.predictive import PosteriorPredictive
 from advbayes.purification import Purifier
 from advbayes.runs import thetas_of
-from advbayes.runs.building import make_ball, named_channel, named_posterior
+from advbayes.runs.building import make_ball, named_channel, named_posterior, schedule
 from advbayes.seeds import GlobalStream, generator_for, seed_for
 from advbayes.store import StoreError, bundle, preprocessing, read_bundle
 from advbayes.training import fit
@@ -68,11 +71,14 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         event_shape: tuple[int, ...] | None = None,
         prior_scale: float = 1.0,
         kl_weight: float = 1.0,
-        epochs: float = 200,
+        init_scale: float = 0.02,
+        epochs: float | None = None,
         batch_size: int = 128,
         lr: float = 1e-2,
+        decay: float | None = None,
         num_thetas: int = 20,
         abstain: float | None = None,
+        class_weight: Mapping[Any, float] | str | None = None,
         random_state: int | np.random.RandomState | None = None,
     ) -> None:
         self.channel = channel
@@ -87,11 +93,14 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         self.event_shape = event_shape
         self.prior_scale = prior_scale
         self.kl_weight = kl_weight
+        self.init_scale = init_scale
         self.epochs = epochs
         self.batch_size = batch_size
         self.lr = lr
+        self.decay = decay
         self.num_thetas = num_thetas
         self.abstain = abstain
+        self.class_weight = class_weight
         self.random_state = random_state
 
     def _train(
@@ -100,6 +109,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         y: Tensor,
         num_outputs: int,
         likelihood: Likelihood,
+        weights: Tensor,
         last: nn.Linear | None = None,
     ) -> None:
         """Build, train, draw thetas. After Ctrl-C the estimator holds what was trained and the
@@ -109,7 +119,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         net = self._own_net(x, num_outputs, seed)
         inner = net if last is None else nn.Sequential(net, last)
-        shift, spread = self._scaling(x)
+        shift, spread = self._scaling(x, weights)
         self.ball_ = self._ball(spread)
         channel = self._channel(spread, regression=isinstance(self, RegressorMixin))
         # Trained on standardised inputs where the channel is in those units; the same thetas then
@@ -123,7 +133,10 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
                 likelihood,
                 self.prior_scale,
             )
-        self.posterior_ = named_posterior(self.posterior, model, seed=seed)
+        self.posterior_ = named_posterior(
+            self.posterior, model, seed=seed, init_scale=self.init_scale
+        )
+        epochs, decay = schedule(self.epochs, self.decay, len(x), self.batch_size)
         proactive = self.defense in ("proactive", "both")
         self.result_ = fit(
             model,
@@ -131,9 +144,11 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             copy.deepcopy(channel) if proactive else Noise(0.0),  # a learned one is trained
             (seen, y),
             objective=ChannelELBO(len(x), kl_weight=self.kl_weight),
-            epochs=self.epochs,
+            sample_weight=None if bool((weights == 1).all()) else weights,
+            epochs=epochs,
             batch_size=self.batch_size,
             lr=self.lr,
+            decay=decay,
             seed=seed,
         )
         thetas = self.posterior_.sample(self.num_thetas, generator=generator_for(seed, "thetas"))
@@ -152,7 +167,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
     def _purified(self, model: BayesianModel, thetas: Tensor) -> Predictor:
         seen, y, channel, shift, spread = self._reference
         purifier = Purifier(model, channel, thetas, (seen, y), "online")
-        return purifier if spread is None else _Standardised(purifier, shift, spread)
+        return purifier if spread is None else Scaled(purifier, 1 / spread, -shift / spread)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the fitted estimator as a bundle, without pickle; `load` gives back one that
@@ -170,14 +185,14 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             raise StoreError(path, wanted=f"a {cls.__name__}", got=f"a {type(estimator).__name__}")
         return estimator
 
-    def _scaling(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _scaling(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
         """Mean and spread of each feature; no spread where X is taken as it is (a channel of one's
         own, images)."""
-        shift, spread = x.mean(0), x.std(0, correction=0)
+        shift, spread = _moments(x, weights)
         as_it_is = self.event_shape is not None or not (
             self.channel is None or isinstance(self.channel, str)
         )
-        return shift, None if as_it_is else torch.where(spread > 0, spread, 1.0)
+        return shift, None if as_it_is else spread
 
     def _ball(self, spread: Tensor | None) -> Ball:
         """The adversary in the units of X."""
@@ -243,6 +258,10 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         self._dtype = torch.float32 if values.dtype == np.float32 else torch.float64
         return self._inputs(values), wanted
 
+    def _weights(self, x: Tensor, sample_weight: ArrayLike | None) -> Tensor:  # (N,)
+        each = _check_sample_weight(sample_weight, x.numpy(), ensure_non_negative=True)
+        return torch.as_tensor(each, dtype=self._dtype)
+
     def _inputs(self, values: NDArray[Any]) -> Tensor:
         """X as the network sees it: float32 where X was that for `fit`, else float64."""
         x = torch.tensor(values, dtype=self._dtype)
@@ -283,6 +302,7 @@ class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
       class (absent: fully connected, with layers as in `hidden`); `event_shape`: the shape in which
       it wants a row of X.
     - `abstain`: `predict` gives None where the likeliest class is less probable than this.
+      `class_weight`: "balanced", or a weight for each class.
 
     >>> from sklearn.datasets import load_iris
     >>> X, y = load_iris(return_X_y=True)
@@ -291,9 +311,9 @@ class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     ((2, 3), True)
     """
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
+    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Train from the beginning; `classes_`, `model_`, `posterior_`, `predictor_`, `ball_`,
-        `result_` are there then."""
+        `result_` are there then. An example of weight w counts w times."""
         x, labels = self._taken(X, y)
         check_classification_targets(labels)
         self.classes_, index = np.unique(labels, return_inverse=True)
@@ -301,7 +321,12 @@ class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
             raise checks.InputError(
                 f"y must hold at least two classes, got one class: {self.classes_.tolist()}"
             )
-        self._train(x, torch.as_tensor(index, dtype=torch.long), len(self.classes_), Categorical())
+        weights = self._weights(x, sample_weight)
+        if self.class_weight is not None:
+            each = compute_sample_weight(self.class_weight, labels)
+            weights = weights * torch.as_tensor(each, dtype=self._dtype)
+        places = torch.as_tensor(index, dtype=torch.long)
+        self._train(x, places, len(self.classes_), Categorical(), weights)
         return self
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:  # (B, C)
@@ -343,7 +368,8 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
 
     As `RobustClassifier`; predictions, and attacks on `predictor_`, are in the units of y.
     `noise_scale`: "learned", one number in the units of y, or "heteroscedastic": one for each
-    input. `abstain`: `predict` gives NaN where the standard deviation is larger than this.
+    input. `abstain`: `predict` gives NaN where the standard deviation is larger than this; `score`
+    counts only what was answered.
 
     >>> from sklearn.datasets import load_diabetes
     >>> X, y = load_diabetes(return_X_y=True, scaled=False)
@@ -369,9 +395,11 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         event_shape: tuple[int, ...] | None = None,
         prior_scale: float = 1.0,
         kl_weight: float = 1.0,
-        epochs: float = 200,
+        init_scale: float = 0.02,
+        epochs: float | None = None,
         batch_size: int = 128,
         lr: float = 1e-2,
+        decay: float | None = None,
         num_thetas: int = 20,
         abstain: float | None = None,
         random_state: int | np.random.RandomState | None = None,
@@ -389,24 +417,26 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
             event_shape=event_shape,
             prior_scale=prior_scale,
             kl_weight=kl_weight,
+            init_scale=init_scale,
             epochs=epochs,
             batch_size=batch_size,
             lr=lr,
+            decay=decay,
             num_thetas=num_thetas,
             abstain=abstain,
             random_state=random_state,
         )
         self.noise_scale = noise_scale
 
-    def fit(self, X: ArrayLike, y: ArrayLike) -> Self:
+    def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Train from the beginning; `model_`, `posterior_`, `predictor_`, `ball_` and `result_` are
-        there afterwards."""
+        there afterwards. An example of weight w counts w times."""
         x, wanted = self._taken(X, y, multi_output=True, y_numeric=True)
         self._columns = wanted.ndim == 2
         targets = self._targets(wanted)
         many = targets if targets.ndim == 2 else targets.unsqueeze(1)
-        shift, spread = many.mean(0), many.std(0, correction=0)
-        spread = torch.where(spread > 0, spread, 1.0)
+        weights = self._weights(x, sample_weight)
+        shift, spread = _moments(many, weights)
         num = many.shape[1]
         if self.noise_scale == "heteroscedastic":  # means and log-scales
             last = _affine(
@@ -417,6 +447,7 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
                 targets,
                 2 * num,
                 HeteroscedasticGaussian(min_scale=1e-3 * float(spread.min())),
+                weights,
                 last,
             )
             return self
@@ -431,6 +462,7 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
             targets,
             num,
             Gaussian(start, learned=learned, num_outputs=num),
+            weights,
             _affine(spread, shift),
         )
         return self
@@ -445,6 +477,16 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         if self.abstain is not None:
             mean = np.where(std <= checks.number("abstain", self.abstain, low=0.0), mean, np.nan)
         return (mean, std) if return_std else mean
+
+    def score(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> float:
+        """R^2, 1 - sum (y - mean)^2 / sum (y - average)^2, among the rows that are answered; NaN
+        where fewer than two are."""
+        predicted, wanted = self.predict(X), np.asarray(y)
+        answered = ~np.isnan(predicted).reshape(len(predicted), -1).any(1)
+        if self.abstain is not None and answered.sum() < 2:
+            return math.nan
+        weights = None if sample_weight is None else np.asarray(sample_weight)[answered]
+        return float(r2_score(wanted[answered], predicted[answered], sample_weight=weights))
 
     def predict_quantiles(
         self, X: ArrayLike, quantiles: Sequence[float] = (0.05, 0.5, 0.95)
@@ -480,14 +522,12 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         return tags
 
 
-class _Standardised:
-    """A predictor of standardised inputs, asked in the units of X."""
-
-    def __init__(self, predict: Predictor, shift: Tensor, spread: Tensor) -> None:
-        self.predict, self.shift, self.spread = predict, shift, spread
-
-    def __call__(self, x: Tensor, /) -> Distribution:
-        return self.predict((x - self.shift) / self.spread)
+def _moments(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each column (1 for a constant one), rows by weight."""
+    share = (weights / weights.sum()).reshape(-1, *[1] * (values.ndim - 1))
+    mean = (share * values).sum(0)
+    spread = (share * (values - mean).square()).sum(0).sqrt()
+    return mean, torch.where(spread > 0, spread, 1.0)
 
 
 def _affine(weight: Tensor, bias: Tensor) -> nn.Linear:

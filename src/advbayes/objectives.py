@@ -119,7 +119,7 @@ class ChannelELBO:
     whose gradient is SM-4's self-normalised estimator. The K channel samples of one theta share
     their attack where the channel is an attack plus noise. By default no gradient flows through the
     attack, as in adversarial training; `through=True` gives the paper's pathwise formula. With
-    `class_weight` an example of class c counts w_c times.
+    `class_weight` an example of class c counts w_c times, with `weight` example b w_b times.
 
     >>> ChannelELBO(60_000, num_channel=5, bound="importance_weighted").num_theta
     1
@@ -153,12 +153,13 @@ class ChannelELBO:
         x: Tensor,  # (B, *event)
         y: Tensor,  # (B,) or (B, D)
         *,
+        weight: Tensor | None = None,  # (B,)
         generator: torch.Generator | None = None,
     ) -> Terms:
         """One estimate of the bound and its parts, differentiable in the posterior."""
         thetas = posterior.rsample(self.num_theta, generator=generator)
         x_adv = self.corrupt(model, thetas, channel, x, y, generator=generator)
-        return self.terms(model, posterior, thetas, x, x_adv, y)
+        return self.terms(model, posterior, thetas, x, x_adv, y, weight)
 
     def corrupt(
         self,
@@ -210,6 +211,7 @@ class ChannelELBO:
         x: Tensor,  # (B, *event)
         x_adv: Tensor,  # (S, K, B, *event)
         y: Tensor,
+        weight: Tensor | None = None,  # (B,)
     ) -> Terms:
         """The bound at given thetas and channel samples: no randomness left."""
         scale = self.num_data / len(x)
@@ -219,10 +221,13 @@ class ChannelELBO:
             penalty = log_p.new_zeros(())
         else:
             log_p, omega = self._score_with_penalty(model, thetas, x, x_adv, y)
+            omega = omega if weight is None else omega * weight
             penalty = scale / (omega.shape[0] * omega.shape[1]) * omega.sum()
         rows = self.reduce(log_p)
         if self.class_weight is not None:
             rows = rows * torch.tensor(self.class_weight, dtype=rows.dtype, device=rows.device)[y]
+        if weight is not None:
+            rows = rows * weight
         log_likelihood = scale / len(thetas) * rows.sum()
         bound = log_likelihood - kl if self.kl_weight == 1 else log_likelihood - self.kl_weight * kl
         return Terms(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from advbayes import checks
+from advbayes.adapters import with_estimators
 from advbayes.attacks import default_attacks, loss_and_gradient, nll
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import NoGradientWarning
@@ -152,8 +153,8 @@ CHECKS: tuple[Check, ...] = (
 
 
 def audit(
-    predict: Predictor,
-    data: Data,
+    predict: Predictor | Any,  # or a fitted estimator
+    data: Data | Any,
     *,
     ball: Ball,
     tier: str | Budget = "standard",
@@ -170,11 +171,12 @@ def audit(
     """May the robustness of `predict` within `ball` be believed? Checks E0 to E30, each with its
     figure, and a level A to D.
 
-    `attacks` (absent: the audit's own) are those whose numbers are to be believed. `support` holds
-    what helps: controls, a baseline, siblings, files; what a check needs and is not there leaves it
-        "not run". `claim` holds somebody's arrays and
-    scores: then theirs are judged, not ours. `certified` holds the certificates of a Smoothed
-    predictor, one for each example of `data`: they give level A where the audit confirms them.
+    A fitted scikit-learn estimator or pipeline is a predictor, too: data are then its (X, y), eps
+    is in the units of X. `attacks` (absent: the audit's own) are those whose numbers are to be
+    believed. `support` holds what helps: controls, a baseline, siblings, files; what a check needs
+    and is not there leaves it "not run". `claim` holds somebody's arrays and scores: then theirs
+    are judged, not ours. `certified` holds the certificates of a Smoothed predictor, one for each
+    example of `data`: they give level A where the audit confirms them.
     `tier` says how much to spend. `only` picks checks by id; the others count as not run.
 
     >>> from torch.distributions import Categorical
@@ -188,6 +190,10 @@ def audit(
     ('D', 'passed', 0)
     """
     tier, support = _renamed(tier, support, deprecated)
+    predict, data, training, train_y = with_estimators(
+        predict, data, support.training, support.train_y
+    )
+    support = support.but(training=training, train_y=train_y)
     case = _case(predict, data, ball, tier, attacks, threat_model, support, claim, certified, seed)
     known = {check.id for check in CHECKS}
     if only is not None and not set(only) <= known:
@@ -351,6 +357,7 @@ def audit_cost(
     tier, support = _renamed(
         tier, support, {name: value for name, value in others.items() if name not in same}
     )
+    predict, data = with_estimators(predict, data)
     case = _case(predict, data, ball, tier, attacks, None, support, None, None, 0)
     probe = slice(0, min(64, len(case.x)))
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from advbayes import checks
+from advbayes.adapters import with_estimators
 from advbayes.attacks import nll
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import one_blind_warning
@@ -57,8 +58,8 @@ PROBE = 256  # examples that a predictor is tried on before anything starts
 
 
 def evaluate(
-    predict: Predictor | Mapping[str, Predictor],
-    data: Data,
+    predict: Predictor | Mapping[str, Predictor] | Any,  # or a fitted estimator
+    data: Data | Any,
     *,
     attacks: Mapping[str, Attack],
     radii: Sequence[float] | None = None,
@@ -72,6 +73,8 @@ def evaluate(
 ) -> Evaluation:
     """Every predictor under every attack at every radius, scored example by example.
 
+    A fitted scikit-learn estimator or pipeline is a predictor, too: data are then its (X, y), eps
+    is in the units of X.
     `radii` re-makes each attack at each eps (security curves); absent, each keeps its own. Trivial
     predictors are added from `train_y` (absent: from y). A predictor whose answers differ from call
     to call is scored `rescore` times at each final point. A loss that holds one entry for each
@@ -89,6 +92,7 @@ def evaluate(
     >>> [(eps, accuracy.value) for eps, accuracy in report.curve("accuracy")]
     [(0.0, 1.0), (0.1, 1.0), (1.0, 0.5)]
     """
+    predict, data, train_y = with_estimators(predict, data, train_y)
     x, y = as_tensors(
         data, dtype_of(*(predict.values() if isinstance(predict, Mapping) else (predict,)))
     )

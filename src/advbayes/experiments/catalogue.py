@@ -54,6 +54,19 @@ def _rows(*names: str, **settings: Any) -> dict[str, Row]:
     return {name: Row(DEFENSES[name], settings) for name in names}
 
 
+# what the settings below leave open, whatever the defaults of a run are
+BASE = {
+    "hidden": (16, 16),
+    "init_scale": 0.02,
+    "prior_scale": 1.0,
+    "kl_weight": 1.0,
+    "eps": 1.0,
+    "sigma": 0.1,
+    "epochs": 20,
+    "batch_size": 128,
+    "lr": 3e-3,
+    "decay": 0.97,
+}
 MNIST = {"data": "mnist", "epochs": 5, "lr": 2e-3, "decay": 0.7, "sigma": 0.1, "eps": 1.0}
 _TABLE = {"epochs": 100, "batch_size": 128, "lr": 1e-2, "decay": 0.97, "sigma": 0.1, "eps": 1.0}
 TABLES: dict[str, dict[str, Any]] = {
@@ -404,6 +417,9 @@ def _audit(name: str) -> Experiment:
 
 EXPERIMENTS |= {f"{name}-audit": _audit(name) for name in ("mnist", *TABLES)}
 EXPERIMENTS |= {f"validation-{name}": _validation(name) for name in TABLES}
+EXPERIMENTS = {
+    name: replace(each, settings={**BASE, **each.settings}) for name, each in EXPERIMENTS.items()
+}
 
 
 @dataclass(frozen=True)

@@ -132,12 +132,16 @@ class RunConfig(BaseModel):
         NonNegative, Field(description="Weight of the TRADES or logit-pairing penalty")
     ] = 6.0
 
-    epochs: Annotated[Positive, Field(description="Passes over the training data")] = 20.0
+    epochs: Annotated[
+        Positive | None,
+        Field(description="Passes over the data (else enough for 2,000 steps, but 10 to 500)"),
+    ] = None
     batch_size: Annotated[Count, Field(description="Examples a step")] = 128
     lr: Annotated[Positive, Field(le=10, description="Adam's learning rate")] = 3e-3
     decay: Annotated[
-        float, Field(gt=0, le=1, description="Factor on the learning rate for each epoch")
-    ] = 0.97
+        Annotated[float, Field(gt=0, le=1)] | None,
+        Field(description="Factor on lr for each epoch (else it falls to a hundredth in all)"),
+    ] = None
     adversary_lr: Annotated[
         Positive, Field(le=10, description="Learning rate of a learned channel")
     ] = 1e-3

@@ -17,7 +17,14 @@ from advbayes.model import BayesianModel
 from advbayes.objectives import ChannelELBO
 from advbayes.posteriors import Posterior
 from advbayes.predictive import PosteriorPredictive
-from advbayes.runs.building import Downloading, Prepared, build_defense, build_model, prepare
+from advbayes.runs.building import (
+    Downloading,
+    Prepared,
+    build_defense,
+    build_model,
+    prepare,
+    schedule,
+)
 from advbayes.runs.config import RunConfig
 from advbayes.runs.folder import Run, record
 from advbayes.store import thetas_of
@@ -136,16 +143,17 @@ def fit_run(
     **options: Any,
 ) -> FitResult:
     """`fit` with the settings of a run."""
+    epochs, decay = schedule(config.epochs, config.decay, len(data.x_train), config.batch_size)
     return fit(
         model,
         posterior,
         channel,
         (data.x_train, data.y_train),
         objective=objective,
-        epochs=config.epochs,
+        epochs=epochs,
         batch_size=config.batch_size,
         lr=config.lr,
-        decay=config.decay,
+        decay=decay,
         adversary_lr=config.adversary_lr,
         seed=config.seed,
         **options,

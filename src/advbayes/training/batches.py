@@ -32,11 +32,14 @@ class Batch(NamedTuple):
     x: Tensor  # (B, *event), or (N, *event) with rows
     y: Tensor  # (B, ...), or (N, ...)
     rows: Tensor | None = None  # (B,)
+    weight: Tensor | None = None  # (B,), or (N,): how often each example counts; None: once
 
     def gathered(self) -> Batch:
         if self.rows is None:
             return self
-        return Batch(self.x.index_select(0, self.rows), self.y.index_select(0, self.rows))
+        x, y = self.x.index_select(0, self.rows), self.y.index_select(0, self.rows)
+        weight = None if self.weight is None else self.weight.index_select(0, self.rows)
+        return Batch(x, y, None, weight)
 
 
 class TensorBatches:
@@ -47,8 +50,10 @@ class TensorBatches:
     torch.Size([3])
     """
 
-    def __init__(self, x: Tensor, y: Tensor, batch_size: int, seed: int) -> None:
-        self.x, self.y, self.seed = x, y, seed
+    def __init__(
+        self, x: Tensor, y: Tensor, batch_size: int, seed: int, weight: Tensor | None = None
+    ) -> None:
+        self.x, self.y, self.seed, self.weight = x, y, seed, weight
         self.num_data = len(x)
         self.batch_size = min(batch_size, self.num_data)
         self.steps_per_epoch = self.num_data / self.batch_size
@@ -69,7 +74,7 @@ class TensorBatches:
         rows = self._order(epoch).narrow(0, offset, min(left, self.batch_size))
         if left < self.batch_size:
             rows = torch.cat([rows, self._order(epoch + 1)[: self.batch_size - left]])
-        return Batch(self.x, self.y, rows)
+        return Batch(self.x, self.y, rows, self.weight)
 
 
 class LoaderBatches:
@@ -148,6 +153,7 @@ def batches_of(
     batch_size: int,
     seed: int,
     num_data: int | None = None,  # for a DataLoader that does not know it
+    weight: Any = None,  # (N,)
 ) -> Batches:
     """The data's batches; what is wrong with the data is said here.
 
@@ -160,12 +166,33 @@ def batches_of(
     """
     check = _Check(model, channel)
     if isinstance(data, DataLoader):
+        if weight is not None:
+            raise checks.InputTypeError("sample_weight must be left out for a DataLoader, got one")
         return LoaderBatches(data, *_length(data, num_data), check.of_loader, seed)
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         raise checks.InputTypeError(
             f"data must be a pair (x, y) or a DataLoader, got {checks.describe(data)}"
         )
-    return TensorBatches(*check(*data), checks.count("batch_size", batch_size), seed)
+    x, y = check(*data)
+    return TensorBatches(
+        x, y, checks.count("batch_size", batch_size), seed, _weights(weight, len(x), model)
+    )
+
+
+def _weights(weight: Any, num: int, model: BayesianModel) -> Tensor | None:
+    """One weight >= 0 for each example, some of them positive."""
+    if weight is None:
+        return None
+    each = torch.as_tensor(weight, dtype=model.dtype, device=model.device)
+    if each.shape != (num,):
+        raise checks.InputError(
+            f"sample_weight must hold one number for each of the {num} examples, got "
+            f"{checks.describe(weight)}"
+        )
+    checks.finite("sample_weight", each)
+    if float(each.min()) < 0 or not float(each.sum()) > 0:
+        raise checks.InputError("sample_weight must be >= 0 and positive somewhere, got others")
+    return each
 
 
 def _length(loader: DataLoader[Any], num_data: int | None) -> tuple[int, float]:

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,6 +87,7 @@ def fit(
     data: Data,
     *,
     objective: ChannelELBO | None = None,
+    sample_weight: Any = None,  # (N,), how often each example counts; absent: once
     epochs: float | None = None,
     steps: int | None = None,
     batch_size: int = 128,
@@ -126,8 +128,16 @@ def fit(
     _check_parts(model, posterior, channel, objective)
     checks.count("seed", seed, low=0)
     batches = batches_of(
-        model, channel, data, batch_size, seed, None if objective is None else objective.num_data
+        model,
+        channel,
+        data,
+        batch_size,
+        seed,
+        None if objective is None else objective.num_data,
+        sample_weight,
     )
+    if compile and sample_weight is not None:
+        raise checks.InputError("compile must be False with sample_weight, got True")
     objective = _objective(objective, batches.num_data)
     total = _total_steps(epochs, steps, batches)
     checks.number("lr", lr, low=0, open_low=True)
@@ -277,7 +287,7 @@ class _Adversary:
     def step(
         self, model: BayesianModel, posterior: Posterior, batch: Batch, generator: torch.Generator
     ) -> None:
-        x, y, _ = batch.gathered()
+        x, y, *_ = batch.gathered()
         theta = posterior.sample(1, generator=generator)[0]
         centre, std = self.channel.moments(model.at(theta), x, y)
         noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
@@ -370,7 +380,7 @@ def _cause(
 ) -> str:
     """Where the first NaN or infinity stands on the way from data to gradient, the step's draws
     made anew."""
-    x, y, _ = batch.gathered()
+    x, y, *_ = batch.gathered()
     with torch.no_grad():
         thetas = posterior.at(posterior.noise(objective.num_theta, generator=generator))
         x_adv = objective.corrupt(model, thetas, channel, x, y, generator=generator).detach()

@@ -53,11 +53,10 @@ def eager_step(
     parameters = [p for p in posterior.parameters() if p.requires_grad]
 
     def step(batch: Batch, generator: torch.Generator, lr: float) -> list[float]:
-        x, y, _ = batch.gathered()
-        terms = objective(model, posterior, channel, x, y, generator=generator)
-        gradients = torch.autograd.grad(
-            -terms.bound / objective.num_data, parameters, materialize_grads=True
-        )
+        total = objective.num_data if batch.weight is None else float(batch.weight.sum())
+        x, y, _, weight = batch.gathered()
+        terms = objective(model, posterior, channel, x, y, weight=weight, generator=generator)
+        gradients = torch.autograd.grad(-terms.bound / total, parameters, materialize_grads=True)
         norm = math.hypot(*(torch.linalg.vector_norm(gradient).item() for gradient in gradients))
         numbers = [*(term.item() for term in terms), norm]
         if Taken(*numbers).is_finite():

@@ -1,0 +1,145 @@
+"""Weights of examples: one of weight two counts as the example given twice, in the bound, in
+training and in the estimators; and estimators go through processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.model_selection import cross_validate
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from advbayes import BayesianModel, Categorical, ChannelELBO, MeanField, Noise, fit
+from advbayes.estimators import RobustClassifier, RobustRegressor, robust_scorer
+from advbayes.objectives import Trades
+
+X = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Y = torch.tensor([0, 1, 1, 0, 1, 0])
+WEIGHT = torch.tensor([1.0, 2.0, 0.0, 3.0, 1.0, 1.0], dtype=torch.float64)
+TWICE = torch.arange(6).repeat_interleave(WEIGHT.long())
+
+
+def parts() -> tuple[BayesianModel, MeanField]:
+    net = nn.Linear(3, 2, dtype=torch.float64)
+    with torch.no_grad():
+        net.weight.copy_(torch.arange(6.0).view(2, 3) / 6)
+        net.bias.zero_()
+    model = BayesianModel(net, Categorical())
+    return model, MeanField(model)
+
+
+@pytest.mark.parametrize("penalty", [None, Trades(2.0)], ids=["plain", "penalty"])
+def test_the_bound_counts_an_example_as_often_as_its_weight_says(penalty: Any) -> None:
+    model, posterior = parts()
+    thetas, shift = posterior.sample(2), X + 0.1
+    found = [
+        ChannelELBO(len(x), num_theta=2, penalty=penalty).terms(
+            model, posterior, thetas, x, x_adv.expand(2, 1, *x.shape), y, weight
+        )
+        for x, x_adv, y, weight in ((X, shift, Y, WEIGHT), (X[TWICE], shift[TWICE], Y[TWICE], None))
+    ]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_training_on_weights_is_training_on_repeated_rows() -> None:
+    found = []
+    for x, y, weight in ((X, Y, WEIGHT), (X[TWICE], Y[TWICE], None)):
+        model, posterior = parts()
+        fit(model, posterior, Noise(0.0), (x, y), sample_weight=weight, steps=30, lr=0.1)
+        found.append(posterior.mean)
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
+    model, posterior = parts()
+    fit(model, posterior, Noise(0.0), (X, Y), steps=30, lr=0.1)
+    assert not torch.allclose(posterior.mean, found[0], atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.ones(5), "one number for each of the 6 examples"),
+        (-WEIGHT, "sample_weight must be >= 0"),
+        (torch.zeros(6), "positive somewhere"),
+        (WEIGHT * float("nan"), "sample_weight must be finite"),
+    ],
+)
+def test_weights_that_are_none(weight: torch.Tensor, message: str) -> None:
+    model, posterior = parts()
+    with pytest.raises(ValueError, match=message):
+        fit(model, posterior, Noise(0.0), (X, Y), sample_weight=weight, steps=1)
+
+
+def test_weights_do_not_go_with_loaders_or_compiled_steps() -> None:
+    model, posterior = parts()
+    loader: DataLoader[Any] = DataLoader(TensorDataset(X, Y))
+    with pytest.raises(TypeError, match="left out for a DataLoader"):
+        fit(model, posterior, Noise(0.0), loader, sample_weight=WEIGHT, steps=1)
+    with pytest.raises(ValueError, match="compile must be False"):
+        fit(model, posterior, Noise(0.0), (X, Y), sample_weight=WEIGHT, steps=1, compile=True)
+
+
+ROWS = np.random.default_rng(0).normal(size=(40, 2))
+LABELS = np.where(ROWS[:, 0] + 0.3 * ROWS[:, 1] > 0.8, "rare", "usual")
+OFTEN = np.arange(40) % 3
+REPEATED = np.repeat(np.arange(40), OFTEN)
+
+
+@pytest.mark.parametrize("noise", ["learned", "heteroscedastic"])
+def test_a_weighted_regression_is_one_of_repeated_rows(noise: str) -> None:
+    y = 3 * ROWS[:, 0] + ROWS[:, 1] ** 2
+    robust = RobustRegressor(None, noise_scale=noise, epochs=40, random_state=0)
+    weighted = clone(robust).fit(ROWS, y, sample_weight=OFTEN)
+    repeated = clone(robust).fit(ROWS[REPEATED], y[REPEATED])
+    np.testing.assert_allclose(weighted.predict(ROWS), repeated.predict(ROWS), rtol=1e-7)
+    assert weighted.score(ROWS, y, OFTEN) == pytest.approx(
+        repeated.score(ROWS[REPEATED], y[REPEATED])
+    )
+
+
+def test_class_weights_are_sample_weights_and_find_the_rare_class() -> None:
+    robust = RobustClassifier(None, epochs=60, random_state=0)
+    plain = clone(robust).fit(ROWS, LABELS)
+    balanced = clone(robust).set_params(class_weight="balanced").fit(ROWS, LABELS)
+    num = (LABELS == "rare").sum()
+    each = np.where(LABELS == "rare", 20 / num, 20 / (40 - num))
+    by_hand = clone(robust).fit(ROWS, LABELS, sample_weight=each)
+    np.testing.assert_allclose(balanced.predict_proba(ROWS), by_hand.predict_proba(ROWS), rtol=1e-9)
+    weights = {"rare": each.max(), "usual": each.min()}
+    named = clone(robust).set_params(class_weight=weights).fit(ROWS, LABELS)
+    np.testing.assert_allclose(named.predict_proba(ROWS), by_hand.predict_proba(ROWS), rtol=1e-9)
+    rare = plain.classes_.tolist().index("rare")
+    said = [each.predict_proba(ROWS)[:, rare].mean() for each in (plain, balanced)]
+    assert said[1] > said[0] + 0.05
+
+
+def test_a_regressor_that_abstains_scores_what_it_answers() -> None:
+    y = ROWS[:, 0] + 0.1 * ROWS[:, 1]
+    robust = RobustRegressor(None, noise_scale="heteroscedastic", epochs=60, random_state=0)
+    robust.fit(ROWS, y)
+    mean, std = robust.predict(ROWS, return_std=True)
+    robust.abstain = float(np.median(std))
+    answered = std <= robust.abstain
+    assert 0 < answered.sum() < 40
+    kept, left = y[answered], (y - mean)[answered]
+    by_hand = 1 - (left**2).sum() / ((kept - kept.mean()) ** 2).sum()
+    assert robust.score(ROWS, y) == pytest.approx(by_hand)
+    robust.abstain = 0.0
+    assert np.isnan(robust.score(ROWS, y))
+
+
+def test_processes_train_score_and_give_back_what_one_process_does() -> None:
+    y = (ROWS[:, 0] > 0).astype(int)
+    robust = RobustClassifier("os", eps=0.3, epochs=10, random_state=0)
+    found = [
+        cross_validate(
+            robust, ROWS, y, cv=2, scoring=robust_scorer(), n_jobs=jobs, return_estimator=True
+        )
+        for jobs in (1, 2)
+    ]
+    assert found[0]["test_score"].tolist() == found[1]["test_score"].tolist()
+    for one, other in zip(*(each["estimator"] for each in found), strict=True):
+        assert (one.predict_proba(ROWS) == other.predict_proba(ROWS)).all()
