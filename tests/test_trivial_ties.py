@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from advbayes.config import make_config
 from torch.distributions import Categorical
 
 from advbayes import L2, audit, evaluate, metrics, pgd
