@@ -66,7 +66,7 @@ PHASES = (
     Phase(1, eps=0.5, steps=3, lr=1e-3),
     Phase(1, eps=1.5, steps=5, lr=1e-3),
     Phase(4, eps=2.0, steps=10, lr=1e-3, decay=0.8),
-    Phase(2, eps=2.0, steps=20, lr=3e-4, decay=0.5),
+    Phase(1, eps=2.0, steps=20, lr=3e-4, decay=0.5),
 )
 
 
