@@ -41,6 +41,27 @@ class Bug:
 
 BUGS = (
     Bug(
+        "the playground attacks every defense through the first one",
+        "experiments/playground/moves.py",
+        "x_adv = _attacked(predict, batch, target, attack, ball, world.task)\n        both",
+        "x_adv = shared = _attacked(predict, batch, target, attack, ball, world.task)\n        both",
+        "test_playground",
+    ),
+    Bug(
+        "the playground's densities are left in standard deviations",
+        "experiments/playground/moves.py",
+        "Answer(densities[i] / unit, places,",
+        "Answer(densities[i], places,",
+        "test_playground",
+    ),
+    Bug(
+        "the playground listens to everybody",
+        "cli/playground.py",
+        '"server.address": "127.0.0.1"',
+        '"server.address": "0.0.0.0"',
+        "test_playground",
+    ),
+    Bug(
         "Wilson's interval of a lower level",
         "metrics/intervals.py",
         "p, z2 = successes / num, normal_quantile(level) ** 2",

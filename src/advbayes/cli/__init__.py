@@ -1,5 +1,5 @@
 """The command line:
-`advbayes demo|train|predict|attack|evaluate|audit|certify|report|datasets|show`.
+`advbayes demo|train|predict|attack|evaluate|audit|certify|report|datasets|show|playground`.
 
 torch is imported inside the commands, so that help, completion and refusals come at once; nothing
 is imported here, so that a signal is answered from the first instruction on.

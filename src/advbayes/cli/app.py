@@ -23,6 +23,7 @@ from advbayes.cli import (
     datasets,
     demo,
     evaluate,
+    playground,
     predict,
     report,
     reproduce,
@@ -71,6 +72,7 @@ for command in (
     reproduce,
     datasets,
     show,
+    playground,
 ):
     command.add_to(app)
 

@@ -84,7 +84,7 @@ def run_demo(
         config = make_config(
             {"data": "digits", "seed": seed, **settings, **({"epochs": 1} if quick else {})}
         )
-        trained[name] = _trained(config, folder / name.replace(" ", "-"))
+        trained[name] = trained_run(config, folder / name.replace(" ", "-"))
     predictors: dict[str, Predictor] = {
         name: each.predict(num_thetas) for name, each in trained.items()
     }
@@ -169,7 +169,7 @@ def run_demo(
     }
 
 
-def _trained(config: RunConfig, place: Path) -> Trained:
+def trained_run(config: RunConfig, place: Path) -> Trained:
     """A run of this configuration: made now, gone on with, or found finished."""
     if (place / "config.toml").is_file():
         run = Run.open(place)

@@ -1,0 +1,146 @@
+"""What there is to play with: handwritten digits, or wines; each with three models and a purifier,
+trained once and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from advbayes import checks
+from advbayes.attacks.balls import L2
+from advbayes.channels import Noise
+from advbayes.datasets import DataMissingError, load_dataset
+from advbayes.datasets.places import cache_folder
+from advbayes.experiments.demo import PURIFIER_SIGMA, SETTINGS, trained_run
+from advbayes.purification import Purifier
+from advbayes.runs import Prepared, prepare
+from advbayes.runs.config import RunConfig, make_config
+from advbayes.store import write_bytes
+from advbayes.types import Predictor
+
+WORLDS = ("digits", "wine")
+PURIFIED = "purified"
+DEFENSES = (*SETTINGS, PURIFIED)
+NUM_THETAS = 5
+_EPOCHS = {"digits": 20, "wine": 40}
+_EPS = {"digits": (2.0, 0.5), "wine": (2.0, 0.5)}  # the largest and the first eps of the slider
+_SIGMA = {"digits": PURIFIER_SIGMA, "wine": 1.0}  # of the purifier
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """A data set as its models see it, and what answers about it."""
+
+    name: str
+    data: Prepared
+    predictors: dict[str, Predictor]
+    eps_limit: float
+    eps: float
+
+    @property
+    def is_image(self) -> bool:
+        return self.data.scaling is None
+
+    @property
+    def task(self) -> str:
+        return self.data.dataset.task
+
+    def ball(self, eps: float) -> L2:
+        return L2(eps, box=self.data.box, mask=self.data.mask)
+
+    def raw(self, x: Tensor) -> Tensor:  # (B, F)
+        """A table's rows in their own units."""
+        scaling = self.data.scaling
+        return x if scaling is None else scaling.inverse(x)
+
+    def seen(self, raw: Tensor) -> Tensor:
+        """Raw rows as the models see them."""
+        scaling = self.data.scaling
+        return raw if scaling is None else scaling.transform(raw)
+
+
+def playground_folder() -> Path:
+    """Where the models are kept: `playground/` of the data cache (`ADVBAYES_CACHE`).
+
+    >>> from unittest import mock
+    >>> with mock.patch.dict(os.environ, ADVBAYES_CACHE="/var/cache/mine"):
+    ...     str(playground_folder())
+    '/var/cache/mine/playground'
+    """
+    return cache_folder() / "playground"
+
+
+def load_world(
+    name: str,
+    folder: str | os.PathLike[str] | None = None,
+    *,
+    epochs: int | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> World:
+    """A world by name; its models are trained if the folder does not hold them yet.
+
+    `tell` is called with what is being done. A run that was stopped goes on where it was; runs of
+    other settings lie in folders of their own.
+    """
+    checks.choice("name", name, WORLDS)
+    place = playground_folder() if folder is None else Path(folder)
+    torch.set_num_threads(1)  # as the runs; small nets gain nothing from more
+    source = {"data": "digits"} if name == "digits" else _wine(place)
+    configs: dict[str, RunConfig] = {}
+    for defense, settings in SETTINGS.items():
+        given: dict[str, Any] = {**source, **settings, "epochs": epochs or _EPOCHS[name]}
+        configs[defense] = make_config(given)
+    data = prepare(configs["undefended"])
+    trained = {}
+    for defense, config in configs.items():
+        tell(f"{name}: {defense}")
+        trained[defense] = trained_run(config, place / f"{name}-{fingerprint(config)}")
+    base = trained["undefended"]
+    purifier = Purifier(
+        base.model,
+        Noise(_SIGMA[name]),
+        base.thetas(NUM_THETAS),
+        (data.x_train, data.y_train),
+        "online",
+    )
+    predictors: dict[str, Predictor] = {
+        defense: one.predict(1 if configs[defense].posterior == "point" else NUM_THETAS)
+        for defense, one in trained.items()
+    }
+    return World(name, data, predictors | {PURIFIED: purifier}, *_EPS[name])
+
+
+def fingerprint(config: RunConfig) -> str:
+    """A name for the settings, so that models of other settings are never taken for these."""
+    text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    return f"{config.defense}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def _wine(place: Path) -> dict[str, Any]:
+    """Red wines and their quality where the file is at hand, else scikit-learn's table of three
+    cultivars."""
+    try:
+        load_dataset("wine", download=False)
+        return {"data": "wine"}
+    except DataMissingError:
+        from sklearn.datasets import load_wine
+
+        table = load_wine()
+        file = place / "wine.csv"
+        header = ",".join(name.replace("/", " of ") for name in table.feature_names)
+        names = ("first", "second", "third")
+        rows = [
+            ",".join([*map(repr, row.tolist()), names[target]])
+            for row, target in zip(table.data, table.target, strict=True)
+        ]
+        place.mkdir(parents=True, exist_ok=True)
+        write_bytes(file, "\n".join([f"{header},cultivar", *rows, ""]).encode())
+        return {"data": str(file), "target": "cultivar"}
