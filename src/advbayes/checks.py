@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+T = TypeVar("T")
 
 
 class AdvBayesError(Exception):
@@ -135,6 +138,19 @@ def choice(name: str, value: Any, options: Sequence[str]) -> str:
             f"{name} must be one of {', '.join(map(repr, options))}, got {describe(value)}"
         )
     return str(value)
+
+
+def instance(name: str, value: T, kind: type | tuple[type, ...], wanted: str) -> T:
+    """A value of a kind.
+
+    >>> instance("ball", 2.0, str, "a ball such as L2(eps)")
+    Traceback (most recent call last):
+    ...
+    advbayes.checks.InputTypeError: ball must be a ball such as L2(eps), got 2.0
+    """
+    if not isinstance(value, kind):
+        raise InputTypeError(f"{name} must be {wanted}, got {describe(value)}")
+    return value
 
 
 def finite(name: str, value: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch.distributions import Distribution, Independent, Normal, constraints
 from torch.nn import functional
 
 from advbayes import checks
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 LOG_TWO_PI = math.log(2.0 * math.pi)
 
@@ -95,6 +98,15 @@ class Categorical:
                 f"got values from {int(y.min())} to {int(y.max())}"
             )
         return y.long()
+
+
+def predicts_classes(prediction: Distribution) -> TypeIs[CategoricalDistribution]:
+    """Whether a prediction is over classes; if not, it has a mean and a variance.
+
+    >>> predicts_classes(Normal(0.0, 1.0))
+    False
+    """
+    return isinstance(prediction, CategoricalDistribution)
 
 
 def gaussian_log_density(value: Tensor, mean: Tensor, scale: Tensor | float) -> Tensor:
@@ -416,7 +428,7 @@ def mix(
     >>> mix(each).probs
     tensor([[0.5000, 0.5000]])
     """
-    if isinstance(each, CategoricalDistribution):
+    if predicts_classes(each):
         log_probs = each.logits  # (S, B, C), normalised by torch
         if log_weights is None:
             mixed = torch.logsumexp(log_probs, dim=0) - math.log(log_probs.shape[0])

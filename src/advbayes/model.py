@@ -38,10 +38,7 @@ class BayesianModel:
     """
 
     def __init__(self, net: nn.Module, likelihood: Likelihood, prior_scale: float = 1.0) -> None:
-        if not isinstance(net, nn.Module):
-            raise checks.InputTypeError(
-                f"net must be a torch.nn.Module, got {checks.describe(net)}"
-            )
+        checks.instance("net", net, nn.Module, "a torch.nn.Module")
         if isinstance(likelihood, type) or not callable(getattr(likelihood, "log_prob", None)):
             raise checks.InputTypeError(
                 f"likelihood must be one such as Categorical() or Gaussian(0.5), got "

@@ -13,12 +13,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution, kl_divergence
 
 from advbayes import checks
 from advbayes.attacks import through_attacks
 from advbayes.channels import AttackChannel, Noise
+from advbayes.likelihoods import predicts_classes
 from advbayes.model import BayesianModel
 from advbayes.posteriors import Posterior
 from advbayes.types import Channel, Predictor
@@ -99,12 +99,12 @@ def divergence(p: Distribution, q: Distribution) -> Tensor:
     """KL(p || q) of each example; finite for categoricals at any logits.
 
     >>> divergence(
-    ...     CategoricalDistribution(logits=torch.zeros(1, 2)),
-    ...     CategoricalDistribution(logits=torch.zeros(1, 2)),
+    ...     torch.distributions.Categorical(logits=torch.zeros(1, 2)),
+    ...     torch.distributions.Categorical(logits=torch.zeros(1, 2)),
     ... )
     tensor([0.])
     """
-    if isinstance(p, CategoricalDistribution) and isinstance(q, CategoricalDistribution):
+    if predicts_classes(p) and predicts_classes(q):
         return (p.logits.exp() * (p.logits - q.logits)).sum(-1)
     return kl_divergence(p, q)
 

@@ -90,8 +90,7 @@ class Posterior(nn.Module, ABC):
 
 
 def _start(model: BayesianModel, init: Tensor | nn.Module | None) -> Tensor:
-    if not isinstance(model, BayesianModel):
-        raise checks.InputTypeError(f"model must be a BayesianModel, got {checks.describe(model)}")
+    checks.instance("model", model, BayesianModel, "a BayesianModel")
     if init is None:
         return model.initial_theta()
     if isinstance(init, nn.Module):

@@ -27,7 +27,7 @@ from torch.distributions import Normal
 from advbayes.attacks import HasInputGradient, margin, nll, squared_error
 from advbayes.attacks.balls import L2, Ball, Linf
 from advbayes.attacks.gradients import NoGradientWarning
-from advbayes.likelihoods import Categorical, Gaussian
+from advbayes.likelihoods import Categorical, Gaussian, predicts_classes
 from advbayes.model import BayesianModel
 from advbayes.seeds import GlobalStream
 from advbayes.types import Attack, Channel, ChannelDensity, Predictor
@@ -389,7 +389,7 @@ def answer(predict: Predictor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
             "log_prob": prediction.log_prob(y),
             "entropy": prediction.entropy(),
         }
-        if isinstance(prediction, CategoricalDistribution):
+        if predicts_classes(prediction):
             said["probs"] = prediction.probs
         else:
             said |= {"mean": prediction.mean, "variance": prediction.variance}

@@ -193,8 +193,7 @@ def from_torch(
     >>> from_torch(nn.Linear(4, 3).eval())(torch.ones(2, 4)).probs.shape
     torch.Size([2, 3])
     """
-    if not isinstance(net, nn.Module):
-        raise checks.InputTypeError(f"net must be a torch.nn.Module, got {checks.describe(net)}")
+    checks.instance("net", net, nn.Module, "a torch.nn.Module")
     for name, layer in net.named_modules():
         if layer.training and isinstance(
             layer, (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)

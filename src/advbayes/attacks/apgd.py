@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution
+from torch.distributions import Distribution
 
 from advbayes import checks
 from advbayes.attacks.ascent import check_ball
@@ -22,6 +22,7 @@ from advbayes.attacks.gradients import (
     where_rows,
 )
 from advbayes.attacks.losses import MarginTo, MeanOf, PerExample, for_rows, margin
+from advbayes.likelihoods import predicts_classes
 from advbayes.types import Loss, Predictor
 
 
@@ -114,7 +115,7 @@ class APGD:
     def _ways(self, prediction: Distribution, y: Tensor) -> tuple[Loss, ...]:
         """Each another way of leaving y: to one of the likeliest wrong classes; one of the outputs
         up, or down."""
-        if isinstance(prediction, Categorical):
+        if predicts_classes(prediction):
             wrong = prediction.logits.scatter(1, y.unsqueeze(1), float("-inf")).argsort(
                 dim=1, descending=True
             )
@@ -152,7 +153,7 @@ class APGD:
             for way in ways:
                 best, _ = run(best, way, x, self.steps)
             return best
-        classes, ends = isinstance(prediction, Categorical), []
+        classes, ends = predicts_classes(prediction), []
         for way in ways:
             best, end = run(best, way, x, max(1, self.steps // (3 if classes else 6)))
             if not classes:  # one output says where to begin, not where to end

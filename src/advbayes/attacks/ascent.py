@@ -252,10 +252,7 @@ def step_length(eps: float, step: int, steps: int) -> float:
 
 def check_ball(ball: object) -> None:
     """Refuse what is not a ball."""
-    if not isinstance(ball, Ball):
-        raise checks.InputTypeError(
-            f"ball must be a ball such as L2(eps), got {checks.describe(ball)}"
-        )
+    checks.instance("ball", ball, Ball, "a ball such as L2(eps)")
 
 
 def _tile(x: Tensor, num: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -62,20 +62,16 @@ class Ball(ABC):
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and all(
-            _same(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)
+            map(_same, vars(self).values(), vars(other).values())
         )
 
     def __hash__(self) -> int:
         return hash((type(self), self.eps))
 
     def __repr__(self) -> str:
-        shown = [f"{self.eps:g}"]
-        shown += [
-            f"{f.name}={_short(getattr(self, f.name))}"
-            for f in fields(self)[1:]
-            if getattr(self, f.name) is not None
-        ]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        rest = {name: value for name, value in vars(self).items() if name != "eps"}
+        shown = [f"{name}={_short(value)}" for name, value in rest.items() if value is not None]
+        return f"{type(self).__name__}({', '.join([f'{self.eps:g}', *shown])})"
 
     def check(self, x: Tensor) -> None:
         """Refuse data that the ball does not fit: inputs outside the box, a scale or mask of
@@ -317,12 +313,15 @@ def _each(value: float | Tensor, like: Tensor) -> float | Tensor:
 
 def _bound(name: str, value: object) -> Bound:
     """A number or a tensor; arrays become tensors."""
-    if isinstance(value, Tensor) and not value.is_complex():
-        return value
-    if isinstance(value, np.ndarray) and value.dtype.kind in "fiu":
-        return torch.as_tensor(value)
-    if isinstance(value, (int, float, np.number)) and not isinstance(value, bool):
-        return value if isinstance(value, int) else float(value)
+    match value:
+        case Tensor() if not value.is_complex():
+            return value
+        case np.ndarray() if value.dtype.kind in "fiu":
+            return torch.as_tensor(value)
+        case int() if value is not True and value is not False:
+            return value
+        case float() | np.number():
+            return float(value)
     raise checks.InputTypeError(
         f"{name} must hold numbers or tensors, got {checks.describe(value)}"
     )
@@ -333,23 +332,24 @@ def _on(value: Bound, like: Tensor) -> Tensor:
 
 
 def _same(a: object, b: object) -> bool:
-    if isinstance(a, tuple) and isinstance(b, tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return (
-            isinstance(a, Tensor)
-            and isinstance(b, Tensor)
-            and a.shape == b.shape
-            and torch.equal(a, b)
-        )
+    match a, b:
+        case tuple(), tuple():
+            return len(a) == len(b) and all(map(_same, a, b))
+        case Tensor(), Tensor():
+            return a.shape == b.shape and torch.equal(a, b)
+        case (Tensor(), _) | (_, Tensor()):
+            return False
     return a == b
 
 
 def _short(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_short, value))})"
-    if isinstance(value, Tensor) and value.numel() > 4:
-        return f"<tensor {tuple(value.shape)}>"
-    if isinstance(value, Tensor):
-        return str(value.tolist())
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    match value:
+        case tuple():
+            return f"({', '.join(map(_short, value))})"
+        case Tensor() if value.numel() > 4:
+            return f"<tensor {tuple(value.shape)}>"
+        case Tensor():
+            return str(value.tolist())
+        case float():
+            return f"{value:g}"
+    return str(value)

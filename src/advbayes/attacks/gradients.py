@@ -11,11 +11,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution
+from torch.distributions import Distribution
 
 from advbayes import checks
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.losses import mode, num_rows, success
+from advbayes.likelihoods import predicts_classes
 from advbayes.types import Loss, Predictor
 
 
@@ -112,7 +113,7 @@ def _warn_blind() -> None:
 def _has_gradient(prediction: Distribution) -> bool:
     held = (
         (prediction.logits,)
-        if isinstance(prediction, Categorical)
+        if predicts_classes(prediction)
         else (prediction.mean, prediction.variance)
     )
     return any(part.requires_grad for part in held)
@@ -137,12 +138,12 @@ def value_of(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
             f"predict must return a Distribution of batch shape ({len(y)},) for {len(y)} inputs, "
             f"got {shape}"
         )
-    if isinstance(prediction, Categorical) and (y.is_floating_point() or y.dtype == torch.bool):
+    if predicts_classes(prediction) and (y.is_floating_point() or y.dtype == torch.bool):
         raise checks.InputTypeError(f"y must hold integer class labels, got {checks.describe(y)}")
     try:
         return per_example(loss(prediction, y), len(y))
     except (RuntimeError, IndexError, ValueError):
-        num = prediction.logits.shape[-1] if isinstance(prediction, Categorical) else 0
+        num = prediction.logits.shape[-1] if predicts_classes(prediction) else 0
         if num and bool(((y < 0) | (y >= num)).any()):
             raise checks.InputError(
                 f"y must hold labels from 0 to {num - 1}, got {y.min():g} to {y.max():g}"
@@ -180,10 +181,7 @@ def targets(predict: Predictor, x: Tensor, y: Tensor | None) -> Tensor:
     if y is None:
         with torch.no_grad():
             return mode(predict(x))
-    if not isinstance(y, Tensor):
-        raise checks.InputTypeError(
-            f"y must be a tensor with one target for each example of x, got {checks.describe(y)}"
-        )
+    checks.instance("y", y, Tensor, "a tensor with one target for each example of x")
     if y.ndim == 0 or len(y) != len(x):
         raise checks.InputError(
             f"y must hold one target for each of the {len(x)} examples of x, got "

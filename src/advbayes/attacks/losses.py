@@ -14,11 +14,10 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical as CategoricalDistribution
-from torch.distributions import Distribution
+from torch.distributions import Categorical, Distribution  # noqa: F401 (for the examples)
 
 from advbayes import checks
-from advbayes.likelihoods import targets_like
+from advbayes.likelihoods import predicts_classes, targets_like
 from advbayes.types import Loss
 
 
@@ -39,10 +38,10 @@ class HasRows(Protocol):
 def succeeded(prediction: Distribution, y: Tensor) -> Tensor:
     """Whether the class is wrong, (B,) bool; regression has no such notion and gives False.
 
-    >>> succeeded(CategoricalDistribution(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([0]))
+    >>> succeeded(Categorical(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([0]))
     tensor([True])
     """
-    if isinstance(prediction, CategoricalDistribution):
+    if predicts_classes(prediction):
         return prediction.logits.argmax(-1) != y
     return torch.zeros(prediction.batch_shape[:1], dtype=torch.bool, device=y.device)
 
@@ -51,7 +50,7 @@ def success(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
     """Whether an attack on `loss` may call these examples broken: the loss' own notion, or else a
     wrong class.
 
-    >>> success(nll, CategoricalDistribution(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([0]))
+    >>> success(nll, Categorical(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([0]))
     tensor([True])
     """
     if not isinstance(loss, FunctionType) and isinstance(
@@ -88,10 +87,10 @@ def num_rows(loss: Loss) -> int | None:
 def mode(prediction: Distribution) -> Tensor:
     """What the attacker without a label takes for y: the likeliest class, or the mean.
 
-    >>> mode(CategoricalDistribution(logits=torch.tensor([[0.0, 1.0]])))
+    >>> mode(Categorical(logits=torch.tensor([[0.0, 1.0]])))
     tensor([1])
     """
-    if isinstance(prediction, CategoricalDistribution):
+    if predicts_classes(prediction):
         return prediction.logits.argmax(-1)
     return prediction.mean
 
@@ -105,10 +104,10 @@ def nll(prediction: Distribution, y: Tensor) -> Tensor:
 
     (B, 1) targets meet (B,) predictions without broadcasting.
 
-    >>> nll(CategoricalDistribution(logits=torch.zeros(1, 2)), torch.tensor([0]))
+    >>> nll(Categorical(logits=torch.zeros(1, 2)), torch.tensor([0]))
     tensor([0.6931])
     """
-    if isinstance(prediction, CategoricalDistribution):
+    if predicts_classes(prediction):
         density: Tensor = prediction.log_prob(y)  # type: ignore[no-untyped-call]
         return -density
     return _per_example(-prediction.log_prob(targets_like(prediction, y)))
@@ -117,7 +116,7 @@ def nll(prediction: Distribution, y: Tensor) -> Tensor:
 def margin(prediction: Distribution, y: Tensor) -> Tensor:
     """max_{c != y} log p(c) - log p(y) (Carlini and Wagner): positive when the class is wrong.
 
-    >>> margin(CategoricalDistribution(logits=torch.tensor([[2.0, 0.0, 1.0]])), torch.tensor([0]))
+    >>> margin(Categorical(logits=torch.tensor([[2.0, 0.0, 1.0]])), torch.tensor([0]))
     tensor([-1.])
     """
     logits = _logits(prediction, "margin")
@@ -130,7 +129,7 @@ def dlr(prediction: Distribution, y: Tensor) -> Tensor:
     """The margin over the spread of the three largest logits (Croce and Hein), blind to their
     scale; for two classes the margin.
 
-    >>> dlr(CategoricalDistribution(logits=torch.tensor([[4.0, 0.0, 2.0]])), torch.tensor([0]))
+    >>> dlr(Categorical(logits=torch.tensor([[4.0, 0.0, 2.0]])), torch.tensor([0]))
     tensor([-0.5000])
     """
     logits = _logits(prediction, "dlr")
@@ -158,7 +157,7 @@ def squared_error(prediction: Distribution, y: Tensor) -> Tensor:
 def entropy(prediction: Distribution, y: Tensor) -> Tensor:
     """The predictive's entropy: the attacker who wants doubt.
 
-    >>> entropy(CategoricalDistribution(logits=torch.zeros(1, 2)), torch.tensor([0]))
+    >>> entropy(Categorical(logits=torch.zeros(1, 2)), torch.tensor([0]))
     tensor([0.6931])
     """
     return _per_example(prediction.entropy())
@@ -167,7 +166,7 @@ def entropy(prediction: Distribution, y: Tensor) -> Tensor:
 def certainty(prediction: Distribution, y: Tensor) -> Tensor:
     """Minus the entropy: the attacker who wants misplaced trust.
 
-    >>> certainty(CategoricalDistribution(logits=torch.zeros(1, 2)), torch.tensor([0]))
+    >>> certainty(Categorical(logits=torch.zeros(1, 2)), torch.tensor([0]))
     tensor([-0.6931])
     """
     return -entropy(prediction, y)
@@ -238,7 +237,7 @@ class DivergenceFrom:
     alone.
 
     >>> wish = DivergenceFrom(torch.tensor([0.5, 0.5]))
-    >>> wish(CategoricalDistribution(logits=torch.zeros(1, 2)), torch.tensor([0])).abs()
+    >>> wish(Categorical(logits=torch.zeros(1, 2)), torch.tensor([0])).abs()
     tensor([0.])
     >>> DivergenceFrom(2.0, 1.0)(
     ...     torch.distributions.Normal(torch.tensor([2.0]), 1.0), torch.zeros(1)
@@ -333,7 +332,7 @@ class PerExample:
     """A loss for each example, `losses[index[b]]`: one gradient pass serves them all.
 
     >>> both = PerExample((nll, margin), torch.tensor([0, 1]))
-    >>> both(CategoricalDistribution(logits=torch.zeros(2, 2)), torch.tensor([0, 1]))
+    >>> both(Categorical(logits=torch.zeros(2, 2)), torch.tensor([0, 1]))
     tensor([0.6931, 0.0000])
     """
 
@@ -364,9 +363,7 @@ class Toward:
     broken once its class is y.
 
     >>> wish = Toward(nll)
-    >>> wish.succeeded(
-    ...     CategoricalDistribution(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([1])
-    ... )
+    >>> wish.succeeded(Categorical(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([1]))
     tensor([True])
     """
 
@@ -376,7 +373,7 @@ class Toward:
         return -self.loss(prediction, y)
 
     def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
-        if isinstance(prediction, CategoricalDistribution):
+        if predicts_classes(prediction):
             return prediction.logits.argmax(-1) == y
         return torch.zeros(prediction.batch_shape[:1], dtype=torch.bool, device=y.device)
 
@@ -394,7 +391,7 @@ class ByLoss:
     (attacks on a score).
 
     >>> ByLoss(certainty).succeeded(
-    ...     CategoricalDistribution(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([0])
+    ...     Categorical(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([0])
     ... )
     tensor([False])
     """
@@ -451,7 +448,7 @@ class MarginTo:
     on linear models.
 
     >>> MarginTo(torch.tensor([1]))(
-    ...     CategoricalDistribution(logits=torch.tensor([[2.0, 0.0, 1.0]])), torch.tensor([0])
+    ...     Categorical(logits=torch.tensor([[2.0, 0.0, 1.0]])), torch.tensor([0])
     ... )
     tensor([-2.])
     """
@@ -471,7 +468,7 @@ class MarginTo:
 
 
 def _logits(prediction: Distribution, name: str) -> Tensor:
-    if not isinstance(prediction, CategoricalDistribution):
+    if not predicts_classes(prediction):
         raise checks.InputTypeError(
             f"{name} is a loss for classification, got a prediction of type "
             f"{type(prediction).__name__}"
@@ -480,7 +477,7 @@ def _logits(prediction: Distribution, name: str) -> Tensor:
 
 
 def _moment(prediction: Distribution, name: str) -> Distribution:
-    if isinstance(prediction, CategoricalDistribution):
+    if predicts_classes(prediction):
         raise checks.InputTypeError(
             f"{name} is a loss for regression, got a prediction of type {type(prediction).__name__}"
         )

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical as CategoricalDistribution
 
 from advbayes import checks
 from advbayes.attacks.ascent import check_ball, pgd
@@ -34,6 +33,7 @@ from advbayes.attacks.losses import (
     margin,
     nll,
 )
+from advbayes.likelihoods import predicts_classes
 from advbayes.types import Loss, Predictor
 
 
@@ -137,7 +137,7 @@ class MinimumNorm:
         """A loss by which nothing is ever broken would call every example safe."""
         with torch.no_grad():
             prediction = predict(x[:1])
-        if not _can_break(self.loss, isinstance(prediction, CategoricalDistribution)):
+        if not _can_break(self.loss, predicts_classes(prediction)):
             raise checks.InputTypeError(
                 f"loss must say when an example is broken, such as Exceeding(squared_error, 1.0), "
                 f"got {checks.describe(self.loss)} for a prediction of type "
@@ -176,7 +176,7 @@ class MinimumNorm:
             return []
         with torch.no_grad():
             prediction = predict(x)
-        assert isinstance(prediction, CategoricalDistribution)  # margin has refused everything else
+        assert predicts_classes(prediction)  # margin has refused everything else
         wrong = prediction.logits.scatter(1, y.unsqueeze(1), -math.inf).argsort(
             dim=1, descending=True
         )

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical as CategoricalDistribution
 
 from advbayes import checks
 from advbayes.attacks.apgd import APGD
@@ -30,6 +29,7 @@ from advbayes.attacks.losses import (
     squared_error,
 )
 from advbayes.attacks.parts import A, applies_to, inner_attacks, on_rows, rebuilt, settings
+from advbayes.likelihoods import predicts_classes
 from advbayes.types import Attack, Loss, Predictor
 
 _UNBOUNDED = L2(0.0)  # fits all data: the parts check x against balls of their own
@@ -97,7 +97,7 @@ class Suite:
         x, y = entry(predict, _UNBOUNDED, x, y)
         with torch.no_grad():
             prediction = predict(x)
-        classes = isinstance(prediction, CategoricalDistribution)
+        classes = predicts_classes(prediction)
         attacks = self.in_task("classification" if classes else "regression").attacks
         rank = _rank_of("attacks", attacks) if self.rank is None else self.rank
         attacks = tuple(attack for attack in attacks if applies_to(attack, predict))

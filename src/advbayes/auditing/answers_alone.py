@@ -24,6 +24,7 @@ from advbayes.attacks import (
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import ball_of
 from advbayes.evaluation.inputs import Task
+from advbayes.likelihoods import predicts_classes
 from advbayes.types import Attack, Predictor
 
 _ROWS = 4096  # inputs asked about in one call
@@ -93,7 +94,7 @@ class Differences:
         """Log-probabilities (B, C), or means and log standard deviations (B, ..., 2)."""
         with torch.no_grad():
             prediction = self.predict(x)
-        if isinstance(prediction, Categorical):
+        if predicts_classes(prediction):
             return prediction.logits
         return torch.stack([prediction.mean, 0.5 * prediction.variance.log()], -1)
 
@@ -177,7 +178,7 @@ def gives_gradient(predict: Predictor, x: Tensor) -> bool:
     try:
         with torch.enable_grad():
             prediction = predict(point)
-            value = prediction.logits if isinstance(prediction, Categorical) else prediction.mean
+            value = prediction.logits if predicts_classes(prediction) else prediction.mean
             if not value.requires_grad:
                 return False
             return torch.autograd.grad(value.sum(), point, allow_unused=True)[0] is not None

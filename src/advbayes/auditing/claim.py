@@ -81,18 +81,12 @@ class Claim:
 
 
 def _tensors(name: str, given: Mapping[str, Values]) -> dict[str, Tensor]:
-    if not isinstance(given, Mapping):
-        raise checks.InputTypeError(
-            f"{name} must be a mapping from the names of attacks, got {checks.describe(given)}"
-        )
+    checks.instance(name, given, Mapping, "a mapping from the names of attacks")
     return {key: _tensor(f"{name}[{key!r}]", value) for key, value in given.items()}
 
 
 def _tensor(name: str, value: Values) -> Tensor:
-    if not isinstance(value, (Tensor, np.ndarray)):
-        raise checks.InputTypeError(
-            f"{name} must be a tensor or an array, got {checks.describe(value)}"
-        )
+    checks.instance(name, value, (Tensor, np.ndarray), "a tensor or an array")
     return value.detach() if isinstance(value, Tensor) else torch.tensor(value)
 
 

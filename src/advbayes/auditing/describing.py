@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical
 
 from advbayes import metrics
 from advbayes.attacks.balls import Ball
@@ -20,6 +19,7 @@ from advbayes.evaluation.inputs import check_units, softmaxed_twice
 from advbayes.evaluation.result import CLEAN, Evaluation
 from advbayes.evaluation.run import rescore, saved_blocks
 from advbayes.evaluation.scoring import worst
+from advbayes.likelihoods import predicts_classes
 from advbayes.types import Channel
 
 MARGINS = {"margin", "dlr", "MarginTo"}
@@ -90,10 +90,10 @@ def two_losses(case: Case) -> Finding:
         return not_applicable("E16", "there is no gradient for a loss to be pulled through")
     with torch.no_grad():
         prediction = case.predict(case.x)
-    twice = isinstance(prediction, Categorical) and softmaxed_twice(prediction.logits, case.y)
+    twice = predicts_classes(prediction) and softmaxed_twice(prediction.logits, case.y)
     names = {name for attack in case.attacks.values() for name in loss_names(attack)}
     names |= {name.strip() for name in (case.threat_model.loss or "").split(",") if name.strip()}
-    top = float(prediction.probs.max()) if isinstance(prediction, Categorical) else None
+    top = float(prediction.probs.max()) if predicts_classes(prediction) else None
     if twice:
         advice = "give logits or log-probabilities to Categorical(logits=...), not probabilities"
         return finding("E16", "failed", advice, largest_confidence=top)

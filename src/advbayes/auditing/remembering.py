@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical
 
 from advbayes import metrics
 from advbayes.auditing.case import Case, Frozen, judged, not_run
@@ -15,6 +14,7 @@ from advbayes.auditing.copies import Forgetful
 from advbayes.auditing.findings import Finding
 from advbayes.auditing.strength import SIGNIFICANT, breaks_more, further
 from advbayes.evaluation.scoring import Columns, worst
+from advbayes.likelihoods import predicts_classes
 from advbayes.seeds import generator_for
 from advbayes.types import Predictor
 
@@ -110,7 +110,7 @@ def order_independence(case: Case) -> Finding:
 def changed(first: Predictor, second: Predictor, x: Tensor, case: Case) -> Tensor:  # (B,) bool
     """Which of the points two predictors answer differently."""
     one, two = first(x), second(x)
-    if isinstance(one, Categorical) and isinstance(two, Categorical):
+    if predicts_classes(one) and predicts_classes(two):
         return ((one.probs - two.probs).abs().amax(-1) > SAME).cpu()
     apart = (one.mean - two.mean).abs() + (one.variance.sqrt() - two.variance.sqrt()).abs()
     return (apart.reshape(len(x), -1).amax(1) > SAME * case.spread).cpu()

@@ -250,10 +250,7 @@ def _renamed(
     """The keywords of the version before: `budget` is a tier, `batch_size` the tier's, the rest is
     the support's."""
     support = support or Support()
-    if not isinstance(support, Support):
-        raise checks.InputTypeError(
-            f"support must be a Support(...), got {checks.describe(support)}"
-        )
+    checks.instance("support", support, Support, "a Support(...)")
     names = {field.name for field in fields(Support)}
     unknown = sorted(deprecated.keys() - names - {"budget", "batch_size"})
     if unknown:
@@ -413,10 +410,7 @@ def _case(
     seed: int,
 ) -> Case:
     """The case: some rows of the data, or those of a claim's arrays."""
-    if not isinstance(ball, Ball):
-        raise checks.InputTypeError(
-            f"ball must be a ball such as L2(eps), got {checks.describe(ball)}"
-        )
+    checks.instance("ball", ball, Ball, "a ball such as L2(eps)")
     budget = tier if isinstance(tier, Budget) else TIERS[checks.choice("tier", tier, tuple(TIERS))]
     copies = copies_of(predict, support.factory)  # before anything is asked
     x, y = as_tensors(data, dtype_of(predict))

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution
+from torch.distributions import Distribution
 
 from advbayes import metrics
 from advbayes.attacks import loss_and_gradient, nll, one_step, squared_error
@@ -15,6 +15,7 @@ from advbayes.auditing.case import POINT, Case, finding, judged, not_applicable,
 from advbayes.auditing.findings import Finding
 from advbayes.evaluation.inputs import extent_of
 from advbayes.evaluation.scoring import Columns, worst
+from advbayes.likelihoods import predicts_classes
 from advbayes.seeds import generator_for
 from advbayes.types import Attack, Predictor
 
@@ -228,7 +229,7 @@ class _Watched:
         self.aligned &= self.apart or len(x) == len(self.x)
         # of an estimated gradient: no iterates
         probes = self.case.black_box and len(x) > len(self.x)
-        if self.aligned and not probes and isinstance(prediction, Categorical):
+        if self.aligned and not probes and predicts_classes(prediction):
             with torch.no_grad():
                 # (B, N): point, example
                 wrong = prediction.logits.argmax(-1).unsqueeze(1) != self.y
@@ -310,7 +311,7 @@ def silent_success(case: Case) -> Finding:
 @torch.no_grad()
 def _harmless(predict: Predictor, x: Tensor, y: Tensor) -> Tensor:
     prediction = predict(x)
-    assert isinstance(prediction, Categorical)
+    assert predicts_classes(prediction)
     return prediction.logits.argmax(-1) == y
 
 

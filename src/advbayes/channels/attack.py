@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical
 
 from advbayes import checks
 from advbayes.attacks import PGD, mode
 from advbayes.channels.density import GaussianDensity
 from advbayes.channels.noise import Noise, add_noise, refuse_dirac
+from advbayes.likelihoods import predicts_classes
 from advbayes.seeds import SharedStarts
 from advbayes.types import Attack, Channel, Predictor
 
@@ -101,7 +101,7 @@ def likely_labels(predict: Predictor, x: Tensor) -> tuple[Tensor, ...]:
     likely."""
     with torch.no_grad():
         prediction = predict(x)
-    if isinstance(prediction, Categorical):
+    if predicts_classes(prediction):
         return (mode(prediction),)
     mean, sd = prediction.mean, prediction.stddev
     return mean + sd, mean - sd

@@ -38,11 +38,7 @@ class Learned:
     entropy_bonus: float = 0.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.generator, nn.Module):
-            raise checks.InputTypeError(
-                f"generator must be a torch.nn.Module of (x, y), got "
-                f"{checks.describe(self.generator)}"
-            )
+        checks.instance("generator", self.generator, nn.Module, "a torch.nn.Module of (x, y)")
         low, high = self.sigma_range
         checks.number("sigma_range[0]", low, low=0, open_low=True)
         checks.number("sigma_range[1]", high, low=low)

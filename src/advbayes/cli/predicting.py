@@ -19,6 +19,7 @@ from advbayes.datasets.encoding import read_rows
 from advbayes.datasets.npz import read_npz
 from advbayes.datasets.own import MAX_CSV_BYTES, MAX_NPZ_BYTES
 from advbayes.datasets.tables import parse_table
+from advbayes.likelihoods import predicts_classes
 from advbayes.progress import Progress
 from advbayes.runs import Trained
 from advbayes.runs.config import ConfigError
@@ -85,7 +86,7 @@ def tabulate(trained: Trained, x: Tensor, *, num_thetas: int = 20, level: float 
     with torch.no_grad(), Progress("predict", len(x)) as bar:
         for start in range(0, len(x), _ROWS):
             prediction = predict(x[start : start + _ROWS])
-            if isinstance(prediction, Categorical):
+            if predicts_classes(prediction):
                 parts.append(_classes(prediction, trained.class_names))
             else:
                 parts.append(_numbers(prediction, trained, level))

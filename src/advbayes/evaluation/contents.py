@@ -118,28 +118,26 @@ def _is_open(value: Any) -> bool:
 def _parts(value: Any, hidden: bool) -> tuple[list[tuple[str, Any]] | None, bool]:
     """The named parts of a value, and whether its repr leaves them out; None where they cannot be
     had."""
-    if isinstance(value, Mapping):
-        return [(str(key), member) for key, member in value.items()], hidden
-    if isinstance(value, (tuple, list)):
-        return [(str(number), member) for number, member in enumerate(value)], hidden
-    if isinstance(value, (set, frozenset)):
-        return [
-            (str(number), member) for number, member in enumerate(sorted(value, key=repr))
-        ], hidden
-    if settings(value):
-        return list(settings(value).items()), hidden
-    if isinstance(value, functools.partial):
-        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)], True
-    if isinstance(value, MethodType):
-        return [("function", value.__func__), ("self", value.__self__)], True
-    if isinstance(value, FunctionType):
-        return _of_function(value), True
-    held = getattr(value, "__dict__", None)
-    if held is None or isinstance(
-        value, torch.Generator
-    ):  # a stream's place moves as it is drawn from
-        return None, True
-    return [("class", type(value)), *held.items()], True
+    match value:
+        case Mapping():
+            return [(str(key), member) for key, member in value.items()], hidden
+        case tuple() | list():
+            return [(str(number), member) for number, member in enumerate(value)], hidden
+        case set() | frozenset():
+            in_order = sorted(value, key=repr)
+            return [(str(number), member) for number, member in enumerate(in_order)], hidden
+        case _ if settings(value):
+            return list(settings(value).items()), hidden
+        case functools.partial():
+            return [("func", value.func), ("args", value.args), ("keywords", value.keywords)], True
+        case MethodType():
+            return [("function", value.__func__), ("self", value.__self__)], True
+        case FunctionType():
+            return _of_function(value), True
+        case torch.Generator():  # a stream's place moves as it is drawn from
+            return None, True
+    attributes = getattr(value, "__dict__", None)
+    return None if attributes is None else [("class", type(value)), *attributes.items()], True
 
 
 def _of_function(value: FunctionType) -> list[tuple[str, Any]]:

@@ -194,23 +194,24 @@ class Folder:
 def _alike(first: Any, second: Any) -> bool:
     """Equal, numbers up to rounding: the predictions of a model differ in the last bits from
     machine to machine."""
-    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
-        return len(first) == len(second) and all(map(_alike, first, second))
-    if isinstance(first, dict) and isinstance(second, dict):
-        return first.keys() == second.keys() and all(
-            _alike(first[key], second[key]) for key in first
-        )
-    if isinstance(first, float) and isinstance(second, float):
-        return abs(first - second) <= 1e-4 * (1 + abs(second))
+    match first, second:
+        case list() | tuple(), list() | tuple():
+            return len(first) == len(second) and all(map(_alike, first, second))
+        case dict(), dict():
+            same = first.keys() == second.keys()
+            return same and all(_alike(first[key], second[key]) for key in first)
+        case float(), float():
+            return abs(first - second) <= 1e-4 * (1 + abs(second))
     return bool(first == second)
 
 
 def _difference(place: str, held: Any, wanted: Any) -> tuple[str, Any, Any]:
     """Where two settings differ, as deep as dictionaries go, and the two values there."""
-    if isinstance(held, dict) and isinstance(wanted, dict):
-        for key in (*wanted, *(key for key in held if key not in wanted)):
-            if key not in held or key not in wanted or not _alike(held[key], wanted[key]):
-                return _difference(f"{place}[{key!r}]", held.get(key), wanted.get(key))
+    match held, wanted:
+        case dict(), dict():
+            for key in (*wanted, *(key for key in held if key not in wanted)):
+                if key not in held or key not in wanted or not _alike(held[key], wanted[key]):
+                    return _difference(f"{place}[{key!r}]", held.get(key), wanted.get(key))
     return place, held, wanted
 
 

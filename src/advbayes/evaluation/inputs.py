@@ -11,11 +11,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution
+from torch.distributions import Distribution
 from torch.utils.data import DataLoader
 
 from advbayes import checks
 from advbayes.attacks.balls import Ball
+from advbayes.likelihoods import predicts_classes
 from advbayes.metrics.intervals import wilson
 from advbayes.metrics.scores import labels, targets
 from advbayes.metrics.trivial import ConstantClasses, ConstantGaussian
@@ -152,11 +153,8 @@ def _tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(value, np.ndarray):
         array: Tensor = torch.tensor(value)
         return array.to(dtype) if array.is_floating_point() else array
-    if not isinstance(value, Tensor):
-        raise checks.InputTypeError(
-            f"{name} must be a tensor or an array, got {checks.describe(value)}"
-        )
-    return value
+    tensor: Tensor = checks.instance(name, value, Tensor, "a tensor or an array")
+    return tensor
 
 
 def check_predictor(
@@ -187,7 +185,7 @@ as Categorical(logits=...), probabilities as Categorical(probs=...)
             f"{name} must predict with batch shape ({len(x)},) for {len(x)} inputs, "
             f"got batch shape {tuple(prediction.batch_shape)}"
         )
-    if not isinstance(prediction, Categorical):
+    if not predicts_classes(prediction):
         targets(prediction, y)
         check_scores(
             prediction.log_prob(y.reshape(prediction.mean.shape)),
@@ -305,12 +303,12 @@ def warn_units(ball: Ball, x: Tensor, name: str) -> None:
 def is_stochastic(predict: Predictor, x: Tensor) -> bool:
     """Whether two calls on the same inputs differ.
 
-    >>> is_stochastic(lambda x: Categorical(logits=x), torch.zeros(2, 3))
+    >>> is_stochastic(lambda x: torch.distributions.Categorical(logits=x), torch.zeros(2, 3))
     False
     """
     with torch.no_grad():
         first, second = predict(x), predict(x)
-    if isinstance(first, Categorical) and isinstance(second, Categorical):
+    if predicts_classes(first) and predicts_classes(second):
         return not torch.equal(first.logits, second.logits)
     return not (
         torch.equal(first.mean, second.mean) and torch.equal(first.variance, second.variance)

@@ -8,13 +8,14 @@ from contextlib import suppress
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution
+from torch.distributions import Distribution
 
 from advbayes import metrics
 from advbayes.attacks import nll
 from advbayes.attacks.gradients import per_example
 from advbayes.checks import InputError
 from advbayes.evaluation.inputs import Task, check_scores
+from advbayes.likelihoods import predicts_classes
 from advbayes.types import Loss, Predictor
 
 Columns = dict[str, Tensor]  # name -> (N,), float64
@@ -77,7 +78,7 @@ def score(
 
     >>> y = torch.tensor([0, 1])
     >>> score(
-    ...     lambda x: Categorical(logits=x),
+    ...     lambda x: torch.distributions.Categorical(logits=x),
     ...     torch.tensor([[9.0, 0.0], [9.0, 0.0]]),
     ...     y,
     ...     "classification",
@@ -110,12 +111,12 @@ def _scores(
     prediction: Distribution, y: Tensor, loss: Loss, interval_level: float, what: str
 ) -> Columns:
     """The scores of one call."""
-    if isinstance(prediction, Categorical):
+    if predicts_classes(prediction):
         check_scores(prediction.logits, f"{what} (log-probabilities)")
     found = {"log_prob": metrics.log_prob(prediction, y)}
     check_scores(found["log_prob"], f"{what} (log-probabilities of y)")
     found["loss"] = -found["log_prob"] if loss is nll else per_example(loss(prediction, y), len(y))
-    if isinstance(prediction, Categorical):
+    if predicts_classes(prediction):
         found["entropy"] = metrics.entropy(prediction)
         found["correct"] = metrics.correct(prediction, y)
         found["confidence"] = metrics.confidence(prediction)

@@ -84,10 +84,7 @@ def selective_task(
             f"{checks.describe(foreign)}"
         )
     checks.number("coverage", coverage, low=0, high=1, open_low=True)
-    if not isinstance(ball, Ball):
-        raise checks.InputTypeError(
-            f"ball must be a ball such as L2(1.0), got {checks.describe(ball)}"
-        )
+    checks.instance("ball", ball, Ball, "a ball such as L2(1.0)")
     ball.check(x)
     ball.check(foreign)
     warn_units(ball, x, "ball")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from advbayes.checks import InputError, InputTypeError, describe, finite
+from advbayes.checks import InputError, InputTypeError, describe, finite, instance
 from advbayes.likelihoods import targets_like
 
 
@@ -17,8 +17,7 @@ def batch_size(prediction: Distribution) -> int:
     >>> batch_size(torch.distributions.Normal(torch.zeros(3), 1.0))
     3
     """
-    if not isinstance(prediction, Distribution):
-        raise InputTypeError(f"prediction must be a torch Distribution, got {describe(prediction)}")
+    instance("prediction", prediction, Distribution, "a torch Distribution")
     batch, event = tuple(prediction.batch_shape), tuple(prediction.event_shape)
     one_output = len(batch) == 2 and batch[1] == 1 and event == ()
     if (len(batch) != 1 and not one_output) or batch[0] == 0 or len(event) > 1:

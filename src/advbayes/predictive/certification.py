@@ -94,10 +94,7 @@ def certify(
     >>> int(found.classes), bool(0.5 < found.radii < 1.0)
     (0, True)
     """
-    if not isinstance(smoothed, Smoothed):
-        raise checks.InputTypeError(
-            f"smoothed must be a Smoothed predictor, got {checks.describe(smoothed)}"
-        )
+    checks.instance("smoothed", smoothed, Smoothed, "a Smoothed predictor")
     checks.number("sigma", smoothed.sigma, low=0, open_low=True)
     n0, n, batch = checks.count("n0", n0), checks.count("n", n), checks.count("batch", batch)
     alpha = checks.number("alpha", alpha, low=0, high=1, open_low=True, open_high=True)

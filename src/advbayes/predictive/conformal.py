@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
 from advbayes import checks
+from advbayes.likelihoods import predicts_classes
 from advbayes.types import Attack, Predictor
 
 
@@ -96,7 +97,7 @@ def conformal_intervals(
     """
     x, y = _calibration(predict, data, attack, generator)
     prediction = predict(x)
-    if isinstance(prediction, Categorical):
+    if predicts_classes(prediction):
         raise checks.InputTypeError(
             "predict must be a regression predictor, got classes; see conformal_sets"
         )
@@ -132,7 +133,7 @@ def conformal_sets(
 
 
 def _classes(prediction: Distribution) -> Categorical:
-    if not isinstance(prediction, Categorical):
+    if not predicts_classes(prediction):
         raise checks.InputTypeError(
             f"predict must predict classes, got {type(prediction).__name__}; see "
             f"conformal_intervals"

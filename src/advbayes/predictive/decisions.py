@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution
+from torch.distributions import Categorical, Distribution  # noqa: F401 (for the examples)
 
 from advbayes import checks
 from advbayes.attacks import pgd
 from advbayes.attacks.balls import Ball
+from advbayes.likelihoods import predicts_classes
 from advbayes.metrics import Estimate, mean
 from advbayes.types import Attack, Predictor
 
@@ -74,9 +75,7 @@ class Choices:
         """E[utility(a, y)] under a prediction: differentiable in classes; in regression over draws,
         the same for each call."""
         if isinstance(self.utility, Tensor):
-            if not isinstance(prediction, Categorical) or prediction.probs.shape[-1] != len(
-                self.utility
-            ):
+            if not predicts_classes(prediction) or prediction.probs.shape[-1] != len(self.utility):
                 raise checks.InputTypeError(
                     f"predict must give {len(self.utility)} classes for this utility, got "
                     f"{prediction}"

@@ -14,7 +14,7 @@ from torch.distributions import Distribution, Independent, Normal
 from torch.utils.checkpoint import checkpoint
 
 from advbayes import checks
-from advbayes.likelihoods import GaussianMixture
+from advbayes.likelihoods import GaussianMixture, predicts_classes
 from advbayes.predictive.posterior import FreshPredictive
 from advbayes.seeds import generator_for
 from advbayes.types import Predictor
@@ -140,7 +140,7 @@ def _forward(predict: Predictor, noise: Tensor) -> Callable[[Tensor], tuple[Tens
     def forward(x: Tensor) -> tuple[Tensor, ...]:
         count, batch = len(noise), len(x)
         prediction = predict((x + noise).reshape(count * batch, *x.shape[1:]))
-        if isinstance(prediction, CategoricalDistribution):
+        if predicts_classes(prediction):
             return (prediction.logits.view(count, batch, -1),)
         if isinstance(prediction, GaussianMixture):
             inner = len(prediction.means)

@@ -90,10 +90,7 @@ class Purifier:
         num_nearest: int = 64,
         left_out: float = 1e-6,
     ) -> None:
-        if not isinstance(model, BayesianModel):
-            raise checks.InputTypeError(
-                f"model must be a BayesianModel, got {checks.describe(model)}"
-            )
+        checks.instance("model", model, BayesianModel, "a BayesianModel")
         checks.choice("update", update, ("online", "offline"))
         model._check_theta("thetas", thetas, 2)
         checks.finite("thetas", thetas)

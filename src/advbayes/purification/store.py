@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution, Independent, Normal
 
 from advbayes import checks
 from advbayes.channels import GaussianDensity
+from advbayes.likelihoods import predicts_classes
 from advbayes.model import BayesianModel
 from advbayes.purification.banks import FEWEST_ROWS, Bank, FunctionBank, GaussianBank
 from advbayes.purification.rows import DiskRows, MemoryRows, Rows, num_bytes, spans
@@ -109,7 +109,7 @@ class Store:
 
 def _values(prediction: Distribution) -> tuple[Tensor, int]:
     """(n, V) and the number of outputs (0 for classes)."""
-    if isinstance(prediction, CategoricalDistribution):
+    if predicts_classes(prediction):
         return prediction.probs.clamp_min(_FLOOR), 0
     normal = prediction.base_dist if isinstance(prediction, Independent) else prediction
     if not isinstance(normal, Normal):

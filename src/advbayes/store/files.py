@@ -25,6 +25,8 @@ except ImportError:  # Windows: what killed writers leave behind stays
     fcntl = None  # type: ignore[assignment]
 
 _PIECE = 1 << 20
+_PLAIN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_WARY = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -67,14 +69,8 @@ def read_bytes(path: Path, *, limit: int) -> bytes:
 def opened(path: Path) -> Iterator[tuple[int, int]]:
     """Descriptor and size of a regular file; links, pipes, devices and folders are refused without
     waiting on them."""
-    flags = (
-        os.O_RDONLY
-        | getattr(os, "O_NOFOLLOW", 0)
-        | getattr(os, "O_NONBLOCK", 0)
-        | getattr(os, "O_BINARY", 0)
-    )
     try:
-        descriptor = os.open(path, flags | getattr(os, "O_CLOEXEC", 0))
+        descriptor = os.open(path, _WARY | _PLAIN)
     except FileNotFoundError:
         raise MissingError(path, wanted="a file") from None
     except OSError as error:
@@ -110,8 +106,7 @@ def pieces_at(path: Path, descriptor: int, offset: int, size: int) -> Iterator[b
 
 def create(path: Path, data: bytes) -> None:
     """Write a file that has nothing in it yet and flush it to the disk."""
-    flags = os.O_WRONLY | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    descriptor = os.open(path, flags, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _PLAIN, 0o666)
     try:
         write_all(descriptor, data)
         os.fsync(descriptor)
@@ -165,9 +160,7 @@ def _locked(path: Path, *, surely: bool = False) -> int | None:
     """
     descriptor = -1
     try:
-        descriptor = os.open(
-            path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-        )
+        descriptor = os.open(path, _WARY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (OSError, AttributeError) as error:

@@ -101,29 +101,26 @@ def encode(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:
     >>> encode(balls.L2(0.5, box=(0, 1)), "ball", {})
     {'kind': 'L2', 'eps': 0.5, 'box': [0, 1], 'scale': None, 'mask': None}
     """
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"kind": "number", "value": str(value)}
-    if isinstance(value, (tuple, list)):
-        return [encode(item, f"{place}/{index}", tensors) for index, item in enumerate(value)]
-    if isinstance(value, Tensor):
-        tensors[place] = value
-        return {"kind": "tensor", "name": place}
-    if isinstance(value, nn.Module):
-        described = describe_net(value)
-        if described is None:
-            raise StoreError(
-                place,
-                wanted="a network of plain layers or a built-in one",
-                got=type(value).__name__,
-            )
-        tensors.update({f"{place}/{name}": tensor for name, tensor in value.state_dict().items()})
-        return {"kind": "net", "net": described}
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else {"kind": "number", "value": str(value)}
+        case tuple() | list():
+            return [encode(item, f"{place}/{index}", tensors) for index, item in enumerate(value)]
+        case Tensor():
+            tensors[place] = value
+            return {"kind": "tensor", "name": place}
+        case nn.Module():
+            described = describe_net(value)
+            if described is None:
+                wanted = "a network of plain layers or a built-in one"
+                raise StoreError(place, wanted=wanted, got=type(value).__name__)
+            state = value.state_dict()
+            tensors.update({f"{place}/{name}": tensor for name, tensor in state.items()})
+            return {"kind": "net", "net": described}
     if type(value) in _KINDS.values():
-        named = {field.name: getattr(value, field.name) for field in fields(value)}  # type: ignore[arg-type]
-        inner = {name: encode(item, f"{place}/{name}", tensors) for name, item in named.items()}
-        return {"kind": type(value).__name__, **inner}
+        return {"kind": type(value).__name__, **_settings(value, place, tensors)}
     for name, loss in _LOSSES.items():
         if value is loss:
             return {"kind": "loss", "name": name}
@@ -132,8 +129,7 @@ def encode(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:
         and not isinstance(value, type)
         and "<locals>" not in own_name(type(value))
     ):
-        held = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        inner = {name: encode(item, f"{place}/{name}", tensors) for name, item in held.items()}
+        inner = _settings(value, place, tensors)
         return {"kind": "own", "name": own_name(type(value)), "settings": inner}
     wanted = f"one of {', '.join([*_KINDS, *_LOSSES])}"
     raise StoreError(place, wanted=wanted, got=f"{value!r:.80} ({type(value).__name__})")
@@ -236,6 +232,11 @@ def _construct(
         raise StoreError(
             place, wanted=f"settings that {kind.__name__} accepts", got=f"{error!s:.200}"
         ) from None
+
+
+def _settings(value: object, place: str, tensors: dict[str, Tensor]) -> dict[str, JSON]:
+    named = attacks.settings(value)
+    return {name: encode(item, f"{place}/{name}", tensors) for name, item in named.items()}
 
 
 def encode_document(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:

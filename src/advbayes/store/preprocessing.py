@@ -251,18 +251,20 @@ def _example(described: Any, place: str) -> npt.NDArray[Any]:
 
 def plain(value: Any, place: str) -> Any:
     """A setting or a fitted attribute as JSON; NaN as an object, since JSON has none."""
-    if isinstance(value, np.ndarray):
-        if not _DTYPE.fullmatch(value.dtype.str):
-            raise StoreError(place, wanted="numbers or text", got=f"{value.dtype}")
-        return {"dtype": value.dtype.str, "values": [plain(item, place) for item in value.tolist()]}
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"number": str(value)}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [plain(item, place) for item in value]
+    match value:
+        case np.ndarray():
+            if not _DTYPE.fullmatch(value.dtype.str):
+                raise StoreError(place, wanted="numbers or text", got=f"{value.dtype}")
+            listed = [plain(item, place) for item in value.tolist()]
+            return {"dtype": value.dtype.str, "values": listed}
+        case np.generic():
+            return plain(value.item(), place)
+        case float() if not math.isfinite(value):
+            return {"number": str(value)}
+        case None | bool() | int() | float() | str():
+            return value
+        case list() | tuple():
+            return [plain(item, place) for item in value]
     raise StoreError(place, wanted="a plain setting", got=f"{value!r:.80}")
 
 

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution
 
 from advbayes import metrics
 from advbayes.checks import InputTypeError, number
-from advbayes.likelihoods import GaussianMixture
+from advbayes.likelihoods import GaussianMixture, predicts_classes
 from advbayes.posteriors import Ensemble, PointMass, Samples
 from advbayes.predictive import PosteriorPredictive
 from advbayes.seeds import generator_for
@@ -101,7 +100,7 @@ class RawPredictor:
         """The name of the most probable class of each row."""
         with torch.no_grad():
             prediction = self(x)
-        if not isinstance(prediction, CategoricalDistribution):
+        if not predicts_classes(prediction):
             raise InputTypeError("classes is for a classifier, got a regression model")
         best: list[int] = prediction.logits.argmax(-1).tolist()
         return [self.class_names[index] if self.class_names else str(index) for index in best]

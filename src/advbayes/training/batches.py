@@ -264,10 +264,7 @@ class _Check:
             y = torch.tensor(y, device=model.device)
             y = y.to(model.dtype) if y.is_floating_point() else y
         for name, value in (("x", x), ("y", y)):
-            if not isinstance(value, Tensor):
-                raise checks.InputTypeError(
-                    f"{name} must be a tensor or an array, got {checks.describe(value)}"
-                )
+            checks.instance(name, value, Tensor, "a tensor or an array")
         if not len(x):
             raise checks.InputError(f"x must hold at least one example, got {checks.describe(x)}")
         model._check_input(x)

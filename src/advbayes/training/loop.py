@@ -217,8 +217,7 @@ def fit(
 def _check_parts(
     model: BayesianModel, posterior: Posterior, channel: Channel, objective: ChannelELBO | None
 ) -> None:
-    if not isinstance(model, BayesianModel):
-        raise checks.InputTypeError(f"model must be a BayesianModel, got {checks.describe(model)}")
+    checks.instance("model", model, BayesianModel, "a BayesianModel")
     if isinstance(posterior, Samples) or not isinstance(posterior, Posterior):
         raise checks.InputTypeError(
             f"posterior must be trainable (MeanField, LowRank, ...), got "
