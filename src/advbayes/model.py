@@ -83,6 +83,21 @@ class BayesianModel:
             f"num_params={self.num_params})"
         )
 
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> BayesianModel:
+        """The same model with its net on another device or in another dtype; posteriors are
+        modules and move by their own `to`.
+
+        >>> from advbayes import Categorical
+        >>> BayesianModel(nn.Linear(4, 3), Categorical()).to(dtype=torch.float64).dtype
+        torch.float64
+        """
+        net = copy.deepcopy(self.net).to(device=device, dtype=dtype)
+        for name, p in net.named_parameters():
+            p.requires_grad_(name in self.names)
+        return BayesianModel(net, self.likelihood, self.prior_scale)
+
     def initial_theta(self) -> Tensor:
         """The network's own weights (and the likelihood's initial scale) as a theta: where
         posteriors start."""

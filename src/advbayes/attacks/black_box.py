@@ -162,7 +162,7 @@ class Square:
         unit = (
             torch.ones_like(x[:1])
             if self.ball.scale is None
-            else torch.as_tensor(self.ball.scale).to(x).expand_as(x[:1])
+            else torch.as_tensor(self.ball.scale, dtype=x.dtype, device=x.device).expand_as(x[:1])
         )
         d = (point - x) / unit
         first, bump = _windows(x, share, generator)

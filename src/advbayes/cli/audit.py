@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from advbayes.cli.screen import Json, Thetas, Trust, emit, say
+from advbayes.cli.screen import Device, Json, Thetas, Trust, emit, say, usable
 from advbayes.cli.signals import watched
 from advbayes.cli.threat import Eps, FeatureEps, Fixed, Norm, ball_for, check_norm
 
@@ -82,6 +82,7 @@ def audit(
         str | None, typer.Option(metavar="A|B|C", help="Exit with 3 when the level is worse")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Keys the randomness")] = 0,
+    device: Device = "cpu",
     trust_network: Trust = False,
     json: Json = False,
 ) -> int:
@@ -137,10 +138,12 @@ def audit(
     folder = Folder.open(run)
     config = folder.config
     torch.set_num_threads(config.threads)
-    trained = load_trained(run, trusted=trust_network)
-    prepared = prepare(config)
+    trained = load_trained(run, trusted=trust_network).to(usable(device))
+    prepared = prepare(config).to(device)
     control = (
-        None if undefended is None else load_trained(undefended, trusted=trust_network).point()
+        None
+        if undefended is None
+        else load_trained(undefended, trusted=trust_network).to(device).point()
     )
     ball = ball_for(trained, norm, eps, fixed, feature_eps)
     with watched(), folder.lock():

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from advbayes.cli.screen import Json, Run, Trust, emit, say, table
+from advbayes.cli.screen import Device, Json, Run, Trust, emit, say, table, usable
 from advbayes.cli.signals import watched
 
 HELP = """Certify L2 radii by randomised smoothing: no perturbation below the radius changes the
@@ -35,6 +35,7 @@ def certify(
         float, typer.Option(min=1e-9, max=0.5, help="Chance that a certificate is wrong")
     ] = 0.001,
     seed: Annotated[int, typer.Option(min=0, help="Keys the noise")] = 0,
+    device: Device = "cpu",
     trust_network: Trust = False,
     json: Json = False,
 ) -> None:
@@ -54,12 +55,12 @@ def certify(
     folder = Folder.open(run)
     config = folder.config
     torch.set_num_threads(config.threads)
-    trained = load_trained(run, trusted=trust_network)
+    trained = load_trained(run, trusted=trust_network).to(usable(device))
     if trained.task != "classification":
         raise ConfigError(
             f"RUN: must be a classifier to be certified by votes, got a run for {trained.task}"
         )
-    data = prepare(config)
+    data = prepare(config).to(device)
     x, y = data.x_test[:num], data.y_test[:num]
     # A theta with every draw of the noise: it is the Bayesian vote that is certified.
     smoothed = Smoothed(FreshPredictive(trained.model, trained.posterior, 1), sigma)
@@ -71,7 +72,7 @@ def certify(
                 x[row : row + 1],
                 n=draws,
                 alpha=alpha,
-                generator=generator_for(seed, "certify", row),
+                generator=generator_for(seed, "certify", row, device),
             )
             classes += found.classes.tolist()
             radii += found.radii.tolist()

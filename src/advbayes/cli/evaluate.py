@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from advbayes.cli.screen import Json, Run, Thetas, Trust, emit, say, table
+from advbayes.cli.screen import Device, Json, Run, Thetas, Trust, emit, say, table, usable
 from advbayes.cli.signals import watched
 from advbayes.cli.threat import (
     DEFAULTS,
@@ -76,6 +76,7 @@ def evaluate(
         int, typer.Option(min=1, help="Examples written (and resumed) at a time")
     ] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Keys the attacks' randomness")] = 0,
+    device: Device = "cpu",
     trust_network: Trust = False,
     json: Json = False,
 ) -> None:
@@ -107,8 +108,8 @@ def evaluate(
     folder = Folder.open(run)
     config = folder.config
     torch.set_num_threads(config.threads)
-    trained = load_trained(run, trusted=trust_network)
-    data = prepare(config)
+    trained = load_trained(run, trusted=trust_network).to(usable(device))
+    data = prepare(config).to(device)
     radii = sorted(set(eps)) if eps else [trained.eps]
     ball = ball_for(trained, norm, max(radii), fixed, feature_eps)
     given = {

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from advbayes.cli.screen import Json, Thetas, Trust, emit, say
+from advbayes.cli.screen import Device, Json, Thetas, Trust, emit, say, usable
 from advbayes.cli.signals import watched
 
 HELP = """Predict for the rows of a .csv file (by column names) or of an .npz file (array x), in
@@ -46,6 +46,7 @@ def predict(
     positive: Annotated[
         str | None, typer.Option(metavar="CLASS", help="The class that --threshold is about")
     ] = None,
+    device: Device = "cpu",
     trust_network: Trust = False,
     json: Json = False,
 ) -> None:
@@ -60,7 +61,8 @@ def predict(
         raise ConfigError("threshold, positive: must be given together, got one of them")
     check_new("out", out, (".csv", ".npz", ".json"))
     trained = load_trained(model, trusted=trust_network)
-    columns = tabulate(trained, read_inputs(trained, Path(input)), num_thetas=thetas, level=level)
+    x = read_inputs(trained, Path(input)).to(usable(device))
+    columns = tabulate(trained.to(device), x, num_thetas=thetas, level=level)
     if threshold is not None and positive is not None:
         decide(columns, trained.class_names, positive, threshold)
     num = len(next(iter(columns.values())))

@@ -129,11 +129,11 @@ def decide(columns: Columns, names: tuple[str, ...], positive: str, threshold: f
 def _numbers(prediction: Any, trained: Trained, level: float) -> Columns:
     """Mean, standard deviation and the central interval from the predictive's own quantiles, in the
     target's unit."""
-    edges = [metrics.quantile(prediction, 0.5 + sign * level / 2) for sign in (-1, 1)]
+    edges = [metrics.quantile(prediction, 0.5 + sign * level / 2).cpu() for sign in (-1, 1)]
     # each (B, D)
     found = [
         value.reshape(len(value), -1)
-        for value in (prediction.mean, prediction.variance.sqrt(), *edges)
+        for value in (prediction.mean.cpu(), prediction.variance.sqrt().cpu(), *edges)
     ]
     shift, spread = (
         (None, None)

@@ -24,7 +24,32 @@ Trust = Annotated[
     ),
 ]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder made by `advbayes train`")]
+Device = Annotated[
+    str, typer.Option("--device", metavar="cpu|cuda|mps", help="Where to compute, as torch says it")
+]
 Thetas = Annotated[int, typer.Option("--thetas", min=1, help="Thetas in the predictive")]
+
+
+def usable(device: str) -> str:
+    """The device, if torch has it here.
+
+    >>> usable("cpu")
+    'cpu'
+    """
+    import torch
+
+    from advbayes.runs.config import ConfigError
+
+    try:
+        torch.Generator(device)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"device: must be one that torch has on this machine, such as cpu, got {device!r:.40} "
+            f"({first:.100})"
+        ) from None
+    return device
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from advbayes.cli.screen import Json, Trust, emit, say
+from advbayes.cli.screen import Device, Json, Trust, emit, say, usable
 from advbayes.cli.signals import Finishing
 from advbayes.runs.config import ConfigError, RunConfig, make_config, read_toml
 
@@ -75,6 +75,7 @@ def _train(**given: Any) -> int:
     """What the flags say, on top of the file, on top of the defaults."""
     config, out, resume = given.pop("config"), given.pop("out"), given.pop("resume")
     trusted, as_json, quiet = given.pop("trust_network"), given.pop("json"), given.pop("quiet")
+    device = usable(given.pop("device"))
     flags = {key: value for key, value in given.items() if value is not None}
     if resume is not None:
         extra = [
@@ -86,10 +87,10 @@ def _train(**given: Any) -> int:
                 f"resume: goes on with the configuration in {resume}, got {', '.join(extra)} "
                 f"beside it"
             )
-        return _run(None, None, resume, trusted, as_json, quiet)
+        return _run(None, None, resume, trusted, as_json, quiet, device)
     values = {} if config is None else read_toml(config)
     made = make_config({**values, **{key: parse(key, value) for key, value in flags.items()}})
-    return _run(_with_files(made), out, None, trusted, as_json, quiet)
+    return _run(_with_files(made), out, None, trusted, as_json, quiet, device)
 
 
 def _with_files(config: RunConfig) -> RunConfig:
@@ -113,6 +114,7 @@ def _run(
     trusted: bool,
     as_json: bool,
     quiet: bool,
+    device: str,
 ) -> int:
     from contextlib import ExitStack
 
@@ -139,6 +141,7 @@ def _run(
                 progress=False if quiet else None,
                 stop=stop,
                 downloading=downloads,
+                device=device,
             )
         if result.interrupted:
             _tell(run, as_json, "stopped", f"Go on with: advbayes train --resume {run.path}")
@@ -286,6 +289,7 @@ def _command() -> Any:
             parameters[key] = (option(*names, **settings), None)
     parameters["trust_network"] = (Trust, False)
     parameters["json"] = (Json, False)
+    parameters["device"] = (Device, "cpu")
     parameters["quiet"] = (option("--quiet", kind=bool, help="No progress bar"), False)
 
     def command(**given: Any) -> int:

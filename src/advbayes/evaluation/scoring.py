@@ -98,9 +98,7 @@ def score(
         for part, size in parts.items():
             if not part or (part == "_first") == (call < repeats // 2):
                 for name, values in found.items():
-                    total[name + part] = (
-                        total.get(name + part, torch.zeros((), dtype=torch.float64)) + values / size
-                    )
+                    total[name + part] = total.get(name + part, 0.0) + values / size
     for part, size in parts.items():
         if "correct" in total and not guesses:  # ten tenths are one
             total["correct" + part] = (total["correct" + part] * size).round() / size

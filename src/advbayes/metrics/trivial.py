@@ -29,7 +29,7 @@ class ConstantClasses:
     def __call__(self, x: Tensor, /) -> Distribution:  # x (B, *event)
         zeros = _zeros(x)
         return Categorical(
-            logits=torch.tensor(self.probs, dtype=torch.float64).to(zeros).log() + zeros
+            logits=torch.tensor(self.probs, dtype=zeros.dtype, device=zeros.device).log() + zeros
         )
 
 
@@ -54,8 +54,10 @@ class ConstantGaussian:
 
     def __call__(self, x: Tensor, /) -> Distribution:  # x (B, *event)
         zeros = _zeros(x)
-        mean = torch.tensor(self.mean, dtype=torch.float64).to(zeros) + zeros  # (B, D)
-        scale = torch.tensor(self.scale, dtype=torch.float64).to(zeros).expand_as(mean)
+        mean, scale = (
+            torch.tensor(each, dtype=zeros.dtype, device=zeros.device) + zeros  # (B, D)
+            for each in (self.mean, self.scale)
+        )
         if len(self.mean) == 1:
             return Normal(mean[:, 0], scale[:, 0])
         return Independent(Normal(mean, scale), 1)

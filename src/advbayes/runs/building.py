@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -55,6 +55,11 @@ class Prepared:
     @property
     def box(self) -> tuple[float, float] | None:
         return self.dataset.box
+
+    def to(self, device: torch.device | str) -> Prepared:
+        """The examples on another device; the data set itself stays where it is."""
+        names = ("x_train", "y_train", "x_test", "y_test")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
 def prepare(config: RunConfig, *, downloading: Downloading | None = None) -> Prepared:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,15 @@ class Trained:
     encoding: Encoding | None = None
     steps: Any = None  # scikit-learn transformers in front of the model
 
+    def to(self, device: torch.device | str) -> Trained:
+        """The same model on another device."""
+        posterior = copy.deepcopy(self.posterior).to(device)
+        return replace(self, model=self.model.to(device), posterior=posterior)
+
     def thetas(self, num: int = 20) -> Tensor:
-        """The thetas that predictions use, keyed by the run's seed."""
-        return thetas_of(self.posterior, num, self.seed)
+        """The thetas that predictions use, keyed by the run's seed: the same on every device."""
+        posterior = copy.deepcopy(self.posterior).cpu()
+        return thetas_of(posterior, num, self.seed).to(self.model.device)
 
     def predict(self, num: int = 20) -> PosteriorPredictive:
         """The posterior predictive."""

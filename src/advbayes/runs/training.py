@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from advbayes import store
+from advbayes.channels import learned_in
 from advbayes.evaluation.inputs import Task
 from advbayes.evaluation.result import REDUCTIONS
 from advbayes.evaluation.scoring import score
@@ -49,8 +50,10 @@ def train(
     progress: bool | None = None,
     stop: Callable[[], bool] | None = None,
     downloading: Downloading | None = None,
+    device: str = "cpu",
 ) -> FitResult:
     """Train a run, from its last checkpoint if it has one; the caller holds the folder's lock.
+    What is saved does not depend on the device, but for rounding and its random numbers.
 
     >>> import tempfile
     >>> from advbayes.runs.config import make_config
@@ -66,6 +69,9 @@ def train(
     state = read_checkpoint(run)
     model, posterior = build_model(config, data, trusted=trusted)
     channel, objective = build_defense(config, data, trusted=trusted)
+    moved = (posterior, *(learned.generator for learned in learned_in(channel)))
+    for module in moved:
+        module.to(device)
     _begin(run, data, state)
     history = run.history
     history.keep(0 if state is None else state.step)
@@ -83,12 +89,13 @@ def train(
         written = now.step
         place = {"step": now.step, "skipped": now.skipped, "seconds": now.history["seconds"][-1]}
         documents = {"state": place, "config": config.model_dump(mode="json")}
-        store.write_bundle(run.path / "checkpoint", {"state": now.tensors}, documents)
+        tensors = {name: tensor.cpu() for name, tensor in now.tensors.items()}
+        store.write_bundle(run.path / "checkpoint", {"state": tensors}, documents)
 
     result = fit_run(
         config,
-        data,
-        model,
+        data.to(device),
+        model.to(device),
         posterior,
         channel,
         objective,
@@ -99,6 +106,8 @@ def train(
         checkpoint_every=config.checkpoint_every,
         stop=stop,
     )
+    for module in moved:
+        module.cpu()
     if result.interrupted:
         run.log(f"interrupted at step {result.steps}")
         run.write_manifest(status="interrupted", steps=result.steps)

@@ -63,7 +63,7 @@ class TensorBatches:
         if epoch not in self._orders:
             self._orders = {k: order for k, order in self._orders.items() if k == epoch - 1}
             order = torch.randperm(
-                self.num_data, generator=generator_for(self.seed, "order", epoch)
+                self.num_data, generator=generator_for(self.seed, "order", epoch), device="cpu"
             )
             self._orders[epoch] = order.to(self.x.device)
         return self._orders[epoch]
