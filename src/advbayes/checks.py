@@ -173,8 +173,7 @@ def finite(name: str, value: Tensor) -> Tensor:
 
 
 def known(condition: Tensor, *, otherwise: bool) -> bool:
-    """Whether a condition holds; `otherwise` where it has no value yet, as in code that is being
-    compiled.
+    """Whether a condition holds; `otherwise` where it has no value yet, as while compiling.
 
     >>> import torch
     >>> known(torch.tensor(1.0) > 0, otherwise=False)

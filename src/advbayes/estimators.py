@@ -1,5 +1,4 @@
-"""scikit-learn estimators: a posterior trained through a channel, behind `fit`, `predict` and
-`predict_proba`.
+"""scikit-learn estimators: a posterior trained through a channel, behind `fit` and `predict`.
 
 They go where scikit-learn's own do (pipelines, cross-validation, grid search), and what they
 predict with is a Predictor, so that everything in this package can attack it:
@@ -53,8 +52,7 @@ CHANNELS = ("none", "noise", "at", "os", "os50", "mix", "pgd")
 
 
 class _Estimator(BaseEstimator):  # type: ignore[misc]
-    """What both tasks share. Parameters are kept as given and looked at by `fit`, as scikit-learn
-    wants it."""
+    """What both tasks share. Parameters are kept as they came; `fit` looks at them."""
 
     def __init__(
         self,
@@ -170,8 +168,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         return purifier if spread is None else Scaled(purifier, 1 / spread, -shift / spread)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the fitted estimator as a bundle, without pickle; `load` gives back one that
-        predicts the same.
+        """Save the fitted estimator as a bundle, without pickle; `load` gives it back.
 
         The history of the training (`result_`) is not in it.
         """
@@ -470,8 +467,7 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
     def predict(
         self, X: ArrayLike, return_std: bool = False
     ) -> Any:  # (B,) or (B, D); with return_std a pair of them
-        """The predictive mean, and its standard deviation: the noise's and what the thetas differ
-        by."""
+        """The predictive mean, and its standard deviation: of noise and thetas."""
         prediction = self._predicted(X)
         mean, std = self._shaped(prediction.mean), self._shaped(prediction.variance.sqrt())
         if self.abstain is not None:
@@ -498,8 +494,7 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
     def predict_interval(
         self, X: ArrayLike, level: float = 0.9
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Lower and upper edge of the central interval that holds the target with probability
-        `level`."""
+        """Edges of the central interval that holds the target with probability `level`."""
         checks.number("level", level, low=0.0, high=1.0, open_low=True, open_high=True)
         edges = self.predict_quantiles(X, (0.5 - level / 2, 0.5 + level / 2))
         return edges[:, 0], edges[:, 1]
@@ -586,8 +581,7 @@ def robust_scorer(
 def save_pipeline(
     pipeline: Any, path: str | os.PathLike[str], *, feature_names: Sequence[str] | None = None
 ) -> None:
-    """Save a fitted estimator of this module, or a pipeline that ends in one, as a bundle without
-    pickle.
+    """Save a fitted estimator of this module, or a pipeline that ends in one, without pickle.
 
     The steps before it may be StandardScaler, MinMaxScaler, RobustScaler, SimpleImputer,
     OneHotEncoder, and Pipeline and ColumnTransformer of these. `feature_names` are the columns of

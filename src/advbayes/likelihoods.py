@@ -26,8 +26,7 @@ LOG_TWO_PI = math.log(2.0 * math.pi)
 
 
 class Likelihood(Protocol):
-    """Network output -> Distribution over y, and the same log-density without building the
-    Distribution."""
+    """Network output -> Distribution over y, and its log-density without building it."""
 
     def num_extra(self) -> int: ...
 
@@ -110,8 +109,7 @@ def predicts_classes(prediction: Distribution) -> TypeIs[CategoricalDistribution
 
 
 def gaussian_log_density(value: Tensor, mean: Tensor, scale: Tensor | float) -> Tensor:
-    """ln N(value; mean, scale^2) = -0.5 ((value - mean) / scale)^2 - ln scale - 0.5 ln 2 pi, number
-    by number.
+    """ln N(value; mean, scale^2) = -0.5 ((value - mean) / scale)^2 - ln scale - 0.5 ln 2 pi.
 
     >>> gaussian_log_density(torch.zeros(1), torch.zeros(1), torch.ones(1))
     tensor([-0.9189])
@@ -145,8 +143,7 @@ def _outputs(output: Tensor) -> Tensor:
 
 
 class _GaussianPrediction(Normal):
-    """One output: a Normal of batch shape (*, B) that accepts targets of shape (B, 1) and never
-    broadcasts."""
+    """One output: a Normal of batch shape (*, B) that takes (B, 1) and never broadcasts."""
 
     def __init__(self, loc: Tensor, scale: Tensor) -> None:
         self.loc, self.scale = loc, scale  # of one shape: nothing to broadcast
@@ -369,8 +366,7 @@ class GaussianMixture(Distribution):
         return (weights * (self.scales.square() + (self.means - mean).square())).sum(0)
 
     def entropy(self) -> Tensor:
-        """Of the Gaussian with this mean and (per-output) variance: 0.5 ln(2 pi e Var), summed over
-        outputs."""
+        """Of the Gaussian with this mean and (per-output) variance: 0.5 ln(2 pi e Var), summed."""
         per_output = 0.5 * self.variance.log() + 0.5 + 0.5 * LOG_TWO_PI
         return per_output if self.means.ndim == 2 else per_output.sum(-1)
 

@@ -24,8 +24,7 @@ _RANDOM_IN_EVAL = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 
 class BayesianModel:
-    """Any network becomes p(y | x, theta) N(theta; 0, prior_scale^2 I); theta holds every trainable
-    parameter.
+    """Any network becomes p(y | x, theta) N(theta; 0, prior_scale^2 I); theta is every parameter.
 
     The network is copied and put in evaluation mode: theta is the only randomness, so dropout does
     nothing. Parameters with `requires_grad=False` stay constants. `prior_scale=math.inf` is the
@@ -133,8 +132,7 @@ class BayesianModel:
         theta: Tensor | Parts,  # (P,)
         x: Tensor,  # (B, *event)
     ) -> tuple[Tensor, Tensor]:  # (B, O), (num_extra,)
-        """The network's raw output at one theta, and theta's coordinates that belong to the
-        likelihood."""
+        """The network's raw output at one theta, and the likelihood's coordinates of theta."""
         parts = self.parts(theta) if isinstance(theta, Tensor) else theta
         return _as_matrix(self._trees.run(parts, self.laid_out(x))), parts[-1]
 

@@ -79,8 +79,7 @@ def mlp(
 
 
 class ConvGenerator(nn.Module):
-    """SM-5's convolutional adversary: (x, class) -> mean perturbation and raw log-std, both of x's
-    shape.
+    """SM-5's convolutional adversary: (x, class) -> mean perturbation and raw log-std of x's shape.
 
     >>> shift, raw = ConvGenerator()(torch.zeros(2, 1, 28, 28), torch.tensor([0, 9]))
     >>> shift.shape, raw.shape
@@ -165,8 +164,7 @@ class _Block(nn.Module):
 
 
 def resnet18(num_classes: int = 10, channels: int = 3, width: int = 64) -> nn.Sequential:
-    """SM-7's ResNet-18 for 32x32 images (a 3x3 stem, no pooling), with GroupNorm instead of
-    BatchNorm.
+    """SM-7's ResNet-18 for 32x32 images (3x3 stem, no pooling), with GroupNorm, not BatchNorm.
 
     >>> resnet18(width=8)(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])

@@ -48,8 +48,7 @@ class Penalty(Protocol):
 
 
 class Outputs(NamedTuple):
-    """A network's raw output at one theta, with theta's coordinates that belong to the
-    likelihood."""
+    """A network's raw output at one theta, with the likelihood's coordinates of theta."""
 
     output: Tensor  # (B, O)
     extra: Tensor  # (num_extra,)

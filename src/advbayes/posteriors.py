@@ -156,8 +156,7 @@ class MeanField(Posterior):
 
 
 class PointMass(Posterior):
-    """One theta: maximum a posteriori. `kl` is -ln p(theta) without its constant, the limit that
-    MAP keeps.
+    """One theta: maximum a posteriori. `kl` is -ln p(theta) without its constant.
 
     >>> from advbayes import BayesianModel, Categorical
     >>> posterior = PointMass(BayesianModel(nn.Linear(4, 3), Categorical()))
@@ -249,8 +248,7 @@ class Ensemble(Posterior):
 
 
 def _reinitialised(model: BayesianModel, seed: int) -> Tensor:
-    """The net's weights drawn anew by its layers' own rule, without touching the global
-    generator."""
+    """The net's weights drawn anew by its layers' own rule, off the global generator."""
     net = copy.deepcopy(model.net)
     devices = [model.device] if model.device.type == "cuda" else []
     with GlobalStream(seed), torch.random.fork_rng(devices=devices):
@@ -325,8 +323,7 @@ class LowRank(Posterior):
 
 
 class Samples(Posterior):
-    """Given thetas, from MCMC or elsewhere: they predict, purify and are attacked, but are not
-    trained.
+    """Given thetas, from MCMC or elsewhere: they predict and purify, but are not trained.
 
     >>> Samples(torch.randn(8, 15)).sample(3).shape
     torch.Size([3, 15])

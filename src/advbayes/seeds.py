@@ -1,5 +1,4 @@
-"""Randomness keyed by (seed, purpose, step): a resumed run draws what an uninterrupted one would
-have drawn."""
+"""Randomness keyed by (seed, purpose, step): a resumed run draws what it would have."""
 
 from __future__ import annotations
 

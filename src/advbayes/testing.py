@@ -487,8 +487,7 @@ class PredictorContract(_Contract):
                         prediction.log_prob(y[:, None].expand(-1, 2))
 
     def test_answer_and_gradient_do_not_depend_on_batch_or_order(self) -> None:
-        """Up to the order of sums, as in a matrix product of another shape: `units` in the last
-        place."""
+        """Up to the order of sums, as in another matrix product: `units` in the last place."""
         for task, dtype in self.cases():
             ask = self.asking(task, dtype)
             x, y = small_data(task, dtype, self.num)
@@ -552,8 +551,7 @@ class PredictorContract(_Contract):
                 )
 
     def test_own_gradient_is_autograd_s(self) -> None:
-        """A predictor with a faster way to its gradient gives the same numbers as autograd through
-        its call."""
+        """A faster way to a predictor's gradient gives the same numbers as autograd."""
         for task in self.tasks:
             predict = self.make(small_model(task, torch.float64))
             if self.stochastic or not isinstance(predict, HasInputGradient):

@@ -14,8 +14,7 @@ from torch.distributions import Distribution
 
 
 class Predictor(Protocol):
-    """Anything that predicts: inputs in, one distribution over `y` for each out (batch shape
-    `(B,)`)."""
+    """Anything that predicts: inputs in, a distribution over `y` of batch shape `(B,)` out."""
 
     def __call__(
         self,

@@ -1,5 +1,4 @@
-"""How the process gets its memory: what is freed at every step should not be asked of the system
-again."""
+"""How the process gets its memory: what is freed at a step is not asked of the system again."""
 
 from __future__ import annotations
 

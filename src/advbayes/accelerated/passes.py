@@ -42,8 +42,7 @@ def run(
     thetas: Tensor,  # (S, P), constants
     x: Tensor,  # (B, *event)
 ) -> tuple[Tensor, Vjp]:  # (S, B, O)
-    """The raw outputs at each theta and their vector-Jacobian product in x, where gradients are
-    enabled.
+    """Raw outputs at each theta and their vector-Jacobian product in x, where gradients are on.
 
     >>> from advbayes import Categorical
     >>> model = BayesianModel(
@@ -231,8 +230,7 @@ def _with_thin_first_layer(model: BayesianModel, thetas: Tensor, x: Tensor) -> t
 
 
 def _folded(patches: Tensor, shape: torch.Size, key: tuple[int, ...]) -> Tensor:
-    """Every pixel's sum over the patches that hold it, by one shifted addition for each position in
-    a patch."""
+    """Every pixel's sum over the patches that hold it, by a shifted addition for each position."""
     tall, wide, down, right = key
     batch, channels, height, width = shape
     rows, columns = height + 2 * down - tall + 1, width + 2 * right - wide + 1

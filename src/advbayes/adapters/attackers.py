@@ -15,8 +15,7 @@ from advbayes.types import Predictor
 
 
 class PredictorModule(nn.Module):
-    """A Predictor as a torch module: log-probabilities of the classes (which are logits), or the
-    mean.
+    """A Predictor as a torch module: log-probabilities of the classes, or the mean.
 
     What another library was told, it cannot check: `num_classes` and `ndim` (of x) are held against
     every call.

@@ -115,8 +115,7 @@ def _as(x: Tensor, output: Tensor) -> Tensor:
 
 
 def _scale_for(mean: Tensor, scale: Tensor) -> Tensor:
-    """Standard deviations in the mean's shape: positive, a number, one for each output or one for
-    each mean."""
+    """Standard deviations in the mean's shape: positive; one, or one for each output or mean."""
     checks.finite("the function's scale", scale.detach())
     if not bool((scale > 0).all()):
         raise checks.InputError(

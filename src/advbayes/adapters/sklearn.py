@@ -193,8 +193,7 @@ def _frame_of(X: Any) -> Callable[[Array], Any]:
 
 
 def _apart(estimator: Any) -> tuple[Any, tuple[Tensor, Tensor] | None]:
-    """The last step, and weight and bias of the scalers before it; None where another step is
-    there."""
+    """The last step, and weight and bias of the scalers before it; None with any other step."""
     if not hasattr(estimator, "steps"):
         return estimator, (torch.ones((), dtype=torch.double), torch.zeros((), dtype=torch.double))
     weight, bias = np.ones(()), np.zeros(())
@@ -230,8 +229,7 @@ def _affine(last: Any, weight: Tensor, bias: Tensor) -> nn.Linear | None:
 
 
 def _agrees(net: nn.Module, says: Callable[[Array], Any], front: tuple[Tensor, Tensor]) -> bool:
-    """Whether a net gives what the estimator says at random rows of about unit size behind the
-    scalers."""
+    """Whether a net gives what the estimator says at random rows of unit size, scaled."""
     size = next(net.parameters()).shape[-1]
     drawn = np.random.default_rng(0).normal(size=(PROBES, size))
     rows = (torch.as_tensor(drawn) - front[1]) / front[0]

@@ -28,8 +28,7 @@ _ROWS = 1024  # restarts share a batch up to this many rows
 
 @dataclass(frozen=True, repr=False)
 class PGD:
-    """Projected gradient ascent on each stage's loss in turn, over the ball; the best iterate is
-    returned.
+    """Projected gradient ascent on each stage's loss in turn; the best iterate is returned.
 
     The first step goes from x to the edge of the ball (the one-step point), so that more steps are
     never weaker than one; where the gradient at x vanishes the start is drawn at random instead.
@@ -136,8 +135,7 @@ class PGD:
         num: int,
         generator: torch.Generator | None,
     ) -> Best:
-        """The best of `num` restarts run as one batch; restart 0 begins at x, the others at
-        random."""
+        """The best of `num` restarts run as one batch; restart 0 from x, the others at random."""
         size = len(x)
         tiled, targets = _tile(x, num), _tile(y, num)
         if first == 0:
@@ -165,8 +163,7 @@ class PGD:
         from_x: int,
         generator: torch.Generator | None,
     ) -> Best:
-        """All stages; the first `from_x` rows begin at x itself and take the one-step move
-        first."""
+        """All stages; the first `from_x` rows begin at x and take the one-step move first."""
         best = Best(
             start, start.new_zeros(len(x)), torch.zeros(len(x), dtype=torch.bool, device=x.device)
         )
@@ -237,8 +234,7 @@ class PGD:
 
 
 def step_length(eps: float, step: int, steps: int) -> float:
-    """eps ((1 + cos(pi step / steps)) / 2)^(3/2), no less than eps / 100: from the whole budget
-    down.
+    """eps ((1 + cos(pi step / steps)) / 2)^(3/2), at least eps / 100: from the whole budget down.
 
     Steps of 2.5 eps / steps, the usual rule, creep along the sphere: on a quadratic loss 50 of them
     may end at half of the maximum where these reach it. The power leaves more of the steps to the

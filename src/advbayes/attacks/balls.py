@@ -164,8 +164,7 @@ class Ball(ABC):
 
     @abstractmethod
     def ascend(self, gradient: Tensor, step: float | Tensor) -> Tensor:
-        """argmax <gradient, d> over norm(d / scale) <= step: the steepest move; zero where the
-        gradient is."""
+        """argmax <gradient, d> over norm(d / scale) <= step: the steepest move; 0 where it is 0."""
 
     @abstractmethod
     def _offsets(self, x: Tensor, generator: torch.Generator | None) -> Tensor:

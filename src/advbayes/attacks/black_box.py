@@ -1,5 +1,4 @@
-"""Attacks that ask for predictions only, never for gradients: random points of the sphere, and
-Square."""
+"""Attacks that ask for predictions alone, not gradients: points of the sphere, and Square."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class RandomSearch:
 
 @dataclass(frozen=True, repr=False)
 class Square:
-    """Random square-shaped changes, kept where they help (after Andriushchenko et al.): queries, no
-    gradients.
+    """Random square-shaped changes, kept where they help (after Andriushchenko et al.).
 
     Images (C, H, W) are changed in square windows, other inputs in random sets of features. The
     share of the input that one proposal touches starts at `share` and halves along the queries.

@@ -163,8 +163,7 @@ def per_example(value: Tensor, num: int) -> Tensor:
 
 
 def targets(predict: Predictor, x: Tensor, y: Tensor | None) -> Tensor:
-    """What the examples are to be broken away from: y, or the predictor's own mode where it is
-    absent.
+    """What the examples are to be broken away from: y, or the predictor's mode where it is absent.
 
     >>> targets(lambda x: torch.distributions.Normal(x[:, 0], 1.0), torch.tensor([[3.0]]), None)
     tensor([3.])
@@ -269,8 +268,7 @@ class Best:
 
 
 def config(attack: Any) -> str:
-    """The repr of an attack: its settings, functions by their name, so that equal settings read
-    equal."""
+    """The repr of an attack: its settings, functions by name, so that equal settings read equal."""
     shown = ", ".join(
         f"{field.name}={_named(getattr(attack, field.name))}" for field in fields(attack)
     )

@@ -20,8 +20,7 @@ _ROWS = 4096  # inputs asked about in one call
 
 @dataclass(frozen=True, repr=False)
 class HardLabel:
-    """From some broken input along the decision boundary towards x, asking nothing but "broken or
-    not?".
+    """From some broken input along the decision boundary towards x, asking only "broken or not?".
 
     The start is the nearest other example of the batch that is broken for this one, or else noise
     of growing size. At the boundary the normal is estimated from the answers at `probes` random

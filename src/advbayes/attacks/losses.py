@@ -1,5 +1,4 @@
-"""What the attacker wants large: one value per example, and when an example counts as broken
-(section 4, SM-5).
+"""What the attacker wants large: one value per example, and when an example is broken (SM-5).
 
 A loss is a function `(prediction, y) -> (B,)`. By default an example is broken when its class is
 wrong; a loss with a method `succeeded` says otherwise, and a loss that holds one entry per example
@@ -47,8 +46,7 @@ def succeeded(prediction: Distribution, y: Tensor) -> Tensor:
 
 
 def success(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
-    """Whether an attack on `loss` may call these examples broken: the loss' own notion, or else a
-    wrong class.
+    """Whether an attack on `loss` may call these examples broken: by the loss, or a wrong class.
 
     >>> success(nll, Categorical(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([0]))
     tensor([True])
@@ -74,8 +72,7 @@ def for_rows(loss: Loss, index: Tensor | slice) -> Loss:
 
 
 def num_rows(loss: Loss) -> int | None:
-    """For how many examples a loss holds something; None where it is the same for all, or does not
-    say.
+    """For how many examples a loss holds something; None where it is one for all, or does not say.
 
     >>> num_rows(Toward(MarginTo(torch.tensor([1, 2])))), num_rows(nll)
     (2, None)
@@ -99,8 +96,7 @@ def mode(prediction: Distribution) -> Tensor:
 
 
 def nll(prediction: Distribution, y: Tensor) -> Tensor:
-    """-log p(y): through a predictive this is the loss of the log-mean-exp over theta, never of
-    mean logits.
+    """-log p(y): through a predictive the loss of the log-mean-exp over theta, not of mean logits.
 
     (B, 1) targets meet (B,) predictions without broadcasting.
 
@@ -173,8 +169,7 @@ def certainty(prediction: Distribution, y: Tensor) -> Tensor:
 
 
 def raise_mean(prediction: Distribution, y: Tensor) -> Tensor:
-    """E[y], summed over outputs: regression pushed upwards whatever y is. `lower_mean` pushes
-    downwards.
+    """E[y], summed over outputs: regression pushed up whatever y is; `lower_mean` pushes down.
 
     >>> raise_mean(torch.distributions.Normal(torch.tensor([2.0]), 1.0), torch.zeros(1))
     tensor([2.])
@@ -414,8 +409,7 @@ class ByLoss:
 
 @dataclass(frozen=True)
 class Exceeding:
-    """loss - threshold, broken where positive: gives regression a notion of success, hence a robust
-    radius.
+    """loss - threshold, broken where positive: gives regression a notion of success.
 
     >>> far = Exceeding(squared_error, 1.0)
     >>> far(torch.distributions.Normal(torch.zeros(1), 1.0), torch.tensor([2.0]))

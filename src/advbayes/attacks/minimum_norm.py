@@ -152,8 +152,7 @@ class MinimumNorm:
         y: Tensor,
         generator: torch.Generator | None,
     ) -> Best:
-        """What no search has broken is tried with the whole budget, then followed back from
-        there."""
+        """What no search broke is tried with the whole budget, then followed back from there."""
         for whole_loss in (self.loss, nll) if self.loss is margin else (self.loss,):
             rows = (~best.broken).nonzero().squeeze(1)
             if not len(rows):

@@ -199,8 +199,7 @@ def family_of(attack: object) -> tuple[str, ...]:
 
 
 def steps_of(attack: object) -> int | None:
-    """How many steps one start takes (queries for a black-box attack), or None where the attack
-    does not say.
+    """How many steps one start takes (queries for a black-box attack); None where it does not say.
 
     >>> from advbayes import L2, pgd_plus
     >>> steps_of(pgd_plus(L2(1.0)))
@@ -256,8 +255,7 @@ def text_of(value: object) -> str:
 
 
 def with_ball(attack: A, ball: Ball) -> A:
-    """The same attack, all its parts included, within another ball; step sizes stay in proportion
-    to eps.
+    """The same attack, with all its parts, in another ball; step sizes stay in proportion to eps.
 
     >>> from advbayes import L2, pgd
     >>> with_ball(pgd(L2(1.0), step_size=0.1), L2(2.0))

@@ -1,5 +1,4 @@
-"""Attacks made of attacks: the worst of several, transfer from other predictors, the default
-suite."""
+"""Attacks made of attacks: the worst of several, transfer, the default suite."""
 
 from __future__ import annotations
 
@@ -247,8 +246,7 @@ def _is_targeted(loss: Loss) -> bool:
 
 
 def _leaves_y(loss: Loss) -> bool:
-    """Whether the loss is one more way of going away from y, so that points compete by the
-    likelihood."""
+    """Whether the loss is one more way away from y, so that points compete by the likelihood."""
     return isinstance(loss, MarginTo) or any(
         loss is known for known in (nll, margin, dlr, squared_error)
     )

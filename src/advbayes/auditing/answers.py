@@ -55,8 +55,7 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Planted:
-    """Robust but for a valley that bends: the second direction only pays once the first has been
-    followed.
+    """Robust but for a valley that bends: the second direction pays once the first was followed.
 
     >>> Planted(L2(1.0))(torch.zeros(1, 20)).probs.argmax()
     tensor(0)
@@ -75,8 +74,7 @@ class Planted:
 
 
 def attack_itself(case: Case) -> Finding:
-    """E19: no mismatch with the linear closed form, and a planted vulnerability is found in 95
-    %."""
+    """E19: no mismatch with the linear closed form, and a planted vulnerability found in 95 %."""
     if not case.attacks:
         return not_run("E19", "give the attacks, not only their arrays")
     if case.task == "regression":
@@ -130,8 +128,7 @@ def attack_itself(case: Case) -> Finding:
 
 
 def trivial_predictors(case: Case) -> Finding:
-    """E22: better than saying nothing; and no NLL below the Gaussian floor of a homoscedastic
-    model."""
+    """E22: better than saying nothing; no NLL below a homoscedastic model's Gaussian floor."""
     rows = {"clean": case.clean, **({"worst": case.worst()} if case.support.better else {})}
     y = (
         case.y

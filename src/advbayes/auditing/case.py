@@ -32,8 +32,7 @@ POINT = 0.005  # half a point of accuracy, the resolution of most rules
 
 @dataclass(frozen=True)
 class Budget:
-    """How much a tier spends: examples, steps, restarts, random points, queries; the ids it leaves
-    out."""
+    """How much a tier spends: examples, steps, restarts, points, queries; the ids it leaves out."""
 
     num: int
     steps: int
@@ -259,8 +258,7 @@ class Case:
         return min((worst(tried, self.task), *tried), key=self.value)
 
     def standing(self) -> Tensor:
-        """Indices of the examples that the attacks under audit did not break (in regression:
-        all)."""
+        """The examples that the attacks under audit did not break (in regression: all)."""
         if self.task == "regression":
             return torch.arange(len(self.x))
         return (self.gradient()["correct"] >= 0.5).nonzero().squeeze(1)

@@ -78,8 +78,7 @@ def cut(certified: Certificates | Tensor | None, rows: Tensor) -> Certificates |
 def certificate(
     case: Case, findings: tuple[Finding, ...], only: object
 ) -> tuple[bool, dict[str, Figure]]:
-    """Whether the audit confirms the certificate, and the figures: the certified accuracy first of
-    all."""
+    """Whether the audit confirms the certificate, and the figures, certified accuracy first."""
     if case.certified is None:
         return False, {}
     radii = case.certified.radii if isinstance(case.certified, Certificates) else case.certified
@@ -147,8 +146,7 @@ class Again:
 
 
 def certified_again(case: Case, smoothed: Smoothed, claimed: Certificates) -> Again:
-    """Some examples with the same n and alpha: old and new radii of an honest certificate are
-    exchangeable.
+    """Some examples again: old and new radii of an honest certificate are exchangeable.
 
     It falls if one is larger than n votes can certify at all, if one is beyond what the new votes
     allow (Clopper and Pearson's upper bound, 0.1 % shared among the examples), or if the claimed

@@ -19,8 +19,7 @@ Values = Tensor | np.ndarray[Any, Any]
 
 @dataclass(frozen=True, eq=False)
 class Claim:
-    """An evaluation made by somebody: arrays (or tensors) and the scores claimed for them, by
-    attack.
+    """Somebody's evaluation: arrays (or tensors) and the scores claimed for them, by attack.
 
     `x_adv` are the arrays that were scored. `worst` is the claimed worst-case column. `rescored` is
     how often each final point was scored; `knowledge` the levels that the table has ("thetas

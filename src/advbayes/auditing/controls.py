@@ -79,8 +79,7 @@ def undefended_control(case: Case) -> Finding:
 
 
 def _unfit(control: Predictor, case: Case) -> list[str]:
-    """What keeps a predictor from being an undefended deterministic net of the same
-    architecture."""
+    """What keeps a predictor from being an undefended deterministic net of the same design."""
     found = []
     thetas = next(
         (

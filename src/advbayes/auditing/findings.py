@@ -97,8 +97,7 @@ class Verdict:
 
     @property
     def failed_mandatory(self) -> tuple[str, ...]:
-        """The ids of the mandatory checks that failed: with one of them the attacked values carry a
-        dagger."""
+        """The ids of the mandatory checks that failed: these put a dagger on attacked values."""
         return tuple(
             finding.id
             for finding in self.findings

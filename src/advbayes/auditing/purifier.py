@@ -71,8 +71,7 @@ def _ways(case: Case) -> dict[str, Predictor]:
 
 
 def effective_sample_size(case: Case) -> Finding:
-    """E24: at most 5 % of the queries rest on fewer than two reference points, and underflow is
-    flagged."""
+    """E24: at most 5 % of the queries rest on fewer than two points, and underflow is flagged."""
     if not case.is_purifier:
         return not_applicable("E24", "the predictor does not purify")
     diagnose = getattr(case.predict, "diagnose", None)

@@ -1,5 +1,4 @@
-"""Checks that a predictor does not remember: the test points (E28), or what it was asked before
-(E29)."""
+"""Checks that a predictor does not remember: test points (E28), or what it was asked (E29)."""
 
 from __future__ import annotations
 
@@ -117,8 +116,7 @@ def changed(first: Predictor, second: Predictor, x: Tensor, case: Case) -> Tenso
 
 
 def _on_average(case: Case, make: object, points: dict[str, Tensor], rows: Tensor) -> Finding:
-    """The same for a predictor whose randomness cannot be fixed: paired tests in both
-    directions."""
+    """The same where a predictor's randomness cannot be fixed: paired tests in both directions."""
     copy = replace(case, predict=Forgetful(make), memory={})  # type: ignore[arg-type]
     worse = []
     for name, x_adv in {"clean": case.x[rows], **points}.items():

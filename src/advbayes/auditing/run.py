@@ -230,8 +230,7 @@ def audit(
 
 
 def _run(check: Check, case: Case) -> Finding:
-    """The check's finding; if something raises on the way, "not run" with what it said: the others
-    go on."""
+    """The check's finding; where something raises, "not run" with what it said."""
     try:
         return check.run(case)
     except Exception as error:  # whatever a foreign predictor or attack raises
@@ -340,8 +339,7 @@ def audit_cost(
     support: Support | None = None,
     **others: Any,
 ) -> Cost:
-    """The cost of `audit` with the same arguments, from one timed pass; what it has to train comes
-    on top.
+    """The cost of `audit` with the same arguments, from one timed pass; training comes on top.
 
     >>> from torch.distributions import Categorical
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))

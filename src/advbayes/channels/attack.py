@@ -97,8 +97,7 @@ class AttackChannel:
 
 
 def likely_labels(predict: Predictor, x: Tensor) -> tuple[Tensor, ...]:
-    """What stands for an absent y: the likeliest class, or mean + sd and mean - sd, equally
-    likely."""
+    """What stands for an absent y: the likeliest class, or mean +- sd, equally likely."""
     with torch.no_grad():
         prediction = predict(x)
     if predicts_classes(prediction):

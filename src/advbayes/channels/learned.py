@@ -47,8 +47,7 @@ class Learned:
     def moments(
         self, predict: Predictor, x: Tensor, y: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Centre and standard deviation of x', both of x's shape, differentiable in the
-        generator."""
+        """Centre and standard deviation of x', of x's shape, differentiable in the generator."""
         if y is None:
             with torch.no_grad():
                 y = mode(predict(x))

@@ -23,8 +23,7 @@ from advbayes.types import Channel, Predictor
 
 @dataclass(frozen=True)
 class Mixture:
-    """sum_k pi_k p_k. Stratified within a batch by default, as the paper builds its batches; iid on
-    request.
+    """sum_k pi_k p_k. Stratified within a batch by default, as in the paper; iid on request.
 
     Stratified: example i of a random order takes the component at (i + u)/B of the cumulated
     weights, one u for the batch, so each component's share is pi_k up to one example and exactly
@@ -128,8 +127,7 @@ class Mixture:
 
     @cached_property
     def _groups(self) -> list[list[int]]:
-        """Components that one call can serve: equal noises, and attacks alike but for their
-        losses."""
+        """Components that one call can serve: equal noises, attacks that differ in losses alone."""
         groups: dict[object, list[int]] = {}
         for k, channel in enumerate(self.channels):
             key: object = k
@@ -158,8 +156,7 @@ class Mixture:
 
     @cached_property
     def _holds_rows(self) -> bool:
-        """Whether an attack's loss has an entry for each example of the batch, to go where the
-        example goes."""
+        """Whether an attack's loss has an entry for each example of the batch, to go with it."""
         return on_rows(self, slice(0, 0)) is not self
 
     def _merged(
@@ -226,8 +223,7 @@ def on_rows(channel: Channel, rows: Tensor | slice) -> Channel:
 
 
 def with_losses(channels: Sequence[Channel], index: Tensor) -> AttackChannel:
-    """One channel for attacks alike but for their losses: example b with the losses of channel
-    `index[b]`."""
+    """One channel for attacks alike but for their losses: example b with those of `index[b]`."""
     attacks = [channel.attack for channel in channels if isinstance(channel, AttackChannel)]
     first = channels[0]
     assert isinstance(first, AttackChannel)

@@ -24,8 +24,7 @@ def eps_prior(
     num: int = 8,
     stratified: bool = True,
 ) -> Mixture:
-    """p(x' | x, theta) = sum_k w_k N(x'; attack(x; eps_k), sigma^2): an attack whose budget is not
-    known.
+    """p(x' | x, theta) = sum_k w_k N(x'; attack(x; eps_k), sigma^2): an attack of unknown budget.
 
     `eps` is a finite prior, {eps: weight} or equally likely values, or a distribution on positive
     numbers (Beta, Gamma, Uniform, LogNormal ...), which stands for its quantiles at (k + 1/2) /

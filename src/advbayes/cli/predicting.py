@@ -107,8 +107,7 @@ def _classes(prediction: Categorical, names: tuple[str, ...]) -> Columns:
 
 
 def decide(columns: Columns, names: tuple[str, ...], positive: str, threshold: float) -> None:
-    """Answer the positive class wherever its probability reaches the threshold, the other one
-    elsewhere.
+    """The positive class wherever its probability reaches the threshold, else the other one.
 
     >>> columns = {"class": ["no", "no"], "p(no)": [0.9, 0.6], "p(yes)": [0.1, 0.4]}
     >>> decide(columns, ("no", "yes"), "yes", 0.4)
@@ -158,8 +157,7 @@ def _numbers(prediction: Any, trained: Trained, level: float) -> Columns:
 
 
 def as_csv(columns: Columns) -> str:
-    """Comma-separated text; a name that a spreadsheet would run as a formula is quoted with an
-    apostrophe.
+    """Comma-separated text; a name that a spreadsheet would run is quoted with an apostrophe.
 
     >>> as_csv({"class": ["=1+1", "b"], "confidence": [0.5, 1.0]})
     "class,confidence\\r\\n'=1+1,0.5\\r\\nb,1.0\\r\\n"

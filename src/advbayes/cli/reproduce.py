@@ -48,8 +48,7 @@ def reproduce(
     ] = False,
     quiet: Quiet = False,
 ) -> int:
-    """Make a table or figure of the paper: train, attack, record, compare with the reported
-    numbers.
+    """Make a table or figure of the paper: train, attack, record, compare with what was reported.
 
     What is done already is not done again; a run that was stopped goes on. Records and manifest are
     in OUT/NAME.

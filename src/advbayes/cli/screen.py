@@ -1,5 +1,4 @@
-"""What commands say: tables and sentences for people, one JSON object on standard output for
-machines."""
+"""What commands say: tables and sentences for people, one JSON object for machines."""
 
 from __future__ import annotations
 
@@ -61,8 +60,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def say(text: str) -> None:
-    """A plain line for people; nothing in it is taken for markup or for a command to the
-    terminal."""
+    """A plain line for people; nothing in it is markup or a command to the terminal."""
     print(inert(text), flush=True)
 
 

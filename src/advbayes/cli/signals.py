@@ -1,5 +1,4 @@
-"""Signals as exit codes: SIGTERM ends with 143 and Ctrl-C with 130, at a place where nothing is
-lost.
+"""Signals as exit codes: SIGTERM ends with 143, Ctrl-C with 130, where nothing is lost.
 
 Until a command has something to save, the console program leaves at once and without a word: an
 exception raised while C extensions are imported may be swallowed, printed or turned into an abort.

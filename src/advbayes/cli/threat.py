@@ -1,5 +1,4 @@
-"""Who attacks, how far: the flags that attack, evaluate and audit share, and what they stand
-for."""
+"""Who attacks, how far: the flags that attack, evaluate and audit share, and what they mean."""
 
 from __future__ import annotations
 

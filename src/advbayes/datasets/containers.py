@@ -52,8 +52,7 @@ def file_size(path: Path) -> int:
 
 
 def read_plain(path: Path, limit: int, *, exact: bool = False) -> bytes:
-    """The whole of a file of at most (or exactly) `limit` bytes; the size is checked before
-    anything is read.
+    """The whole of a file of at most (or exactly) `limit` bytes; the size is checked first.
 
     >>> read_plain(Path(__file__), 10)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -83,8 +82,7 @@ def read_plain(path: Path, limit: int, *, exact: bool = False) -> bytes:
 
 
 def read_gzip(path: Path, size: int) -> bytes:
-    """The content of a gzip file that must be exactly `size` bytes; at most one byte more is ever
-    unpacked.
+    """The `size` bytes of a gzip file, exactly; at most one byte more is ever unpacked.
 
     >>> import tempfile
     >>> bomb = Path(tempfile.mkdtemp(), "bomb.gz")

@@ -17,8 +17,7 @@ from advbayes.seeds import generator_for
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the numbers came from: the SHA-256 of each unpacked content, and whether it is the
-    published one.
+    """Where the numbers came from: each content's SHA-256, and whether it is the published one.
 
     >>> Provenance("wine.csv", {"wine.csv": "ab" * 32}).verified
     False
@@ -142,8 +141,7 @@ def split_rows(
     test_fraction: float = 0.2,
     labels: Tensor | None = None,  # (N,): each class is then divided in the same proportion
 ) -> tuple[Tensor, Tensor]:
-    """Training and test row numbers: a shuffle that depends on the seed and the number of rows
-    alone.
+    """Training and test row numbers: a shuffle by the seed and the number of rows alone.
 
     >>> train, test = split_rows(10, seed=1)
     >>> len(train), len(test), sorted(torch.cat([train, test]).tolist()) == list(range(10))

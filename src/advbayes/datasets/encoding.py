@@ -1,5 +1,4 @@
-"""Tables as they come: text columns one-hot encoded, missing numbers imputed, with a column that
-says so."""
+"""Tables as they come: text columns one-hot encoded, missing numbers imputed and marked."""
 
 from __future__ import annotations
 

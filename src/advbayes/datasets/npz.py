@@ -23,8 +23,7 @@ _REMEDY = "Write it with numpy.savez(path, x=..., y=...) from plain numeric arra
 
 
 def read_npz(path: Path, keys: Collection[str], max_bytes: int) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of an .npz, which may have these keys and no others, at most `max_bytes` unpacked
-    in all.
+    """The arrays of an .npz, of these keys and no others, at most `max_bytes` unpacked.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "a.npz")

@@ -80,8 +80,7 @@ def find_contents(source: Source, root: Path) -> dict[str, Path]:
 def read_file(
     source: Source, path: Path, names: tuple[str, ...], kept_as: str | None = None
 ) -> dict[str, bytes]:
-    """The named contents out of one file; `kept_as` is the name that tells its kind when the path
-    does not."""
+    """The named contents out of one file; `kept_as` names its kind when the path does not."""
     wanted = {content.name: content for content in source.contents if content.name in names}
     kind = kept_as or path.name
     if archived(kind):

@@ -1,5 +1,4 @@
-"""Standardisation, fitted on the training set and kept with the model; eps in raw and in
-standardised units."""
+"""Standardisation, fitted on training rows, kept with the model; eps in either unit."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Content:
-    """The bytes of one file, unpacked. With `decimals`, the numbers decide and not how the file
-    spells them.
+    """The bytes of one file, unpacked. With `decimals`, the numbers decide, not their spelling.
 
     >>> Content("a.csv", 3, "0" * 64).name
     'a.csv'

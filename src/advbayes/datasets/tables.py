@@ -75,8 +75,7 @@ def parse_table(
 
 
 class _Lines:
-    """The lines of a file, decoded as they are read, none of them endless and each a row of its
-    own."""
+    """The lines of a file, decoded as they are read, none endless, each a row of its own."""
 
     def __init__(self, data: bytes, name: str) -> None:
         self.name = name

@@ -1,5 +1,4 @@
-"""`evaluate`: attack, predict, score -> records; security curves, worst case, tables (section
-4)."""
+"""`evaluate`: attack, predict, score -> records; security curves, the worst case, tables."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What an attack holds that its repr does not show: tensors, predictors, and what functions close
-over."""
+"""What an attack holds that its repr does not show: tensors, predictors, closures."""
 
 from __future__ import annotations
 
@@ -116,8 +115,7 @@ def _is_open(value: Any) -> bool:
 
 
 def _parts(value: Any, hidden: bool) -> tuple[list[tuple[str, Any]] | None, bool]:
-    """The named parts of a value, and whether its repr leaves them out; None where they cannot be
-    had."""
+    """The named parts of a value, and whether its repr leaves them out; None: it has none."""
     match value:
         case Mapping():
             return [(str(key), member) for key, member in value.items()], hidden

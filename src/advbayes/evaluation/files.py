@@ -32,8 +32,7 @@ MAX_ARRAY_BYTES = 1 << 32
 
 @dataclass(frozen=True)
 class Block:
-    """One batch of one predictor under one attack at one radius: the unit that is written, and
-    resumed, whole.
+    """One batch of one predictor under one attack at one radius: written and resumed whole.
 
     >>> Block(3, "MIX", "PGD", 2.0, 0, 256).file
     'blocks/00003.safetensors'

@@ -137,8 +137,7 @@ def in_shape_of(
     predictions: Sequence[Distribution],  # of a few inputs, one by each predictor
     y: Tensor,  # (N,), (N, 1) or (N, D)
 ) -> Tensor:
-    """Regression targets in the predictions' own shape, so that `(N, 1)` never meets `(N,)` in a
-    broadcast.
+    """Regression targets in the predictions' own shape, `(N, 1)` never broadcast to `(N,)`.
 
     >>> in_shape_of([torch.distributions.Normal(torch.zeros(2), 1.0)], torch.zeros(5, 1)).shape
     torch.Size([5])
@@ -163,8 +162,7 @@ def check_predictor(
     y: Tensor,
     name: str = "predict",
 ) -> Task:
-    """The task of a predictor, after one call on a few examples; what is wrong with its predictions
-    is named.
+    """The task of a predictor, after one call on a few examples; faults are named.
 
     >>> check_predictor(lambda x: x.softmax(1), torch.zeros(2, 3), torch.tensor([0, 1]))
     Traceback (most recent call last):
@@ -234,8 +232,7 @@ def softmaxed_twice(
     log_probs: Tensor,  # (B, C), normalised
     y: Tensor,  # (B,)
 ) -> bool:
-    """Whether log p = log softmax(p') for probabilities p' on every row, with p' often close to
-    certain.
+    """Whether log p = log softmax(p') for probabilities p' on every row, p' often near certain.
 
     Adding a constant to log p so that each row sums to 1 recovers p'; only a soft-maxed softmax
     gives rows without a negative entry that pile up at the ceiling p' = 1 and are right far more

@@ -38,8 +38,7 @@ def seeded(seed: int, key: str, step: int = 0) -> Iterator[None]:
 
 
 def with_generator(predict: Predictor, generator: torch.Generator) -> Predictor:
-    """The same predictor drawing from `generator`, where it (or a predictor in it) has such a
-    field.
+    """The same predictor drawing from `generator`, where it, or one inside it, has such a field.
 
     >>> with_generator(len, torch.Generator()) is len
     True
@@ -63,8 +62,7 @@ def keyed(predict: Predictor, seed: int, key: str, step: int = 0) -> Predictor:
 
 
 def _keyed_sources(attack: Attack, seed: int, key: str, step: int) -> Attack:
-    """The attack with the randomness of the predictors that it holds (a Transfer's sources)
-    keyed."""
+    """The attack with the randomness of predictors in it (a Transfer's sources) keyed."""
 
     def change(part: Any) -> dict[str, Any]:
         changed = {}

@@ -1,5 +1,4 @@
-"""What `evaluate` returns: records per example, and every table and curve as a reduction of
-them."""
+"""What `evaluate` returns: records per example, and every table and curve reduced from them."""
 
 from __future__ import annotations
 
@@ -131,8 +130,7 @@ class Evaluation:
     def columns(
         self, predictor: str | None = None, attack: str = WORST, eps: float | None = None
     ) -> Columns:
-        """The scores of one cell, one value per example; eps may be left out where the attack has
-        one radius.
+        """The scores of one cell, one value per example; eps may be left out where there is one.
 
         `worst` is the union of clean and every attack at that radius.
         """

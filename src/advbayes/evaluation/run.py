@@ -323,8 +323,7 @@ def _measure(
     repeats: int,
     interval_level: float,
 ) -> tuple[Tensor, Columns]:
-    """The adversarial array of a block and its scores; every draw depends on the block's key
-    alone."""
+    """The adversarial array of a block and its scores; draws depend on the block's key alone."""
     rows = slice(block.start, block.stop)
     x_adv, ball = x[rows], None
     loss: Loss = nll

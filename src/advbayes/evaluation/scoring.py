@@ -45,8 +45,7 @@ HALVES = ("first", "second")  # of the scorings of a stochastic predictor
 
 
 def column_names(task: Task) -> tuple[str, ...]:
-    """Every column that a record may have, in order: the scores, then those of each half of the
-    scorings.
+    """Every column that a record may have, in order: the scores, then those of each half.
 
     >>> column_names("regression")[:3]
     ('loss', 'squared_error', 'log_prob')

@@ -1,5 +1,4 @@
-"""The experiments by name: what is trained, how it is attacked, which views are made of the
-records."""
+"""The experiments by name: what is trained, how it is attacked, which views are made of it."""
 
 from __future__ import annotations
 

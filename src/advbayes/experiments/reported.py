@@ -1,5 +1,4 @@
-"""The paper's cells, as printed: table -> metric -> row -> one (mean, sd) for each column. Never
-tuned to."""
+"""The paper's cells, as printed: table -> metric -> row -> a (mean, sd) for each column."""
 
 from __future__ import annotations
 

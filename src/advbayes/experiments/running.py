@@ -143,8 +143,7 @@ def finished(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def collect(folder: Path, spec: Spec, experiment: Experiment) -> None:
-    """All finished units as one file of records and one manifest; the parts are then no longer
-    needed."""
+    """All finished units as one file of records and one manifest, in place of the parts."""
     units = finished(folder)
     records: dict[str, list[bytes]] = {}
     if (folder / RECORDS).is_file():

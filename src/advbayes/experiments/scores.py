@@ -1,5 +1,4 @@
-"""Records read back, and their reductions: a value for each seed, mean and spread over seeds,
-paired tests."""
+"""Records read back, and their reductions: mean and spread over seeds, paired tests."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ class Scores:
         return next(unit for unit in self.manifest["units"].values() if unit["row"] == row)
 
     def losses(self, metric: str, row: str, seed: int, cell: Cell) -> Array:
-        """One number for each example, before the mean; of `worst` that of the attack that hurts
-        most."""
+        """One number for each example, before the mean; of `worst` that of the worst attack."""
         if cell.attack == "worst":
             held = [
                 self.losses(metric, row, seed, other)

@@ -243,8 +243,7 @@ def trained(unit: Unit, data: Prepared) -> tuple[BayesianModel, Posterior, dict[
 
 
 def attacks_on(unit: Unit, data: Prepared, ball: L2, predict: Predictor) -> dict[str, Attack]:
-    """The experiment's attacks by the paper's names; queries and transfer alone where there is no
-    gradient.
+    """The experiment's attacks by the paper's names; queries and transfer without gradients.
 
     Against a purifier the strong suite holds the attacks that know it, too.
     """
@@ -269,8 +268,7 @@ def attacks_on(unit: Unit, data: Prepared, ball: L2, predict: Predictor) -> dict
 
 
 def _adaptive(purified: Purifier, ball: L2, steps: int) -> tuple[Attack, ...]:
-    """Rule E23: transfer from the model, straight through, the nearest centres, annealed from
-    them."""
+    """Rule E23: transfer, straight through, the nearest centres, annealed from them."""
     straight = StraightThrough(purified)
     sources = (straight,) if purified.base is None else (purified.base, straight)
     around = Transfer(pgd(ball, steps, margin), sources)
@@ -421,8 +419,7 @@ def _timed(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
 
 
 def _pictured(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
-    """Images and class probabilities, clean and under each attack; pixels as bytes in
-    hexadecimal."""
+    """Images and class probabilities, clean and under each attack; pixels in hexadecimal."""
     experiment, config = unit.experiment, unit.config
     data, _ = prepared(config)
     predict, info = predictor(unit, data)

@@ -1,5 +1,4 @@
-"""Classes of unequal size: recall, balanced accuracy, and the area under the precision-recall
-curve."""
+"""Classes of unequal size: recall, balanced accuracy, area under the precision-recall curve."""
 
 from __future__ import annotations
 

@@ -23,8 +23,7 @@ def mcnemar(
     first: Any,  # (N,) truth values
     second: Any,  # (N,) truth values of the same examples
 ) -> float:
-    """Exact one-sided McNemar test: the p-value against "`first` is true no more often than
-    `second`".
+    """Exact one-sided McNemar test: p of "`first` is true no more often than `second`".
 
     With n discordant pairs of which k have only `first` true, P(Binomial(n, 1/2) >= k).
 

@@ -42,8 +42,7 @@ def risk_coverage(
     losses: Any,  # (N,), e.g. 1 - correct, or a squared error
     confidence: Any,  # (N,), any score: the larger, the sooner answered
 ) -> RiskCoverage:
-    """The risk-coverage curve; tied confidences give the expectation over breaking the ties at
-    random.
+    """The risk-coverage curve; ties give the expectation over breaking them at random.
 
     >>> risk_coverage([0, 1, 0], [0.9, 0.1, 0.5]).risk
     (0.0, 0.0, 0.3333333333333333)
@@ -169,8 +168,7 @@ def _midranks(values: Tensor) -> Tensor:  # (N,) -> (N,), ranks from 1, ties get
 
 
 def _score_bound(value: float, end: float, m: int, n: int, z: float) -> float:
-    """The area `a` farthest from `value` towards `end` with |value - a| <= z sd(a), by
-    bisection."""
+    """The area `a` farthest from `value` to `end` with |value - a| <= z sd(a), by bisection."""
 
     def covered(a: float) -> bool:
         pairs = (m + n) / 2 - 1  # Newcombe's symmetric stand-in for m - 1 and n - 1

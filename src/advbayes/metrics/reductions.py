@@ -258,8 +258,7 @@ def _assign(
     bins: int,
     binning: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Bin indices, confidences and outcomes, (R, N) each; for equal mass sorted by confidence, ties
-    shared."""
+    """Bin indices, confidences and outcomes, (R, N) each; equal mass: sorted, ties shared."""
     if binning == "equal_width":
         inner = torch.arange(1, bins, dtype=torch.float64) / bins
         return torch.searchsorted(inner, confidence, right=True), confidence, correct

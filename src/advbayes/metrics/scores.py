@@ -1,5 +1,4 @@
-"""One score per example: a prediction (batch shape `(B,)`) against its targets. Nothing is reduced
-here."""
+"""One score per example: a prediction (batch shape `(B,)`) against its targets, not reduced."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ def targets(
     prediction: Distribution,
     y: Tensor,  # (B,), (B, 1) or (B, D)
 ) -> Tensor:  # batch shape + event shape of the prediction
-    """Regression targets in the prediction's own shape, so that `(B, 1)` never meets `(B,)` in a
-    broadcast.
+    """Regression targets in the prediction's own shape, `(B, 1)` never broadcast to `(B,)`.
 
     >>> targets(torch.distributions.Normal(torch.zeros(2), 1.0), torch.tensor([[1.0], [2.0]]))
     tensor([1., 2.])
@@ -132,8 +130,7 @@ def nll(prediction: Distribution, y: Tensor) -> Tensor:  # (B,)
 
 
 def correct(prediction: Distribution, y: Tensor) -> Tensor:  # (B,), bool
-    """Whether the most probable class is the right one (of equally probable ones, the first is the
-    answer).
+    """Whether the most probable class is the right one (the first of equally probable ones).
 
     >>> correct(
     ...     torch.distributions.Categorical(probs=torch.tensor([[0.2, 0.8], [0.9, 0.1]])),
@@ -183,8 +180,7 @@ def squared_error(
     prediction: Distribution,
     y: Tensor,  # (B,), (B, 1) or (B, D)
 ) -> Tensor:  # (B,)
-    """Squared error of the predictive mean, averaged over the D outputs (so that an RMSE has the
-    units of y).
+    """Squared error of the predictive mean, averaged over outputs (an RMSE has y's units).
 
     >>> squared_error(torch.distributions.Normal(torch.zeros(2), 1.0), torch.tensor([1.0, 2.0]))
     tensor([1., 4.])

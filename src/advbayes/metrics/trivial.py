@@ -35,8 +35,7 @@ class ConstantClasses:
 
 @dataclass(frozen=True)
 class ConstantGaussian:
-    """The same Gaussian for every input; one output has batch shape (B,), D outputs event shape
-    (D,).
+    """The same Gaussian for every input; batch shape (B,), with D outputs event shape (D,).
 
     >>> ConstantGaussian((1.0,), (2.0,))(torch.zeros(3, 5)).mean
     tensor([1., 1., 1.])
@@ -64,8 +63,7 @@ class ConstantGaussian:
 
 
 def _zeros(x: Tensor) -> Tensor:  # (B, 1)
-    """Zeros that hang on x: gradient attacks then see a zero gradient, as they should, and not an
-    error."""
+    """Zeros that hang on x: gradient attacks see a zero gradient, not an error."""
     first = x.unsqueeze(-1).flatten(1)[:, :1]
     return torch.where(torch.zeros_like(first, dtype=torch.bool), first, 0.0)
 

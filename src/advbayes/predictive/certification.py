@@ -42,8 +42,7 @@ class Certificates:
         y: Tensor,  # (B,)
         radii: float | Sequence[float] | Tensor,  # (R,)
     ) -> Tensor:  # (R,)
-        """The certified-accuracy curve: the share of inputs whose right class is certified at each
-        radius.
+        """The certified-accuracy curve: the share of inputs certified right at each radius.
 
         >>> certificates = Certificates(
         ...     torch.tensor([0, 1, -1]),

@@ -187,8 +187,7 @@ def worst_case_utility(
     steps: int = 20,
     generator: torch.Generator | None = None,
 ) -> Tensor:  # (B, A)
-    """The least expected utility of each action over the ball around x, as far as projected ascent
-    finds it."""
+    """The least expected utility of each action over the ball around x, by projected ascent."""
     nobody = torch.zeros(len(x), dtype=torch.long, device=x.device)  # these losses do not look at y
     columns = []
     for action in range(choices.num_actions):

@@ -1,5 +1,4 @@
-"""Predictive distributions over theta: fixed thetas, or fresh ones at every call (section 3.2, Eq.
-9)."""
+"""Predictive distributions over theta: fixed thetas, or fresh ones at every call (Eq. 9)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The reactive defense (section 3.2): infer the clean input behind x', exactly over the whole
-reference set."""
+"""The reactive defense (section 3.2): infer the clean input behind x', exactly."""
 
 from advbayes.purification.attacks import Annealed, NearestCentre, StraightThrough
 from advbayes.purification.diagnosis import Diagnosis

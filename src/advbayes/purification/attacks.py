@@ -252,8 +252,7 @@ def neighbours(
     y: Tensor,  # (B,)
     num: int = 1,
 ) -> tuple[Tensor, Tensor]:  # (B, num, *event) each
-    """The `num` likeliest centres of class y, and of other classes; NaN where there are not as
-    many.
+    """The `num` likeliest centres of class y, and of other classes; NaN where there are fewer.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, Noise

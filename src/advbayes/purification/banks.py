@@ -77,8 +77,7 @@ class Room:
 
 @dataclass(frozen=True, eq=False)
 class GaussianBank:
-    """w N(x'; centres, scale^2) with one scale for all, or one for each reference point and
-    feature."""
+    """w N(x'; centres, scale^2) one scale for all, or one for each reference point and feature."""
 
     log_weight: float
     centres: Rows  # (G, N, d)
@@ -151,8 +150,7 @@ class GaussianBank:
         group: int,
         index: Tensor,  # (B, k)
     ) -> Iterator[tuple[slice, Tensor, float | Tensor]]:
-        """centre - x' and the scales of a few reference points, in float64, some queries at a
-        time."""
+        """centre - x' and scales of a few reference points, in float64, some queries at a time."""
         size = max(1, _DIFFERENCES // max(1, index.shape[1] * points.shape[1]))
         for start, stop in spans(len(points), size):
             part = slice(start, stop)

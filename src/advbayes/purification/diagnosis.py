@@ -1,5 +1,4 @@
-"""May a purified prediction be believed? Effective sample sizes, evidence, nearest centre,
-support."""
+"""May a purified prediction be believed? Effective samples, evidence, nearest centre, support."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def chi_square_limit(width: int) -> float:
 
 
 def diagnose(store: Store, query: Query, log_shares: Callable[[Tensor], Tensor]) -> Diagnosis:
-    """Two passes: the evidence of each theta, then the weights of all reference points, block by
-    block."""
+    """Two passes: the evidence of each theta, then the weights of reference points, by blocks."""
     size = max(1, _WEIGHTS // store.num_reference)
     if len(query) > size:
         parts = [

@@ -88,8 +88,7 @@ class Cells:
 
 
 class NearestIndex:
-    """Every bank of a store in an index, and how many centres of each theta a query is answered
-    from."""
+    """Every bank of a store in an index, and how many centres of each theta answer a query."""
 
     def __init__(self, store: Store, num: int) -> None:
         self.num = num

@@ -1,5 +1,4 @@
-"""The reactive predictive p(y | x', D), exact over the whole reference set (section 3.2, Eq. 4 and
-5)."""
+"""The reactive predictive p(y | x', D), exact over the whole reference set (Eq. 4 and 5)."""
 
 from __future__ import annotations
 
@@ -219,16 +218,14 @@ class Purifier:
         return (shares.unsqueeze(-1) * each).sum(0).T, log_evidence
 
     def log_shares(self, log_evidence: Tensor) -> Tensor:  # (S, B)
-        """The thetas' log-weights: by evidence online, equal offline; equal too where no theta
-        explains x'."""
+        """The thetas' log-weights: by evidence online, equal offline or where none explains x'."""
         if self.update == "offline" or len(log_evidence) == 1:
             return torch.full_like(log_evidence, -math.log(len(log_evidence)))
         possible = (log_evidence > -math.inf).any(0)
         return torch.where(possible, log_evidence, torch.zeros_like(log_evidence)).log_softmax(0)
 
     def flat(self, x: Tensor) -> Tensor:  # (B, d) float64
-        """x (or its features), the unreasonably far brought to where directions can still be
-        told."""
+        """x (or its features), the unreasonably far brought to where directions can be told."""
         points: Tensor = (x if self.features is None else self.features(x)).flatten(1).double()
         limit = _FARTHEST * max(self._reach, 1.0)
         largest = (
@@ -272,8 +269,7 @@ class Purifier:
         return Queries(blocks)
 
     def _precisions(self, points: Tensor) -> Tensor:  # (B, d) -> (B,)
-        """The precision of each row's products: float64 unless the store is large and float32 will
-        do."""
+        """The precision of each row's products: float32 where that will do for a large store."""
         kinds = torch.full((len(points),), _WIDE, device=points.device)
         if self._exact:
             return kinds

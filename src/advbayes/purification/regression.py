@@ -1,5 +1,4 @@
-"""The purified predictive of a regression: the full mixture of S x N Gaussians, never held at
-once."""
+"""The purified predictive of a regression: the mixture of S x N Gaussians, never held at once."""
 
 from __future__ import annotations
 

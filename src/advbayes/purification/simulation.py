@@ -1,5 +1,4 @@
-"""Likelihood-free purification: for channels that can only be sampled (sigma = 0, a black-box
-simulator)."""
+"""Likelihood-free purification: for channels that can only be sampled."""
 
 from __future__ import annotations
 

@@ -159,8 +159,7 @@ class Small:
 
 
 def _terms(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The largest of the last axis, and 2 ** (logits - largest); in place where no gradient is
-    wanted."""
+    """The largest of the last axis, and 2 ** (logits - largest); in place without gradients."""
     peak = logits.detach().amax(-1, keepdim=True)
     if logits.requires_grad:
         return peak, (logits - peak).clamp_min(_LEAST[logits.dtype]).exp2()

@@ -72,8 +72,7 @@ class Kept:
 
 @dataclass(frozen=True, eq=False)
 class BankSums:
-    """A bank's share: everything is relative to `peak` (the largest logit) and free of the bank's
-    offset."""
+    """A bank's share: relative to `peak` (the largest logit), without the bank's offset."""
 
     peak: Tensor  # (G, B), minus infinity where the bank excludes a query
     sums: Tensor  # (G, B, W + 1) float64: sum exp(logits - peak) v, and of 1
@@ -231,8 +230,7 @@ def _gather(right: Tensor, index: Tensor) -> Tensor:  # (g, n, W), (g, B, k) -> 
 
 
 def _merge(before: Leading | None, fresh: Leading) -> tuple[Leading, Tensor]:
-    """The leading terms of the blocks so far with those of another, and the places of the leading
-    ones."""
+    """The leading terms of the blocks so far and another, and the places of the leading ones."""
     if before is not None:
         fresh = Leading(
             torch.cat([before.logits, fresh.logits], -1),
@@ -387,8 +385,7 @@ class Block:
 
 
 def weights(store: Store, query: Query, sums: Sums) -> Iterator[Block]:
-    """The posterior of the clean input, block by block; the terms are to be used before the next
-    block."""
+    """The posterior of the clean input, block by block; use the terms before the next block."""
     rooms = Room(), Room()
     for bank, part, share in zip(store.banks, sums.banks, sums.shares, strict=True):
         factor, leading = share / part.total, part.leading_terms

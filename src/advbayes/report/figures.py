@@ -369,8 +369,7 @@ def _coverages(document: Mapping[str, Any]) -> list[Figure]:
 
 
 def risk_coverage(document: Mapping[str, Any]) -> list[Figure]:
-    """Untouched and worst case: the risk among the most certain answers against the share that is
-    answered.
+    """Untouched and worst case: the risk among the most certain answers by the share answered.
 
     >>> risk_coverage({"risk_coverage": [], "predictors": [], "task": "classification"})
     []

@@ -31,8 +31,7 @@ def report_run(
     trusted: bool = False,
     num_thetas: int = 20,
 ) -> ReportPaths:
-    """The report of one run, in `out` or in RUN/report: its evaluations, audit, history and
-    configuration.
+    """The report of one run, in `out` or RUN/report: evaluations, audit, history, configuration.
 
     A network with code of its own is built only when `trusted`; else the gallery is left out.
 
@@ -112,8 +111,7 @@ def report_runs(
 
 
 def _left_out(whole: Evaluation, found: Mapping[str, Sequence[Evaluation]]) -> list[str]:
-    """Evaluations that cannot stand in one table with the others, since they are of other
-    examples."""
+    """Evaluations that cannot stand in one table with the others, being of other examples."""
     return [
         f"{name}: {one.folder.name} ({one.config.get('num', '?')} examples)"
         for name, evaluations in found.items()
@@ -157,8 +155,7 @@ def _renamed(evaluation: Evaluation, old: str, new: str) -> Evaluation:
 
 
 def merged(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """One evaluation of several on the same examples; where they differ, those on the most examples
-    are taken.
+    """One evaluation of several on the same examples; else those on the most.
 
     A cell that two of them have is that of the later one.
     """

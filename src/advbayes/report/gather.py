@@ -152,8 +152,7 @@ def _verdict(found: Any) -> dict[str, Any]:
 
 
 def _believed(verdict: Mapping[str, Any] | None) -> bool:
-    """Level A, or B with no mandatory check left out: a check that was never asked for did not
-    pass."""
+    """Level A, or B with no mandatory check left out: one never asked for did not pass."""
     return verdict is not None and (
         verdict["level"] == "A" or (verdict["level"] == "B" and not verdict["never_asked"])
     )
@@ -183,8 +182,7 @@ def estimate(found: Estimate) -> dict[str, Any]:
 
 
 def _headline(evaluation: Evaluation, threat: Mapping[str, Any]) -> float | None:
-    """The radius that the summary is about: the threat model's where it was evaluated, else the
-    largest."""
+    """The radius that the summary is about: the threat model's if evaluated, else the largest."""
     radii = [eps for eps in evaluation.radii if eps is not None]
     wanted = threat.get("eps")
     near = [
@@ -224,8 +222,7 @@ def _summary(
     audits: Mapping[str, Mapping[str, Any]],
     believed: Mapping[str, bool],
 ) -> list[dict[str, Any]]:
-    """One line for each predictor: untouched, worst case at the headline radius, level of its
-    audit."""
+    """One line a predictor: untouched, worst case at the headline radius, level of its audit."""
     reduce = REDUCTIONS[evaluation.task][MAIN[evaluation.task]]
     lines = []
     for name in (*names, *evaluation.trivial):
@@ -292,8 +289,7 @@ def _table(
 def _curves(
     evaluation: Evaluation, names: Sequence[str], believed: Mapping[str, bool]
 ) -> list[dict[str, Any]]:
-    """Security curves: the worst case of every predictor; of a single predictor, each attack as
-    well."""
+    """Security curves: the worst case of every predictor; of a single one, each attack as well."""
     shown = [MAIN[evaluation.task], "nll"]
     labels = [
         WORST,

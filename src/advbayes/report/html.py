@@ -102,8 +102,7 @@ def legend(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def bars(view: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """The predictive probabilities as bars: all classes where they are few, else the most probable
-    ones.
+    """The predictive probabilities as bars: all classes where they are few, else the likeliest.
 
     >>> drawn = bars({"probabilities": [0.2, 0.8], "truth_class": 0, "class": 1}, ["no", "yes"])
     >>> [(bar["height"], bar["kind"]) for bar in drawn["bars"]]

@@ -88,8 +88,7 @@ def make_gallery(
     num: int = 6,
     how_chosen: str = "the first of the test set, whatever came of them",
 ) -> Gallery:
-    """The first `num` examples, untouched and under each attack, with the predictions of every
-    predictor.
+    """The first `num` examples, untouched and under each attack, with every prediction.
 
     >>> from torch.distributions import Categorical
     >>> x = torch.tensor([[2.0, 0.0]])

@@ -1,5 +1,4 @@
-"""The document in sentences, shared by HTML and Markdown. Plain text: whoever prints it escapes
-it."""
+"""The document in sentences, for HTML and Markdown. Plain text: whoever prints it escapes it."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ WHITE_BOX = "the whole predictor (white box): gradients pass through all of the 
 
 
 def factor(document: Document, metric: str) -> float:
-    """What a value is multiplied by to be read: errors of a regression are in the target's own
-    unit.
+    """What a value is multiplied by to be read: errors of a regression are in the target's unit.
 
     >>> factor({"scaling": {"target_std": [20.0]}}, "rmse"), factor({"scaling": None}, "rmse")
     (20.0, 1.0)

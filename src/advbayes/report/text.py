@@ -1,5 +1,4 @@
-"""Strings from outside, made harmless for each place they are printed in, and numbers made
-readable."""
+"""Strings from outside, made harmless wherever they are printed, and readable numbers."""
 
 from __future__ import annotations
 

@@ -113,8 +113,7 @@ def write_report(
 
 
 def provenance_of(reproduce: Any, run: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Where and how it was made: commands, commit, machine, from what is given and from the runs'
-    manifests.
+    """Where and how it was made: commands, commit, machine, as given or from the runs' manifests.
 
     >>> provenance_of("advbayes demo", None)["commands"]
     ['advbayes demo']

@@ -1,5 +1,4 @@
-"""From a configuration to objects: data as the model sees it, network, model, posterior, channel,
-objective."""
+"""From a configuration to objects: data, network, model, posterior, channel, objective."""
 
 from __future__ import annotations
 

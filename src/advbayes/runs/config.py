@@ -42,8 +42,7 @@ Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_len
 
 
 class ConfigError(InputError):
-    """A configuration that cannot be used: one line for each key, with what was wanted and what
-    came."""
+    """A configuration that cannot be used: a line for each key, what was wanted and what came."""
 
 
 class RunConfig(BaseModel):

@@ -192,8 +192,7 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _claimed(config: RunConfig, stack: ExitStack) -> Path:
-    """The first free name, taken and locked; a folder that somebody else filled in between is
-    passed over."""
+    """The first free name, taken and locked; one filled in between is passed over."""
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", Path(config.data).stem) or "data"
     base = Path("runs") / f"{name}-{config.defense}"
     base.parent.mkdir(exist_ok=True)
@@ -207,8 +206,7 @@ def _claimed(config: RunConfig, stack: ExitStack) -> Path:
 
 
 def _used(folder: Path) -> bool:
-    """Whether there is anything but a lock or a half-written file of a dead process in the
-    folder."""
+    """Whether the folder holds more than a lock or a dead process's half-written file."""
     return any(name != ".lock" and not name.endswith(".tmp") for name in os.listdir(folder))
 
 

@@ -62,16 +62,14 @@ class Trained:
         return PosteriorPredictive(self.model, self.thetas(num))
 
     def point(self) -> PosteriorPredictive:
-        """One net without averaging: the posterior's mean, or the first of finitely many
-        members."""
+        """One net, not averaged: the posterior's mean, or the first of finitely many members."""
         single = isinstance(self.posterior, (Ensemble, Samples))
         theta = self.thetas(1)[0] if single else self.posterior.mean
         return PosteriorPredictive(self.model, theta.unsqueeze(0))
 
 
 def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trained:
-    """The model of a finished run, or of a bundle; a network with code of its own is built only
-    when `trusted`.
+    """The model of a finished run, or of a bundle; code of its own runs only when `trusted`.
 
     >>> load_trained("absent")
     Traceback (most recent call last):

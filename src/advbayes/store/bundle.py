@@ -1,5 +1,4 @@
-"""A model that others can use: `save` and `load` everything that its predictions and its claims
-need."""
+"""A model that others can use: `save` and `load` all that its predictions and claims need."""
 
 from __future__ import annotations
 
@@ -36,8 +35,7 @@ _PARTS = {f"{name}.json" for name in _DOCUMENTS} | {f"{name}.safetensors" for na
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
-    """What `load` returns. `predictor()` answers in raw units; `model` and `posterior` are in the
-    model's own.
+    """What `load` returns. `predictor()` answers in raw units; `model` and `posterior` do not.
 
     `scaling` holds the tensors of `datasets.Standardize` (`Standardize.from_dict`).
     """

@@ -138,8 +138,7 @@ def encode(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:
 def decode(
     value: object, place: str, tensors: Mapping[str, Tensor], own: Sequence[type] = ()
 ) -> Any:
-    """Back from `encode`: unknown kinds and fields are refused, and every class checks its own
-    values.
+    """Back from `encode`: unknown kinds and fields are refused, and classes check their values.
 
     Dataclasses of somebody's own are made only if they are among `own`: a name in a file imports
     nothing.

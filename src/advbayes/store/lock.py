@@ -23,8 +23,7 @@ _NAME = ".lock"
 
 @dataclass(frozen=True)
 class Lock:
-    """The right to write in a folder, held by one process until the end of the `with` block or its
-    death.
+    """The right to write in a folder, held by one process until the `with` block or it ends.
 
     An advisory lock of the operating system, which dies with its holder, on a file that names pid
     and host.
@@ -82,8 +81,7 @@ class Lock:
 
 
 def claim(path: str | os.PathLike[str]) -> Lock:
-    """The lock, not yet entered, of a new folder: `path`, or `path-2`, `path-3`, ... when that name
-    is taken.
+    """The lock, not yet entered, of a new folder: `path`, or `path-2`, `path-3`, ... where taken.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

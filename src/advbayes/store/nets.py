@@ -76,8 +76,7 @@ _WORDS = {
 
 
 def describe_net(net: nn.Module) -> dict[str, JSON] | None:
-    """What `build_net` needs to rebuild the net without its weights; None for a net with code of
-    its own.
+    """What `build_net` needs to rebuild the net without its weights; None for custom code.
 
     >>> describe_net(nn.Sequential(nn.Linear(4, 3), nn.Tanh()))["layers"][0]
     ['0', {'kind': 'Linear', 'in_features': 4, 'out_features': 3, 'bias': True}]
@@ -89,8 +88,7 @@ def describe_net(net: nn.Module) -> dict[str, JSON] | None:
 
 
 def build_net(description: object, name: str) -> nn.Module:
-    """The net, on the meta device: nothing is drawn and nothing allocated, so sizes can be checked
-    first.
+    """The net, on the meta device: nothing is drawn or allocated, so sizes can be checked first.
 
     >>> build_net({"kind": "Linear", "in_features": 4, "out_features": 3, "bias": True}, "net")
     Linear(in_features=4, out_features=3, bias=True)
@@ -194,8 +192,7 @@ def _plain(value: Any) -> JSON:
 
 
 def _check_setting(place: str, key: str, value: object) -> None:
-    """A layer's constructor takes almost anything and fails when it is called: types are checked
-    here."""
+    """Types are checked here: a layer's constructor takes almost anything and fails when called."""
     if key in _WORDS and isinstance(value, str):
         wanted, fits = f"one of {', '.join(_WORDS[key])}", value in _WORDS[key]
     elif key in _FLAGS:

@@ -1,5 +1,4 @@
-"""A saved model as people use it: raw rows in, answers in the target's own unit and by class names
-out."""
+"""A saved model as people use it: raw rows in, answers in the target's unit or class names out."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ def thetas_of(posterior: Any, num: int, seed: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class RawPredictor:
-    """A predictor over raw inputs: p(y | x) with x and y in their own units, whatever the model was
-    trained in.
+    """A predictor over raw inputs: p(y | x) with x and y in their own units.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Gaussian

@@ -1,5 +1,4 @@
-"""A log of records, one JSON line each, that survives a kill or a power cut in the middle of a
-line.
+"""A log of records, one JSON line each, that survives a kill or power cut in mid-line.
 
 Each line carries a check over itself and the line before, so that a lost or altered line is
 noticed, and any JSON-lines reader can still read the file.
@@ -37,8 +36,7 @@ class _End:
 
 @dataclass(frozen=True)
 class RecordLog:
-    """An append-only file of records; one writer at a time (hold the folder's `Lock`), any number
-    of readers.
+    """An append-only file of records; one writer (hold the folder's `Lock`), any number of readers.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

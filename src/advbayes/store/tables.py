@@ -1,5 +1,4 @@
-"""Bundles with tables too large for memory: written, hashed and checked piece by piece, read where
-they lie.
+"""Bundles with tables too large for memory: written and checked by pieces, read where they lie.
 
 The folder is a bundle like any other (`parts.py`): a sealed manifest and parts named by their
 content, a table being a safetensors part with the one tensor `table`. `read_bundle` reads it too,
@@ -69,8 +68,7 @@ def write_tables(
     parts: Mapping[str, Mapping[str, Tensor]],
     texts: Mapping[str, object],
 ) -> None:
-    """Save tables, tensors and documents as a folder, atomically and durably; an earlier one is
-    replaced.
+    """Save tables, tensors and documents as a folder, atomically and durably, over an earlier one.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -169,8 +167,7 @@ def _encoded(table: StreamedTable) -> Iterator[bytes]:
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Take the space of a file on the disk, so that a full one says so now and not by a signal
-    later."""
+    """Take a file's space on the disk: a full one says so now, not by a signal later."""
     if size and hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(descriptor, 0, size)
@@ -189,8 +186,7 @@ class OpenedTables:
 
 
 def read_tables(path: str | os.PathLike[str]) -> OpenedTables:
-    """What `write_tables` saved: every hash is checked, piece by piece; tables are left where they
-    are.
+    """What `write_tables` saved: every hash is checked, piece by piece; tables stay where they are.
 
     >>> read_tables("absent")
     Traceback (most recent call last):

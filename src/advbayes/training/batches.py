@@ -1,5 +1,4 @@
-"""The data of `fit`: checked before training starts, cut into batches that the step's number alone
-decides."""
+"""The data of `fit`: checked at first, cut into batches by the step's number alone."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ Data = tuple[Tensor | np.ndarray[Any, Any], Tensor | np.ndarray[Any, Any]] | Dat
 
 
 class Batch(NamedTuple):
-    """Examples, or all of the data with the rows that are meant: a compiled step gathers them
-    itself.
+    """Examples, or all of the data with the rows meant: a compiled step gathers them itself.
 
     >>> Batch(torch.arange(6).view(3, 2), torch.arange(3), torch.tensor([2])).gathered().x
     tensor([[4, 5]])
@@ -245,8 +243,7 @@ def _num_in_pass(loader: DataLoader[Any]) -> int | None:
 
 
 class _Check:
-    """x and y in the model's dtype and device, refused when of the wrong shape, not finite or out
-    of range."""
+    """x and y in the model's dtype and device, refused if misshapen, not finite or out of range."""
 
     def __init__(self, model: BayesianModel, channel: Channel) -> None:
         self.model, self.channel = model, channel

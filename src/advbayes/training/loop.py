@@ -46,8 +46,7 @@ class SkippedStepWarning(RuntimeWarning):
 
 
 class NonFiniteError(checks.AdvBayesError, FloatingPointError):
-    """Training met NaN or infinity ten steps in a row; the posterior is at its last finite
-    state."""
+    """Training met NaN or infinity ten steps running; the posterior is at its last finite state."""
 
 
 @dataclass

@@ -22,8 +22,7 @@ except ImportError:  # a package without it trains the same, but for compile=Tru
 
 
 class Taken(NamedTuple):
-    """The bound and its parts for the whole data set, and the norm of the gradient of -bound /
-    N."""
+    """The bound and its parts for the whole data set, and the gradient norm of -bound / N."""
 
     bound: float
     log_likelihood: float
@@ -48,8 +47,7 @@ def eager_step(
     objective: ChannelELBO,
     optimiser: torch.optim.Adam,
 ) -> Step:
-    """One estimate of the bound, its gradient by autograd, and Adam along it where everything is
-    finite."""
+    """One estimate of the bound, its gradient by autograd, and Adam along it if all is finite."""
     parameters = [p for p in posterior.parameters() if p.requires_grad]
 
     def step(batch: Batch, generator: torch.Generator, lr: float) -> list[float]:
