@@ -15,7 +15,7 @@ import advbayes
 
 ROOT = Path(advbayes.__file__).parent
 LAYOUT = """
-seeds checks progress types likelihoods model posteriors attacks channels objectives
+seeds checks progress types distributed likelihoods model posteriors attacks channels objectives
 accelerated metrics predictive purification adapters training store evaluation auditing
 datasets networks runs report experiments estimators testing cli
 """

@@ -59,7 +59,7 @@ def test_fit_is_adam_on_the_bound(posterior_type: type[MeanField], through: bool
     batches = TensorBatches(X, Y, 8, seed=0)
     reference = torch.optim.Adam(theirs.parameters(), lr=1e-2)
     for step in range(5):
-        x, y, _ = batches(step).gathered()
+        x, y = batches(step).gathered()[:2]
         terms = objective(model, theirs, channel, x, y, generator=generator_for(0, "step", step))
         reference.zero_grad()
         (-terms.bound / 40).backward()

@@ -21,6 +21,7 @@ from advbayes.channels import AttackChannel, Noise
 from advbayes.likelihoods import predicts_classes
 from advbayes.model import BayesianModel
 from advbayes.posteriors import Posterior
+from advbayes.seeds import for_thetas
 from advbayes.types import Channel, Predictor
 
 BOUNDS = ("surrogate", "importance_weighted")
@@ -156,7 +157,7 @@ class ChannelELBO:
         generator: torch.Generator | None = None,
     ) -> Terms:
         """One estimate of the bound and its parts, differentiable in the posterior."""
-        thetas = posterior.rsample(self.num_theta, generator=generator)
+        thetas = posterior.rsample(self.num_theta, generator=for_thetas(generator))
         x_adv = self.corrupt(model, thetas, channel, x, y, generator=generator)
         return self.terms(model, posterior, thetas, x, x_adv, y, weight)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def seed_for(seed: int, purpose: str, step: int = 0) -> int:
@@ -61,6 +64,111 @@ class SharedStarts(torch.Generator):
     def start(self) -> torch.Generator:
         """What one start is drawn from."""
         return generator_for(0, "start", device=self.device)
+
+
+class Share(torch.Generator):
+    """The generator of one of several processes, each with some rows of one batch.
+
+    What `drawn` draws from it are those rows of what one process would have drawn for the whole
+    batch; `for_thetas` is the same in all processes, or this one's own. All else that is drawn from
+    it is independent of the other processes.
+
+    >>> whole = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
+    >>> share = Share(torch.Generator().manual_seed(0), torch.tensor([2, 3]), num=4, seed=1)
+    >>> drawn(torch.randn, (2, 2), share).equal(whole[2:])
+    True
+    """
+
+    whole: torch.Generator
+    rows: Tensor  # (b,)
+    num: int
+    own_thetas: bool
+
+    def __new__(
+        cls,
+        whole: torch.Generator,
+        rows: Tensor,
+        num: int,
+        seed: int,
+        own_thetas: bool = False,
+    ) -> Share:
+        made = super().__new__(cls, whole.device)  # type: ignore[call-arg]
+        made.manual_seed(seed)
+        made.whole, made.rows, made.num, made.own_thetas = whole, rows, num, own_thetas
+        return made
+
+
+def drawn(
+    draw: Callable[..., Tensor],
+    shape: tuple[int, ...],  # (B, ...)
+    generator: torch.Generator | None,
+    **options: Any,
+) -> Tensor:
+    """`draw(shape)`, a row for each example of the batch at hand.
+
+    >>> drawn(torch.rand, (3,), None).shape
+    torch.Size([3])
+    """
+    if not isinstance(generator, Share):
+        return draw(shape, generator=generator, **options)
+    return draw((generator.num, *shape[1:]), generator=generator.whole, **options)[generator.rows]
+
+
+def num_drawn(num: int, generator: torch.Generator | None) -> int:
+    """How many rows `drawn` draws for a batch of `num`: more where that is a share of a larger
+    one."""
+    return generator.num if isinstance(generator, Share) else num
+
+
+def narrowed(
+    generator: torch.Generator | None,
+    rows: Tensor,  # (b,)
+    num: int | None = None,
+) -> torch.Generator | None:
+    """For a part of the batch that is drawn for by itself: of its `num` rows (absent: as many as
+    before) those at hand are `rows`."""
+    if not isinstance(generator, Share):
+        return generator
+    seed = int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
+    whole, own_thetas = generator.whole, generator.own_thetas
+    return Share(whole, rows, generator.num if num is None else num, seed, own_thetas)
+
+
+def sorted_share(
+    order: Tensor,  # (N,)
+    edges: list[int],
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor, list[int]]:
+    """The rows at hand in the order of the whole batch: which come first, second, ..., their places
+    in `order`, and between which of them its edges fall.
+
+    >>> share = Share(torch.Generator(), torch.tensor([2, 3]), num=4, seed=1)
+    >>> sorted_share(torch.tensor([3, 0, 1, 2]), [0, 3, 4], share)
+    (tensor([1, 0]), tensor([0, 3]), [0, 1, 2])
+    """
+    if not isinstance(generator, Share):
+        return order, torch.arange(len(order), device=order.device), edges
+    places, index = order.argsort()[generator.rows].sort()
+    cuts = torch.searchsorted(places, torch.tensor(edges, device=order.device))
+    return index, places, cuts.tolist()
+
+
+def for_batch(generator: torch.Generator | None) -> torch.Generator | None:
+    """What is drawn once for the whole batch is drawn from here."""
+    return generator.whole if isinstance(generator, Share) else generator
+
+
+def seed_from(generator: torch.Generator | None, device: torch.device) -> int:
+    """A seed drawn once for the batch, of which each process with a share makes one of its own."""
+    seed = int(torch.randint(1 << 62, (), generator=for_batch(generator), device=device))
+    if isinstance(generator, Share):
+        return seed_for(seed, "share", generator.initial_seed())
+    return seed
+
+
+def for_thetas(generator: torch.Generator | None) -> torch.Generator | None:
+    """What thetas are drawn from."""
+    return for_batch(generator) if not getattr(generator, "own_thetas", False) else generator
 
 
 class GlobalStream:

@@ -104,7 +104,7 @@ class CompiledStep:
                     self.model, thetas, self.channel, batch.x, batch.y, generator=generator
                 )
             ]
-        x, y, rows, _ = batch
+        x, y, rows, *_ = batch
         self.lr.fill_(lr)
         arguments = (*self.state, self.lr, noise, x, y, *(() if rows is None else (rows,)), *drawn)
         key = (x.shape, y.shape) if rows is None else (rows.shape, y.shape)

@@ -13,7 +13,7 @@ from advbayes.attacks import PGD, mode
 from advbayes.channels.density import GaussianDensity
 from advbayes.channels.noise import Noise, add_noise, refuse_dirac
 from advbayes.likelihoods import predicts_classes
-from advbayes.seeds import SharedStarts
+from advbayes.seeds import SharedStarts, drawn, seed_from
 from advbayes.types import Attack, Channel, Predictor
 
 
@@ -67,13 +67,15 @@ class AttackChannel:
         """The attack's output, before the noise. Attacks need gradients, whatever the mode they are
         called in."""
         if not draws_noise_alone(self):
-            seed = int(torch.randint(1 << 62, (), generator=generator, device=x.device))
+            seed = seed_from(generator, x.device)
             generator = SharedStarts(len(x), x.device, seed)
         return self._attacked(predict, x, y, generator)
 
     def _attacked(
         self, predict: Predictor, x: Tensor, y: Tensor | None, generator: torch.Generator | None
     ) -> Tensor:
+        if not len(x):
+            return x
         if torch.is_grad_enabled():
             return self.attack(predict, x, y, generator=generator)
         with torch.enable_grad():
@@ -111,7 +113,7 @@ def drawn_labels(predict: Predictor, x: Tensor, generator: torch.Generator | Non
     labels = likely_labels(predict, x)
     if len(labels) == 1:
         return labels[0]
-    first = torch.rand(len(x), generator=generator, device=x.device) < 0.5
+    first = drawn(torch.rand, (len(x),), generator, device=x.device) < 0.5
     above, below = labels
     return torch.where(first.view(-1, *[1] * (above.ndim - 1)), above, below)
 

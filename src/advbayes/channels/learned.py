@@ -13,6 +13,7 @@ from advbayes.attacks import mode
 from advbayes.attacks.balls import Ball
 from advbayes.channels.density import GaussianDensity
 from advbayes.channels.mixture import Mixture
+from advbayes.channels.noise import noise_like
 from advbayes.types import Channel, Predictor
 
 
@@ -69,9 +70,7 @@ class Learned:
         generator: torch.Generator | None = None,
     ) -> Tensor:
         centre, std = self.moments(predict, x, y)
-        return centre + std * torch.randn(
-            x.shape, generator=generator, dtype=x.dtype, device=x.device
-        )
+        return centre + std * noise_like(x, generator)
 
     def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> GaussianDensity:
         with torch.no_grad():

@@ -18,6 +18,7 @@ from advbayes.attacks.parts import on_rows as attack_on_rows
 from advbayes.channels.attack import AttackChannel, drawn_labels, draws_noise_alone, shifted_by
 from advbayes.channels.density import GaussianDensity, MixtureDensity
 from advbayes.channels.noise import Noise, noise_like
+from advbayes.seeds import for_batch, narrowed, num_drawn, sorted_share
 from advbayes.types import Channel, Predictor
 
 
@@ -87,32 +88,36 @@ class Mixture:
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        if not len(x):
+        num = num_drawn(len(x), generator)
+        if not num:
             return x.clone()
         if y is None and self._has_attacks:
             y = drawn_labels(predict, x, generator)
-        order, edges = self._strata(len(x), generator, x.device)
-        noise = noise_like(x, generator) if self._splits else None
-        x_in, y_in = x.index_select(0, order), None if y is None else y.index_select(0, order)
-        moved, first = [], 0
+        order, edges = self._strata(num, for_batch(generator), x.device)
+        index, places, own_edges = sorted_share(order, edges, generator)
+        noise = noise_like(x, narrowed(generator, places)) if self._splits else None
+        x_in, y_in = x.index_select(0, index), None if y is None else y.index_select(0, index)
+        moved, first = [x[:0]], 0
         for members in self._groups:
-            cuts = edges[first : first + len(members) + 1]
-            first += len(members)
-            start, stop = cuts[0], cuts[-1]
-            if stop > start:
+            last = first + len(members)
+            cuts, begin, end = own_edges[first : last + 1], edges[first], edges[last]
+            first, start, stop = last, cuts[0], cuts[-1]
+            # without rows of its own a process still draws what the others draw
+            if stop > start or (noise is None and end > begin):
                 counts = [b - a for a, b in itertools.pairwise(cuts)]
-                own_losses = order[start:stop] if self._holds_rows else None
+                own_losses = order[places[start:stop]] if self._holds_rows else None
                 channel = self._merged(members, counts, x.device, own_losses)
                 inputs, rows = x_in[start:stop], None if y_in is None else y_in[start:stop]
                 if noise is None:
-                    moved.append(channel.sample(predict, inputs, rows, generator=generator))
+                    theirs = narrowed(generator, places[start:stop] - begin, end - begin)
+                    moved.append(channel.sample(predict, inputs, rows, generator=theirs))
                 else:
-                    own = noise[start:stop] if self._one_sigma is None else None
-                    moved.append(shifted_by(channel, predict, inputs, rows, own))
+                    mine = noise[start:stop] if self._one_sigma is None else None
+                    moved.append(shifted_by(channel, predict, inputs, rows, mine))
         out = torch.cat(moved)
         if noise is not None and self._one_sigma is not None:
             out = torch.add(out, noise, alpha=self._one_sigma)
-        return torch.empty_like(x).index_copy_(0, order, out)
+        return torch.empty_like(x).index_copy_(0, index, out)
 
     @cached_property
     def _splits(self) -> bool:

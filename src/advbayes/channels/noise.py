@@ -10,6 +10,7 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.channels.density import GaussianDensity
+from advbayes.seeds import drawn
 from advbayes.types import Predictor
 
 
@@ -45,13 +46,11 @@ class Noise:
 def add_noise(x: Tensor, sigma: float, generator: torch.Generator | None) -> Tensor:
     if sigma == 0:
         return x
-    return torch.add(
-        x, torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device), alpha=sigma
-    )
+    return torch.add(x, noise_like(x, generator), alpha=sigma)
 
 
 def noise_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    return torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+    return drawn(torch.randn, x.shape, generator, dtype=x.dtype, device=x.device)
 
 
 def refuse_dirac(channel: object) -> None:

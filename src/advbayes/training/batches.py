@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from advbayes import checks
 from advbayes.attacks.balls import Ball
@@ -31,13 +31,24 @@ class Batch(NamedTuple):
     y: Tensor  # (B, ...), or (N, ...)
     rows: Tensor | None = None  # (B,)
     weight: Tensor | None = None  # (B,), or (N,): how often each example counts; None: once
+    share: float = 1.0  # of the batch that these examples are a part of
+
+    @property
+    def num(self) -> int:
+        return len(self.x if self.rows is None else self.rows)
+
+    def part(self, rows: slice, share: float) -> Batch:
+        if self.rows is not None:
+            return self._replace(rows=self.rows[rows], share=share)
+        weight = None if self.weight is None else self.weight[rows]
+        return Batch(self.x[rows], self.y[rows], None, weight, share)
 
     def gathered(self) -> Batch:
         if self.rows is None:
             return self
         x, y = self.x.index_select(0, self.rows), self.y.index_select(0, self.rows)
         weight = None if self.weight is None else self.weight.index_select(0, self.rows)
-        return Batch(x, y, None, weight)
+        return Batch(x, y, None, weight, self.share)
 
 
 class TensorBatches:
@@ -166,6 +177,11 @@ def batches_of(
     if isinstance(data, DataLoader):
         if weight is not None:
             raise checks.InputTypeError("sample_weight must be left out for a DataLoader, got one")
+        if isinstance(data.sampler, DistributedSampler):
+            raise checks.InputError(
+                "data must be the same DataLoader on all ranks, each of which takes its rows of "
+                "every batch, got one with a DistributedSampler"
+            )
         return LoaderBatches(data, *_length(data, num_data), check.of_loader, seed)
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         raise checks.InputTypeError(

@@ -19,14 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from advbayes import checks
+from advbayes import checks, distributed
 from advbayes.attacks.gradients import refuse_inference_mode
 from advbayes.channels import Learned, learned_in
+from advbayes.channels.noise import noise_like
+from advbayes.distributed import Ranks
 from advbayes.model import BayesianModel
 from advbayes.objectives import ChannelELBO
 from advbayes.posteriors import Posterior, Samples
 from advbayes.progress import Progress
-from advbayes.seeds import seed_for
+from advbayes.seeds import for_thetas, seed_for
 from advbayes.training.batches import Batch, Batches, Data, batches_of
 from advbayes.training.steps import Step, Taken, adam_for, compiled_step, descend, eager_step
 from advbayes.types import Channel
@@ -96,6 +98,7 @@ def fit(
     seed: int = 0,
     progress: bool | None = None,
     compile: bool = False,
+    own_thetas: bool = False,
     state: State | None = None,
     checkpoint: Callable[[State], None] | None = None,
     checkpoint_every: int | None = None,
@@ -114,6 +117,12 @@ def fit(
     pass of it yields, and the global generator is left as it was.
     `compile=True` compiles the step at its first batch (ten to sixty seconds, less when cached):
     two to five times faster on small nets, the same draws, results equal up to rounding.
+
+    Under a process group (torchrun) all ranks call `fit` with the same arguments. Each takes its
+    rows of every batch, gradients are averaged in one exchange, and all end with the same
+    posterior, that of one process up to rounding: thetas and the channel's draws are those of one
+    process. `own_thetas=True` draws thetas for each rank instead, which has less variance. The
+    first rank alone shows progress and calls `checkpoint`; its `state` is where all begin.
 
     >>> from advbayes import BayesianModel, Categorical, MeanField, Noise
     >>> x = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
@@ -145,14 +154,15 @@ def fit(
     if checkpoint_every is not None:
         checks.count("checkpoint_every", checkpoint_every)
 
+    ranks = distributed.ranks()
+    ranks.agree(num_data=batches.num_data, num_params=model.num_params, steps=total, seed=seed)
     optimiser = adam_for(posterior, lr)
-    adversaries = [_Adversary(learned, adversary_lr) for learned in learned_in(channel)]
+    adversaries = [_Adversary(learned, adversary_lr, ranks) for learned in learned_in(channel)]
     held = _Held(posterior, optimiser, adversaries)
-    state = State() if state is None else held.restore(state)
+    state = held.begin(State() if state is None else held.restore(state), ranks)
     take_step: Step = (compiled_step if compile else eager_step)(
-        model, posterior, channel, objective, optimiser
+        model, posterior, channel, objective, optimiser, ranks
     )
-    generator = torch.Generator(model.device)
     skipped_in_a_row = 0
     has_warned = interrupted = False
     origin = time.perf_counter() - (
@@ -164,16 +174,21 @@ def fit(
         accelerated.recycle_blocks()
     with (
         _deferred_interrupt() as interrupt,
-        Progress("fit", total, progress, start=state.step) as bar,
+        Progress("fit", total, progress if ranks.is_first else False, start=state.step) as bar,
     ):
         for step in range(state.step, total):
-            batch = batches(step)
+            whole = batches(step)
+            batch = whole.part(*ranks.share(whole.num))
+
+            def keyed(purpose: str, num: int = whole.num, step: int = step) -> torch.Generator:
+                return ranks.generator(
+                    seed_for(seed, purpose, step), num, model.device, own_thetas
+                )
+
             for adversary in adversaries:
-                generator.manual_seed(seed_for(seed, "adversary", step))
-                adversary.step(model, posterior, batch, generator)
-            generator.manual_seed(seed_for(seed, "step", step))
+                adversary.step(model, posterior, batch, keyed("adversary"))
             taken = Taken(
-                *take_step(batch, generator, lr * decay ** (step / batches.steps_per_epoch))
+                *take_step(batch, keyed("step"), lr * decay ** (step / batches.steps_per_epoch))
             )
             if taken.is_finite():
                 skipped_in_a_row = 0
@@ -194,21 +209,21 @@ def fit(
             state.step = step + 1
             bar.advance("bound", taken.bound)
             if skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
-                generator.manual_seed(seed_for(seed, "step", step))
                 raise NonFiniteError(
-                    _cause(model, posterior, channel, objective, batch, generator, step)
+                    _cause(model, posterior, channel, objective, batch, keyed("step"), step)
                 )
-            if interrupt() or (stop is not None and stop()):
+            if ranks.any(interrupt() or (stop is not None and stop())):
                 interrupted = state.step < total
                 break
             if (
                 checkpoint is not None
+                and ranks.is_first
                 and checkpoint_every is not None
                 and state.step % checkpoint_every == 0
             ):
                 checkpoint(held.save(state))
         state = held.save(state)
-        if checkpoint is not None:
+        if checkpoint is not None and ranks.is_first:
             checkpoint(state)
     return FitResult(state.history, state.step, state.skipped, interrupted, state)
 
@@ -277,21 +292,21 @@ class _Adversary:
     """Trains one learned channel to make the model's likelihood small: maximise -log p(y | x',
     theta) + bonus."""
 
-    def __init__(self, channel: Learned, lr: float) -> None:
-        self.channel, self.lr = channel, lr
+    def __init__(self, channel: Learned, lr: float, ranks: Ranks) -> None:
+        self.channel, self.lr, self.ranks = channel, lr, ranks
         self.adam = adam_for(channel.generator, lr)
         self.parameters = [p for p in channel.generator.parameters() if p.requires_grad]
 
     def step(
         self, model: BayesianModel, posterior: Posterior, batch: Batch, generator: torch.Generator
     ) -> None:
-        x, y, *_ = batch.gathered()
-        theta = posterior.sample(1, generator=generator)[0]
+        x, y, *_, share = batch.gathered()
+        theta = posterior.sample(1, generator=for_thetas(generator))[0]
         centre, std = self.channel.moments(model.at(theta), x, y)
-        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-        gain = -model.log_likelihood(theta, centre + std * noise, y).mean()
+        gain = -model.log_likelihood(theta, centre + std * noise_like(x, generator), y).mean()
         gain = gain + self.channel.entropy_bonus * std.log().mean()
-        gradients = torch.autograd.grad(-gain, self.parameters, materialize_grads=True)
+        of_share = torch.autograd.grad(-gain, self.parameters, materialize_grads=True)
+        gradients = self.ranks.mean(of_share, share)
         if all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
             descend(self.adam, self.parameters, gradients, self.lr)
 
@@ -327,6 +342,22 @@ class _Held:
             tensors,
             {name: list(column) for name, column in state.history.items()},
         )
+
+    def begin(self, state: State, ranks: Ranks) -> State:
+        """From where the first rank is, on all ranks."""
+        if ranks.size == 1:
+            return state
+
+        def told() -> dict[str, Tensor]:
+            columns = torch.tensor([state.history[name] for name in COLUMNS], dtype=torch.float64)
+            place = torch.tensor([state.step, state.skipped])
+            return {**self.save(state).tensors, "": place, "history": columns}
+
+        tensors = dict(ranks.on_first(told))
+        step, skipped = tensors.pop("").tolist()
+        history = dict(zip(COLUMNS, tensors.pop("history").tolist(), strict=True))
+        self.restore(State(step, skipped, tensors, history))
+        return State(step, skipped, tensors, history)
 
     def restore(self, state: State) -> State:
         if not state.tensors and state.step == 0:
@@ -380,7 +411,7 @@ def _cause(
     made anew."""
     x, y, *_ = batch.gathered()
     with torch.no_grad():
-        thetas = posterior.at(posterior.noise(objective.num_theta, generator=generator))
+        thetas = posterior.at(posterior.noise(objective.num_theta, generator=for_thetas(generator)))
         x_adv = objective.corrupt(model, thetas, channel, x, y, generator=generator).detach()
         scores = objective._score(model, thetas, x_adv, y)
     suspects = (

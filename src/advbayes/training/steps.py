@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from advbayes.distributed import ALONE, Ranks
 from advbayes.model import BayesianModel
 from advbayes.objectives import ChannelELBO
 from advbayes.posteriors import Posterior
@@ -46,17 +47,20 @@ def eager_step(
     channel: Channel,
     objective: ChannelELBO,
     optimiser: torch.optim.Adam,
+    ranks: Ranks = ALONE,
 ) -> Step:
     """One estimate of the bound, its gradient by autograd, and Adam along it if all is finite."""
     parameters = [p for p in posterior.parameters() if p.requires_grad]
 
     def step(batch: Batch, generator: torch.Generator, lr: float) -> list[float]:
         total = objective.num_data if batch.weight is None else float(batch.weight.sum())
-        x, y, _, weight = batch.gathered()
+        x, y, _, weight, share = batch.gathered()
         terms = objective(model, posterior, channel, x, y, weight=weight, generator=generator)
-        gradients = torch.autograd.grad(-terms.bound / total, parameters, materialize_grads=True)
+        of_share = torch.autograd.grad(-terms.bound / total, parameters, materialize_grads=True)
+        values = torch.stack([term.detach() for term in terms])
+        *gradients, values = ranks.mean([*of_share, values], share)
         norm = math.hypot(*(torch.linalg.vector_norm(gradient).item() for gradient in gradients))
-        numbers = [*(term.item() for term in terms), norm]
+        numbers = [*values.tolist(), norm]
         if Taken(*numbers).is_finite():
             descend(optimiser, parameters, gradients, lr)
         return numbers
@@ -70,8 +74,11 @@ def compiled_step(
     channel: Channel,
     objective: ChannelELBO,
     optimiser: torch.optim.Adam,
+    ranks: Ranks = ALONE,
 ) -> Step:
-    """The same as one native program."""
+    """The same as one native program, for one process."""
+    if ranks.size > 1:
+        raise ValueError(f"compile must be False on {ranks.size} ranks, got True")
     if accelerated is None:
         raise ImportError(
             "compile must be False without the package advbayes.accelerated, which cannot be "

@@ -1,0 +1,307 @@
+"""Several processes as one, by `torch.distributed`: what runs under torchrun (gloo, nccl).
+
+`ranks()` is the group of processes that a call runs in. Functions that can be shared out ask it for
+their rows and for exchanges with the others; `Ranks()` is one process, for which every exchange is
+the identity, so nothing else knows how many there are. All ranks call the same functions with the
+same arguments and all get the same answers; the first one alone writes files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load, save
+from torch import Tensor
+
+from advbayes.seeds import Share, seed_for
+
+T = TypeVar("T")
+BEAT = 2.0  # seconds between two signs of life
+SILENCE = 30.0  # seconds without one after which a rank is lost
+_alone: ContextVar[bool] = ContextVar("alone", default=False)
+
+
+class LostRankError(ConnectionError):
+    """Another rank died or cannot be reached: this one cannot go on."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that work together: this one's number among them, and how many they are.
+
+    >>> Ranks().sum(torch.ones(2)), Ranks(1, 4).rows(10), list(Ranks().mapped(str.upper, "ab"))
+    (tensor([1., 1.]), slice(2, 5, None), ['A', 'B'])
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes."""
+        return self.rank == 0
+
+    def rows(self, num: int) -> slice:
+        """This rank's share of `num` rows: all shares in order are all rows."""
+        return slice(num * self.rank // self.size, num * (self.rank + 1) // self.size)
+
+    # --- exchanges: all ranks call, all get the same ---------------------------------------------
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks."""
+        return self._reduced(tensor, dist.ReduceOp.SUM)
+
+    def max(self, tensor: Tensor) -> Tensor:
+        """The largest over ranks."""
+        return self._reduced(tensor, dist.ReduceOp.MAX)
+
+    def min(self, tensor: Tensor) -> Tensor:
+        """The smallest over ranks."""
+        return self._reduced(tensor, dist.ReduceOp.MIN)
+
+    def any(self, wanted: bool) -> bool:
+        """Whether any rank says so."""
+        return wanted if self.size == 1 else bool(self.max(torch.tensor(int(wanted), device=_device())))
+
+    def same(self, tensor: Tensor) -> Tensor:
+        """The first rank's."""
+        if self.size == 1:
+            return tensor
+        with _exchange():
+            told = tensor.detach().clone().contiguous()
+            dist.broadcast(told, 0)
+            return told
+
+    def gathered(self, tensor: Tensor) -> Tensor:  # (...) of one shape on all ranks -> (R, ...)
+        """Every rank's, stacked."""
+        if self.size == 1:
+            return tensor.unsqueeze(0)
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        with _exchange():
+            dist.all_gather(parts, tensor.contiguous())
+            return torch.stack(parts)
+
+    def mean(self, tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
+        """sum over ranks of weight * tensor, all tensors in one exchange; the weights sum to 1."""
+        if self.size == 1:
+            return list(tensors)
+        flat = self.sum(torch.cat([tensor.flatten() for tensor in tensors]) * weight)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        return [part.view_as(like) for part, like in zip(parts, tensors, strict=True)]
+
+    def agree(self, **counts: int) -> None:
+        """Refuse what differs from rank to rank.
+
+        >>> Ranks().agree(num_data=10)
+        """
+        each = self.gathered(torch.tensor(list(counts.values()), device=_device())).T.tolist()
+        for name, values in zip(counts, each, strict=True):
+            if len(set(values)) > 1:
+                raise ValueError(f"{name} must be the same on all ranks, got {values}")
+
+    def mapped(self, compute: Callable[[T], object], tasks: Sequence[T]) -> Iterator[object]:
+        """compute(task) for all tasks, in order: each rank computes every R-th, all get all.
+
+        Over several ranks a result is a mapping from names to tensors, and what one rank raises
+        all raise.
+        """
+        if self.size == 1:
+            yield from map(compute, tasks)
+            return
+        for start in range(0, len(tasks), self.size):
+            turn = tasks[start : start + self.size]
+            error: Exception | None = None
+            data = b""
+            if self.rank < len(turn):
+                try:
+                    with alone():
+                        data = b"+" + _packed(compute(turn[self.rank]))
+                except Exception as raised:  # whatever is computed
+                    error, told = raised, [type(raised).__name__, str(raised)]
+                    data = b"-" + json.dumps(told).encode()
+            for other, found in enumerate(self._bytes(data)[: len(turn)]):
+                if found[:1] == b"-":
+                    name, text = json.loads(found[1:])
+                    mine = error if other == self.rank else None
+                    raise mine or type(name, (RuntimeError,), {})(text)
+                yield load(found[1:])
+
+    def on_first(self, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """What the first rank computes, or raises, on all."""
+        (found,) = self.mapped(lambda _: compute(), [None])
+        return found  # type: ignore[return-value]
+
+    def _reduced(self, tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.size == 1:
+            return tensor
+        with _exchange():
+            reduced = tensor.detach().clone().contiguous()
+            dist.all_reduce(reduced, how)
+            return reduced
+
+    def _bytes(self, data: bytes) -> list[bytes]:
+        sizes = self.gathered(torch.tensor([len(data)], device=_device())).flatten().tolist()
+        mine = torch.zeros(max(sizes), dtype=torch.uint8, device=_device())
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
+        whole = self.gathered(mine).cpu()
+        return [
+            row[:size].numpy().tobytes() for row, size in zip(whole, sizes, strict=True)
+        ]
+
+    # --- randomness ------------------------------------------------------------------------------
+
+    def generator(
+        self, seed: int, num: int, device: torch.device, own_thetas: bool = False
+    ) -> torch.Generator:
+        """For this rank's rows of a batch of `num`: together the ranks draw what one process would
+        (see `seeds.Share`)."""
+        whole = torch.Generator(device).manual_seed(seed)
+        if self.size == 1:
+            return whole
+        rows, _ = self.share(num)
+        index = torch.arange(rows.start, rows.stop, device=device)
+        own = seed_for(seed, "rank", self.rank)
+        return Share(whole, index, num, own, own_thetas)
+
+    def share(self, num: int) -> tuple[slice, float]:
+        """This rank's rows of a batch, at least one, and their weight: 0 where there are fewer rows
+        than ranks and it has none.
+
+        >>> Ranks(0, 2).share(1), Ranks(1, 2).share(1)
+        ((slice(0, 1, None), 0.0), (slice(0, 1, None), 1.0))
+        """
+        rows = self.rows(num)
+        if rows.stop > rows.start:
+            return rows, (rows.stop - rows.start) / num
+        return slice(0, 1), 0.0
+
+
+ALONE = Ranks()
+
+
+def _packed(found: object) -> bytes:
+    assert isinstance(found, Mapping)
+    return save({name: tensor.detach().contiguous().cpu() for name, tensor in found.items()})
+
+
+def _device() -> torch.device:
+    """Where bytes and counts travel."""
+    nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda" if nccl else "cpu")
+
+
+@contextmanager
+def _exchange() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(_lost(str(error).splitlines()[0])) from error
+
+
+def _lost(why: str) -> str:
+    return (
+        f"rank {dist.get_rank()} of {dist.get_world_size()} ends, for another one is gone or out of "
+        f"reach ({why}). What is on disk is whole: the same command, or --resume, goes on from it"
+    )
+
+
+def ranks() -> Ranks:
+    """The processes that this call runs in: those of torch's process group, or this one alone.
+
+    >>> ranks()
+    Ranks(rank=0, size=1)
+    """
+    if _alone.get() or not dist.is_available() or not dist.is_initialized():
+        return Ranks()
+    return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within, each rank works for itself, as if there were no others.
+
+    >>> with alone():
+    ...     ranks().size
+    1
+    """
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """The ranks that torchrun started, over gloo, for the length of the block; without torchrun the
+    group that is there, or this process alone.
+
+    A rank that gives no sign of life for thirty seconds ends the others, whatever they wait for.
+
+    >>> with joined() as group:
+    ...     group.size
+    1
+    """
+    if dist.is_initialized() or not dist.is_torchelastic_launched():
+        yield ranks()
+        return
+    dist.init_process_group("gloo", timeout=timedelta(days=1))
+    group = ranks()
+    pulse = _Pulse(group) if group.size > 1 else None
+    try:
+        yield group
+        group.sum(torch.zeros(1))  # nobody leaves while others may still wait for an exchange
+    finally:
+        if pulse is not None:
+            pulse.stop()
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+class _Pulse:
+    """Signs of life through torchrun's store, for what a connection does not tell: a host that is
+    gone, a link that is cut, a process that stands still."""
+
+    def __init__(self, group: Ranks) -> None:
+        self.group, self.leaving = group, threading.Event()
+        self.seen = {other: (-1, time.monotonic()) for other in range(group.size)}
+        for target in (self._beat, self._watch):
+            threading.Thread(target=target, daemon=True).start()
+
+    def stop(self) -> None:
+        self.leaving.set()
+
+    def _beat(self) -> None:
+        """May hang where the store is out of reach, which `_watch` then sees as silence."""
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        keys = [f"advbayes/pulse/{rank}" for rank in range(self.group.size)]
+        with suppress(RuntimeError):  # the store is gone
+            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=SILENCE))
+            while not self.leaving.wait(BEAT if self.seen[self.group.rank][0] > 0 else 0.0):
+                counts = [store.add(key, int(rank == self.group.rank)) for rank, key in enumerate(keys)]
+                for other, count in enumerate(counts):
+                    if count != self.seen[other][0]:
+                        self.seen[other] = count, time.monotonic()
+
+    def _watch(self) -> None:
+        while not self.leaving.wait(BEAT):
+            silent = [
+                other for other, (_, when) in self.seen.items() if time.monotonic() - when > SILENCE
+            ]
+            if silent:
+                named = ", ".join(map(str, silent))
+                why = f"no sign of life from rank {named} for {SILENCE:.0f} seconds"
+                print(f"advbayes: {_lost(why)}", file=sys.stderr, flush=True)
+                os._exit(2)
