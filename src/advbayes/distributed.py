@@ -207,7 +207,7 @@ def _exchange() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise LostRankError(_lost(str(error).splitlines()[0])) from error
+        raise LostRankError(_lost("the exchange with it failed")) from error
 
 
 def _lost(why: str) -> str:

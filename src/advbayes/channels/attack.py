@@ -74,8 +74,6 @@ class AttackChannel:
     def _attacked(
         self, predict: Predictor, x: Tensor, y: Tensor | None, generator: torch.Generator | None
     ) -> Tensor:
-        if not len(x):
-            return x
         if torch.is_grad_enabled():
             return self.attack(predict, x, y, generator=generator)
         with torch.enable_grad():

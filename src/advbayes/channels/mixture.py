@@ -88,22 +88,26 @@ class Mixture:
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        num = num_drawn(len(x), generator)
-        if not num:
+        if not len(x):
             return x.clone()
         if y is None and self._has_attacks:
             y = drawn_labels(predict, x, generator)
+        num = num_drawn(len(x), generator)
         order, edges = self._strata(num, for_batch(generator), x.device)
         index, places, own_edges = sorted_share(order, edges, generator)
         noise = noise_like(x, narrowed(generator, places)) if self._splits else None
         x_in, y_in = x.index_select(0, index), None if y is None else y.index_select(0, index)
-        moved, first = [x[:0]], 0
+        moved, first = [], 0
         for members in self._groups:
             last = first + len(members)
             cuts, begin, end = own_edges[first : last + 1], edges[first], edges[last]
             first, start, stop = last, cuts[0], cuts[-1]
-            # without rows of its own a process still draws what the others draw
-            if stop > start or (noise is None and end > begin):
+            if stop == start and end > begin and noise is None:
+                # a process without rows of this part still draws what the others draw
+                theirs = narrowed(generator, index.new_zeros(1), end - begin)
+                some = None if y is None else y[:1]
+                self.channels[members[0]].sample(predict, x[:1], some, generator=theirs)
+            if stop > start:
                 counts = [b - a for a, b in itertools.pairwise(cuts)]
                 own_losses = order[places[start:stop]] if self._holds_rows else None
                 channel = self._merged(members, counts, x.device, own_losses)
