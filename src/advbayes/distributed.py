@@ -9,6 +9,7 @@ same arguments and all get the same answers; the first one alone writes files.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
@@ -31,18 +32,23 @@ T = TypeVar("T")
 BEAT = 2.0  # seconds between two signs of life
 SILENCE = 30.0  # seconds without one after which a rank is lost
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
+_own_turn: ContextVar[bool] = ContextVar("own_turn", default=False)
 
 
 class LostRankError(ConnectionError):
     """Another rank died or cannot be reached: this one cannot go on."""
 
 
+class _TogetherError(RuntimeError):
+    """An exchange was asked for in the middle of one rank's own task."""
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The processes that work together: this one's number among them, and how many they are.
 
-    >>> Ranks().sum(torch.ones(2)), Ranks(1, 4).rows(10), list(Ranks().mapped(str.upper, "ab"))
-    (tensor([1., 1.]), slice(2, 5, None), ['A', 'B'])
+    >>> Ranks().sum(torch.ones(2)), Ranks(1, 4).rows(10)
+    (tensor([1., 1.]), slice(2, 5, None))
     """
 
     rank: int = 0
@@ -52,6 +58,10 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this is the rank that writes."""
         return self.rank == 0
+
+    def shown(self, progress: bool | None) -> bool | None:
+        """Whether a progress line is shown: the first rank's alone."""
+        return progress if self.is_first else False
 
     def rows(self, num: int) -> slice:
         """This rank's share of `num` rows: all shares in order are all rows."""
@@ -71,9 +81,21 @@ class Ranks:
         """The smallest over ranks."""
         return self._reduced(tensor, dist.ReduceOp.MIN)
 
+    def logsumexp(self, tensor: Tensor) -> Tensor:
+        """log of the sum over ranks of exp."""
+        if self.size == 1:
+            return tensor
+        top = self.max(tensor)
+        level = top.masked_fill(top == -math.inf, 0.0)
+        return level + self.sum((tensor - level).exp()).log()
+
     def any(self, wanted: bool) -> bool:
         """Whether any rank says so."""
-        return wanted if self.size == 1 else bool(self.max(torch.tensor(int(wanted), device=_device())))
+        return (
+            wanted
+            if self.size == 1
+            else bool(self.max(torch.tensor(int(wanted), device=_device())))
+        )
 
     def same(self, tensor: Tensor) -> Tensor:
         """The first rank's."""
@@ -88,6 +110,8 @@ class Ranks:
         """Every rank's, stacked."""
         if self.size == 1:
             return tensor.unsqueeze(0)
+        if tensor.dtype == torch.bool:
+            return self.gathered(tensor.byte()).bool()
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         with _exchange():
             dist.all_gather(parts, tensor.contiguous())
@@ -98,7 +122,7 @@ class Ranks:
         if self.size == 1:
             return list(tensors)
         flat = self.sum(torch.cat([tensor.flatten() for tensor in tensors]) * weight)
-        parts = flat.split([tensor.numel() for tensor in tensors])
+        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         return [part.view_as(like) for part, like in zip(parts, tensors, strict=True)]
 
     def agree(self, **counts: int) -> None:
@@ -111,11 +135,14 @@ class Ranks:
             if len(set(values)) > 1:
                 raise ValueError(f"{name} must be the same on all ranks, got {values}")
 
-    def mapped(self, compute: Callable[[T], object], tasks: Sequence[T]) -> Iterator[object]:
-        """compute(task) for all tasks, in order: each rank computes every R-th, all get all.
+    def mapped(
+        self, compute: Callable[[T], Mapping[str, Tensor]], tasks: Sequence[T]
+    ) -> Iterator[Mapping[str, Tensor]]:
+        """compute(task) for all tasks, in order: each rank computes every R-th, all get all. What
+        one rank raises all raise.
 
-        Over several ranks a result is a mapping from names to tensors, and what one rank raises
-        all raise.
+        Tasks that need an exchange themselves (a purifier with a sharded reference) are computed by
+        all ranks together, one after the other.
         """
         if self.size == 1:
             yield from map(compute, tasks)
@@ -126,22 +153,31 @@ class Ranks:
             data = b""
             if self.rank < len(turn):
                 try:
-                    with alone():
+                    with alone(), _within(_own_turn):
                         data = b"+" + _packed(compute(turn[self.rank]))
                 except Exception as raised:  # whatever is computed
                     error, told = raised, [type(raised).__name__, str(raised)]
                     data = b"-" + json.dumps(told).encode()
-            for other, found in enumerate(self._bytes(data)[: len(turn)]):
-                if found[:1] == b"-":
-                    name, text = json.loads(found[1:])
-                    mine = error if other == self.rank else None
-                    raise mine or type(name, (RuntimeError,), {})(text)
-                yield load(found[1:])
+            found = self._bytes(data)[: len(turn)]
+            failed = {
+                rank: json.loads(each[1:]) for rank, each in enumerate(found) if each[:1] == b"-"
+            }
+            if any(name == _TogetherError.__name__ for name, _ in failed.values()):
+                for task in turn:
+                    with alone():
+                        result = compute(task)
+                    yield result
+                continue
+            for rank, (name, text) in failed.items():
+                mine = error if rank == self.rank else None
+                raise mine or type(name, (RuntimeError,), {})(text)
+            for each in found:
+                yield load(each[1:])
 
     def on_first(self, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """What the first rank computes, or raises, on all."""
         (found,) = self.mapped(lambda _: compute(), [None])
-        return found  # type: ignore[return-value]
+        return found
 
     def _reduced(self, tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         if self.size == 1:
@@ -156,9 +192,7 @@ class Ranks:
         mine = torch.zeros(max(sizes), dtype=torch.uint8, device=_device())
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
         whole = self.gathered(mine).cpu()
-        return [
-            row[:size].numpy().tobytes() for row, size in zip(whole, sizes, strict=True)
-        ]
+        return [row[:size].numpy().tobytes() for row, size in zip(whole, sizes, strict=True)]
 
     # --- randomness ------------------------------------------------------------------------------
 
@@ -191,8 +225,7 @@ class Ranks:
 ALONE = Ranks()
 
 
-def _packed(found: object) -> bytes:
-    assert isinstance(found, Mapping)
+def _packed(found: Mapping[str, Tensor]) -> bytes:
     return save({name: tensor.detach().contiguous().cpu() for name, tensor in found.items()})
 
 
@@ -204,6 +237,8 @@ def _device() -> torch.device:
 
 @contextmanager
 def _exchange() -> Iterator[None]:
+    if _own_turn.get():
+        raise _TogetherError
     try:
         yield
     except RuntimeError as error:
@@ -212,8 +247,9 @@ def _exchange() -> Iterator[None]:
 
 def _lost(why: str) -> str:
     return (
-        f"rank {dist.get_rank()} of {dist.get_world_size()} ends, for another one is gone or out of "
-        f"reach ({why}). What is on disk is whole: the same command, or --resume, goes on from it"
+        f"rank {dist.get_rank()} of {dist.get_world_size()} ends, for another one is gone or out "
+        f"of reach ({why}). What is on disk is whole: the same command, or --resume, goes on from "
+        f"it"
     )
 
 
@@ -236,11 +272,17 @@ def alone() -> Iterator[None]:
     ...     ranks().size
     1
     """
-    token = _alone.set(True)
+    with _within(_alone):
+        yield
+
+
+@contextmanager
+def _within(flag: ContextVar[bool]) -> Iterator[None]:
+    token = flag.set(True)
     try:
         yield
     finally:
-        _alone.reset(token)
+        flag.reset(token)
 
 
 @contextmanager
@@ -288,9 +330,12 @@ class _Pulse:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         keys = [f"advbayes/pulse/{rank}" for rank in range(self.group.size)]
         with suppress(RuntimeError):  # the store is gone
-            store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=SILENCE))
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+host, port, is_master=False, timeout=timedelta(seconds=SILENCE))
             while not self.leaving.wait(BEAT if self.seen[self.group.rank][0] > 0 else 0.0):
-                counts = [store.add(key, int(rank == self.group.rank)) for rank, key in enumerate(keys)]
+                counts = [
+                    store.add(key, int(rank == self.group.rank)) for rank, key in enumerate(keys)
+                ]
                 for other, count in enumerate(counts):
                     if count != self.seen[other][0]:
                         self.seen[other] = count, time.monotonic()

@@ -85,12 +85,7 @@ class Share(torch.Generator):
     own_thetas: bool
 
     def __new__(
-        cls,
-        whole: torch.Generator,
-        rows: Tensor,
-        num: int,
-        seed: int,
-        own_thetas: bool = False,
+        cls, whole: torch.Generator, rows: Tensor, num: int, seed: int, own_thetas: bool = False
     ) -> Share:
         made = super().__new__(cls, whole.device)  # type: ignore[call-arg]
         made.manual_seed(seed)

@@ -19,8 +19,9 @@ from advbayes.auditing.copies import Copies
 from advbayes.auditing.findings import Finding, Status
 from advbayes.auditing.support import Support
 from advbayes.auditing.threat import ThreatModel
+from advbayes.distributed import ranks
 from advbayes.evaluation.inputs import Task
-from advbayes.evaluation.measuring import attacked_in_batches, batches, scored, with_generator
+from advbayes.evaluation.measuring import attacked, batches, scored, with_generator
 from advbayes.evaluation.scoring import Columns, worst
 from advbayes.predictive import Certificates
 from advbayes.purification import Purifier
@@ -120,12 +121,12 @@ class Case:
         x, y = self.x if centre is None else centre, self.y
         x, y = (x, y) if rows is None else (x[rows], y[rows])
         predict = self.target if through is None else through
-        options: Any = {
-            "seed": self.seed,
-            "key": f"audit/{purpose}",
-            "batch_size": self.budget.batch_size,
-        }
-        parts = list(attacked_in_batches(predict, attack, x, y, **options))
+        options: Any = {"seed": self.seed, "key": f"audit/{purpose}"}
+        made = ranks().mapped(
+            lambda part: {"x_adv": attacked(predict, attack, x, y, part, **options)},
+            batches(len(x), self.budget.batch_size),
+        )
+        parts = [found["x_adv"] for found in made]
         return torch.cat(parts) if parts else x.clone()
 
     def scored(
@@ -147,10 +148,13 @@ class Case:
             "repeats": repeats,
             "what": f"the scores ({purpose})",
         }
-        parts = [
-            scored(predict, x_adv[part], y[part], self.task, start=part.start, **options)
-            for part in batches(len(x_adv), self.budget.batch_size)
-        ]
+        made = ranks().mapped(
+            lambda part: scored(
+                predict, x_adv[part], y[part], self.task, start=part.start, **options
+            ),
+            batches(len(x_adv), self.budget.batch_size),
+        )
+        parts = list(made)
         return (
             {name: torch.cat([columns[name] for columns in parts]) for name in parts[0]}
             if parts

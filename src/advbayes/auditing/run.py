@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from advbayes import checks
+from advbayes import checks, distributed
 from advbayes.adapters import with_estimators
 from advbayes.attacks import default_attacks, loss_and_gradient, nll
 from advbayes.attacks.balls import Ball
@@ -177,7 +177,9 @@ def audit(
     and is not there leaves it "not run". `claim` holds somebody's arrays and scores: then theirs
     are judged, not ours. `certified` holds the certificates of a Smoothed predictor, one for each
     example of `data`: they give level A where the audit confirms them.
-    `tier` says how much to spend. `only` picks checks by id; the others count as not run.
+    `tier` says how much to spend. `only` picks checks by id; the others count as not run. Under a
+    process group (torchrun) the ranks share the attacks out, batch by batch, and all return the
+    verdict of one process.
 
     >>> from torch.distributions import Categorical
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
@@ -189,6 +191,7 @@ def audit(
     >>> verdict.level, verdict["E1"].status, verdict["E1"].figures["infeasible"]
     ('D', 'passed', 0)
     """
+    progress = distributed.ranks().shown(progress)
     tier, support = _renamed(tier, support, deprecated)
     predict, data, training, train_y = with_estimators(
         predict, data, support.training, support.train_y
@@ -199,7 +202,8 @@ def audit(
     if only is not None and not set(only) <= known:
         raise checks.InputError(f"only must hold ids among {sorted(known, key=_order)}, got {only}")
     if only is None or {"E13", "E20", "E21"} & set(only):
-        case.support = controls.with_controls(case, progress=progress)
+        with distributed.alone():  # to the bit what one process trains
+            case.support = controls.with_controls(case, progress=progress)
     found: list[Finding] = []
     with Progress("audit", len(CHECKS), progress) as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore", NoGradientWarning)  # E9 says it

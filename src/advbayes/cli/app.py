@@ -8,8 +8,8 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from typing import Annotated
 
 import typer
@@ -32,6 +32,9 @@ from advbayes.cli import (
 )
 from advbayes.cli.screen import fault
 from advbayes.cli.signals import Stopped, watched
+from advbayes.runs.config import ConfigError
+
+SHARED = ("train", "evaluate", "audit")  # what several ranks can do together
 
 app = typer.Typer(
     name="advbayes",
@@ -85,11 +88,12 @@ def run(argv: Sequence[str] | None = None) -> int:
         with (
             watched() if argv is not None else nullcontext()
         ):  # the console program leaves at once until there is work
-            code = app(
-                args=None if argv is None else list(argv),
-                prog_name="advbayes",
-                standalone_mode=False,
-            )
+            with _ranks(sys.argv[1:] if argv is None else argv):
+                code = app(
+                    args=None if argv is None else list(argv),
+                    prog_name="advbayes",
+                    standalone_mode=False,
+                )
             return code if isinstance(code, int) else 0
     except Stopped as stopped:
         if argv is None:  # threads of C libraries may abort while the interpreter is taken down
@@ -118,6 +122,24 @@ def run(argv: Sequence[str] | None = None) -> int:
         print(inert(traceback.format_exc()), end="", file=sys.stderr)
         fault("this is a bug, not a mistake of yours; please report it with the lines above")
         return 1
+
+
+@contextmanager
+def _ranks(argv: Sequence[str]) -> Iterator[None]:
+    """Under torchrun: the ranks for the length of the command, of which the first one speaks."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield
+        return
+    if not argv or argv[0] not in SHARED:
+        raise ConfigError(f"torchrun: must start one of {', '.join(SHARED)}, got {argv[:1]}")
+    from advbayes.distributed import joined
+
+    with joined() as ranks, ExitStack() as stack:
+        if not ranks.is_first:
+            warnings.simplefilter("ignore")
+            silence = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(redirect_stdout(silence))
+        yield
 
 
 def _warn(

@@ -128,9 +128,12 @@ def audit(
     if extra := [name for name, value in foreign.items() if value is not None]:
         raise ConfigError(f"{', '.join(extra)}: must go with --model, got a run")
 
+    from contextlib import nullcontext
+
     import torch
 
     from advbayes.cli.describe import said_units, units_of
+    from advbayes.distributed import ranks
     from advbayes.runs import Run as Folder
     from advbayes.runs import load_trained, prepare
     from advbayes.runs.verdict import audit_run
@@ -146,7 +149,7 @@ def audit(
         else load_trained(undefended, trusted=trust_network).to(device).point()
     )
     ball = ball_for(trained, norm, eps, fixed, feature_eps)
-    with watched(), folder.lock():
+    with watched(), folder.lock() if ranks().is_first else nullcontext():
         verdict = audit_run(
             folder,
             trained,

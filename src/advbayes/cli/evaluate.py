@@ -97,6 +97,7 @@ def evaluate(
 
     from advbayes.cli.describe import said_units, units_of
     from advbayes.cli.scores import SHOWN, column_of
+    from advbayes.distributed import ranks
     from advbayes.evaluation import evaluate as measure
     from advbayes.report.folders import merged
     from advbayes.report.words import TRIVIAL
@@ -165,7 +166,7 @@ def evaluate(
             )
             for where, predictors, method in jobs
         ]
-        for where, _, _ in jobs:
+        for where, _, _ in jobs if ranks().is_first else ():
             write_document(where / "command.json", ["advbayes", *command])
     found = merged(measured)
     units = [

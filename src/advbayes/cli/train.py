@@ -49,7 +49,7 @@ PANELS = {
             "class_weight",
             "kl_weight",
         ),
-        *("seed", "compile", "threads", "checkpoint_every"),
+        *("seed", "compile", "own_thetas", "threads", "checkpoint_every"),
     ),
 }
 HELP = """Train a model through an adversarial channel, into a run folder that survives a kill at
@@ -64,6 +64,8 @@ advbayes train --data patients.csv --target outcome --defense at --eps 0.3
 advbayes train --config settings.toml --seed 1
 
 advbayes train --resume RUN
+
+torchrun --nproc-per-node 4 -m advbayes train --data mnist --defense mix --epochs 20 --out RUN
 """
 
 
@@ -119,10 +121,14 @@ def _run(
     from contextlib import ExitStack
 
     from advbayes.cli.downloads import Downloads
-    from advbayes.runs import Run, create_run, train
+    from advbayes.distributed import ranks
+    from advbayes.runs import Run, create_run, follow, train
 
     with Finishing() as stop:
         with ExitStack() as stack:
+            if not ranks().is_first:
+                follow(trusted=trusted, stop=stop, downloading=Downloads(show=False))
+                return stop.code
             if resume is None:
                 assert config is not None
                 run = stack.enter_context(create_run(config, out))
@@ -132,6 +138,7 @@ def _run(
                 make_config(read_toml(run.path / "config.toml"))
                 stack.enter_context(run.lock())
                 if run.status == "trained":
+                    ranks().on_first(dict)  # the others need not wait
                     _tell(run, as_json, "was trained already")
                     return 0
             downloads = stack.enter_context(Downloads(show=False if quiet or as_json else None))

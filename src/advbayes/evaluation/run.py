@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from advbayes import checks
+from advbayes import checks, distributed
 from advbayes.adapters import with_estimators
 from advbayes.attacks import nll
 from advbayes.attacks.balls import Ball
@@ -82,7 +82,9 @@ def evaluate(
     disk before the next batch starts, and calling again with the same arguments goes on with the
     first batch that is missing: randomness is keyed by (seed, predictor, attack, eps, batch). The
     records name the SHA-256 of every array; one that is missing or was altered is made again, and
-    refused if it does not come out the same.
+    refused if it does not come out the same. Under a process group (torchrun) the ranks take the
+    batches in turn, all return the whole evaluation, and the first one alone writes: the files are
+    those of one process, to the byte.
 
     >>> from torch.distributions import Categorical
     >>> from advbayes import L2, pgd
@@ -145,51 +147,68 @@ def evaluate(
         "data": data_hash(x, y),
         "predictors": {name: marks(each, name) for name, each in (predictors | trivial).items()},
     }
+    group = distributed.ranks()
     cells: dict[Cell, list[Columns]] = {}
     with ExitStack() as stack:
-        folder, done = None, {}
-        if out is not None:
-            Path(out).mkdir(parents=True, exist_ok=True)
-            stack.enter_context(Lock(out))
-            folder = Folder(Path(out))
-            folder.open(config)
-            log = folder.log
-            done = _resumed(folder, blocks, task)
-            log.keep(sum(blocks[number].stop - blocks[number].start for number in done))
-        bar = stack.enter_context(Progress("evaluate", len(blocks), progress, start=len(done)))
+        folder = None if out is None or not group.is_first else Folder(Path(out))
+        done: dict[int, tuple[Block, Columns]] = {}
+
+        def opened() -> dict[str, Tensor]:
+            """The columns that are there already, and the blocks that are left to make."""
+            if folder is not None:
+                folder.path.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(Lock(folder.path))
+                folder.open(config)
+                done.update(_resumed(folder, blocks, task))
+                folder.log.keep(sum(block.stop - block.start for block, _ in done.values()))
+            whole = {n for n, (block, _) in done.items() if folder is None or folder.holds(block)}
+            left = torch.tensor([block.number for block in blocks if block.number not in whole])
+            known = {
+                f"{number}/{name}": values
+                for number, (_, rows) in done.items()
+                for name, values in rows.items()
+            }
+            return {"left": left.long(), **known}
+
+        known = dict(group.on_first(opened))
+        left = set(known.pop("left").tolist())
+        kept: dict[int, Columns] = {}
+        for place, values in known.items():
+            number, _, name = place.partition("/")
+            kept.setdefault(int(number), {})[name] = values
+
+        def measure(block: Block) -> dict[str, Tensor]:
+            each, attack = (
+                (predictors | trivial)[block.predictor],
+                jobs.get((block.attack, block.eps)),
+            )
+            repeated = repeats.get(block.predictor, 1)
+            return _measure(each, attack, x, y, block, task, seed, repeated, interval_level)
+
+        bar = stack.enter_context(
+            Progress("evaluate", len(blocks), group.shown(progress), start=len(kept))
+        )
         stack.enter_context(one_blind_warning())
+        made = group.mapped(measure, [block for block in blocks if block.number in left])
         for block in blocks:
-            known, rows = done.get(block.number, (block, None))
-            if rows is None or (folder is not None and not folder.holds(known)):
-                each = (predictors | trivial)[block.predictor]
-                attack = jobs.get((block.attack, block.eps))
-                x_adv, made = _measure(
-                    each,
-                    attack,
-                    x,
-                    y,
-                    block,
-                    task,
-                    seed,
-                    repeats.get(block.predictor, 1),
-                    interval_level,
-                )
-                array = (
-                    ""
-                    if folder is None
-                    else folder.write_array(known, x_adv, y[block.start : block.stop])
-                )
+            rows = kept.get(block.number)
+            if block.number in left:
+                new = dict(next(made))
+                x_adv, array = new.pop("x_adv"), ""
+                if folder is not None:
+                    before, _ = done.get(block.number, (block, None))
+                    array = folder.write_array(before, x_adv, y[block.start : block.stop])
                 if rows is None:
-                    rows = made
+                    rows = new
                     if folder is not None:
-                        log.append(
-                            *_lines(block, rows, seed, iterations.get(block.attack, 0), array)
-                        )
+                        lines = _lines(block, rows, seed, iterations.get(block.attack, 0), array)
+                        folder.log.append(*lines)
                     bar.advance(f"{block.predictor}, {block.attack}")
+            assert rows is not None
             cells.setdefault(Cell(block.predictor, block.attack, block.eps), []).append(rows)
     joined = {cell: _joined(parts, task) for cell, parts in cells.items()}
     _warn_unchanged(joined)
-    return Evaluation(task, joined, tuple(trivial), config, folder.path if folder else None)
+    return Evaluation(task, joined, tuple(trivial), config, None if out is None else Path(out))
 
 
 class UnchangedWarning(UserWarning):
@@ -322,8 +341,8 @@ def _measure(
     seed: int,
     repeats: int,
     interval_level: float,
-) -> tuple[Tensor, Columns]:
-    """The adversarial array of a block and its scores; draws depend on the block's key alone."""
+) -> dict[str, Tensor]:
+    """A block's scores and, as "x_adv", its array; draws depend on the block's key alone."""
     rows = slice(block.start, block.stop)
     x_adv, ball = x[rows], None
     loss: Loss = nll
@@ -339,7 +358,7 @@ def _measure(
         else torch.linalg.vector_norm(change.flatten(1), dim=1)
     )
     columns["norm"] = norm.detach().cpu().double()
-    return x_adv, _joined([columns], task)
+    return {"x_adv": x_adv, **_joined([columns], task)}
 
 
 def _scored(

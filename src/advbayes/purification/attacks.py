@@ -15,12 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
+from torch.nn import functional
 
 from advbayes import attacks, checks
 from advbayes.attacks import for_rows, margin, nll
 from advbayes.attacks.ascent import check_ball
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import Best, entry, move, score
+from advbayes.distributed import Ranks
 from advbayes.purification.banks import GaussianBank, Room
 from advbayes.purification.purifier import Purifier
 from advbayes.types import Attack, Loss, Predictor
@@ -303,7 +305,24 @@ def _fetch(
         mine = (code // total == source) & (value > -math.inf)
         rows = banks[source // num_thetas].centres.pick(source % num_thetas, code[mine] % total)
         centres[mine] = rows
-    return centres.view(len(x), code.shape[1], *x.shape[1:])
+    if purifier.store.ranks.size > 1:
+        centres = _of_all_ranks(purifier.store.ranks, value, centres, num)
+    return centres.view(len(x), -1, *x.shape[1:])
+
+
+def _of_all_ranks(
+    ranks: Ranks,
+    value: Tensor,  # (B, k)
+    centres: Tensor,  # (B, k, d)
+    num: int,
+) -> Tensor:  # (B, num, d)
+    """The likeliest of all ranks, each of which may have fewer than `num`."""
+    missing = num - value.shape[1]
+    value = functional.pad(value, (0, missing), value=-math.inf)
+    centres = functional.pad(centres, (0, 0, 0, missing), value=math.nan)
+    order = ranks.gathered(value).transpose(0, 1).flatten(1).topk(num, dim=1)[1]
+    whole = ranks.gathered(centres).transpose(0, 1).flatten(1, 2)
+    return whole.gather(1, order.unsqueeze(-1).expand(-1, -1, whole.shape[-1]))
 
 
 @torch.no_grad()
@@ -359,7 +378,7 @@ def nearest_centre_radius(
                 plane = torch.where(known[:, k].view(1, -1, 1), torch.maximum(plane, each), plane)
             same = _classes(purifier, bank, groups, rows).unsqueeze(1) == y.view(1, -1, 1)
             radius = torch.minimum(radius, plane.masked_fill(same, math.inf).amin(-1).amin(0))
-    return radius.clamp_min(0.0).to(x.dtype)
+    return purifier.store.ranks.min(radius).clamp_min(0.0).to(x.dtype)
 
 
 def _square_distances(points: Tensor, centres: Tensor, half_norms: Tensor) -> Tensor:

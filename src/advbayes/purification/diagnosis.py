@@ -56,7 +56,7 @@ def chi_square_limit(width: int) -> float:
 
 def diagnose(store: Store, query: Query, log_shares: Callable[[Tensor], Tensor]) -> Diagnosis:
     """Two passes: the evidence of each theta, then the weights of reference points, by blocks."""
-    size = max(1, _WEIGHTS // store.num_reference)
+    size = max(1, _WEIGHTS // (max(store.counts, default=0) or store.num_reference))
     if len(query) > size:
         parts = [
             diagnose(store, query.take(slice(a, b)), log_shares) for a, b in spans(len(query), size)
@@ -64,8 +64,8 @@ def diagnose(store: Store, query: Query, log_shares: Callable[[Tensor], Tensor])
         return merge(parts, torch.cat)
     sums = sweep(store, query, values=False)
     shares = log_shares(sums.log_evidence).exp()  # (S, B)
-    num, impossible = store.num_reference, sums.log_evidence == -math.inf  # (S, B)
-    each = query.points.new_zeros(len(query), num)
+    num, impossible = store.num_whole, sums.log_evidence == -math.inf  # (S, B)
+    each = query.points.new_zeros(len(query), store.num_reference)
     for block in weights(store, query, sums):
         factor = (
             block.factor * torch.where(impossible, torch.zeros_like(shares), shares)[block.thetas]
@@ -77,10 +77,16 @@ def diagnose(store: Store, query: Query, log_shares: Callable[[Tensor], Tensor])
     ) / num  # thetas that exclude x' are spread evenly
     best, nearest, source = _likeliest(sums)
     distance, far = _support(store, query, nearest, source)
-    dtype = store.dtype
+    ranks, dtype = store.ranks, store.dtype
+    nearest = nearest + sum(store.counts[: ranks.rank])
+    winner = ranks.gathered(best).argmax(0, keepdim=True)
+    best, nearest, distance, far = (
+        ranks.gathered(each).gather(0, winner).squeeze(0)
+        for each in (best, nearest, distance, far)
+    )
     return Diagnosis(
         log_evidence=torch.logsumexp(sums.log_evidence, 0) - math.log(store.num_thetas * num),
-        ess_reference=(1.0 / each.square().sum(1)).clamp(1.0, num).to(dtype),
+        ess_reference=(1.0 / ranks.sum(each.square().sum(1))).clamp(1.0, num).to(dtype),
         ess_theta=(1.0 / shares.square().sum(0)).to(dtype),
         nearest=nearest,
         distance=distance.to(dtype),

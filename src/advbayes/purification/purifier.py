@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution
 
-from advbayes import checks
+from advbayes import checks, distributed
+from advbayes.distributed import ALONE
 from advbayes.model import BayesianModel
 from advbayes.posteriors import Posterior
 from advbayes.predictive import PosteriorPredictive
@@ -55,6 +56,11 @@ class Purifier:
     `left_out`, and from all centres elsewhere; `diagnose(x).left_out` says the bound. For millions
     of reference points.
 
+    `sharded=True` under a process group (torchrun): `reference` is this rank's part of the
+    reference set, and all ranks ask the same queries at the same time. Their sums are added up in
+    one exchange for each block of queries, so that predictions, gradients and diagnoses are those
+    of the whole set, which no rank has to hold.
+
     The gradient through a prediction is exact, at the memory of one block and at most 128 MB (more
     is computed again, not stored), so every attack on a Predictor is an adaptive attack on this
     one. Inputs farther than a million radii of the data are answered as if they were there;
@@ -88,6 +94,7 @@ class Purifier:
         index: str | None = None,
         num_nearest: int = 64,
         left_out: float = 1e-6,
+        sharded: bool = False,
     ) -> None:
         checks.instance("model", model, BayesianModel, "a BayesianModel")
         checks.choice("update", update, ("online", "offline"))
@@ -100,6 +107,10 @@ class Purifier:
                 f"{checks.describe(posterior)}"
             )
         x, y = _reference(reference, checks.count("num_samples", num_samples), model)
+        ranks = distributed.ranks() if sharded else ALONE
+        if ranks.size > 1 and index is not None:
+            raise ValueError(f"index must be None for a sharded reference, got {index!r}")
+        thetas = ranks.same(thetas)
         store = stores.build(
             model,
             channel,
@@ -109,10 +120,12 @@ class Purifier:
             features=features,
             memory_limit=int(memory_limit),
             folder=None if folder is None else Path(folder),
+            ranks=ranks,
         )
         base = PosteriorPredictive(model, thetas)
         note = (
-            f"Purifier({model}, {channel}, num_thetas={len(thetas)}, num_reference={len(x)}, "
+            f"Purifier({model}, {channel}, num_thetas={len(thetas)}, "
+            f"num_reference={store.num_whole}, "
             f"update={update!r})"
         )
         self._set(store, update, features, base, note)
@@ -131,6 +144,7 @@ class Purifier:
                     "posterior": posterior,
                 }
                 options |= {"index": index, "num_nearest": num_nearest, "left_out": left_out}
+                options |= {"sharded": sharded}
                 return Purifier(model, channel, fresh, given, update, **options)
 
             self._redraw = redraw
@@ -163,7 +177,7 @@ class Purifier:
                     f"sigma must be large enough for {store.dtype} to hold 1/sigma^2, got {scale:g}"
                 )
         self._exact = store.is_small or store.dtype == torch.float64
-        self._small = Small.of(store)
+        self._small = Small.of(store) if store.ranks.size == 1 else None
         return self
 
     def __repr__(self) -> str:
@@ -243,7 +257,7 @@ class Purifier:
     def queries(self, x: Tensor) -> Queries:
         """Blocks of inputs as the banks want them; a row's precision depends on that row alone."""
         flat, origin = self.flat(x), self.store.origin
-        kinds = self._precisions(flat.detach())
+        kinds = self.store.ranks.max(self._precisions(flat.detach()))
         nearest: tuple[Tensor, ...] | None = None
         if self._index is not None:
             nearest, bound = self._index.search(self.store, flat.detach())
@@ -317,7 +331,7 @@ class Purifier:
             each = (block.terms * factor.unsqueeze(-1)).to(query.dtype)
             centres = block.bank.centres.block(block.groups, block.rows).to(query.dtype)
             mean += torch.matmul(each, centres).sum(0)
-        return mean
+        return self.store.ranks.sum(mean)
 
     def diagnose(self, x: Tensor) -> Diagnosis:
         """Effective sample sizes, log evidence, nearest centre and support of each prediction:
@@ -382,6 +396,8 @@ class Purifier:
     def save(self, folder: str | Path) -> None:
         """A bundle of its own: every byte under a hash, an earlier one replaced in one step. The
         model is not in it."""
+        if self.store.ranks.size > 1:
+            raise ValueError("save needs the whole reference in one process, got a sharded one")
         saving.save(self.store, Path(folder), self.update, self._note, self.features is not None)
 
     @classmethod

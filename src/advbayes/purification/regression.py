@@ -157,7 +157,9 @@ class PurifiedMixture(Distribution):
         parts = [
             target.block(thetas, slice(a, min(b, num))).logsumexp(-1) for a, b in spans(num, 1000)
         ]
-        return torch.logsumexp(torch.stack(parts), 0) - math.log(num)
+        store = target.store
+        own = torch.logsumexp(torch.stack(parts), 0)
+        return store.ranks.logsumexp(own) - math.log(store.num_whole)
 
     # --- passes that need every component --------------------------------------------------------
 
@@ -186,7 +188,7 @@ class PurifiedMixture(Distribution):
                     for k, each in enumerate(functions(rows, means, scales)):
                         mass = (block.terms * each).sum(-1)  # (s, b)
                         out[k, rows] += (mass * block.factor * shares[block.thetas]).sum(0)
-        return tuple(out)
+        return tuple(store.ranks.sum(out))
 
     def _one_output(self, name: str) -> None:
         if self._purifier.store.num_outputs > 1:
@@ -246,6 +248,8 @@ class PurifiedMixture(Distribution):
         return at.to(self._x.dtype)
 
     def sample(self, sample_shape: Any = (), *, generator: torch.Generator | None = None) -> Tensor:
+        if self._purifier.store.ranks.size > 1:
+            raise ValueError("sample needs the whole reference in one process, got a sharded one")
         shape = torch.Size(sample_shape)
         num = max(1, math.prod(shape))
         with torch.no_grad():

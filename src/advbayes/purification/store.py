@@ -24,6 +24,7 @@ from torch.distributions import Distribution, Independent, Normal
 
 from advbayes import checks
 from advbayes.channels import GaussianDensity
+from advbayes.distributed import ALONE, Ranks
 from advbayes.likelihoods import predicts_classes
 from advbayes.model import BayesianModel
 from advbayes.purification.banks import FEWEST_ROWS, Bank, FunctionBank, GaussianBank
@@ -63,10 +64,18 @@ class Store:
     middle: Tensor  # (D,) float64
     dtype: torch.dtype
     folder: Path | None
+    ranks: Ranks = ALONE  # that hold a part of the reference each
+    counts: tuple[int, ...] = ()  # the reference points of each of several ranks
 
     @property
     def num_reference(self) -> int:
+        """N, of this rank's part."""
         return self.values.shape[1]
+
+    @property
+    def num_whole(self) -> int:
+        """N, of all ranks together."""
+        return sum(self.counts) or self.num_reference
 
     @property
     def is_small(self) -> bool:
@@ -133,6 +142,7 @@ def build(
     features: Features | None,
     memory_limit: int,
     folder: Path | None,
+    ranks: Ranks = ALONE,
 ) -> Store:
     """Centres and predictions at all reference points, block by block."""
     if not callable(getattr(channel, "density", None)):
@@ -142,7 +152,7 @@ def build(
             "is purified by simulation (SimulatedPurifier)"
         )
     with torch.no_grad():
-        return _Builder(model, channel, thetas, x, y, features, memory_limit, folder).run()
+        return _Builder(model, channel, thetas, x, y, features, memory_limit, folder, ranks).run()
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,6 +165,7 @@ class _Builder:
     features: Features | None
     memory_limit: int
     folder: Path | None
+    ranks: Ranks
 
     def _density(self, predict: Any, rows: slice) -> tuple[ChannelDensity, Tensor]:
         x = self.x[rows]
@@ -249,7 +260,7 @@ class _Builder:
                     "the model's prediction at the reference", predictions
                 ).double()
                 if outputs and start == 0 and s == 0:
-                    middle = predictions[:, :outputs].mean(0)
+                    middle = self.ranks.same(predictions[:, :outputs].mean(0))
                 predictions[:, :outputs] -= middle
                 parts.append(predictions)
                 if s > 0 and gaussian and all(g == 1 for g in groups):
@@ -265,6 +276,8 @@ class _Builder:
                 else:
                     densities[s].append(density)
             values.write(0, start, torch.cat(parts, 1))
+        counts = self.ranks.gathered(torch.tensor([num], device=self.x.device)).flatten().tolist()
+        origin = self.ranks.sum(origin * (num / sum(counts)))
         banks: tuple[Bank, ...] = (
             FunctionBank(tuple(map(tuple, densities)), (*range(0, num, _BLOCK), num)),
         )
@@ -276,7 +289,19 @@ class _Builder:
                 for k, weight in enumerate(first.log_weights)
             )
         shape = tuple(self.x.shape[1:])
-        store = Store(banks, values, num_thetas, num_outputs, shape, origin, middle, dtype, folder)
+        store = Store(
+            banks,
+            values,
+            num_thetas,
+            num_outputs,
+            shape,
+            origin,
+            middle,
+            dtype,
+            folder,
+            self.ranks,
+            tuple(counts),
+        )
         if folder is not None and self.folder is None:
             weakref.finalize(store.values, shutil.rmtree, folder, True)
         return store

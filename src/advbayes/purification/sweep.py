@@ -269,7 +269,27 @@ def sweep(
             if len(mean) == 1 and num_thetas > 1:
                 mean = mean[0].view(batch, num_thetas, -1).transpose(0, 1)
             averages = averages + share.unsqueeze(-1) * mean
+    if store.ranks.size > 1:
+        log_total, averages, own = _over_ranks(store, log_total, averages)
+        shares = [share * own for share in shares]
     return Sums(log_total + offset, averages, parts, shares)
+
+
+def _over_ranks(
+    store: Store,
+    log_total: Tensor,  # (S, B) float64
+    averages: Tensor,  # (S, B, V) float64
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Evidence and averages over the reference points of all ranks, and this rank's share of the
+    evidence: the offset is the same for all."""
+    top = store.ranks.max(log_total)
+    level = top.masked_fill(top == -math.inf, 0.0)
+    # where no rank explains a query, its reference points count alike
+    part = (log_total - level).exp().masked_fill(top == -math.inf, store.num_reference)
+    sums = store.ranks.sum(functional.pad(averages, (0, 1), value=1.0) * part.unsqueeze(-1))
+    total = sums[..., -1]
+    log_total = torch.where(top == -math.inf, top, level + total.log())
+    return log_total, sums[..., :-1] / total.unsqueeze(-1), part / total
 
 
 def vjp(
@@ -419,4 +439,4 @@ class Evidence(torch.autograd.Function):
     def backward(ctx: Any, of_evidence: Tensor, of_averages: Tensor) -> tuple[Tensor | None, ...]:
         slope = of_averages if ctx.values else None
         gradient = vjp(ctx.store, ctx.query, ctx.sums, of_evidence, slope, ctx.tilt)
-        return gradient, None, None, None, None, None
+        return ctx.store.ranks.sum(gradient), None, None, None, None, None

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from advbayes.runs.folder import record as record
     from advbayes.runs.trained import Trained as Trained
     from advbayes.runs.trained import load_trained as load_trained
+    from advbayes.runs.training import follow as follow
     from advbayes.runs.training import train as train
     from advbayes.store import thetas_of as thetas_of
 
@@ -41,7 +42,7 @@ _HOMES = {
     "runs.building": "Prepared build_defense build_model build_net make_ball prepare",
     "runs.folder": "Run create_run record",
     "runs.trained": "Trained load_trained",
-    "runs.training": "train",
+    "runs.training": "follow train",
     "store": "thetas_of",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -162,6 +162,9 @@ class RunConfig(BaseModel):
     compile: Annotated[
         bool, Field(description="compile the step: slow to start, faster to run")
     ] = False
+    own_thetas: Annotated[
+        bool, Field(description="on several ranks, thetas for each of them: less variance")
+    ] = False
     threads: Annotated[
         Count, Field(le=1024, description="Threads of torch; one is fastest for small nets")
     ] = 1

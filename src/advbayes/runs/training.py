@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from advbayes import store
 from advbayes.channels import learned_in
+from advbayes.distributed import ranks
 from advbayes.evaluation.inputs import Task
 from advbayes.evaluation.result import REDUCTIONS
 from advbayes.evaluation.scoring import score
@@ -26,7 +28,7 @@ from advbayes.runs.building import (
     prepare,
     schedule,
 )
-from advbayes.runs.config import RunConfig
+from advbayes.runs.config import RunConfig, make_config
 from advbayes.runs.folder import Run, record
 from advbayes.store import thetas_of
 from advbayes.training import COLUMNS, FitResult, State, fit
@@ -64,14 +66,9 @@ def train(
     (3, 'trained')
     """
     config = run.config
-    torch.set_num_threads(config.threads)
     data = prepare(config, downloading=downloading)
     state = read_checkpoint(run)
-    model, posterior = build_model(config, data, trusted=trusted)
-    channel, objective = build_defense(config, data, trusted=trusted)
-    moved = (posterior, *(learned.generator for learned in learned_in(channel)))
-    for module in moved:
-        module.to(device)
+    parts = _parts(config, data, trusted)
     _begin(run, data, state)
     history = run.history
     history.keep(0 if state is None else state.step)
@@ -92,26 +89,21 @@ def train(
         tensors = {name: tensor.cpu() for name, tensor in now.tensors.items()}
         store.write_bundle(run.path / "checkpoint", {"state": tensors}, documents)
 
-    result = fit_run(
-        config,
-        data.to(device),
-        model.to(device),
-        posterior,
-        channel,
-        objective,
-        compile=config.compile,
-        progress=progress,
-        state=state,
-        checkpoint=checkpoint,
-        checkpoint_every=config.checkpoint_every,
-        stop=stop,
-    )
-    for module in moved:
-        module.cpu()
+    sealed = config.model_dump_json().encode()
+    ranks().on_first(lambda: {"config": torch.frombuffer(bytearray(sealed), dtype=torch.uint8)})
+    options = {
+        "progress": progress,
+        "stop": stop,
+        "state": state,
+        "checkpoint": checkpoint,
+        "checkpoint_every": config.checkpoint_every,
+    }
+    result = _fit(config, data, parts, device, **options)
     if result.interrupted:
         run.log(f"interrupted at step {result.steps}")
         run.write_manifest(status="interrupted", steps=result.steps)
         return result
+    model, posterior, channel, _ = parts
     store.save(
         run.model_path,
         model=model,
@@ -139,6 +131,45 @@ def train(
     run.write_manifest(
         status="trained", steps=result.steps, skipped=result.skipped, weights=weights
     )
+    return result
+
+
+def follow(
+    *,
+    trusted: bool = False,
+    stop: Callable[[], bool] | None = None,
+    downloading: Downloading | None = None,
+    device: torch.device | str = "cpu",
+) -> None:
+    """The part of any rank but the first, which has the folder: train along, write nothing."""
+    for sealed in ranks().on_first(dict).values():  # none where there is nothing left to do
+        config = make_config(json.loads(sealed.numpy().tobytes()))
+        data = prepare(config, downloading=downloading)
+        _fit(config, data, _parts(config, data, trusted), device, progress=False, stop=stop)
+
+
+Parts = tuple[BayesianModel, Posterior, Channel, ChannelELBO]
+
+
+def _parts(config: RunConfig, data: Prepared, trusted: bool) -> Parts:
+    defense = build_defense(config, data, trusted=trusted)
+    return *build_model(config, data, trusted=trusted), *defense
+
+
+def _fit(
+    config: RunConfig, data: Prepared, parts: Parts, device: torch.device | str, **options: Any
+) -> FitResult:
+    """`fit` on the device; what is trained comes back from there."""
+    torch.set_num_threads(config.threads)
+    model, posterior, channel, objective = parts
+    moved = (posterior, *(learned.generator for learned in learned_in(channel)))
+    for module in moved:
+        module.to(device)
+    options |= {"compile": config.compile, "own_thetas": config.own_thetas}
+    there = data.to(device), model.to(device)
+    result = fit_run(config, *there, posterior, channel, objective, **options)
+    for module in moved:
+        module.cpu()
     return result
 
 

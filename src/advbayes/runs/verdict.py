@@ -12,6 +12,7 @@ from advbayes import store
 from advbayes.attacks import pgd
 from advbayes.attacks.balls import Ball
 from advbayes.auditing import Budget, Support, ThreatModel, Verdict, audit, audit_cost
+from advbayes.distributed import ranks
 from advbayes.evaluation import evaluate
 from advbayes.evaluation.files import fingerprint
 from advbayes.predictive import FreshPredictive
@@ -86,7 +87,8 @@ def audit_run(
     )
     raw = {} if scaling is None else {"raw_eps": scaling.raw_eps(ball.eps).tolist()}
     said = {"norm": type(ball).__name__, "eps": ball.eps, "units": units["units"], **raw}
-    store.write_document(run.path / "audit.json", {**verdict.json(), "threat_model": said})
+    if ranks().is_first:
+        store.write_document(run.path / "audit.json", {**verdict.json(), "threat_model": said})
     return verdict
 
 

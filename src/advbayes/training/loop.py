@@ -174,16 +174,14 @@ def fit(
         accelerated.recycle_blocks()
     with (
         _deferred_interrupt() as interrupt,
-        Progress("fit", total, progress if ranks.is_first else False, start=state.step) as bar,
+        Progress("fit", total, ranks.shown(progress), start=state.step) as bar,
     ):
         for step in range(state.step, total):
             whole = batches(step)
             batch = whole.part(*ranks.share(whole.num))
 
             def keyed(purpose: str, num: int = whole.num, step: int = step) -> torch.Generator:
-                return ranks.generator(
-                    seed_for(seed, purpose, step), num, model.device, own_thetas
-                )
+                return ranks.generator(seed_for(seed, purpose, step), num, model.device, own_thetas)
 
             for adversary in adversaries:
                 adversary.step(model, posterior, batch, keyed("adversary"))
