@@ -172,7 +172,7 @@ class Ranks:
                 mine = error if rank == self.rank else None
                 raise mine or type(name, (RuntimeError,), {})(text)
             for each in found:
-                yield load(each[1:])
+                yield _unpacked(each[1:])
 
     def on_first(self, compute: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """What the first rank computes, or raises, on all."""
@@ -226,7 +226,16 @@ ALONE = Ranks()
 
 
 def _packed(found: Mapping[str, Tensor]) -> bytes:
-    return save({name: tensor.detach().contiguous().cpu() for name, tensor in found.items()})
+    return save(
+        {
+            f"{place:06d}{name}": tensor.detach().contiguous().cpu()
+            for place, (name, tensor) in enumerate(found.items())
+        }
+    )
+
+
+def _unpacked(data: bytes) -> dict[str, Tensor]:
+    return {name[6:]: tensor for name, tensor in sorted(load(data).items())}
 
 
 def _device() -> torch.device:
@@ -331,7 +340,8 @@ class _Pulse:
         keys = [f"advbayes/pulse/{rank}" for rank in range(self.group.size)]
         with suppress(RuntimeError):  # the store is gone
             store = dist.TCPStore(  # type: ignore[attr-defined]
-host, port, is_master=False, timeout=timedelta(seconds=SILENCE))
+                host, port, is_master=False, timeout=timedelta(seconds=SILENCE)
+            )
             while not self.leaving.wait(BEAT if self.seen[self.group.rank][0] > 0 else 0.0):
                 counts = [
                     store.add(key, int(rank == self.group.rank)) for rank, key in enumerate(keys)

@@ -81,8 +81,7 @@ def diagnose(store: Store, query: Query, log_shares: Callable[[Tensor], Tensor])
     nearest = nearest + sum(store.counts[: ranks.rank])
     winner = ranks.gathered(best).argmax(0, keepdim=True)
     best, nearest, distance, far = (
-        ranks.gathered(each).gather(0, winner).squeeze(0)
-        for each in (best, nearest, distance, far)
+        ranks.gathered(each).gather(0, winner).squeeze(0) for each in (best, nearest, distance, far)
     )
     return Diagnosis(
         log_evidence=torch.logsumexp(sums.log_evidence, 0) - math.log(store.num_thetas * num),

@@ -1,0 +1,235 @@
+"""Several ranks give the answers of one process: training, evaluation, audit, purifier; a rank that
+is lost ends the others, and the run goes on exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from advbayes import MeanField, Noise, Purifier, distributed, fit
+from advbayes.cli import main
+from advbayes.distributed import Ranks
+from advbayes.seeds import Share, drawn, for_thetas
+from tests import killing, ranks
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process finds."""
+    folder = tmp_path_factory.mktemp("one")
+    save_file(flat(ranks.everything(folder)), folder / "found")
+    return folder
+
+
+def launched(size: int, work: Callable[[Ranks], object], log: Path) -> None:
+    """`work(ranks)` on all ranks, none of which may fail."""
+
+    def joined() -> None:
+        with distributed.joined() as group:
+            work(group)
+
+    codes = ranks.wait(ranks.start(size, joined, log))
+    assert codes == [0] * size, log.read_text()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_all_ranks_have_the_answers_of_one_process(size: int, one: Path, tmp_path: Path) -> None:
+    several = tmp_path
+
+    def work(group: Ranks) -> None:
+        assert group.size == size
+        found = flat(ranks.everything(several))
+        for name, value in found.items():
+            assert torch.equal(group.same(value), value), name
+        said = ranks.verdict() if size == 2 else {}
+        assert list(group.mapped(lambda k: {"k": torch.tensor(k)}, range(5))) == [
+            {"k": torch.tensor(k)} for k in range(5)
+        ]
+        if group.is_first:
+            save_file(found, several / "found")
+            (several / "verdict").write_text(json.dumps(said))
+
+    launched(size, work, tmp_path / "log")
+    wanted, found = load_file(one / "found"), load_file(several / "found")
+    assert wanted.keys() == found.keys()
+    own = [name for name in wanted if name.startswith("train own thetas")]
+    assert any(not torch.allclose(wanted[name], found[name], rtol=1e-3) for name in own)
+    for name in wanted.keys() - set(own):
+        if name.startswith("evaluate:"):
+            assert torch.equal(wanted[name], found[name]), name
+        else:
+            torch.testing.assert_close(found[name], wanted[name], rtol=1e-9, atol=1e-11)
+    if size == 2:
+        assert json.loads((several / "verdict").read_text()) == json.loads(
+            json.dumps(ranks.verdict())
+        )
+    files = sorted(path.relative_to(one) for path in (one / "evaluation").rglob("*.*"))
+    assert any(path.suffix == ".safetensors" for path in files)
+    for path in files:
+        assert (one / path).read_bytes() == (several / path).read_bytes(), path
+
+
+def flat(found: dict[str, ranks.Found]) -> ranks.Found:
+    return {
+        f"{part}:{name}": value.contiguous()
+        for part, values in found.items()
+        for name, value in values.items()
+    }
+
+
+def test_training_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    whole = ranks.numbers(ranks.resumed(None, 6))
+    first = ranks.resumed(None, 2).state
+
+    def work(group: Ranks) -> None:
+        state = ranks.resumed(first if group.is_first else None, 4).state
+        assert state.step == len(state.history["bound"]) == 4
+        if group.is_first:
+            save_file(state.tensors, tmp_path / "state")
+
+    launched(2, work, tmp_path / "log")
+    history = {name: [0.0] * 4 for name in first.history}
+    second = type(first)(4, 0, load_file(tmp_path / "state"), history)
+    last = ranks.numbers(ranks.resumed(second, 6))
+    for name in last.keys() - history.keys():
+        torch.testing.assert_close(last[name], whole[name], rtol=1e-9, atol=1e-11)
+
+
+def test_what_goes_wrong_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
+    def fail(task: int) -> dict[str, torch.Tensor]:
+        if task == 1:
+            raise KeyError("task 1")
+        return {}
+
+    def work(group: Ranks) -> None:
+        with pytest.raises(Exception, match="task 1") as raised:
+            list(group.mapped(fail, range(4)))
+        assert type(raised.value).__name__ == "KeyError"
+        with pytest.raises(
+            ValueError, match=r"num_data must be the same on all ranks, got \[3, 4\]"
+        ):
+            group.agree(num_data=3 + group.rank, steps=1)
+        with pytest.raises(ValueError, match="compile must be False on 2 ranks"):
+            ranks.trained(Noise(), compile=True)
+        x, _ = ranks.data(4)
+        one = ranks.model()
+        thetas = MeanField(one).sample(1)
+        with pytest.raises(ValueError, match="index must be None for a sharded reference"):
+            Purifier(one, Noise(0.1), thetas, x, sharded=True, index="faiss")
+        loader = DataLoader(TensorDataset(x, x[:, 0]), sampler=DistributedSampler(x))  # type: ignore[arg-type,var-annotated]
+        with pytest.raises(ValueError, match="got one with a DistributedSampler"):
+            fit(one, MeanField(one), Noise(), loader, steps=1)
+        # one rank's wish to stop is everybody's, after the same step
+        steps = iter(range(9))
+        wish = lambda: group.rank == 1 and next(steps) == 1  # noqa: E731
+        result = ranks.trained(Noise(), stop=wish)
+        assert result.interrupted
+        assert result.steps == 2
+
+    launched(2, work, tmp_path / "log")
+
+
+def test_a_silent_rank_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that stands still keeps its connections open: only its silence tells."""
+    monkeypatch.setattr(distributed, "BEAT", 0.05)
+    monkeypatch.setattr(distributed, "SILENCE", 1.0)
+    ready = tmp_path / "ready"
+
+    def work() -> None:
+        with distributed.joined() as group:
+            group.sum(torch.zeros(1))
+            time.sleep(1.5)  # longer than the silence that is allowed, and no exchange: no alarm
+            group.sum(torch.zeros(1))
+            if group.rank == 1:
+                ready.touch()
+                time.sleep(60)
+            group.sum(torch.zeros(1))
+
+    first, second = ranks.start(2, work, tmp_path / "log")
+    while not ready.exists():
+        time.sleep(0.01)
+    os.kill(second, signal.SIGSTOP)
+    try:
+        assert ranks.wait([first], limit=20) == [2]
+    finally:
+        os.kill(second, signal.SIGKILL)
+        ranks.wait([second])
+    assert "no sign of life from rank 1" in (tmp_path / "log").read_text()
+
+
+def test_a_killed_rank_ends_the_run_which_goes_on_exactly(tmp_path: Path) -> None:
+    settings = killing.SMALL | {"epochs": "10", "defense": "mix"}
+    log, draw = tmp_path / "log", random.Random(0)
+
+    def command(*argv: str) -> list[int]:
+        return ranks.start(2, lambda: main(["train", *argv, "--quiet"]), log)
+
+    new = [*killing.flags(settings), "--out"]
+    assert ranks.wait(command(*new, str(tmp_path / "whole"))) == [0, 0], log.read_text()
+    wanted = killing.state_of(tmp_path / "whole")
+    run = tmp_path / "run"
+    children = command(*new, str(run))
+    while not (run / "checkpoint").exists():
+        time.sleep(0.01)
+    killed = draw.randrange(2)
+    os.kill(children[killed], signal.SIGKILL)
+    codes = ranks.wait(children, limit=20)
+    assert codes[killed] == -signal.SIGKILL
+    assert codes[1 - killed] == 2
+    assert "another one is gone or out of reach" in log.read_text()
+    assert ranks.wait(command("--resume", str(run))) == [0, 0], log.read_text()
+    assert killing.state_of(run) == wanted
+    assert ranks.wait(command("--resume", str(run))) == [0, 0]  # nothing left to do
+    assert main(["train", *new, str(tmp_path / "one"), "--quiet"]) == 0
+    last = [
+        json.loads((place / "history.jsonl").read_text().splitlines()[-1])["bound"]
+        for place in (run, tmp_path / "one")
+    ]
+    assert last[0] == pytest.approx(last[1], rel=1e-4)
+
+
+def test_other_commands_refuse_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "test")
+    assert main(["datasets"]) == 2
+    assert "torchrun: must start one of train, evaluate, audit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("num", "size"), [(10, 3), (2, 5), (1, 1)])
+def test_shares_are_all_rows_once_and_weigh_one(num: int, size: int) -> None:
+    group = [Ranks(rank, size) for rank in range(size)]
+    assert [row for each in group for row in range(num)[each.rows(num)]] == list(range(num))
+    assert sum(each.share(num)[1] for each in group) == pytest.approx(1.0)
+    assert all(each.share(num)[0].stop > each.share(num)[0].start for each in group)
+
+
+def test_a_foreign_draw_from_a_share_is_this_ranks_own() -> None:
+    """Code that does not know of shares must not draw the same on all ranks."""
+
+    def share(rank: int, **options: Any) -> torch.Generator:
+        return Ranks(rank, 2).generator(7, 4, torch.device("cpu"), **options)
+
+    def own(generator: torch.Generator | None) -> torch.Tensor:
+        return torch.randn(3, generator=generator)
+
+    first, second = share(0), share(1)
+    assert isinstance(first, Share)
+    assert not torch.equal(own(first), own(second))
+    assert torch.equal(own(for_thetas(share(0))), own(for_thetas(share(1))))
+    apart = own(for_thetas(share(0, own_thetas=True))), own(for_thetas(share(1, own_thetas=True)))
+    assert not torch.equal(*apart)
+    whole = torch.randn(4, 2, generator=torch.Generator().manual_seed(7))
+    parts = [drawn(torch.randn, (2, 2), share(rank)) for rank in (0, 1)]
+    assert torch.equal(torch.cat(parts), whole)
