@@ -26,6 +26,7 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
+from advbayes import checks
 from advbayes.seeds import Share, seed_for
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 _own_turn: ContextVar[bool] = ContextVar("own_turn", default=False)
 
 
-class LostRankError(ConnectionError):
+class LostRankError(checks.AdvBayesError, ConnectionError):
     """Another rank died or cannot be reached: this one cannot go on."""
 
 
@@ -133,7 +134,7 @@ class Ranks:
         each = self.gathered(torch.tensor(list(counts.values()), device=_device())).T.tolist()
         for name, values in zip(counts, each, strict=True):
             if len(set(values)) > 1:
-                raise ValueError(f"{name} must be the same on all ranks, got {values}")
+                raise checks.InputError(f"{name} must be the same on all ranks, got {values}")
 
     def mapped(
         self, compute: Callable[[T], Mapping[str, Tensor]], tasks: Sequence[T]

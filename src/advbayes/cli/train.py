@@ -127,7 +127,8 @@ def _run(
     with Finishing() as stop:
         with ExitStack() as stack:
             if not ranks().is_first:
-                follow(trusted=trusted, stop=stop, downloading=Downloads(show=False))
+                quietly = Downloads(show=False)
+                follow(trusted=trusted, stop=stop, downloading=quietly, device=device)
                 return stop.code
             if resume is None:
                 assert config is not None

@@ -109,7 +109,7 @@ class Purifier:
         x, y = _reference(reference, checks.count("num_samples", num_samples), model)
         ranks = distributed.ranks() if sharded else ALONE
         if ranks.size > 1 and index is not None:
-            raise ValueError(f"index must be None for a sharded reference, got {index!r}")
+            raise checks.InputError(f"index must be None for a sharded reference, got {index!r}")
         thetas = ranks.same(thetas)
         store = stores.build(
             model,
@@ -397,7 +397,9 @@ class Purifier:
         """A bundle of its own: every byte under a hash, an earlier one replaced in one step. The
         model is not in it."""
         if self.store.ranks.size > 1:
-            raise ValueError("save needs the whole reference in one process, got a sharded one")
+            raise checks.InputError(
+                "save needs the whole reference in one process, got a sharded one"
+            )
         saving.save(self.store, Path(folder), self.update, self._note, self.features is not None)
 
     @classmethod

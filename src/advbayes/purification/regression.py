@@ -249,7 +249,9 @@ class PurifiedMixture(Distribution):
 
     def sample(self, sample_shape: Any = (), *, generator: torch.Generator | None = None) -> Tensor:
         if self._purifier.store.ranks.size > 1:
-            raise ValueError("sample needs the whole reference in one process, got a sharded one")
+            raise checks.InputError(
+                "sample needs the whole reference in one process, got a sharded one"
+            )
         shape = torch.Size(sample_shape)
         num = max(1, math.prod(shape))
         with torch.no_grad():

@@ -139,7 +139,7 @@ def follow(
     trusted: bool = False,
     stop: Callable[[], bool] | None = None,
     downloading: Downloading | None = None,
-    device: torch.device | str = "cpu",
+    device: str = "cpu",
 ) -> None:
     """The part of any rank but the first, which has the folder: train along, write nothing."""
     for sealed in ranks().on_first(dict).values():  # none where there is nothing left to do
@@ -152,13 +152,11 @@ Parts = tuple[BayesianModel, Posterior, Channel, ChannelELBO]
 
 
 def _parts(config: RunConfig, data: Prepared, trusted: bool) -> Parts:
-    defense = build_defense(config, data, trusted=trusted)
-    return *build_model(config, data, trusted=trusted), *defense
+    model = build_model(config, data, trusted=trusted)
+    return *model, *build_defense(config, data, trusted=trusted)
 
 
-def _fit(
-    config: RunConfig, data: Prepared, parts: Parts, device: torch.device | str, **options: Any
-) -> FitResult:
+def _fit(config: RunConfig, data: Prepared, parts: Parts, device: str, **options: Any) -> FitResult:
     """`fit` on the device; what is trained comes back from there."""
     torch.set_num_threads(config.threads)
     model, posterior, channel, objective = parts

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from advbayes.checks import InputError
 from advbayes.distributed import ALONE, Ranks
 from advbayes.model import BayesianModel
 from advbayes.objectives import ChannelELBO
@@ -78,7 +79,7 @@ def compiled_step(
 ) -> Step:
     """The same as one native program, for one process."""
     if ranks.size > 1:
-        raise ValueError(f"compile must be False on {ranks.size} ranks, got True")
+        raise InputError(f"compile must be False on {ranks.size} ranks, got True")
     if accelerated is None:
         raise ImportError(
             "compile must be False without the package advbayes.accelerated, which cannot be "
