@@ -16,6 +16,7 @@ import torch
 
 from advbayes import L2, AttackChannel, Noise, PosteriorPredictive, fit, one_step, pgd
 from advbayes.datasets import split_rows
+from advbayes.experiments.catalogue import BASE
 from advbayes.purification import Purifier
 from advbayes.purification.attacks import Annealed, NearestCentre
 from advbayes.runs import Prepared, build_defense, build_model, prepare, record, thetas_of
@@ -53,7 +54,7 @@ def halves() -> Prepared:
 
 
 def trained(settings: dict[str, Any], data: Prepared) -> PosteriorPredictive:
-    config = make_config({"data": "digits", **settings})
+    config = make_config({**BASE, "data": "digits", **settings})
     model, posterior = build_model(config, data)
     channel, objective = build_defense(config, data)
     fit(

@@ -264,14 +264,16 @@ def with_ball(attack: A, ball: Ball) -> A:
     return _with_balls(attack, lambda _: ball)
 
 
-def with_eps(attack: A, eps: float) -> A:
-    """The same attack with another budget: norm, box, scale and mask stay.
+def with_eps(attack: A, eps: float, *, free: bool = False) -> A:
+    """The same attack with another budget: norm, box and scale stay, and the mask unless `free`.
 
     >>> from advbayes import L2, pgd
     >>> with_eps(pgd(L2(1.0, box=(0, 1))), 0.5).ball
     L2(0.5, box=(0, 1))
     """
-    return _with_balls(attack, lambda ball: replace(ball, eps=eps))
+    return _with_balls(
+        attack, lambda ball: replace(ball, eps=eps, mask=None if free else ball.mask)
+    )
 
 
 def _with_balls(attack: A, new: Callable[[Ball], Ball]) -> A:

@@ -136,10 +136,11 @@ def _control(case: Case, control: Predictor) -> tuple[Ball, Columns]:
 
 def breaking(case: Case, control: Predictor) -> tuple[Ball, Columns]:
     """The audited ball widened until the control falls, up to half the distance between two
-    examples; and what it leaves."""
+    examples; and what it leaves. Every feature may change, for it is the attack that is on trial
+    here."""
 
     def make() -> tuple[Ball, Columns]:
-        ball, half = case.ball, 0.5 * apart(case)
+        ball, half = replace(case.ball, mask=None), 0.5 * apart(case)
         most = half if ball.eps > 0 and half < math.inf else ball.eps
         while True:
             columns = _left(case, control, ball)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -86,14 +87,17 @@ def beats_one_step(case: Case) -> Finding:
 
 def _radii(case: Case) -> list[tuple[float, Columns]]:
     """(eps, scores of the union of attacks) at half, once and twice eps and the whole box; each
-    radius by itself."""
-    whole = extent_of(case.ball, case.x)
+    radius by itself. In the whole box every feature may change: an honest model may well answer
+    from those that a mask keeps from the attacker."""
+    whole = extent_of(replace(case.ball, mask=None), case.x)
     radii = sorted({0.5 * case.ball.eps, case.ball.eps, min(2 * case.ball.eps, whole), whole})
 
     def at(eps: float) -> Columns:
         if eps == case.ball.eps and case.claim is None:
             return worst(list(case.columns().values()), case.task)
-        attacks = {name: with_eps(attack, eps) for name, attack in case.attacks.items()}
+        attacks = {
+            name: with_eps(attack, eps, free=eps == whole) for name, attack in case.attacks.items()
+        }
         first = next(iter(attacks))
         columns = case.union({first: attacks.pop(first)}, f"eps {eps!r}")
         for name, attack in attacks.items():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from advbayes import store
-from advbayes.cli.scores import said_scores
+from advbayes.cli.scores import legend, said_scores
 from advbayes.datasets import Standardize
 from advbayes.runs import Run
 from advbayes.runs.config import RunConfig
@@ -107,6 +107,7 @@ def lines_of_run(run: Run) -> str:
         lines.append(
             f"  clean test set ({found['metrics']['num']} examples, 95 % intervals): {values}"
         )
+        lines.append(f"  {legend(found['metrics']['clean'])}")
         if remark := no_better(found["metrics"]):
             lines.append(f"  {remark}")
     if found["weights"]:
@@ -187,18 +188,27 @@ def no_better(metrics: dict[str, Any]) -> str:
     ...         "trivial": {"accuracy": 0.75},
     ...     }
     ... )
-    'No better, as far as this test set shows, than always giving the most frequent class (accuracy 0.750).'
+    'No better, as far as this test set shows, than always giving the most frequent class (accuracy 0.750); try --class-weight balanced, more --epochs or a smaller --eps.'
     """  # noqa: E501
     trivial, clean = metrics.get("trivial") or {}, metrics["clean"]
     if "accuracy" in trivial and clean["accuracy"]["low"] <= trivial["accuracy"]:
         always = f"the most frequent class (accuracy {trivial['accuracy']:.3f})"
+        balanced = clean.get("balanced_accuracy")
+        if balanced and balanced["low"] > trivial.get("balanced_accuracy", 1.0):
+            return (
+                f"Accuracy is no better than that of {always}, but the classes are told apart: "
+                f"balanced accuracy {balanced['value']:.3f}, where a guess has "
+                f"{trivial['balanced_accuracy']:.3f}."
+            )
+        hint = "--class-weight balanced, more --epochs or a smaller --eps"
     elif "rmse" in trivial and (
         clean["rmse"]["high"] is None or clean["rmse"]["high"] >= trivial["rmse"]
     ):
         always = "the mean of the training targets"
+        hint = "more --epochs or a smaller --eps"
     else:
         return ""
-    return f"No better, as far as this test set shows, than always giving {always}."
+    return f"No better, as far as this test set shows, than always giving {always}; try {hint}."
 
 
 def _units(run: Run) -> tuple[Standardize | None, list[str]]:

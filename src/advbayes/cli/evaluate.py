@@ -96,7 +96,7 @@ def evaluate(
     import torch
 
     from advbayes.cli.describe import said_units, units_of
-    from advbayes.cli.scores import SHOWN, column_of
+    from advbayes.cli.scores import SHOWN, column_of, legend
     from advbayes.distributed import ranks
     from advbayes.evaluation import evaluate as measure
     from advbayes.report.folders import merged
@@ -198,4 +198,5 @@ def evaluate(
     )
     table(found.table(metrics).grid(columns, title))
     told = [f"{name} {TRIVIAL[name]}" for name in found.trivial]
+    say(f"{legend(SHOWN[trained.task])}.")
     say(f"Never look at the input: {'; '.join(told)}.\nRecords and arrays: {place}")

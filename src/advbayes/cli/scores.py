@@ -3,7 +3,7 @@ in the target's unit."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from advbayes.datasets import Standardize
@@ -13,6 +13,7 @@ from advbayes.evaluation.tables import Column
 SHOWN = {"classification": ("accuracy", "nll", "ece"), "regression": ("rmse", "nll", "coverage")}
 _ORDER = (
     "accuracy",
+    "balanced_accuracy",
     "rmse",
     "nll",
     "brier",
@@ -23,12 +24,33 @@ _ORDER = (
     "aurc",
 )
 _NAMES = {
+    "balanced_accuracy": "balanced accuracy",
     "nll": "NLL (nats)",
     "brier": "Brier score",
     "ece": "ECE",
     "selective_accuracy": "accuracy on the surer half",
     "aurc": "AURC",
 }
+
+
+_MEANINGS = {
+    "accuracy": "accuracy: the share answered right",
+    "balanced_accuracy": "balanced accuracy: its mean over the classes",
+    "rmse": "RMSE: the root of the mean squared error",
+    "nll": "NLL: minus the log-probability (density) of the truth, lower is better",
+    "brier": "Brier score: squared error of the probabilities, from 0 to 2",
+    "coverage": "coverage: the share of targets inside",
+    "ece": "ECE: the mean gap between confidence and accuracy",
+}
+
+
+def legend(metrics: Iterable[str]) -> str:
+    """What the scores mean, in one line.
+
+    >>> legend(["accuracy", "ece"])
+    'accuracy: the share answered right; ECE: the mean gap between confidence and accuracy'
+    """
+    return "; ".join(_MEANINGS[metric] for metric in metrics if metric in _MEANINGS)
 
 
 def column_of(

@@ -22,6 +22,7 @@ from advbayes.attacks.balls import L2
 from advbayes.channels import Noise
 from advbayes.evaluation import Cell, Evaluation, evaluate
 from advbayes.evaluation.tables import Grid
+from advbayes.experiments.catalogue import BASE
 from advbayes.purification import Purifier
 from advbayes.purification.attacks import Annealed, NearestCentre
 from advbayes.report import make_gallery, write_report
@@ -82,7 +83,7 @@ def run_demo(
     for name, settings in SETTINGS.items():
         tell(f"training: {name}")
         config = make_config(
-            {"data": "digits", "seed": seed, **settings, **({"epochs": 1} if quick else {})}
+            {**BASE, "data": "digits", "seed": seed, **settings} | ({"epochs": 1} if quick else {})
         )
         trained[name] = trained_run(config, folder / name.replace(" ", "-"))
     predictors: dict[str, Predictor] = {

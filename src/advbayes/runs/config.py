@@ -116,7 +116,7 @@ class RunConfig(BaseModel):
     )
     eps: Annotated[
         NonNegative, Field(description="Budget of the training adversary, in the model's units")
-    ] = 1.0
+    ] = 0.3
     feature_eps: Annotated[
         Names,
         Field(
@@ -136,7 +136,7 @@ class RunConfig(BaseModel):
         Field(description="Passes over the data (else enough for 2,000 steps, but 10 to 500)"),
     ] = None
     batch_size: Annotated[Count, Field(description="Examples a step")] = 128
-    lr: Annotated[Positive, Field(le=10, description="Adam's learning rate")] = 3e-3
+    lr: Annotated[Positive, Field(le=10, description="Adam's learning rate")] = 1e-2
     decay: Annotated[
         Annotated[float, Field(gt=0, le=1)] | None,
         Field(description="Factor on lr for each epoch (else it falls to a hundredth in all)"),

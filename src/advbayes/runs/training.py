@@ -13,7 +13,7 @@ from advbayes import store
 from advbayes.channels import learned_in
 from advbayes.distributed import ranks
 from advbayes.evaluation.inputs import Task
-from advbayes.evaluation.result import REDUCTIONS
+from advbayes.evaluation.result import ON_REQUEST, REDUCTIONS
 from advbayes.evaluation.scoring import score
 from advbayes.metrics import expected_correct, majority
 from advbayes.model import BayesianModel
@@ -40,7 +40,7 @@ _KEPT = tuple(name for name in COLUMNS if name != "seconds")
 
 # Those that need no resampling for their intervals; `advbayes evaluate` has the others.
 _CLEAN: dict[Task, tuple[str, ...]] = {
-    "classification": ("accuracy", "nll", "brier"),
+    "classification": ("accuracy", "balanced_accuracy", "nll", "brier"),
     "regression": ("rmse", "nll", "coverage"),
 }
 
@@ -213,7 +213,8 @@ def clean_metrics(
         for start in range(0, len(data.x_test), batch_size)
     ]
     columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    found = {name: REDUCTIONS[task][name](columns) for name in _CLEAN[task]}
+    known = REDUCTIONS[task] | ON_REQUEST[task]
+    found = {name: known[name](columns) for name in _CLEAN[task]}
     values = {
         name: {"value": _plain(e.value), "low": _plain(e.low), "high": _plain(e.high)}
         for name, e in found.items()
@@ -231,7 +232,10 @@ def _trivial(task: Task, data: Prepared) -> dict[str, float]:
     """The main score of a predictor that never looks at its input."""
     if task == "classification":
         guess = majority(data.y_train, len(data.dataset.class_names))(data.x_test)
-        return {"accuracy": float(expected_correct(guess, data.y_test).mean())}
+        return {
+            "accuracy": float(expected_correct(guess, data.y_test).mean()),
+            "balanced_accuracy": 1 / len(data.y_test.unique()),
+        }
     return {"rmse": float((data.y_test - data.y_train.mean(0)).double().square().mean().sqrt())}
 
 

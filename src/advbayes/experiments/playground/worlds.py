@@ -19,6 +19,7 @@ from advbayes.attacks.balls import L2
 from advbayes.channels import Noise
 from advbayes.datasets import DataMissingError, load_dataset
 from advbayes.datasets.places import cache_folder
+from advbayes.experiments.catalogue import BASE
 from advbayes.experiments.demo import PURIFIER_SIGMA, SETTINGS, trained_run
 from advbayes.purification import Purifier
 from advbayes.runs import Prepared, prepare
@@ -96,7 +97,8 @@ def load_world(
     source = {"data": "digits"} if name == "digits" else _wine(place)
     configs: dict[str, RunConfig] = {}
     for defense, settings in SETTINGS.items():
-        given: dict[str, Any] = {**source, **settings, "epochs": epochs or _EPOCHS[name]}
+        given: dict[str, Any] = {**BASE, **source, **settings}
+        given["epochs"] = epochs or _EPOCHS[name]
         configs[defense] = make_config(given)
     data = prepare(configs["undefended"])
     trained = {}

@@ -1,0 +1,119 @@
+"""What somebody with a table of their own meets: one set of defaults, remarks that say what to do,
+and an audit that asks nothing of features the attacker cannot touch."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributions import Categorical
+
+from advbayes import L2, audit, pgd
+from advbayes.attacks.parts import with_eps
+from advbayes.cli.app import run as command
+from advbayes.cli.describe import no_better
+from advbayes.cli.scores import legend
+from advbayes.estimators import RobustClassifier, RobustRegressor
+from advbayes.experiments.catalogue import BASE, EXPERIMENTS
+from advbayes.runs.building import schedule
+from advbayes.runs.config import RunConfig
+
+
+@pytest.mark.parametrize("kind", [RobustClassifier, RobustRegressor])
+def test_command_line_and_estimators_have_the_same_defaults(kind: Any) -> None:
+    """All but the adversary's presence: the command line trains against one unless told
+    otherwise."""
+    own = {name: p.default for name, p in inspect.signature(kind).parameters.items()}
+    shared = own.keys() & RunConfig.model_fields.keys() - {"channel", "defense"}
+    assert shared >= {"hidden", "eps", "sigma", "epochs", "lr", "decay", "prior_scale", "kl_weight"}
+    assert {name: own[name] for name in shared} == {
+        name: RunConfig.model_fields[name].default for name in shared
+    }
+
+
+def test_experiments_do_not_follow_the_defaults() -> None:
+    earlier = {"hidden": (16, 16), "init_scale": 0.02, "eps": 1.0, "lr": 3e-3, "decay": 0.97}
+    assert BASE.items() >= earlier.items()
+    assert all(BASE.keys() <= each.settings.keys() for each in EXPERIMENTS.values())
+
+
+@pytest.mark.parametrize(
+    ("num", "batch", "epochs"),
+    [
+        (60_000, 128, 10.0),  # at least ten passes
+        (1280, 128, 200.0),  # 2,000 steps
+        (100, 128, 500.0),  # at most 500 passes
+    ],
+)
+def test_passes_over_the_data_that_are_left_open(num: int, batch: int, epochs: float) -> None:
+    found, decay = schedule(None, None, num, batch)
+    assert found == epochs
+    assert decay**found == pytest.approx(0.01)
+    assert schedule(3.0, 0.5, num, batch) == (3.0, 0.5)
+
+
+def estimates(**values: tuple[float, float]) -> dict[str, Any]:
+    return {name: {"value": v, "low": low, "high": 1.0} for name, (v, low) in values.items()}
+
+
+def test_a_model_of_rare_classes_is_judged_by_both_accuracies() -> None:
+    trivial = {"accuracy": 0.9, "balanced_accuracy": 0.5}
+    apart = estimates(accuracy=(0.7, 0.6), balanced_accuracy=(0.75, 0.6))
+    said = no_better({"clean": apart, "trivial": trivial})
+    assert "balanced accuracy 0.750, where a guess has 0.500" in said
+    alike = estimates(accuracy=(0.9, 0.8), balanced_accuracy=(0.55, 0.45))
+    assert "try --class-weight balanced" in no_better({"clean": alike, "trivial": trivial})
+    better = estimates(accuracy=(0.95, 0.91), balanced_accuracy=(0.9, 0.8))
+    assert no_better({"clean": better, "trivial": trivial}) == ""
+
+
+def test_every_score_that_is_shown_is_explained() -> None:
+    said = legend(["accuracy", "balanced_accuracy", "nll", "brier", "ece", "rmse", "coverage"])
+    assert len(said.split("; ")) == 7
+
+
+# --- Features that the attacker cannot touch ------------------------------------------------------
+
+X = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
+Y = (X[:, 1] > 0).long()
+MASKED = L2(0.3, mask=torch.tensor([True, False]))
+
+
+def honest(x: Tensor) -> Categorical:
+    """Answers from the second feature, which is out of the attacker's reach."""
+    return Categorical(logits=torch.stack([-4 * x[:, 1] + 0.1 * x[:, 0], 4 * x[:, 1]], 1))
+
+
+def leaking(x: Tensor) -> Categorical:
+    """Knows the answers whatever it is asked."""
+    return Categorical(logits=8 * torch.eye(2)[Y[: len(x)]] + 0 * x[:, :1])
+
+
+def test_the_whole_box_frees_the_mask() -> None:
+    attack = pgd(MASKED)
+    assert with_eps(attack, 2.0).ball.mask is not None
+    assert with_eps(attack, 2.0, free=True).ball.mask is None
+    verdict = audit(honest, (X, Y), ball=MASKED, tier="quick", only=("E4", "E5"))
+    assert [verdict[check].status for check in ("E4", "E5")] == ["passed", "passed"]
+    known = audit(leaking, (X[:40], Y[:40]), ball=MASKED, tier="quick", only=("E5",))
+    assert known["E5"].status == "failed"
+
+
+def test_what_a_run_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = tmp_path / "t.csv"
+    rows = [f"{k % 7},{k % 5},{'ab'[k % 10 == 0]}" for k in range(80)]
+    table.write_text("\n".join(["p,q,y", *rows]))
+    out = str(tmp_path / "run")
+    data = ["--data", str(table), "--target", "y", "--epochs", "1", "--out", out, "--quiet"]
+    assert command(["train", *data]) == 0
+    said = capsys.readouterr().out
+    assert "balanced accuracy" in said
+    assert "accuracy: the share answered right" in said
+    assert command(["evaluate", out, "--attack", "pgd", "--steps", "2", "--num", "10"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "ECE: the mean gap between confidence and accuracy" in said
+    assert "uniform gives every class the same probability; accuracy as expected of a guess" in said
