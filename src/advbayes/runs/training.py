@@ -234,7 +234,7 @@ def _trivial(task: Task, data: Prepared) -> dict[str, float]:
         guess = majority(data.y_train, len(data.dataset.class_names))(data.x_test)
         return {
             "accuracy": float(expected_correct(guess, data.y_test).mean()),
-            "balanced_accuracy": 1 / len(data.y_test.unique()),
+            "balanced_accuracy": 1 / len(set(data.y_test.tolist())),
         }
     return {"rmse": float((data.y_test - data.y_train.mean(0)).double().square().mean().sqrt())}
 
