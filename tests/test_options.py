@@ -241,7 +241,7 @@ def test_a_channel_of_ones_own(place: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert load_trained(place / "own-channel2", trusted=True).channel == Noise(3.5)
 
 
-@shows("train", "compile", "threads", "checkpoint_every")
+@shows("train", "compile", "own_thetas", "threads", "checkpoint_every")
 def test_keys_of_the_machine_reach_the_training(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,17 +249,18 @@ def test_keys_of_the_machine_reach_the_training(
     before = torch.get_num_threads()
 
     def fit(*args: Any, **settings: Any) -> Any:
-        seen.append((settings["compile"], settings["checkpoint_every"], torch.get_num_threads()))
+        keys = ("compile", "own_thetas", "checkpoint_every")
+        seen.append((*(settings[key] for key in keys), torch.get_num_threads()))
         return kept(*args, **settings | {"compile": False})
 
     monkeypatch.setattr(advbayes.runs.training, "fit", fit)
     argv = training(place, place / "machine", threads="2", checkpoint_every="3")
     try:
-        assert main([*argv, "--compile"]) == 0
+        assert main([*argv, "--compile", "--own-thetas"]) == 0
         assert main([*training(place, place / "machine2"), "--no-compile"]) == 0
     finally:
         torch.set_num_threads(before)
-    assert seen == [(True, 3, 2), (False, 200, 1)]
+    assert seen == [(True, True, 3, 2), (False, False, 200, 1)]
 
 
 @shows("train", "root", "config", "resume", "json")
@@ -753,6 +754,7 @@ def test_flags_of_the_demo_reach_it(monkeypatch: pytest.MonkeyPatch, capsys: Pri
     "seeds",
     "row",
     "jobs",
+    "cluster",
     "out",
     "changes",
     "num_test",
@@ -767,6 +769,7 @@ def test_flags_of_the_demo_reach_it(monkeypatch: pytest.MonkeyPatch, capsys: Pri
     "target",
     "eps",
     "jobs",
+    "cluster",
     "out",
     "changes",
     "num_test",
@@ -799,6 +802,8 @@ def test_flags_of_experiments_reach_them(
         "MIX",
         "--jobs",
         "2",
+        "--cluster",
+        "local",
         "--out",
         str(tmp_path),
     ]
@@ -806,7 +811,8 @@ def test_flags_of_experiments_reach_them(
     spec, out, more = seen[0]
     assert (spec.name, spec.preset, spec.num_test, out) == ("wine", "quick", 7, tmp_path)
     assert dict(spec.settings) == {"epochs": 3}
-    assert more == {"seeds": [3, 4], "rows": ["MIX"], "jobs": 2, "again": True, "quiet": True}
+    side = {"jobs": 2, "cluster": "local", "quiet": True}
+    assert more == {"seeds": [3, 4], "rows": ["MIX"], "again": True, **side}
     argv = [
         "compare",
         "--data",
@@ -825,6 +831,8 @@ def test_flags_of_experiments_reach_them(
         "0.3",
         "--jobs",
         "2",
+        "--cluster",
+        "local",
         "--out",
         str(tmp_path),
         "--set",
@@ -846,7 +854,7 @@ def test_flags_of_experiments_reach_them(
     )
     wanted = {"eps": 0.3, "epochs": 3, "data": str(place / "kinds.csv"), "target": "kind"}
     assert dict(spec.settings) == wanted
-    assert more == {"seeds": [0, 1], "jobs": 2, "quiet": True}
+    assert more == {"seeds": [0, 1], **side}
 
 
 TRUSTING = {

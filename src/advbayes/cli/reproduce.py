@@ -13,6 +13,14 @@ from advbayes.cli.screen import Json, emit, say
 from advbayes.cli.signals import watched
 
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Units side by side, one thread each")]
+Cluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="slurm|local",
+        help="Units as jobs of a scheduler, --jobs of them at a time (local: processes here)",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress")]
 Changes = Annotated[
     list[str] | None,
@@ -40,6 +48,7 @@ def reproduce(
         list[str] | None, typer.Option("--row", help="Only this row; repeat for more")
     ] = None,
     jobs: Jobs = 1,
+    cluster: Cluster = None,
     out: Annotated[Path, typer.Option("--out", help="Folder of the results")] = Path("results"),
     changes: Changes = None,
     num_test: NumTest = None,
@@ -51,7 +60,8 @@ def reproduce(
     """Make a table or figure of the paper: train, attack, record, compare with what was reported.
 
     What is done already is not done again; a run that was stopped goes on. Records and manifest are
-    in OUT/NAME.
+    in OUT/NAME, up to date every minute: `reproduce tables` shows what is done so far. A unit that
+    fails is tried once more, then named with its log when the others are done.
 
     Examples:
 
@@ -74,7 +84,16 @@ def reproduce(
     spec = Spec(name, preset, _settings(changes), num_test)
     with watched():
         table = write_views(
-            run(spec, out, seeds=_seeds(seeds), rows=row, jobs=jobs, again=again, quiet=quiet)
+            run(
+                spec,
+                out,
+                seeds=_seeds(seeds),
+                rows=row,
+                jobs=jobs,
+                cluster=cluster,
+                again=again,
+                quiet=quiet,
+            )
         )
     say(str(table))
     return 0
@@ -98,6 +117,7 @@ def compare(
         float, typer.Option("--eps", min=0.0, help="Budget of training and attack, L2")
     ] = 1.0,
     jobs: Jobs = 1,
+    cluster: Cluster = None,
     out: Annotated[Path, typer.Option("--out", help="Folder of the results")] = Path("results"),
     changes: Changes = None,
     num_test: NumTest = None,
@@ -131,7 +151,8 @@ def compare(
         f"compare-{Path(data).stem}", "paper", settings, num_test, tuple(defense), task, eps
     )
     with watched():
-        table = write_views(run(spec, out, seeds=_seeds(seeds), jobs=jobs, quiet=quiet or as_json))
+        chosen, hidden = _seeds(seeds), quiet or as_json
+        table = write_views(run(spec, out, seeds=chosen, jobs=jobs, cluster=cluster, quiet=hidden))
     if as_json:
         emit({"table": str(table), "records": str(table.with_name("records.jsonl.gz"))})
     else:

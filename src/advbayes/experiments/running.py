@@ -10,26 +10,32 @@ figures: all of what is done <out>/models/                trained posteriors, sh
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import multiprocessing
 import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from advbayes import store
-from advbayes.checks import InputError
+from advbayes import checks, store
+from advbayes.checks import AdvBayesError, InputError
 from advbayes.evaluation.tables import Grid
 from advbayes.experiments.catalogue import Experiment, Spec
 from advbayes.runs import record
 
 Record = dict[str, Any]
 MANIFEST, RECORDS = "manifest.json", "records.jsonl.gz"
+CLUSTERS = ("slurm", "local")
+POLL = 0.05  # seconds between two looks at what runs
+COLLECT = 60.0  # seconds between two collections of what is done
 
 
 def run(
@@ -39,13 +45,16 @@ def run(
     seeds: Sequence[int] | None = None,
     rows: Sequence[str] | None = None,
     jobs: int = 1,
+    cluster: str | None = None,
     again: bool = False,
     quiet: bool = False,
 ) -> Path:
     """Run what is missing of an experiment into `out/name`, collect the records; the folder.
 
     Each unit is written whole or not at all. Units go seed by seed, so that a run that is stopped
-    has every row of the first seeds. `again` replaces what is there.
+    has every row of the first seeds. `again` replaces what is there. At most `jobs` units run at a
+    time, in this process (one), in others, or as jobs of a `cluster`. Records and manifest are
+    brought up to date every minute, for `write_views` at any time.
     """
     experiment = spec.experiment()
     folder = out / spec.name
@@ -64,9 +73,17 @@ def run(
     with store.Lock(folder):
         done = set(finished(folder))
         left = [unit for unit in wanted if again or key_of(*unit) not in done]
-        board = Board(spec.name, len(wanted), left, quiet)
-        for row, seed, seconds in _work_through(spec, folder, out / "models", left, jobs, board):
-            board.done(row, seed, seconds)
+        board, collected = Board(spec.name, len(wanted), left, quiet), time.monotonic()
+        units = _work_through(spec, folder, out / "models", left, jobs, cluster, board)
+        try:
+            for row, seed, seconds in units:
+                board.done(row, seed, seconds)
+                if time.monotonic() - collected > COLLECT:
+                    collect(folder, spec, experiment)
+                    collected = time.monotonic()
+        except UnitsFailedError:
+            collect(folder, spec, experiment)
+            raise
         collect(folder, spec, experiment)
     return folder
 
@@ -106,28 +123,136 @@ def packed(records: Sequence[Record]) -> bytes:
     return gzip.compress(lines.encode(), 9, mtime=0)
 
 
-def _work_through(
-    spec: Spec, folder: Path, models: Path, left: Sequence[tuple[str, int]], jobs: int, board: Board
-) -> Iterator[tuple[str, int, float]]:
-    if jobs == 1:
-        for row, seed in left:
-            board.begin(row, seed)
-            yield row, seed, work(spec, folder, models, row, seed)
-        return
-    os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the workers
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        waiting, running = list(left), dict[Future[float], tuple[str, int]]()
+class UnitsFailedError(AdvBayesError, ChildProcessError):
+    """Units that failed twice; the others are done."""
+
+
+Job = Future[float]  # submitit's jobs, too, have `done` and `exception`
+
+
+class Executor(Protocol):
+    """Where units run."""
+
+    def submit(self, call: Callable[..., float], *given: Any) -> Job: ...
+
+    def close(self) -> None: ...
+
+
+class Here:
+    """In this process, at once."""
+
+    def submit(self, call: Callable[..., float], *given: Any) -> Job:
+        job: Job = Future()
         try:
-            while waiting or running:
-                while waiting and len(running) < jobs:
-                    row, seed = waiting.pop(0)
-                    running[pool.submit(work, spec, folder, models, row, seed)] = row, seed
-                    board.begin(row, seed)
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    row, seed = running.pop(future)
-                    yield row, seed, future.result()
-        finally:
+            job.set_result(call(*given))
+        except Exception as error:
+            job.set_exception(error)
+        return job
+
+    def close(self) -> None:
+        pass
+
+
+class Processes:
+    """In processes of this machine, each with a pool of its own: one that dies takes no other
+    along."""
+
+    def __init__(self) -> None:
+        os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the workers
+        self.pools: dict[Job, ProcessPoolExecutor] = {}
+
+    def submit(self, call: Callable[..., float], *given: Any) -> Job:
+        idle = next((job for job in self.pools if job.done()), None)
+        pool = None if idle is None else self.pools.pop(idle)
+        if pool is None or (idle is not None and isinstance(idle.exception(), BrokenProcessPool)):
+            pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+        job = pool.submit(call, *given)
+        self.pools[job] = pool
+        return job
+
+    def close(self) -> None:
+        for pool in self.pools.values():
             pool.shutdown(cancel_futures=True)
+
+
+class Cluster:
+    """As jobs of a scheduler, by submitit: `slurm`, or `local` processes of the same kind."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        try:
+            submitit = importlib.import_module("submitit")
+        except ModuleNotFoundError:
+            raise ModuleNotFoundError(
+                "--cluster needs submitit: pip install 'advbayes[scale]'"
+            ) from None
+        self.jobs: list[Any] = []
+        self.executor = submitit.AutoExecutor(folder=folder, cluster=kind)
+        self.executor.update_parameters(timeout_min=24 * 60, name="advbayes")
+        if kind == "slurm":
+            self.executor.update_parameters(cpus_per_task=1)
+
+    def submit(self, call: Callable[..., float], *given: Any) -> Job:
+        job: Job = self.executor.submit(call, *given)
+        self.jobs.append(job)
+        return job
+
+    def close(self) -> None:
+        for job in self.jobs:
+            if not job.done():
+                job.cancel()
+
+
+def _work_through(
+    spec: Spec,
+    folder: Path,
+    models: Path,
+    left: Sequence[tuple[str, int]],
+    jobs: int,
+    cluster: str | None,
+    board: Board,
+) -> Iterator[tuple[str, int, float]]:
+    """The units as they are done, at most `jobs` at a time. One that fails is tried once more;
+    what fails again is raised when all others are done, with its log."""
+    executor: Executor = Here() if jobs == 1 else Processes()
+    if cluster is not None:
+        executor = Cluster(checks.choice("cluster", cluster, CLUSTERS), folder / "jobs")
+    waiting, running, failed = list(left), dict[Job, tuple[str, int]](), set[tuple[str, int]]()
+    logs: list[Path] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                row, seed = waiting.pop(0)
+                board.begin(row, seed)
+                running[executor.submit(work, spec, folder, models, row, seed)] = row, seed
+            for job in [job for job in running if job.done()]:
+                unit = running.pop(job)
+                error = job.exception()
+                if error is None:
+                    yield *unit, job.result()
+                elif unit in failed:
+                    logs.append(_log(folder, *unit, job, error))
+                else:
+                    failed.add(unit)
+                    waiting.append(unit)
+            if running:
+                time.sleep(POLL if cluster is None else 20 * POLL)
+    finally:
+        executor.close()
+    if logs:
+        raise UnitsFailedError(
+            f"{len(logs)} of {len(left)} units failed twice, the others are done; why is in "
+            f"{', '.join(map(str, logs))}. The same command tries them again"
+        )
+
+
+def _log(folder: Path, row: str, seed: int, job: Any, error: BaseException) -> Path:
+    """What is known of a failure: a job's own log, where it has one, and the error."""
+    place = folder / "failed" / _part(folder, row, seed).with_suffix(".log").name
+    place.parent.mkdir(exist_ok=True)
+    said = "" if isinstance(job, Future) else job.stderr() or ""
+    text = said + "".join(traceback.format_exception(error))
+    store.write_bytes(place, text.encode())
+    return place
 
 
 def finished(folder: Path) -> dict[str, dict[str, Any]]:
