@@ -41,6 +41,48 @@ class Bug:
 
 BUGS = (
     Bug(
+        "a trivial predictor's ties go to the first class",
+        "evaluation/scoring.py",
+        "guesses = isinstance(predict, metrics.ConstantClasses)",
+        "guesses = False",
+        "test_trivial_ties",
+    ),
+    Bug(
+        "sample weights do not reach the bound",
+        "objectives.py",
+        "rows = rows * weight",
+        "rows = rows * 1",
+        "test_sample_weight",
+    ),
+    Bug(
+        "features are standardised without their weights",
+        "estimators.py",
+        "share = (weights / weights.sum())",
+        "share = (torch.ones_like(weights) / len(weights))",
+        "test_sample_weight",
+    ),
+    Bug(
+        "a scaler's centre is forgotten",
+        "adapters/sklearn.py",
+        "shift = np.zeros(()) if centre is None else -centre * own",
+        "shift = np.zeros(())",
+        "test_sklearn_predictors",
+    ),
+    Bug(
+        "the mask stays where the attack itself is tried",
+        "auditing/strength.py",
+        "free=eps == whole",
+        "free=False",
+        "test_table_users",
+    ),
+    Bug(
+        "a tensor on the default device",
+        "training/batches.py",
+        'generator_for(self.seed, "order", epoch), device="cpu"',
+        'generator_for(self.seed, "order", epoch)',
+        "test_devices",
+    ),
+    Bug(
         "the playground attacks every defense through the first one",
         "experiments/playground/moves.py",
         "x_adv = _attacked(predict, batch, target, attack, ball, world.task)\n        both",
