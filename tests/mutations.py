@@ -1,33 +1,45 @@
 """Deliberate bugs: each is planted in a copy of the package, and the tests must notice.
 
-    python tests/mutations.py            all of them, two at a time; writes benchmarks/results/mutations.{json,md}
+    python tests/mutations.py            all of them; writes benchmarks/results/mutations.{json,md}
     python tests/mutations.py PATTERN    those whose name contains PATTERN; writes nothing
+    python tests/mutations.py --slips    the list of `tests/slips.py` instead, which another hand than the tests' wrote
+    python tests/mutations.py --first    the test files named with a bug alone, not all the others
 
-A bug is looked for first in the test files named with it, then in all the others of `TESTS`.
+A bug is looked for first by the test that caught it last, then in the test files named with it, then in all the others of
+`TESTS`. Every run is a fork of one process that has imported torch already. At the end the tests that caught something run
+once on the package as it is: one that fails there as well has caught nothing.
 """
 
 # ruff: noqa: E501 (the lines to change are quoted whole)
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 NAMES = """
 test_likelihoods test_model test_balls test_contracts test_identities_attacks test_identities_limits
 test_identities_proactive test_identities_reactive test_training test_calibration test_attacks test_accelerated
 """
 TESTS = NAMES.split()
+TIMEOUT = 600.0  # seconds, for one run of pytest
 
 
 @dataclass(frozen=True)
@@ -1391,9 +1403,48 @@ _through = _Shared()""",
 )
 
 
-def run(bug: Bug) -> dict[str, object]:
+def first_failure(package_folder: Path, chosen: Iterable[str]) -> str | None:
+    """Run pytest over the chosen files or tests in a fork, on that package: the first test that fails."""
+    with tempfile.TemporaryFile("w+") as output:
+        child = os.fork()
+        if not child:
+            os.setsid()
+            for stream in (1, 2):
+                os.dup2(output.fileno(), stream)
+            os.chdir(ROOT)
+            os.environ["PYTHONPATH"] = f"{package_folder}:{ROOT}"
+            sys.path[:0] = [str(package_folder), str(ROOT)]
+            sys.dont_write_bytecode = True
+            import pytest
+
+            code = 70  # what only a crash of pytest itself leaves
+            try:
+                code = int(
+                    pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--no-header", *chosen])
+                )
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
+        deadline = time.monotonic() + TIMEOUT
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return "no end"
+            time.sleep(0.05)
+        output.seek(0)
+        text = output.read()
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
+    if failed:
+        return failed.group(1).removeprefix("tests/")
+    code = os.waitstatus_to_exitcode(ended[1])
+    return None if code in (0, 4, 5) else f"collection ({code})"  # 4 and 5: no such test any more
+
+
+def run(bug: Bug, last: dict[str, str], first: bool) -> dict[str, Any]:
     """Plant the bug in a copy and run the tests until one fails."""
     began = time.monotonic()
+    row: dict[str, Any] = {"bug": bug.name, "file": bug.file, "caught_by": None}
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder) / "advbayes"
         shutil.copytree(
@@ -1402,94 +1453,82 @@ def run(bug: Bug) -> dict[str, object]:
         path = package / bug.file
         text = path.read_text()
         if bug.old not in text:
-            return {
-                "bug": bug.name,
-                "file": bug.file,
-                "caught_by": None,
-                "note": "the line to change is not there",
-            }
+            return {**row, "note": "the line to change is not there"}
         path.write_text(text.replace(bug.old, bug.new, 1))
-        env = {
-            **os.environ,
-            "PYTHONPATH": f"{folder}:{ROOT}",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        rest = [name for name in TESTS if name != bug.tests]
-        for names in ([bug.tests], rest):
-            files = [
-                str(ROOT / "tests" / f"{name}.py")
-                for name in names
-                if (ROOT / "tests" / f"{name}.py").exists()
-            ]
-            if not files:
-                continue
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-x",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                "--no-header",
-                *files,
-            ]
-            done = subprocess.run(
-                command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=900
-            )
-            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-            if done.returncode not in (0, 1) or failed:
-                where = failed.group(1).removeprefix("tests/") if failed else "collection"
-                return {
-                    "bug": bug.name,
-                    "file": bug.file,
-                    "caught_by": where,
-                    "seconds": round(time.monotonic() - began, 1),
-                }
-    return {
-        "bug": bug.name,
-        "file": bug.file,
-        "caught_by": None,
-        "seconds": round(time.monotonic() - began, 1),
+        named = bug.tests.split()
+        steps = [named] if first else [named, [name for name in TESTS if name not in named]]
+        runs = [[str(ROOT / "tests" / f"{name}.py") for name in names] for names in steps]
+        if "::" in last.get(bug.name, ""):
+            runs.insert(0, [str(ROOT / "tests" / last[bug.name])])
+        for chosen in runs:
+            row["caught_by"] = first_failure(Path(folder), chosen)
+            if row["caught_by"]:
+                break
+    return {**row, "seconds": round(time.monotonic() - began, 1)}
+
+
+def record(name: str, command: str, title: str, rows: list[dict[str, Any]]) -> None:
+    """Write the table and the rows behind it."""
+    describe = ["git", "describe", "--always", "--dirty"]
+    commit = subprocess.run(describe, capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    caught = sum(row["caught_by"] is not None for row in rows)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    content = {
+        "command": command,
+        "commit": commit,
+        "caught": caught,
+        "planted": len(rows),
+        "rows": rows,
     }
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    table = "\n".join(
+        f"| {row['bug']} | `{row['file']}` | {row['caught_by'] or '**not caught**'} |"
+        for row in rows
+    )
+    (RESULTS / f"{name}.md").write_text(
+        f"# {title}\n\n{caught} of {len(rows)} caught, at commit {commit} (`{command}`).\n\n"
+        f"| bug | planted in | caught by |\n|---|---|---|\n{table}\n"
+    )
 
 
 def main() -> int:
-    pattern = sys.argv[1] if len(sys.argv) > 1 else ""
-    chosen = [bug for bug in BUGS if pattern in bug.name]
-    with ThreadPoolExecutor(2) as pool:
-        rows = []
-        for row in pool.map(run, chosen):
+    parser = argparse.ArgumentParser(description="Plant deliberate bugs; the tests must notice.")
+    parser.add_argument("pattern", nargs="?", default="", help="only bugs with this in their name")
+    parser.add_argument("--slips", action="store_true", help="the list of tests/slips.py")
+    parser.add_argument("--first", action="store_true", help="only the test files named with a bug")
+    parser.add_argument("--workers", type=int, default=2)
+    asked = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.path.insert(0, str(ROOT))
+    for heavy in ("torch", "torch.distributions", "numpy", "scipy.stats", "sklearn", "pytest"):
+        importlib.import_module(heavy)
+
+    name, bugs = "mutations", BUGS
+    if asked.slips:
+        name, bugs = "slips", importlib.import_module("tests.slips").SLIPS
+    chosen = [bug for bug in bugs if asked.pattern in bug.name]
+    before = RESULTS / f"{name}.json"
+    rows = json.loads(before.read_text())["rows"] if before.exists() else []
+    last = {row["bug"]: row["caught_by"] for row in rows if row["caught_by"]}
+
+    rows = []
+    with multiprocessing.get_context("fork").Pool(asked.workers) as pool:
+        for row in pool.imap(partial(run, last=last, first=asked.first), chosen):
             rows.append(row)
-            print(
-                f"{len(rows):2}/{len(chosen)}  {row['bug']}: {row['caught_by'] or 'NOT CAUGHT ' + str(row.get('note', ''))}",
-                flush=True,
-            )
+            found = row["caught_by"] or f"NOT CAUGHT {row.get('note', '')}"
+            print(f"{len(rows):3}/{len(chosen)}  {row['bug']}: {found}", flush=True)
+    where = {row["caught_by"] for row in rows if "::" in (row["caught_by"] or "")}
+    while where and (wrong := first_failure(ROOT / "src", [f"tests/{test}" for test in where])):
+        print(f"{wrong} fails on the package as it is: it catches nothing")
+        where.discard(wrong)
+        for row in rows:
+            if row["caught_by"] == wrong:
+                row["caught_by"] = None
     caught = sum(row["caught_by"] is not None for row in rows)
     print(f"{caught} of {len(rows)} caught")
-    if not pattern:
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT
-        ).stdout.strip()
-        folder = ROOT / "benchmarks" / "results"
-        folder.mkdir(parents=True, exist_ok=True)
-        record = {
-            "command": "python tests/mutations.py",
-            "commit": commit,
-            "caught": caught,
-            "planted": len(rows),
-            "rows": rows,
-        }
-        (folder / "mutations.json").write_text(json.dumps(record, indent=1) + "\n")
-        table = "\n".join(
-            f"| {row['bug']} | `{row['file']}` | {row['caught_by'] or '**not caught**'} |"
-            for row in rows
-        )
-        (folder / "mutations.md").write_text(
-            f"# Deliberate bugs\n\n{caught} of {len(rows)} caught, at commit {commit} (`python tests/mutations.py`).\n\n"
-            f"| bug | planted in | caught by |\n|---|---|---|\n{table}\n"
-        )
+    if not asked.pattern and not asked.first:
+        command = "python tests/mutations.py" + " --slips" * asked.slips
+        record(name, command, "Slips by another hand" if asked.slips else "Deliberate bugs", rows)
     return 0 if caught >= len(rows) - 1 else 1
 
 
