@@ -250,9 +250,7 @@ class Ensemble(Posterior):
 def _reinitialised(model: BayesianModel, seed: int) -> Tensor:
     """The net's weights drawn anew by its layers' own rule, off the global generator."""
     net = copy.deepcopy(model.net)
-    devices = [model.device] if model.device.type == "cuda" else []
-    with GlobalStream(seed), torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+    with GlobalStream(seed):
         for layer in net.modules():
             reset = getattr(layer, "reset_parameters", None)
             if callable(reset):

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_States = tuple[Tensor, list[Tensor]]  # of the CPU's generator and of each CUDA device's
+
 
 def seed_for(seed: int, purpose: str, step: int = 0) -> int:
     """A 63-bit seed that depends on nothing but the key; different keys give independent streams.
@@ -169,8 +171,8 @@ def for_thetas(generator: torch.Generator | None) -> torch.Generator | None:
 class GlobalStream:
     """A stream of its own in the place of torch's global generator, which is left as it was.
 
-    For code that draws from the global generator alone, such as a DataLoader and its data set. One
-    thread at a time: the others wait.
+    For code that draws from the global generators alone (the CPU's, and those of CUDA devices in
+    use), such as a DataLoader and its data set. One thread at a time: the others wait.
 
     >>> before, stream = torch.get_rng_state(), GlobalStream(3)
     >>> with stream:
@@ -185,12 +187,18 @@ class GlobalStream:
     _one_at_a_time = threading.RLock()
 
     def __init__(self, seed: int) -> None:
-        self._state = torch.Generator().manual_seed(seed).get_state()
+        self._seed = seed
+        self._state: _States | None = None  # where it stopped
 
     def __enter__(self) -> None:
         self._one_at_a_time.acquire()
-        self._before = torch.get_rng_state()
-        torch.set_rng_state(self._state)
+        self._before = _states()
+        if self._state is not None:
+            _restore(self._state)
+            return
+        torch.default_generator.manual_seed(self._seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(self._seed)
 
     def __exit__(
         self,
@@ -198,6 +206,17 @@ class GlobalStream:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._state = torch.get_rng_state()
-        torch.set_rng_state(self._before)
+        self._state = _states()
+        _restore(self._before)
         self._one_at_a_time.release()
+
+
+def _states() -> _States:
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), devices
+
+
+def _restore(states: _States) -> None:
+    torch.set_rng_state(states[0])
+    if states[1]:
+        torch.cuda.set_rng_state_all(states[1])

@@ -25,6 +25,7 @@ from advbayes.evaluation.measuring import attacked, batches, scored, with_genera
 from advbayes.evaluation.scoring import Columns, worst
 from advbayes.predictive import Certificates
 from advbayes.purification import Purifier
+from advbayes.seeds import GlobalStream
 from advbayes.types import Attack, Predictor
 
 T = TypeVar("T")
@@ -72,8 +73,7 @@ class Frozen:
     seed: int
 
     def __call__(self, x: Tensor) -> Distribution:
-        with torch.random.fork_rng():
-            torch.manual_seed(self.seed)
+        with GlobalStream(self.seed):
             return with_generator(self.predict, torch.Generator(x.device).manual_seed(self.seed))(x)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -15,7 +14,7 @@ from advbayes import checks
 from advbayes.attacks.parts import LOSSES, members, on_rows, rebuilt, settings
 from advbayes.evaluation.inputs import Task
 from advbayes.evaluation.scoring import Columns, score
-from advbayes.seeds import generator_for, seed_for
+from advbayes.seeds import GlobalStream, generator_for, seed_for
 from advbayes.types import Attack, Predictor
 
 
@@ -28,13 +27,9 @@ def batches(num: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, num)) for start in range(0, num, size)]
 
 
-@contextmanager
-def seeded(seed: int, key: str, step: int = 0) -> Iterator[None]:
-    """Seed a copy of the global stream, for predictors without a generator of their own, and put it
-    back."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed_for(seed, key, step))
-        yield
+def seeded(seed: int, key: str, step: int = 0) -> GlobalStream:
+    """A global stream of the key, for predictors without a generator of their own."""
+    return GlobalStream(seed_for(seed, key, step))
 
 
 def with_generator(predict: Predictor, generator: torch.Generator) -> Predictor:

@@ -23,6 +23,7 @@ from advbayes.checks import InputTypeError, count, finite, number
 from advbayes.likelihoods import GaussianMixture
 from advbayes.metrics.intervals import confidence_level
 from advbayes.metrics.scores import batch_size, targets
+from advbayes.seeds import GlobalStream
 
 MOST_PAIRED = 2048  # components
 
@@ -230,7 +231,7 @@ def _mean_abs(mean: Tensor, scale: Tensor) -> Tensor:
 def _sampled_crps(
     prediction: Distribution, y: Tensor, num: int, generator: torch.Generator | None
 ) -> Tensor:
-    with _drawing_from(generator, y.device):
+    with _drawing_from(generator):
         draws = prediction.sample((num,)).sort(0).values  # (M, B) or (M, B, D)
     finite("draws of the prediction", draws)
     # sum over pairs of |x_i - x_j| from the order statistics
@@ -241,14 +242,12 @@ def _sampled_crps(
 
 
 @contextlib.contextmanager
-def _drawing_from(generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
+def _drawing_from(generator: torch.Generator | None) -> Iterator[None]:
     """torch's distributions draw from the global stream alone: seed a copy of it and put it back
     afterwards."""
     if generator is None:
         yield
         return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(
-            int(torch.randint(2**62, (), generator=generator, device=generator.device))
-        )
+    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
+    with GlobalStream(seed):
         yield

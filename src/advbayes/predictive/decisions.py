@@ -15,6 +15,7 @@ from advbayes.attacks import pgd
 from advbayes.attacks.balls import Ball
 from advbayes.likelihoods import predicts_classes
 from advbayes.metrics import Estimate, mean
+from advbayes.seeds import GlobalStream
 from advbayes.types import Attack, Predictor
 
 Utility = Callable[[Tensor, Tensor], Tensor]  # (action, y), broadcast against each other
@@ -82,8 +83,7 @@ class Choices:
                 )
             worth = prediction.probs @ self.utility.to(prediction.probs)
         else:
-            with torch.random.fork_rng():
-                torch.manual_seed(0)
+            with GlobalStream(0):
                 draws = (
                     prediction.rsample((self.num,))
                     if prediction.has_rsample
