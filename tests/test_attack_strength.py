@@ -164,8 +164,8 @@ def largest(ball: Ball, weight: Tensor, residual: Tensor) -> Tensor:
 def test_errors_of_several_outputs_come_near_the_largest(
     outputs: int, noise: float, ball: Ball
 ) -> None:
-    """Within a thousandth in L2; in Linf, where the exact answer is among the 2^d corners, within a
-    hundredth on average."""
+    """Within a thousandth in L2; in Linf, where the exact answer is among the 2^d corners, within
+    five on average."""
     generator = generator_for(outputs, "linear")
     weight = torch.randn(outputs, 2 * outputs, generator=generator)
     x = torch.randn(100, 2 * outputs, generator=generator)
@@ -186,7 +186,32 @@ def test_errors_of_several_outputs_come_near_the_largest(
         assert float(best.min()) > 0.999
         assert float(reached(pgd(ball, 50, squared_error)).mean()) > 0.99
     else:
-        assert float(best.mean()) > 0.99
+        assert float(best.mean()) > 0.995
+
+
+def test_the_corners_of_a_cube_are_searched_from_many_directions() -> None:
+    """Over random problems of two to five outputs the suite's own run reaches 99.9 % of the exact
+    maximum; ascent from x alone, 97 %."""
+    ball, shares = Linf(0.2), []
+    for seed in range(4):
+        for outputs in (2, 3, 5):
+            generator = generator_for(seed, "corners", outputs)
+            weight = torch.randn(outputs, 2 * outputs, generator=generator)
+            x = torch.randn(50, 2 * outputs, generator=generator)
+            residual = torch.randn(50, outputs, generator=generator)
+            y = x @ weight.T - residual
+
+            def predict(x: Tensor, weight: Tensor = weight) -> Distribution:
+                return Independent(Normal(x @ weight.T, 1.0), 1)
+
+            attack = default_attacks(ball, "regression", steps=50)["APGD squared_error"]
+            x_adv = attack(predict, x, y, generator=generator)
+            error = (x_adv @ weight.T - y).double().square().sum(1)
+            shares.append(error / largest(ball, weight, residual))
+    found = torch.cat(shares)
+    assert float(found.max()) < 1 + 1e-5
+    assert float(found.mean()) > 0.999
+    assert float((found > 0.999).double().mean()) > 0.97
 
 
 def test_one_output_is_pushed_both_ways() -> None:

@@ -21,8 +21,9 @@ from advbayes.attacks.gradients import (
     score,
     where_rows,
 )
-from advbayes.attacks.losses import MarginTo, MeanOf, PerExample, for_rows, margin
+from advbayes.attacks.losses import MarginTo, MeanAlong, MeanOf, PerExample, for_rows, margin
 from advbayes.likelihoods import predicts_classes
+from advbayes.seeds import drawn
 from advbayes.types import Loss, Predictor
 
 
@@ -34,9 +35,10 @@ class APGD:
     The first run starts at x (whose first step is the one-step point), further restarts at random;
     a vanishing gradient at x starts at random too. `targets` > 0 adds runs by other ways: to as
     many of the wrong classes, likeliest at x first, on the loss log p(class) - log p(y); in
-    regression by as many outputs, each up and down. More than two ways get a third of the steps
-    each, then the two that came nearest all of them. On a linear model with all classes tried this
-    is the exact optimum. Later runs see only what is not yet broken when `stop_at_success`, and
+    regression by as many outputs, each up and down, and where there are several by twice as many
+    random directions in the space of outputs. More than two ways get a few of the steps each, then
+    the two that came nearest all of them. On a linear model with all classes tried this is the
+    exact optimum. Later runs see only what is not yet broken when `stop_at_success`, and
     then broken examples leave within a run too.
 
     >>> predict = lambda x: torch.distributions.Categorical(
@@ -112,9 +114,15 @@ class APGD:
             .squeeze(1)
         )
 
-    def _ways(self, prediction: Distribution, y: Tensor) -> tuple[Loss, ...]:
+    def _ways(
+        self, prediction: Distribution, y: Tensor, generator: torch.Generator | None
+    ) -> tuple[Loss, ...]:
         """Each another way of leaving y: to one of the likeliest wrong classes; one of the outputs
-        up, or down."""
+        up, or down.
+
+        The largest |r + W d|^2 over the ball lies at the d that is best along u = r + W d: it is
+        found from a u of its own neighbourhood, of which one for each output is too few.
+        """
         if predicts_classes(prediction):
             wrong = prediction.logits.scatter(1, y.unsqueeze(1), float("-inf")).argsort(
                 dim=1, descending=True
@@ -123,7 +131,12 @@ class APGD:
                 MarginTo(wrong[:, k]) for k in range(min(self.targets, wrong.shape[1] - 1))
             )
         outputs = prediction.mean[0].numel()
-        return tuple(MeanOf(k, sign) for k in range(min(self.targets, outputs)) for sign in (1, -1))
+        each = tuple(MeanOf(k, sign) for k in range(min(self.targets, outputs)) for sign in (1, -1))
+        if outputs == 1:
+            return each
+        shape = (len(y), 2 * len(each), outputs)
+        directions = drawn(torch.randn, shape, generator, device=prediction.mean.device)
+        return (*each, *map(MeanAlong, directions.unbind(1)))
 
     def _by_the_ways(
         self,
@@ -137,7 +150,7 @@ class APGD:
         own loss."""
         with torch.no_grad():
             prediction = predict(x)
-        ways = self._ways(prediction, y)
+        ways = self._ways(prediction, y, generator)
 
         def run(best: Best, loss: Loss, start: Tensor, steps: int) -> tuple[Best, Best]:
             rows = self._open(best)
@@ -146,7 +159,10 @@ class APGD:
             reached = self._run(
                 predict, for_rows(loss, rows), start[rows], x[rows], y[rows], steps, generator
             )
-            here = Best(reached.x, *score(predict, for_rows(self.loss, rows), reached.x, y[rows]))
+            here = reached
+            if loss is not self.loss:
+                own = for_rows(self.loss, rows)
+                here = Best(reached.x, *score(predict, own, reached.x, y[rows]))
             return best.put(rows, best.pick(rows).or_better(here)), best.put(rows, here)
 
         if len(ways) <= 2:
@@ -155,9 +171,12 @@ class APGD:
             return best
         classes, ends = predicts_classes(prediction), []
         for way in ways:
-            best, end = run(best, way, x, max(1, self.steps // (3 if classes else 6)))
-            if not classes:  # one output says where to begin, not where to end
-                best, end = run(best, self.loss, end.x, max(1, self.steps // 6))
+            if classes:
+                best, end = run(best, way, x, max(1, self.steps // 3))
+            else:  # a direction says where to begin, not where to end
+                few = max(1, self.steps // 16)
+                begin = self._run(predict, way, x, x, y, few, generator)
+                best, end = run(best, self.loss, begin.x, few)
             ends.append(end)
         points, each = torch.stack([end.x for end in ends]), torch.arange(len(x), device=x.device)
         for pick in torch.stack([end.value for end in ends]).topk(2, dim=0).indices:

@@ -186,6 +186,29 @@ def lower_mean(prediction: Distribution, y: Tensor) -> Tensor:
     return -_per_example(_moment(prediction, "lower_mean").mean)
 
 
+@dataclass(frozen=True, eq=False)
+class MeanAlong:
+    """u . E[y], the mean of several outputs along a direction of each example's own.
+
+    >>> two = torch.distributions.Normal(torch.tensor([[2.0, 3.0]]), 1.0)
+    >>> MeanAlong(torch.tensor([[0.5, -1.0]]))(two, torch.zeros(1, 2))
+    tensor([-2.])
+    """
+
+    directions: Tensor  # (B, D)
+
+    def __call__(self, prediction: Distribution, y: Tensor) -> Tensor:
+        mean = _moment(prediction, "MeanAlong").mean
+        return (mean.reshape(len(mean), -1) * self.directions.to(mean)).sum(1)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.directions)
+
+    def rows(self, index: Tensor | slice) -> MeanAlong:
+        return MeanAlong(self.directions[index])
+
+
 @dataclass(frozen=True)
 class MeanOf:
     """sign E[y_k] of one output k: `raise_mean` and `lower_mean` are its two signs where there is
