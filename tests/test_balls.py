@@ -108,11 +108,19 @@ def test_a_zero_gradient_moves_nothing() -> None:
         assert bool((family(1.0).ascend(torch.zeros(2, 3), 1.0) == 0).all())
 
 
-def test_uniform_in_the_ball_fills_it() -> None:
-    """In d dimensions the mean of (radius/eps)^d is 1/2."""
-    x = torch.zeros(20_000, 3, dtype=torch.float64)
-    radius = L2(2.0).norm(L2(2.0).random(x, generator=seeded())) / 2.0
-    assert float((radius**3).mean()) == pytest.approx(0.5, abs=6 * 0.2887 / 20_000**0.5)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_uniform_in_the_ball_fills_it(family: type, masked: bool) -> None:
+    """With d features to move, (radius / eps)^d is uniform on [0, 1], whatever is masked and in
+    whatever units: its moments are 1 / (k + 1)."""
+    mask = torch.tensor([True, True, True, *[not masked] * 3])
+    scale = torch.tensor([1.0, 2.0, 0.5, 3.0, 1.0, 1.0], dtype=torch.float64)
+    ball, num = family(2.0, scale=scale, mask=mask), 20_000
+    x = torch.zeros(num, 6, dtype=torch.float64)
+    share = (ball.norm(ball.random(x, generator=seeded())) / 2.0) ** int(mask.sum())
+    for power in (1, 2, 3):
+        sd = (1 / (2 * power + 1) - 1 / (power + 1) ** 2) ** 0.5
+        assert float((share**power).mean()) == pytest.approx(1 / (power + 1), abs=5 * sd / num**0.5)
 
 
 def test_contains_sees_each_kind_of_leak() -> None:

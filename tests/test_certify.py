@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from statistics import NormalDist
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical as CategoricalDistribution
 
 from advbayes import BayesianModel, Categorical, FreshPredictive, MeanField
+from advbayes.cli import main
 from advbayes.predictive import ABSTAIN, Certificates, Smoothed, certify
+from advbayes.runs import Run, prepare
 from tests.oracles import FLOAT, generator
 
 
@@ -116,3 +121,29 @@ def test_bad_arguments_are_named() -> None:
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             certify(**({"smoothed": Smoothed(sign, 0.5), "x": x, "n": 10} | settings))  # type: ignore[arg-type]
+
+
+def test_the_curve_of_the_command_counts_right_classes_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Share of the examples whose class is the label's and whose radius reaches that far, from the
+    classes and radii that are written; labels of noise, so that many are wrong."""
+    rng = np.random.default_rng(0)
+    points, kinds = rng.normal(size=(80, 2)), rng.choice(["no", "yes"], 80)
+    rows = [f"{a:.3f},{b:.3f},{kind}" for (a, b), kind in zip(points, kinds, strict=True)]
+    (tmp_path / "noise.csv").write_text("a,b,kind\n" + "\n".join(rows))
+    run = str(tmp_path / "run")
+    train = ["train", "--data", str(tmp_path / "noise.csv"), "--target", "kind", "--epochs", "10"]
+    assert main([*train, "--hidden", "4", "--out", run, "--quiet"]) == 0
+    capsys.readouterr()
+    assert main(["certify", run, "--num", "16", "--draws", "200", "--alpha", "0.1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    labels = prepare(Run.open(run).config).y_test[:16].tolist()
+    right = [label == guess for label, guess in zip(labels, found["classes"], strict=True)]
+    certified = [radius > 0 for radius in found["radii"]]
+    assert any(c and not r for c, r in zip(certified, right, strict=True))
+    for point in found["curve"]:
+        held = zip(right, found["radii"], strict=True)
+        reached = sum(is_right and radius >= point["radius"] for is_right, radius in held)
+        assert point["certified_accuracy"] == reached / 16
+    assert found["abstained"] == sum(guess < 0 for guess in found["classes"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution, Normal
+from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from advbayes import L2, pgd, squared_error
 from advbayes.predictive import (
@@ -167,3 +167,22 @@ def test_the_page_runs_as_printed() -> None:
     scope: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
         exec(compile(block, str(page), "exec"), scope)
+
+
+def test_intervals_of_several_outputs_hold_all_of_them_as_often_as_they_say() -> None:
+    """Covered is what lies inside in every output; the share of that is the level."""
+    slopes = torch.randn(4, 3, generator=generator_for(1, "slopes"))
+    shares = []
+    for seed in range(40):
+        generator = generator_for(seed, "outputs")
+        x = torch.randn(260, 4, generator=generator)
+        y = x @ slopes + torch.randn(260, 3, generator=generator) * torch.tensor([0.2, 0.5, 1.0])
+        intervals = conformal_intervals(
+            lambda x: Independent(Normal(x @ slopes, 0.3), 1), (x[:60], y[:60]), level=0.8
+        )
+        low, high = intervals(x[60:])
+        inside = (low <= y[60:]) & (y[60:] <= high)
+        assert torch.equal(intervals.covers(x[60:], y[60:]), inside.all(1))
+        assert bool((inside.any(1) & ~inside.all(1)).any())
+        shares.append(float(inside.all(1).double().mean()))
+    assert sum(shares) / len(shares) == pytest.approx(0.8 + 0.5 / 61, abs=0.03)

@@ -181,3 +181,17 @@ def test_out_of_memory_says_what_was_wanted(
         patch.setattr(Path, "open", full)
         with pytest.raises(DataError, match="wanted 8 bytes of memory to read it, got less"):
             read_plain(tmp_path / "t.csv", 100)
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.25, 0.6])
+@pytest.mark.parametrize("kind", ["csv", "npz"])
+def test_a_file_is_divided_as_asked_for(tmp_path: Path, kind: str, fraction: float) -> None:
+    x = np.random.default_rng(0).normal(size=(40, 2)).astype(np.float32)
+    path = tmp_path / f"rows.{kind}"
+    if kind == "csv":
+        path.write_text("a,b,y\n" + "\n".join(f"{a},{b},{a + b}" for a, b in x))
+        data = from_csv(path, target="y", test_fraction=fraction)
+    else:
+        np.savez(path, x=x, y=x.sum(1))
+        data = from_npz(path, test_fraction=fraction)
+    assert (len(data.x_train), len(data.x_test)) == (40 - 40 * fraction, 40 * fraction)

@@ -3,6 +3,8 @@ is none."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -111,3 +113,18 @@ def test_bad_arguments_are_named() -> None:
                     | settings
                 )
             )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_the_bandwidth_is_that_of_as_many_simulations(num: int) -> None:
+    """One draw for each pilot, `num` for each of the others."""
+    drawn: list[int] = []
+
+    class Counted(BlackBox):
+        def sample(self, predict: Predictor, x: Tensor, *rest: Any, **options: Any) -> Tensor:
+            drawn.append(len(x))
+            return super().sample(predict, x, *rest, **options)
+
+    x = randn(600, 1, seed=4)
+    choose_bandwidth(Counted(), None, x, num=num, generator=generator(0))  # type: ignore[arg-type]
+    assert drawn == [256] + [344] * num
