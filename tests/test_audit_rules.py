@@ -4,6 +4,7 @@ numbers."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -931,3 +932,35 @@ def test_e14_lets_knowledge_cost_a_point(
 
     monkeypatch.setattr(Case, "union", union)
     assert others.fixed_randomness(found).status == wanted
+
+
+@pytest.mark.parametrize(("below", "wanted"), [(0.0, "passed"), (0.01, "failed"), (0.4, "failed")])
+@pytest.mark.parametrize("scale", [0.1, 2.0])
+def test_e22_takes_no_likelihood_below_the_gaussian_floor(
+    below: float, wanted: str, scale: float
+) -> None:
+    """The best that a Gaussian with this RMSE can do is 0.5 ln(2 pi e) + ln RMSE, with the RMSE for
+    its scale: so much passes, and a density that counts in other units does not."""
+    x = torch.randn(60, 5, generator=torch.Generator().manual_seed(2)).double()
+    error = torch.randn(60, generator=torch.Generator().manual_seed(3)).double()
+    error = scale * error / error.square().mean().sqrt()
+
+    class Shifted(Normal):
+        def log_prob(self, value: Tensor) -> Tensor:
+            return super().log_prob(value) + below
+
+    def numbers(x: Tensor) -> Normal:
+        return Shifted(10 * x[:, 0], torch.full_like(x[:, 0], scale))
+
+    found = looked_at("E22", model=numbers, data=(x, 10 * x[:, 0] + error))["E22"]
+    assert found.status == wanted
+    floor = 0.5 * math.log(2 * math.pi * math.e) + math.log(scale)
+    assert found.figures["Gaussian floor"] == pytest.approx(floor, rel=1e-6)
+    assert found.figures["clean NLL"] == pytest.approx(floor - below, rel=1e-6)
+
+
+def test_e6_prints_the_steps_that_were_judged() -> None:
+    """Those of the attack, whose double changed nothing."""
+    found = looked_at("E6", attacks={"PGD": pgd(BALL, 7)})["E6"]
+    assert found.status == "passed"
+    assert found.figures["steps"] == 7

@@ -578,3 +578,21 @@ def test_a_future_schema_is_refused_clearly(tmp_path: Path) -> None:
         match=r"manifest\.json: wanted schema 1, got 7 \(written by a newer advbayes: update",
     ):
         load(tmp_path / "m")
+
+
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu"), "meta", torch.device("meta")])
+def test_everything_is_loaded_onto_the_device_asked_for(tmp_path: Path, device: Any) -> None:
+    """Posterior, network and scaling; "meta" is a device that every machine has beside the CPU."""
+    model = BayesianModel(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), Categorical())
+    scaling = {"mean": torch.zeros(3), "std": torch.ones(3)}
+    save(tmp_path / "m", model=model, posterior=MeanField(model), scaling=scaling)
+    found = load(tmp_path / "m", device=device)
+    assert found.scaling is not None
+    held = [
+        *found.posterior.state_dict().values(),
+        *found.model.net.state_dict().values(),
+        *found.scaling.values(),
+    ]
+    assert len(held) >= 8
+    assert {value.device for value in held} == {torch.device(device)}
+    assert found.model.device == torch.device(device)
