@@ -190,11 +190,11 @@ def test_errors_of_several_outputs_come_near_the_largest(
 
 
 def test_the_corners_of_a_cube_are_searched_from_many_directions() -> None:
-    """Over random problems of two to five outputs the suite's own run reaches 99.9 % of the exact
+    """Over random problems of three and five outputs the suite's own run reaches 99.9 % of the exact
     maximum; ascent from x alone, 97 %."""
     ball, shares = Linf(0.2), []
-    for seed in range(4):
-        for outputs in (2, 3, 5):
+    for seed in range(2):
+        for outputs in (3, 5):
             generator = generator_for(seed, "corners", outputs)
             weight = torch.randn(outputs, 2 * outputs, generator=generator)
             x = torch.randn(50, 2 * outputs, generator=generator)

@@ -197,7 +197,7 @@ class GlobalStream:
             _restore(self._state)
             return
         torch.default_generator.manual_seed(self._seed)
-        if torch.cuda.is_initialized():
+        if _uses_cuda():
             torch.cuda.manual_seed_all(self._seed)
 
     def __exit__(
@@ -211,9 +211,12 @@ class GlobalStream:
         self._one_at_a_time.release()
 
 
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def _states() -> _States:
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), devices
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if _uses_cuda() else []
 
 
 def _restore(states: _States) -> None:
