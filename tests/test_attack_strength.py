@@ -190,7 +190,7 @@ def test_errors_of_several_outputs_come_near_the_largest(
 
 
 def test_the_corners_of_a_cube_are_searched_from_many_directions() -> None:
-    """Over random problems of three and five outputs the suite's own run reaches 99.9 % of the exact
+    """Over random problems of three and five outputs the suite's run reaches 99.9 % of the exact
     maximum; ascent from x alone, 97 %."""
     ball, shares = Linf(0.2), []
     for seed in range(2):

@@ -14,8 +14,8 @@ from torch.distributions import Categorical, Laplace, Normal
 
 from advbayes import L2, evaluate, metrics, pgd
 from advbayes.auditing.case import Frozen
-from advbayes.decisions import Choices
 from advbayes.estimators import RobustRegressor
+from advbayes.predictive.decisions import Choices
 from advbayes.seeds import GlobalStream
 from tests.contracts import small_data
 

@@ -24,7 +24,7 @@ from advbayes import (
     selective_task,
 )
 from advbayes.attacks import DivergenceFrom
-from advbayes.balls import Ball
+from advbayes.attacks.balls import Ball
 from advbayes.evaluation import worst
 from advbayes.purification import Purifier
 from advbayes.purification.diagnosis import chi_square_limit

@@ -48,9 +48,15 @@ from advbayes import (
 )
 from advbayes.attacks import ByLoss, Exceeding, certainty, for_rows
 from advbayes.attacks.gradients import NoGradientWarning, score
-from advbayes.decisions import Choices, Spoiling, decide, utility_under, worst_case_utility
 from advbayes.estimators import RobustClassifier, RobustRegressor, robust_scorer
 from advbayes.likelihoods import GaussianMixture
+from advbayes.predictive.decisions import (
+    Choices,
+    Spoiling,
+    decide,
+    utility_under,
+    worst_case_utility,
+)
 from advbayes.purification import Purifier
 from advbayes.purification.attacks import Annealed, NearestCentre
 from advbayes.types import Attack, Predictor
