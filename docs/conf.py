@@ -3,7 +3,10 @@
 project = "advbayes"
 author = "The advbayes developers"
 copyright = "2026, the advbayes developers"
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.mathjax"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax"]
+extensions += [
+    "sphinx-mathjax-offline"
+]  # MathJax as files of the site: nothing is loaded from afar
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 html_theme = "furo"
@@ -11,7 +14,7 @@ html_title = "advbayes"
 exclude_patterns = ["_build"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
-suppress_warnings = ["myst.xref_missing", "myst.header"]
+suppress_warnings = ["myst.header"]
 
 
 def _as_written(app, what, name, obj, options, lines):
