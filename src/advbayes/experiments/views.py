@@ -14,6 +14,7 @@ from advbayes.evaluation.tables import Grid
 from advbayes.experiments.catalogue import TRIVIAL, Experiment, Spec
 from advbayes.experiments.reported import CERTIFIED, COST, MULTI_STEP, REPORTED
 from advbayes.experiments.scores import MIN_SEEDS, Cell, Scores
+from advbayes.report import figures
 
 NAMES = {
     "accuracy": "Accuracy",
@@ -523,9 +524,7 @@ def save_figure(path: Path, paint: Callable[[Any], None], size: tuple[float, flo
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("figures need matplotlib: pip install 'advbayes[report]'") from error
-    with matplotlib.rc_context(
-        {"svg.hashsalt": "advbayes", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
-    ):
+    with matplotlib.rc_context(figures.AS_FILE):
         figure = Figure(figsize=size, layout="constrained")
         paint(figure)
         for kind, metadata in (

@@ -27,6 +27,33 @@ NUM_COLOURS = 6
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 
+# The styles of all figures: those of experiments, as files, and those of reports, in the page.
+AS_FILE: Any = {"svg.hashsalt": "advbayes", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
+ON_PAGE: Any = {
+    "svg.hashsalt": "advbayes",
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 10.5,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "text.color": INK,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+    "axes.unicode_minus": True,
+    "path.simplify": True,
+}
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -66,31 +93,7 @@ def draw(
         raise ImportError(
             "the report's figures need matplotlib: pip install 'advbayes[report]'"
         ) from error
-    settings: dict[str, Any] = {
-        "svg.hashsalt": "advbayes",
-        "svg.fonttype": "none",
-        "text.parse_math": False,
-        "font.size": 10.5,
-        "axes.edgecolor": MUTED,
-        "axes.labelcolor": INK,
-        "axes.linewidth": 0.7,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.grid": True,
-        "axes.axisbelow": True,
-        "grid.color": GRID,
-        "grid.linewidth": 0.7,
-        "xtick.color": MUTED,
-        "ytick.color": MUTED,
-        "xtick.labelcolor": INK,
-        "ytick.labelcolor": INK,
-        "text.color": INK,
-        "lines.linewidth": 1.8,
-        "lines.markersize": 5,
-        "axes.unicode_minus": True,
-        "path.simplify": True,
-    }
-    with warnings.catch_warnings(), matplotlib.rc_context(cast(Any, settings)):
+    with warnings.catch_warnings(), matplotlib.rc_context(ON_PAGE):
         # a glyph that the measuring font lacks is no concern of a page with its own fonts
         warnings.simplefilter("ignore")
         figure = Canvas(figsize=size, layout="constrained")
