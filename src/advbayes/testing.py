@@ -295,9 +295,9 @@ def assert_drawn_from(density: ChannelDensity, drawn: Tensor) -> None:
         z = (points - middle) / spread
         return torch.cat([torch.ones_like(z[:, :1]), z, z.square(), z * z.roll(1, 1)], 1)
 
-    wanted, found = ratios.unsqueeze(1) * features(points), features(drawn)
-    error = (wanted.var(0) / len(points) + found.var(0) / len(drawn)).sqrt()
-    off = (wanted.mean(0) - found.mean(0)).abs() / error
+    wanted, drawn_features = ratios.unsqueeze(1) * features(points), features(drawn)
+    error = (wanted.var(0) / len(points) + drawn_features.var(0) / len(drawn)).sqrt()
+    off = (wanted.mean(0) - drawn_features.mean(0)).abs() / error
     # 5e-7 by chance
     assert float(off.max()) < 5.5, (
         f"samples are {float(off.max()):.1f} standard errors off their density"

@@ -114,8 +114,8 @@ class CompiledStep:
                 self._program(rows is not None), arguments, what, num_changed=len(self.state)
             )
         (numbers,) = self.programs[key](*arguments)
-        found: list[float] = numbers.tolist()
-        return found
+        values: list[float] = numbers.tolist()
+        return values
 
     def _draw(self, batch: Batch, generator: torch.Generator) -> list[Tensor] | None:
         """The channel's randomness for each theta, one after the other; None where it cannot be

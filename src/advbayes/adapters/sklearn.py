@@ -44,10 +44,10 @@ def from_sklearn(estimator: Any, *, scale: float | None = None, data: Any = None
         )
     last, front = _apart(estimator)
     if front is not None and hasattr(last, "predictor_"):
-        own: Predictor = last.predictor_
+        predictor: Predictor = last.predictor_
         if last is estimator:
-            return own
-        return Scaled(own, *front, last.thetas_.dtype, last.event_shape)
+            return predictor
+        return Scaled(predictor, *front, last.thetas_.dtype, last.event_shape)
     frame = _frame_of(None if data is None else data[0])
     if hasattr(estimator, "classes_"):
         net = None if front is None else _classifier(estimator, last, *front)
@@ -87,36 +87,36 @@ def with_estimators(predict: Any, data: Any, *others: Any) -> tuple[Any, Any, *t
     >>> with_estimators(LogisticRegression().fit(X, y), (X, y))[1][1]
     tensor([0, 1])
     """
-    given = predict if isinstance(predict, Mapping) else {"predict": predict}
-    found = [each for each in given.values() if is_estimator(each)]
-    if not found:
+    named = predict if isinstance(predict, Mapping) else {"predict": predict}
+    estimators = [each for each in named.values() if is_estimator(each)]
+    if not estimators:
         return predict, data, *others
     if not isinstance(data, (tuple, list)) or len(data) != 2:
         raise checks.InputTypeError(
             f"data must be a pair (X, y) for an estimator, got {checks.describe(data)}"
         )
-    first = found[0]
+    first = estimators[0]
     classes = getattr(first, "classes_", None)
-    for other in found[1:]:
+    for other in estimators[1:]:
         if np.asarray(classes).tolist() != np.asarray(getattr(other, "classes_", None)).tolist():
             raise checks.InputError(
                 "predict must hold estimators of the same classes, got different ones"
             )
 
-    def taken(given: Any) -> Any:
-        if given is None or isinstance(given, Tensor):
-            return given
-        if not isinstance(given, (tuple, list)) or len(given) != 2:
-            return _target(np.asarray(given), classes)
-        if any(isinstance(each, Tensor) for each in given):
-            return given
+    def taken(named: Any) -> Any:
+        if named is None or isinstance(named, Tensor):
+            return named
+        if not isinstance(named, (tuple, list)) or len(named) != 2:
+            return _target(np.asarray(named), classes)
+        if any(isinstance(each, Tensor) for each in named):
+            return named
         if hasattr(first, "as_tensors"):
-            return first.as_tensors(*given)
-        return torch.as_tensor(_numbers(given[0])), _target(np.asarray(given[1]), classes)
+            return first.as_tensors(*named)
+        return torch.as_tensor(_numbers(named[0])), _target(np.asarray(named[1]), classes)
 
     made = {
         name: from_sklearn(each, data=data) if is_estimator(each) else each
-        for name, each in given.items()
+        for name, each in named.items()
     }
     chosen = made if isinstance(predict, Mapping) else made["predict"]
     return chosen, *map(taken, (data, *others))
@@ -201,17 +201,17 @@ def _apart(estimator: Any) -> tuple[Any, tuple[Tensor, Tensor] | None]:
         match type(step).__name__:
             case "StandardScaler" | "RobustScaler":
                 centre = step.center_ if hasattr(step, "center_") else step.mean_
-                own = 1 / (np.ones(()) if step.scale_ is None else step.scale_)
-                shift = np.zeros(()) if centre is None else -centre * own
+                factor = 1 / (np.ones(()) if step.scale_ is None else step.scale_)
+                shift = np.zeros(()) if centre is None else -centre * factor
                 if hasattr(step, "with_mean") and not step.with_mean:
                     shift = np.zeros(())
             case "MinMaxScaler" if not step.clip:
-                own, shift = step.scale_, step.min_
+                factor, shift = step.scale_, step.min_
             case "str" | "NoneType":  # passthrough
                 continue
             case _:
                 return estimator[-1], None
-        weight, bias = weight * own, bias * own + shift
+        weight, bias = weight * factor, bias * factor + shift
     return estimator[-1], (torch.as_tensor(weight), torch.as_tensor(bias))
 
 

@@ -198,7 +198,7 @@ class APGD:
         example is broken."""
         loss, kept = whole_loss, torch.arange(len(x), device=x.device)
         value, broken, gradient = loss_and_gradient(predict, loss, start, y)
-        found = Best(start, value, broken)  # what is returned: broken first
+        best = Best(start, value, broken)  # what is returned: broken first
         # where to go back to: the largest loss alone
         peak_x, peak, peak_gradient = (start, value, gradient)
         flat = is_flat(gradient)
@@ -213,7 +213,7 @@ class APGD:
         check, since = max(1, int(0.22 * steps)), 0
         for iteration in range(steps):
             if self.stop_at_success and bool(broken.any()):
-                stay = (~found.broken[kept]).nonzero().squeeze(1)
+                stay = (~best.broken[kept]).nonzero().squeeze(1)
                 if not len(stay):
                     break
                 (
@@ -258,7 +258,7 @@ class APGD:
                 proposal = self.ball.project(mixed, x)
             point, before = proposal, point
             value, broken, gradient = loss_and_gradient(predict, loss, point, y)
-            found = found.put(kept, found.pick(kept).or_better(Best(point, value, broken)))
+            best = best.put(kept, best.pick(kept).or_better(Best(point, value, broken)))
             rises, last_value = rises + (value > last_value), value
             higher = value > peak
             peak_x, peak_gradient = (
@@ -279,4 +279,4 @@ class APGD:
                 peak_at_check, halved_at_check = peak, stuck
                 rises, since = torch.zeros_like(rises), 0
                 check = max(check - max(1, int(0.03 * steps)), max(1, int(0.06 * steps)))
-        return found
+        return best

@@ -166,13 +166,13 @@ class Square:
         first, bump = _windows(x, share, generator)
         second, _ = _windows(x, share, generator)
         slack = (self.ball.eps**2 - _square(d)).clamp_min(0)
-        held = _square(torch.where(first | second, d, torch.zeros_like(d)))
+        mass = _square(torch.where(first | second, d, torch.zeros_like(d)))
         old = torch.where(first, d, torch.zeros_like(d))
         signs = _signs((len(x), x.shape[1], 1, 1) if x.ndim == 4 else x.shape, x, generator)
         bent = old / _floor(_square(old).sqrt()) + signs * bump / _floor(_square(bump).sqrt())
         if self.ball.mask is not None:
             bent = bent * self.ball.mask.to(x.device)
-        fresh = bent / _floor(_square(bent).sqrt()) * (held + slack).sqrt()
+        fresh = bent / _floor(_square(bent).sqrt()) * (mass + slack).sqrt()
         moved = where_rows((_square(bent) > 0).flatten(), torch.where(first, fresh, d * ~second), d)
         return self.ball.project(x + moved * unit, x)
 

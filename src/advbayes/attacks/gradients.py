@@ -111,12 +111,12 @@ def _warn_blind() -> None:
 
 
 def _has_gradient(prediction: Distribution) -> bool:
-    held = (
+    parameters = (
         (prediction.logits,)
         if predicts_classes(prediction)
         else (prediction.mean, prediction.variance)
     )
-    return any(part.requires_grad for part in held)
+    return any(part.requires_grad for part in parameters)
 
 
 @torch.no_grad()

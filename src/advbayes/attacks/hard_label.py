@@ -67,8 +67,8 @@ class HardLabel:
             return x.clone()
         x, y = entry(predict, self.ball, x, y, self.loss)
         _, broken = score(predict, self.loss, x, y)
-        outside, found = self._starts(predict, x, y, broken, generator)
-        rows = found.nonzero().squeeze(1)
+        outside, started = self._starts(predict, x, y, broken, generator)
+        rows = started.nonzero().squeeze(1)
         if len(rows):
             reached = self._walk(
                 predict, for_rows(self.loss, rows), outside[rows], x[rows], y[rows], generator
@@ -110,12 +110,12 @@ class HardLabel:
         generator: torch.Generator | None,
     ) -> tuple[Tensor, Tensor]:
         """A broken input for each example where one was found, and where that is."""
-        start, found = x, torch.zeros_like(broken)
+        start, started = x, torch.zeros_like(broken)
         distance = torch.cdist(x.flatten(1), x.flatten(1))
         for _ in range(min(3, len(x) - 1)):  # a few rounds: the nearest example whose label differs
-            open_rows = ~found & ~broken
+            open_rows = ~started & ~broken
             if not bool(open_rows.any()):
-                return start, found
+                return start, started
             other = torch.where(_differs(y), distance, torch.full_like(distance, math.inf))
             near, pick = other.min(dim=1)
             candidate = self._allowed(x[pick], x)
@@ -124,18 +124,18 @@ class HardLabel:
                 & near.isfinite()
                 & self._asked(predict, self.loss, candidate.unsqueeze(0), y)[0]
             )
-            start, found = where_rows(hit, candidate, start), found | hit
+            start, started = where_rows(hit, candidate, start), started | hit
             distance = distance.scatter(1, pick.unsqueeze(1), math.inf)
         unit = 1.0 if self.ball.scale is None else torch.as_tensor(self.ball.scale).to(x)
         for doubling in range(16):
-            open_rows = ~found & ~broken
+            open_rows = ~started & ~broken
             if not bool(open_rows.any()):
                 break
             noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
             candidate = self._allowed(x + 2.0 ** (doubling - 2) * self.ball.eps * noise * unit, x)
             hit = open_rows & self._asked(predict, self.loss, candidate.unsqueeze(0), y)[0]
-            start, found = where_rows(hit, candidate, start), found | hit
-        return start, found
+            start, started = where_rows(hit, candidate, start), started | hit
+        return start, started
 
     def _walk(
         self,

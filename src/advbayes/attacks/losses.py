@@ -116,9 +116,9 @@ def margin(prediction: Distribution, y: Tensor) -> Tensor:
     tensor([-1.])
     """
     logits = _logits(prediction, "margin")
-    own = logits.gather(1, y.unsqueeze(1)).squeeze(1)
+    right = logits.gather(1, y.unsqueeze(1)).squeeze(1)
     others = logits.scatter(1, y.unsqueeze(1), float("-inf"))
-    return others.amax(1) - own
+    return others.amax(1) - right
 
 
 def dlr(prediction: Distribution, y: Tensor) -> Tensor:

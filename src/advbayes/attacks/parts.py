@@ -74,8 +74,8 @@ def is_attack(value: object) -> bool:
 
 def inner_attacks(attack: object) -> list[Any]:
     """The attacks that an attack holds itself, in the order of its settings."""
-    held = [member for value in settings(attack).values() for member in members(value)]
-    return [member for member in held if is_attack(member)]
+    parts = [member for value in settings(attack).values() for member in members(value)]
+    return [member for member in parts if is_attack(member)]
 
 
 def parts_of(attack: object) -> Iterator[Any]:
@@ -107,8 +107,8 @@ def rebuilt(attack: A, change: Callable[[Any], Mapping[str, Any]]) -> A:
             return value if all(named[key] is value[key] for key in value) else named
         if not is_attack(value) or not is_dataclass(value):
             return value
-        held = settings(value)
-        inner = {name: new for name, old in held.items() if (new := visited(old)) is not old}
+        fields = settings(value)
+        inner = {name: new for name, old in fields.items() if (new := visited(old)) is not old}
         value = replace(value, **inner) if inner else value  # type: ignore[type-var]
         changed = {
             name: new for name, new in change(value).items() if new is not settings(value)[name]
@@ -164,9 +164,9 @@ def losses_of(attack: object) -> tuple[Loss, ...]:
     )
 
 
-def _losses(held: Mapping[str, Any], names: tuple[str, ...]) -> list[Loss]:
-    staged = [stage[0] for stage in held.get("stages", ())] if "stages" in names else []
-    plain = [loss for name in names if name != "stages" for loss in members(held.get(name))]
+def _losses(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[Loss]:
+    staged = [stage[0] for stage in fields.get("stages", ())] if "stages" in names else []
+    plain = [loss for name in names if name != "stages" for loss in members(fields.get(name))]
     return [loss for loss in (*staged, *plain) if callable(loss)]
 
 
@@ -188,14 +188,14 @@ def _loss_name(loss: object) -> str:
 def family_of(attack: object) -> tuple[str, ...]:
     """Step rule and losses of each part of an attack: what an unseen family must not share with the
     training."""
-    found = []
+    families = []
     for part in parts_of(attack):
         if ball := settings(part).get("ball"):
             rule = "one step" if getattr(part, "is_one_step", False) else type(part).__name__
-            found.append(
+            families.append(
                 f"{rule} on {'+'.join(loss_names(part)) or 'its own loss'} ({type(ball).__name__})"
             )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(families))
 
 
 def steps_of(attack: object) -> int | None:
@@ -207,18 +207,18 @@ def steps_of(attack: object) -> int | None:
     """
     total = 0
     for part in parts_of(attack):
-        held = settings(part)
+        fields = settings(part)
         total += (
-            sum(steps for _, steps in held["stages"])
-            if "stages" in held
-            else held.get(_work(held), 0)
+            sum(steps for _, steps in fields["stages"])
+            if "stages" in fields
+            else fields.get(_work(fields), 0)
         )
     return total or None
 
 
-def _work(held: Mapping[str, Any]) -> str:
+def _work(fields: Mapping[str, Any]) -> str:
     """The setting that says how much work an attack does."""
-    return next((name for name in WORK if isinstance(held.get(name), int)), "")
+    return next((name for name in WORK if isinstance(fields.get(name), int)), "")
 
 
 def restarts_of(attack: object) -> int:
@@ -290,13 +290,15 @@ def _with_balls(attack: A, new: Callable[[Ball], Ball]) -> A:
         )
 
     def change(part: Any) -> dict[str, Any]:
-        held = settings(part)
-        if "ball" not in held:
+        fields = settings(part)
+        if "ball" not in fields:
             return {}
-        before, after = held["ball"], new(held["ball"])
-        if held.get("step_size") is None:
+        before, after = fields["ball"], new(fields["ball"])
+        if fields.get("step_size") is None:
             return {"ball": after}
-        step_size = held["step_size"] * after.eps / before.eps if before.eps and after.eps else None
+        step_size = (
+            fields["step_size"] * after.eps / before.eps if before.eps and after.eps else None
+        )
         return {"ball": after, "step_size": step_size}
 
     return rebuilt(attack, change)
@@ -311,15 +313,15 @@ def with_steps(attack: A, factor: float) -> A:
     """
 
     def change(part: Any) -> dict[str, Any]:
-        held = settings(part)
-        if "stages" in held:
+        fields = settings(part)
+        if "stages" in fields:
             return {
                 "stages": tuple(
-                    (loss, max(1, round(steps * factor))) for loss, steps in held["stages"]
+                    (loss, max(1, round(steps * factor))) for loss, steps in fields["stages"]
                 )
             }
-        name = _work(held)
-        return {name: max(1, round(held[name] * factor))} if name else {}
+        name = _work(fields)
+        return {name: max(1, round(fields[name] * factor))} if name else {}
 
     return rebuilt(attack, change)
 

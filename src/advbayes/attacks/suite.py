@@ -221,13 +221,13 @@ def _rank_of(name: str, attacks: Sequence[Attack]) -> Loss:
 
 def _wants(attack: object) -> Iterator[Loss]:
     """The losses that an attack's points are chosen by; nothing for one that does not show them."""
-    held = settings(attack)
-    if callable(held.get("rank")):
-        yield held["rank"]
-    elif "stages" in held:
-        yield held["stages"][-1][0]
-    elif callable(held.get("loss")):
-        yield held["loss"]
+    fields = settings(attack)
+    if callable(fields.get("rank")):
+        yield fields["rank"]
+    elif "stages" in fields:
+        yield fields["stages"][-1][0]
+    elif callable(fields.get("loss")):
+        yield fields["loss"]
     else:
         for part in inner_attacks(attack):
             yield from _wants(part)

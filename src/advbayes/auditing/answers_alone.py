@@ -156,10 +156,10 @@ def blind_attacks(ball: Ball, task: Task, steps: int, queries: int) -> dict[str,
     """The default attacks of black-box mode."""
     if task == "regression":
         losses = (squared_error, nll, raise_mean, lower_mean)
-        found: dict[str, Attack] = {
+        attacks: dict[str, Attack] = {
             f"zeroth-order {loss.__name__}": ZerothOrder(APGD(ball, loss, steps)) for loss in losses
         }
-        return found | {"Square": Square(ball, queries, nll)}
+        return attacks | {"Square": Square(ball, queries, nll)}
     return {
         "zeroth-order margin": ZerothOrder(APGD(ball, margin, steps, 1, 3)),
         "zeroth-order nll": ZerothOrder(APGD(ball, nll, steps)),

@@ -210,13 +210,13 @@ class Case:
         fails, x stands in for it."""
 
         def make() -> dict[str, Columns]:
-            found = {}
+            columns = {}
             for name, x_adv in self.arrays().items():
                 usable = (
                     torch.isfinite(x_adv).flatten(1).all(1).reshape(-1, *[1] * (x_adv.ndim - 1))
                 )
-                found[name] = self.scored(torch.where(usable, x_adv, self.x), f"attack {name}")
-            return found
+                columns[name] = self.scored(torch.where(usable, x_adv, self.x), f"attack {name}")
+            return columns
 
         return self.once("columns", make)
 
@@ -303,12 +303,12 @@ class Case:
 
 def layers_of(predict: Predictor | None) -> list[Any]:
     """The predictor and those within it: a purifier's base, the one that is smoothed or frozen."""
-    found: list[Any] = []
+    layers: list[Any] = []
     inner: Any = predict
     while inner is not None:
-        found.append(inner)
+        layers.append(inner)
         inner = getattr(inner, "base", None) or getattr(inner, "predict", None)
-    return found
+    return layers
 
 
 def num_thetas(predict: Predictor | None) -> int | None:

@@ -42,13 +42,13 @@ def radii_of(certified: Any, num: int, task: Task) -> Certificates | Tensor:
         raise checks.InputError(
             f"certified radii say that a class does not change: they have no meaning in {task}"
         )
-    held = certified.radii if isinstance(certified, Certificates) else certified
-    if not isinstance(held, (Tensor, np.ndarray)):
+    values = certified.radii if isinstance(certified, Certificates) else certified
+    if not isinstance(values, (Tensor, np.ndarray)):
         raise checks.InputTypeError(
             f"certified must be what certify(...) gives, or a tensor or an array of radii, got "
             f"{checks.describe(certified)}"
         )
-    radii = torch.as_tensor(held)
+    radii = torch.as_tensor(values)
     if radii.dtype == torch.bool or radii.is_complex():
         raise checks.InputTypeError(f"certified must hold radii, got {checks.describe(radii)}")
     if tuple(radii.shape) not in ((num,), (num, 1)):
@@ -67,11 +67,11 @@ def radii_of(certified: Any, num: int, task: Task) -> Certificates | Tensor:
 def cut(certified: Certificates | Tensor | None, rows: Tensor) -> Certificates | Tensor | None:
     """Those of some examples."""
     if isinstance(certified, Certificates):
-        held = {
+        columns = {
             name: getattr(certified, name)[rows.to(certified.classes.device)]
             for name in ("classes", "lower")
         }
-        return replace(certified, radii=certified.radii[rows], **held)
+        return replace(certified, radii=certified.radii[rows], **columns)
     return None if certified is None else certified[rows]
 
 
@@ -163,9 +163,9 @@ def certified_again(case: Case, smoothed: Smoothed, claimed: Certificates) -> Ag
     votes = smoothed.votes(x, claimed.n, generator=generator)
     # an abstention has radius 0
     said, classes = (claimed.radii[rows], claimed.classes[rows].clamp_min(0))
-    own = votes.gather(1, classes.unsqueeze(1).to(votes.device)).squeeze(1).tolist()
+    counts = votes.gather(1, classes.unsqueeze(1).to(votes.device)).squeeze(1).tolist()
     level = 1 - CONFIDENCE / max(1, len(rows))
-    bounds = [clopper_pearson(vote, claimed.n, level=level, side="upper")[1] for vote in own]
+    bounds = [clopper_pearson(vote, claimed.n, level=level, side="upper")[1] for vote in counts]
     most = torch.tensor(
         [smoothed.sigma * _quantile(bound) for bound in bounds], dtype=torch.float64
     )

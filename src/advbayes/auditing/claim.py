@@ -79,9 +79,9 @@ class Claim:
         return float(self.correct[attack].double().mean())
 
 
-def _tensors(name: str, given: Mapping[str, Values]) -> dict[str, Tensor]:
-    checks.instance(name, given, Mapping, "a mapping from the names of attacks")
-    return {key: _tensor(f"{name}[{key!r}]", value) for key, value in given.items()}
+def _tensors(name: str, values: Mapping[str, Values]) -> dict[str, Tensor]:
+    checks.instance(name, values, Mapping, "a mapping from the names of attacks")
+    return {key: _tensor(f"{name}[{key!r}]", value) for key, value in values.items()}
 
 
 def _tensor(name: str, value: Values) -> Tensor:

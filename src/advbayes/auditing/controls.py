@@ -57,13 +57,13 @@ def undefended_control(case: Case) -> Finding:
             "give Support(undefended=...) (--undefended RUN) or Support(training=(x, y)), and the "
             "attacks",
         )
-    clean, own = clean_accuracy(control, case), clean_accuracy(case.predict, case)
-    figures: dict[str, Any] = {"clean": clean, "clean_audited": own}
+    clean, defended = clean_accuracy(control, case), clean_accuracy(case.predict, case)
+    figures: dict[str, Any] = {"clean": clean, "clean_audited": defended}
     unfit = _unfit(control, case)
-    if abs(clean - own) > NEAR + 1e-9:
+    if abs(clean - defended) > NEAR + 1e-9:
         unfit.append(
             f"its clean accuracy must be within 3 points of the audited model's, {clean:.3f} is "
-            f"not within {own:.3f}"
+            f"not within {defended:.3f}"
         )
     if unfit:
         return finding("E20", "failed", f"this is no control: {'; '.join(unfit)}", **figures)
@@ -80,7 +80,7 @@ def undefended_control(case: Case) -> Finding:
 
 def _unfit(control: Predictor, case: Case) -> list[str]:
     """What keeps a predictor from being an undefended deterministic net of the same design."""
-    found = []
+    faults = []
     thetas = next(
         (
             inner.thetas
@@ -93,22 +93,22 @@ def _unfit(control: Predictor, case: Case) -> list[str]:
         len(thetas.unique(dim=0)) > 1 if thetas is not None else (num_thetas(control) or 1) > 1
     )
     if several or is_stochastic(control, case.x[:8]):
-        found.append(
+        faults.append(
             "it averages over thetas or noise, which is a defense of a kind: give one net, such "
             "as model.at(theta)"
         )
     sizes = [getattr(model_of(each), "num_params", None) for each in (control, case.predict)]
     if None not in sizes and sizes[0] != sizes[1]:
-        found.append(
+        faults.append(
             f"its architecture is another ({sizes[0]} parameters, the audited model has {sizes[1]})"
         )
-    return found
+    return faults
 
 
 def model_of(predict: Predictor | None) -> BayesianModel | None:
     """The model behind a predictor, where it shows one."""
-    held = (getattr(inner, "model", None) for inner in layers_of(predict))
-    return next((model for model in held if isinstance(model, BayesianModel)), None)
+    models = (getattr(inner, "model", None) for inner in layers_of(predict))
+    return next((model for model in models if isinstance(model, BayesianModel)), None)
 
 
 @torch.no_grad()

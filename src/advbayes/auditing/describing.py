@@ -46,36 +46,36 @@ def threat_model(case: Case) -> Finding:
 def _contradictions(case: Case) -> list[str]:
     """Where the threat model, the ball, the attacks and the arrays speak of different units."""
     said, ball = case.threat_model, case.ball
-    found = (
+    faults = (
         []
         if said.norm == type(ball).__name__
         else [f"the norm is said to be {said.norm}, but the ball is {ball}"]
     )
     if said.eps is not None and abs(said.eps - ball.eps) > 1e-6 * ball.eps:
-        found.append(f"eps is said to be {said.eps:g}, but the ball has {ball.eps:g}")
+        faults.append(f"eps is said to be {said.eps:g}, but the ball has {ball.eps:g}")
     if said.units == "raw" and ball.scale is not None:
-        found.append("eps is said to be in raw units, but the ball measures in units of its scale")
+        faults.append("eps is said to be in raw units, but the ball measures in units of its scale")
     for name, attack in case.attacks.items():
         other = ball_of(attack)
         if other is not None and abs(_reach(other) - _reach(ball)) > 1e-3 * _reach(ball):
-            found.append(
+            faults.append(
                 f"{name} reaches {_reach(other):.3g} in the units of x, eps = {ball.eps:g} "
                 f"reaches {_reach(ball):.3g}"
             )
     units = check_units(ball, case.x)
     if units:
-        found.append(units)
+        faults.append(units)
     if case.claim is not None and ball.eps > 0:
         largest = max(
             float(ball.norm(x_adv - case.x).nan_to_num(torch.inf).max())
             for x_adv in case.claim.x_adv.values()
         )
         if largest < 0.5 * ball.eps:
-            found.append(
+            faults.append(
                 f"no scored point comes nearer to the edge than {largest:.3g} of eps = "
                 f"{ball.eps:g}; other units?"
             )
-    return found
+    return faults
 
 
 def _reach(ball: Ball) -> float:
@@ -230,10 +230,10 @@ def rescorable(case: Case) -> Finding:
     again = rescore(report.folder, case.predict)
     changed, drift = 0, 0.0
     for cell, rows in again.cells.items():
-        held = report.cells[cell]
+        saved = report.cells[cell]
         if case.task == "classification":
-            changed += int((held["correct"] != rows["correct"]).sum())
-        drift = max(drift, float((held["log_prob"] - rows["log_prob"]).abs().max()))
+            changed += int((saved["correct"] != rows["correct"]).sum())
+        drift = max(drift, float((saved["log_prob"] - rows["log_prob"]).abs().max()))
     advice = (
         "the files and the table disagree: the model, or the arrays, are not those that were scored"
     )
@@ -242,12 +242,12 @@ def rescorable(case: Case) -> Finding:
 
 def _elsewhere(case: Case, report: Evaluation) -> list[str]:
     """Where a saved evaluation is not of the data and the ball that are audited."""
-    ball, found = case.ball, []
+    ball, faults = case.ball, []
     if float(ball.eps) not in [eps for eps in report.radii if eps is not None]:
-        found.append(f"the evaluation has eps {report.radii}, the ball {ball.eps:g}")
+        faults.append(f"the evaluation has eps {report.radii}, the ball {ball.eps:g}")
     texts = report.config.get("attacks", {})
     if not any(f"{type(ball).__name__}(" in text for text in texts.values()):
-        found.append(
+        faults.append(
             f"no attack of the evaluation stays in a ball of the norm {type(ball).__name__}"
         )
     folder = Folder(report.folder or Path())
@@ -261,11 +261,11 @@ def _elsewhere(case: Case, report: Evaluation) -> list[str]:
         {row for block in clean for row in rows_of(folder.read_array(block)[0])},
     )
     if not there <= here and not here <= there:
-        found.append(
+        faults.append(
             f"{len(there - here)} of the evaluation's {len(there)} inputs are not among the "
             f"{len(here)} audited ones"
         )
-    return found
+    return faults
 
 
 def _rescored_claim(case: Case) -> Finding:
@@ -331,15 +331,15 @@ def _rescored_claim(case: Case) -> Finding:
 def notes_on_data(case: Case) -> tuple[str, ...]:
     """What a reader should know of the examples: repeated ones, a selection, none that is wrong."""
     repeated = len(case.whole[0]) - len(rows_of(case.whole[0]))
-    found = [f"{repeated} of {len(case.whole[0])} rows are duplicates"] * bool(repeated)
+    notes = [f"{repeated} of {len(case.whole[0])} rows are duplicates"] * bool(repeated)
     if case.task == "classification" and float(case.clean["correct"].mean()) == 1.0:
-        found.append("a clean accuracy of exactly 1: were the examples chosen?")
+        notes.append("a clean accuracy of exactly 1: were the examples chosen?")
     size = None if case.claim is None else case.claim.test_size
     if size is not None and size > len(case.x):
-        found.append(f"{len(case.x)} of the {size} examples of the test set: a selection")
+        notes.append(f"{len(case.x)} of the {size} examples of the test set: a selection")
     if case.black_box:
-        found.append("black-box mode: there is no gradient, the attacks ask for answers alone")
-    return tuple(found)
+        notes.append("black-box mode: there is no gradient, the attacks ask for answers alone")
+    return tuple(notes)
 
 
 def unseen_family(case: Case) -> Finding:

@@ -69,8 +69,8 @@ def transfer(case: Case) -> Finding:
         )
     if not case.attacks:
         return not_run("E13", "give the attacks, not only their arrays")
-    own = case.gradient()
-    figures: dict[str, Any] = {"own attack": case.value(own)}
+    direct = case.gradient()
+    figures: dict[str, Any] = {"own attack": case.value(direct)}
     worse = []
     for name, source in sources.items():
         attacks = case.attacks_on(source)
@@ -80,7 +80,7 @@ def transfer(case: Case) -> Finding:
             )
         columns = case.union(attacks, f"transfer {name}", through=source, join=True)
         figures[f"from {name}"] = case.value(columns)
-        worse += [name] * breaks_more(case, columns, own)[0]
+        worse += [name] * breaks_more(case, columns, direct)[0]
     advice = (
         f"examples made for {', '.join(worse)} do more harm than the attack itself: its "
         f"gradients are no use"

@@ -270,7 +270,7 @@ def _renamed(
             DeprecationWarning,
             stacklevel=3,
         )
-    held = {
+    renamed = {
         name: value for name, value in deprecated.items() if name in names and value is not None
     }
     budget = deprecated.get("budget")
@@ -278,7 +278,7 @@ def _renamed(
     if "batch_size" in deprecated:
         size = checks.count("batch_size", deprecated["batch_size"])
         tier = replace(TIERS[tier] if isinstance(tier, str) else tier, batch_size=size)
-    return tier, support.but(**held) if held else support
+    return tier, support.but(**renamed) if renamed else support
 
 
 def audit_records(
@@ -305,8 +305,8 @@ def audit_records(
     ('E1',)
     """
     # Claim makes tensors of arrays
-    given: Any = {"x_adv": x_adv, "correct": correct, "log_prob": log_prob, "worst": worst}
-    claim = Claim(**{name: value for name, value in given.items() if value is not None})
+    arrays: Any = {"x_adv": x_adv, "correct": correct, "log_prob": log_prob, "worst": worst}
+    claim = Claim(**{name: value for name, value in arrays.items() if value is not None})
     return audit(
         predict, data, ball=ball, claim=claim, attacks=options.pop("attacks", {}), **options
     )
@@ -426,18 +426,18 @@ def _case(
         rows, claim = torch.arange(len(x)), fitted(claim, x)
     task = check_predictor(predict, x[rows][:256], y[rows][:256])
     y = y.reshape(-1).long() if task == "classification" else _as_predicted(predict, x[rows], y)
-    held = None if certified is None else radii_of(certified, len(x), task)
+    radii = None if certified is None else radii_of(certified, len(x), task)
     blind = not gives_gradient(predict, x[rows][:2])
     if claim is None:
         warn_units(ball, x, "ball")
-    given = named("attacks", attacks)
+    chosen = named("attacks", attacks)
     if attacks is None and claim is None:
-        given = default_attacks(ball, task, steps=budget.steps, restarts=budget.restarts)
+        chosen = default_attacks(ball, task, steps=budget.steps, restarts=budget.restarts)
         if blind:
-            given = blind_attacks(ball, task, budget.steps, budget.blind_queries or budget.queries)
-    if not given and claim is None:
+            chosen = blind_attacks(ball, task, budget.steps, budget.blind_queries or budget.queries)
+    if not chosen and claim is None:
         raise checks.InputError("attacks must hold at least one named attack, got none")
-    for name, attack in given.items():
+    for name, attack in chosen.items():
         if ball_of(attack) is None:
             raise checks.InputTypeError(
                 f"attacks[{name!r}] must be a dataclass with a `ball`, got "
@@ -451,14 +451,14 @@ def _case(
         ball=ball,
         task=task,
         budget=budget,
-        attacks=given,
+        attacks=chosen,
         threat_model=threat_model or ThreatModel(),
         stochastic=is_stochastic(predict, x[rows][:ASKED]),
-        black_box=blind and all(isinstance(attack, ANSWERS_ALONE) for attack in given.values()),
+        black_box=blind and all(isinstance(attack, ANSWERS_ALONE) for attack in chosen.values()),
         copies=copies,
         support=support,
         claim=claim,
-        certified=cut(held, rows),
+        certified=cut(radii, rows),
         seed=checks.count("seed", seed, low=0),
     )
     case.threat_model = _filled(case)

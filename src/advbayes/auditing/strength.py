@@ -159,9 +159,9 @@ def further(
     )
     if not len(rows):
         return columns
-    found = case.scored(case.attacked(attack, name, rows=rows, centre=centre), name, rows=rows)
+    scores = case.scored(case.attacked(attack, name, rows=rows, centre=centre), name, rows=rows)
     full = {key: value.clone() for key, value in columns.items()}
-    part = worst([{key: columns[key][rows] for key in found}, found], case.task)
+    part = worst([{key: columns[key][rows] for key in scores}, scores], case.task)
     for key, value in part.items():
         full[key][rows] = value
     return full
@@ -362,13 +362,13 @@ def noise_not_better(case: Case) -> Finding:
         return finding("E12", "passed", standing=0, broken=0.0)
     left = case.gradient()
     generator = generator_for(case.seed, "audit/noise", device=case.x.device)
-    found: list[Columns] = []
+    columns: list[Columns] = []
     for draw in range(case.budget.random_points):
         x = case.x[rows]
-        found.append(
+        columns.append(
             case.scored(case.ball.sphere(x, generator=generator), f"noise {draw}", rows=rows)
         )
-    noisy = worst(found, case.task)
+    noisy = worst(columns, case.task)
     if case.task == "classification":
         broken = float((noisy["correct"] < 0.5).double().mean())
     else:  # clearly larger errors than the attack's

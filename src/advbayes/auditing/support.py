@@ -53,15 +53,15 @@ class Baseline:
     @staticmethod
     def load(path: str | Path) -> Baseline:
         """Read a record from JSON; what it lacks is named."""
-        held = json.loads(Path(path).read_text())
+        document = json.loads(Path(path).read_text())
         absent = (
-            [each.name for each in fields(Baseline) if each.name not in held]
-            if isinstance(held, dict)
+            [each.name for each in fields(Baseline) if each.name not in document]
+            if isinstance(document, dict)
             else ["everything"]
         )
         if absent:
             raise checks.InputError(f"a baseline record must say {', '.join(absent)}, got {path}")
-        return Baseline(**{each.name: held[each.name] for each in fields(Baseline)})
+        return Baseline(**{each.name: document[each.name] for each in fields(Baseline)})
 
     def is_of(self, dataset: str, ball: Ball) -> bool:
         """Whether it was measured on these data and in this ball."""
@@ -141,11 +141,11 @@ class Support:
         return tuple(name for name in ("undefended", "baseline") if getattr(self, name) is None)
 
 
-def named(argument: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
+def named(argument: str, mapping: Mapping[str, Any] | None) -> dict[str, Any]:
     """A mapping from names, or what was given instead is named."""
-    if given is not None and not isinstance(given, Mapping):
+    if mapping is not None and not isinstance(mapping, Mapping):
         raise checks.InputTypeError(
             f"{argument} must be a mapping from names, such as {{'PGD': ...}}, got "
-            f"{checks.describe(given)}"
+            f"{checks.describe(mapping)}"
         )
-    return dict(given or {})
+    return dict(mapping or {})

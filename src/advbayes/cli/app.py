@@ -175,8 +175,8 @@ def memory_wanted(error: BaseException) -> str | None:
     ('wanted more than there is', None)
     """
     text = str(error)
-    if found := re.search(r"tried to allocate (\d+) bytes", text):
-        return f"wanted {int(found[1]) / 1e9:.2f} GB at once"
+    if match := re.search(r"tried to allocate (\d+) bytes", text):
+        return f"wanted {int(match[1]) / 1e9:.2f} GB at once"
     if isinstance(error, MemoryError):  # numpy says how much, and for which shape
         return text[:1].lower() + text[1:] if text else "wanted more than there is"
     if "Storage size calculation overflowed" in text:

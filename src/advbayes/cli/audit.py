@@ -208,14 +208,14 @@ def _foreign(
 
     from advbayes.cli.foreign import load_foreign
 
-    found = load_foreign(
+    foreign = load_foreign(
         model, data, target=target, task=task, classes=classes.split(",") if classes else ()
     )
-    ball = found.ball(norm, eps)
-    verdict = found.audit(ball, tier=tier, num=num, seed=seed)
+    ball = foreign.ball(norm, eps)
+    verdict = foreign.audit(ball, tier=tier, num=num, seed=seed)
     with watched():
         command = shlex.join(["advbayes", *sys.argv[1:]])
-        paths = report and found.report(
+        paths = report and foreign.report(
             report, ball, verdict, num=num or 200, seed=seed, command=command
         )
     if json:
@@ -230,7 +230,7 @@ def _foreign(
         )
     else:
         say(
-            f"{model} on {data} ({found.task}), {norm} eps = {eps:g} in the data's own "
+            f"{model} on {data} ({foreign.task}), {norm} eps = {eps:g} in the data's own "
             f"units\n{verdict}\n{plain(verdict)}"
         )
         if paths:

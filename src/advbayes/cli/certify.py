@@ -67,15 +67,15 @@ def certify(
     classes, radii = [], []
     with Progress("certify", len(x)) as bar:
         for row in range(len(x)):
-            found = certified(
+            certificates = certified(
                 smoothed,
                 x[row : row + 1],
                 n=draws,
                 alpha=alpha,
                 generator=generator_for(seed, "certify", row, device),
             )
-            classes += found.classes.tolist()
-            radii += found.radii.tolist()
+            classes += certificates.classes.tolist()
+            radii += certificates.radii.tolist()
             bar.advance()
     grid = [sigma * step / 4 for step in range(17)]
     right = [label == target for label, target in zip(classes, y.tolist(), strict=True)]

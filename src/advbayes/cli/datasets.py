@@ -43,21 +43,21 @@ def datasets(
 
     if fetch is not None:
         with watched(), Downloads(show=False if json else None) as downloads:
-            found = load_dataset(fetch, root, progress=downloads)
-        where = found.provenance
+            dataset = load_dataset(fetch, root, progress=downloads)
+        where = dataset.provenance
         one = {
-            "name": found.name,
-            "task": found.task,
-            "train": len(found.x_train),
-            "test": len(found.x_test),
-            "shape": list(found.x_train.shape[1:]),
+            "name": dataset.name,
+            "task": dataset.task,
+            "train": len(dataset.x_train),
+            "test": len(dataset.x_test),
+            "shape": list(dataset.x_train.shape[1:]),
             "source": where.source,
             "sha256": dict(where.sha256),
             "verified": where.verified,
             "note": where.note,
         }
         emit(one) if json else say(
-            f"{found!r}\n  {where.source}\n  {'verified' if where.verified else 'NOT verified'}: "
+            f"{dataset!r}\n  {where.source}\n  {'verified' if where.verified else 'NOT verified'}: "
             f"{where.note}"
         )
         return

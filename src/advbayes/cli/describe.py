@@ -91,31 +91,34 @@ def described_run(run: Run) -> dict[str, Any]:
 
 def lines_of_run(run: Run) -> str:
     """A run folder for people."""
-    found = described_run(run)
+    described = described_run(run)
     config = run.config
     lines = [
         f"  data {config.data}, defense {config.defense}, posterior {config.posterior}, seed "
         f"{config.seed}",
-        *([f"  {why_task(config, found['metrics']['task'])}"] if found["metrics"] else []),
-        f"  status {found['status']}, {found['steps']} steps, {found['skipped']} skipped",
+        *([f"  {why_task(config, described['metrics']['task'])}"] if described["metrics"] else []),
+        f"  status {described['status']}, {described['steps']} steps, "
+        f"{described['skipped']} skipped",
     ]
-    if "threat_model" in found:
-        lines.append(f"  trained within {config.norm} {said_units(found['threat_model'])}")
-    if found["metrics"]:
+    if "threat_model" in described:
+        lines.append(f"  trained within {config.norm} {said_units(described['threat_model'])}")
+    if described["metrics"]:
         scaling, targets = _units(run)
-        values = said_scores(found["metrics"]["clean"], scaling, targets)
+        values = said_scores(described["metrics"]["clean"], scaling, targets)
         lines.append(
-            f"  clean test set ({found['metrics']['num']} examples, 95 % intervals): {values}"
+            f"  clean test set ({described['metrics']['num']} examples, 95 % intervals): {values}"
         )
-        lines.append(f"  {legend(found['metrics']['clean'])}")
-        if remark := no_better(found["metrics"]):
+        lines.append(f"  {legend(described['metrics']['clean'])}")
+        if remark := no_better(described["metrics"]):
             lines.append(f"  {remark}")
-    if found["weights"]:
-        lines.append(f"  SHA-256 of the weights {found['weights']}")
-    if found["evaluations"]:
-        lines.append(f"  evaluations: {', '.join(found['evaluations'])}")
-    if found["audit"]:
-        lines.append(f"  audit ({found['audit'].get('tier')}): level {found['audit'].get('level')}")
+    if described["weights"]:
+        lines.append(f"  SHA-256 of the weights {described['weights']}")
+    if described["evaluations"]:
+        lines.append(f"  evaluations: {', '.join(described['evaluations'])}")
+    if described["audit"]:
+        lines.append(
+            f"  audit ({described['audit'].get('tier')}): level {described['audit'].get('level')}"
+        )
     return "\n".join(lines)
 
 

@@ -113,7 +113,7 @@ def evaluate(
     data = prepare(config).to(device)
     radii = sorted(set(eps)) if eps else [trained.eps]
     ball = ball_for(trained, norm, max(radii), fixed, feature_eps)
-    given = {
+    options = {
         "norm": norm or trained.norm,
         "steps": steps,
         "restarts": restarts,
@@ -121,10 +121,10 @@ def evaluate(
         "num": num,
         "thetas": thetas,
     }
-    given |= {"batch-size": batch_size, "seed": seed} | (
+    options |= {"batch-size": batch_size, "seed": seed} | (
         {} if purify is None else {"purify": purify}
     )
-    given |= {} if name is None else {"name": name}
+    options |= {} if name is None else {"name": name}
     many = {"eps": radii, "feature-eps": feature_eps or (), "fixed": fixed or ()}
     command += [
         part
@@ -132,7 +132,7 @@ def evaluate(
         for value in values
         for part in (f"--{flag}", str(value))
     ]
-    command += [part for flag, value in given.items() for part in (f"--{flag}", str(value))]
+    command += [part for flag, value in options.items() for part in (f"--{flag}", str(value))]
     settings = f"{'-'.join(names)}-{norm or trained.norm}-{'-'.join(f'{r:g}' for r in radii)}"
     if feature_eps or fixed:
         settings += f"-{hashlib.sha256(repr((feature_eps, fixed)).encode()).hexdigest()[:8]}"
@@ -150,8 +150,10 @@ def evaluate(
         purified: dict[str, Predictor] = {
             f"{trained.defense} purified {purify}": purifier_for(trained, data, thetas, purify)
         }
-        own = purifier_attacks(ball, trained.task, steps=steps)
-        jobs.append((place.with_name(f"{place.name}-purified-{purify}"), purified, attacks | own))
+        adaptive = purifier_attacks(ball, trained.task, steps=steps)
+        jobs.append(
+            (place.with_name(f"{place.name}-purified-{purify}"), purified, attacks | adaptive)
+        )
     with watched():
         measured = [
             measure(
@@ -168,12 +170,12 @@ def evaluate(
         ]
         for where, _, _ in jobs if ranks().is_first else ():
             write_document(where / "command.json", ["advbayes", *command])
-    found = merged(measured)
+    evaluation = merged(measured)
     units = [
         units_of(radius, trained.scaling, trained.feature_names, ball.mask, ball.scale)
         for radius in radii
     ]
-    result = found.table()
+    result = evaluation.table()
     if json:
         emit(
             {
@@ -187,7 +189,7 @@ def evaluate(
         return
     for each in units:
         say(f"{norm or trained.norm} {said_units(each)}")
-    level = float(found.config["interval_level"])
+    level = float(evaluation.config["interval_level"])
     metrics = SHOWN[trained.task]
     columns = {
         name: column_of(name, trained.scaling, trained.target_names, level) for name in metrics
@@ -196,7 +198,7 @@ def evaluate(
         f"{trained.defense} on {config.data}, {min(num, len(data.x_test))} test examples, with 95 "
         f"% intervals"
     )
-    table(found.table(metrics).grid(columns, title))
-    told = [f"{name} {TRIVIAL[name]}" for name in found.trivial]
+    table(evaluation.table(metrics).grid(columns, title))
+    told = [f"{name} {TRIVIAL[name]}" for name in evaluation.trivial]
     say(f"{legend(SHOWN[trained.task])}.")
     say(f"Never look at the input: {'; '.join(told)}.\nRecords and arrays: {place}")

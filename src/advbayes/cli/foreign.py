@@ -59,13 +59,13 @@ class Foreign:
             name: make_attack(name, ball, task=self.task)
             for name in ("pgd", "pgd_plus", "apgd", "square")
         }
-        found = evaluate(
+        evaluation = evaluate(
             {"model": self.predict}, (self.x[:num], self.y[:num]), attacks=attacks, seed=seed
         )
         return write_report(
             out,
             title=f"A model on {self.dataset}",
-            evaluation=found,
+            evaluation=evaluation,
             audit={"model": verdict},
             threat_model={"norm": type(ball).__name__, "eps": ball.eps, "units": "raw"},
             class_names=self.class_names or None,
@@ -120,17 +120,17 @@ def load_foreign(
     )
 
 
-def _places(y: Tensor, given: Sequence[str], wanted: Sequence[str]) -> Tensor:
+def _places(y: Tensor, names: Sequence[str], wanted: Sequence[str]) -> Tensor:
     """Labels as places among the model's classes."""
-    if not given or tuple(given) == tuple(wanted):
+    if not names or tuple(names) == tuple(wanted):
         return y
-    missing = [given[label] for label in sorted(set(y.tolist())) if given[label] not in wanted]
+    missing = [names[label] for label in sorted(set(y.tolist())) if names[label] not in wanted]
     if missing:
         raise ConfigError(
             f"data: must hold the model's classes ({', '.join(wanted)}), got "
             f"{', '.join(missing[:5])} as well"
         )
-    return torch.tensor([wanted.index(name) if name in wanted else -1 for name in given])[y]
+    return torch.tensor([wanted.index(name) if name in wanted else -1 for name in names])[y]
 
 
 def _rmse(predict: Any, x: Any, y: Tensor) -> float:

@@ -130,7 +130,7 @@ def _numbers(prediction: Any, trained: Trained, level: float) -> Columns:
     target's unit."""
     edges = [metrics.quantile(prediction, 0.5 + sign * level / 2).cpu() for sign in (-1, 1)]
     # each (B, D)
-    found = [
+    numbers = [
         value.reshape(len(value), -1)
         for value in (prediction.mean.cpu(), prediction.variance.sqrt().cpu(), *edges)
     ]
@@ -141,8 +141,10 @@ def _numbers(prediction: Any, trained: Trained, level: float) -> Columns:
     )
     if shift is not None and spread is not None:
         shift, spread = shift.reshape(-1), spread.reshape(-1)
-        found = [value * spread + (0 if index == 1 else shift) for index, value in enumerate(found)]
-    num = found[0].shape[1]
+        numbers = [
+            value * spread + (0 if index == 1 else shift) for index, value in enumerate(numbers)
+        ]
+    num = numbers[0].shape[1]
     names = (
         trained.target_names
         if len(trained.target_names) == num
@@ -152,7 +154,7 @@ def _numbers(prediction: Any, trained: Trained, level: float) -> Columns:
     return {
         f"{name}{suffix}": values[:, index].tolist()
         for index, name in enumerate(names)
-        for suffix, values in zip(suffixes, found, strict=True)
+        for suffix, values in zip(suffixes, numbers, strict=True)
     }
 
 

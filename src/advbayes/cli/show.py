@@ -44,15 +44,16 @@ def show(
         else:
             say(f"{path}:\n{lines_of_run(run)}")
         return
-    found = described_bundle(Path(path))
+    described = described_bundle(Path(path))
     if json:
-        emit(found)
+        emit(described)
         return
-    say(f"{path}: a bundle of schema {found['schema']}, written by {_pairs(found['versions'])}")
+    versions = _pairs(described["versions"])
+    say(f"{path}: a bundle of schema {described['schema']}, written by {versions}")
     for name in ("posterior", "channel", "class_names", "threat_model", "extra", "audit"):
-        if found[name] is not None:
-            say(f"  {name}: {_short(found[name])}")
-    rows = [(name, part["bytes"], part["sha256"]) for name, part in found["parts"].items()]
+        if described[name] is not None:
+            say(f"  {name}: {_short(described[name])}")
+    rows = [(name, part["bytes"], part["sha256"]) for name, part in described["parts"].items()]
     table(Grid(("part", "bytes", "SHA-256"), rows, "parts", right=(1,)))
 
 

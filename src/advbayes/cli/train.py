@@ -73,12 +73,16 @@ def add_to(app: typer.Typer) -> None:
     app.command("train", help=HELP)(_command())
 
 
-def _train(**given: Any) -> int:
+def _train(**options: Any) -> int:
     """What the flags say, on top of the file, on top of the defaults."""
-    config, out, resume = given.pop("config"), given.pop("out"), given.pop("resume")
-    trusted, as_json, quiet = given.pop("trust_network"), given.pop("json"), given.pop("quiet")
-    device = usable(given.pop("device"))
-    flags = {key: value for key, value in given.items() if value is not None}
+    config, out, resume = options.pop("config"), options.pop("out"), options.pop("resume")
+    trusted, as_json, quiet = (
+        options.pop("trust_network"),
+        options.pop("json"),
+        options.pop("quiet"),
+    )
+    device = usable(options.pop("device"))
+    flags = {key: value for key, value in options.items() if value is not None}
     if resume is not None:
         extra = [
             name for name, value in (("--config", config), ("--out", out)) if value is not None
@@ -300,8 +304,8 @@ def _command() -> Any:
     parameters["device"] = (Device, "cpu")
     parameters["quiet"] = (option("--quiet", kind=bool, help="No progress bar"), False)
 
-    def command(**given: Any) -> int:
-        return _train(**given)
+    def command(**options: Any) -> int:
+        return _train(**options)
 
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [

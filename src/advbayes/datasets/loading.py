@@ -138,9 +138,9 @@ def find_dataset(name: str, root: str | Path | None = None) -> Path | None:
     if name not in SOURCES:
         return None
     for place in places(root):
-        found = find_contents(SOURCES[name], place)
-        if len(found) == len(SOURCES[name].contents):
-            return next(iter(found.values())).parent
+        paths = find_contents(SOURCES[name], place)
+        if len(paths) == len(SOURCES[name].contents):
+            return next(iter(paths.values())).parent
     return None
 
 
@@ -154,18 +154,18 @@ def _files(
     looked = places(root)
     best: dict[str, Path] = {}
     for place in looked:
-        found = find_contents(source, place)
-        if len(found) == len(source.contents):
-            return found
-        best = max(best, found, key=len)
+        paths = find_contents(source, place)
+        if len(paths) == len(source.contents):
+            return paths
+        best = max(best, paths, key=len)
     if not download:
         raise missing(source, looked, best)
     home = looked[0] if root is not None else cache_folder()
     fetch_source(source, home, mirror=mirror, progress=progress)
-    found = find_contents(source, home)
-    if len(found) < len(source.contents):
-        raise missing(source, (home,), found)
-    return found
+    paths = find_contents(source, home)
+    if len(paths) < len(source.contents):
+        raise missing(source, (home,), paths)
+    return paths
 
 
 def _idx_images(

@@ -43,13 +43,13 @@ def places(root: str | Path | None = None) -> tuple[Path, ...]:
     if root is not None:
         return (Path(root).expanduser(),)
     named = os.environ.get("ADVBAYES_DATA")
-    found = [Path(named).expanduser()] if named else []
+    folders = [Path(named).expanduser()] if named else []
     try:
-        found.append(cache_folder())
+        folders.append(cache_folder())
     except ModuleNotFoundError:
-        if not found:
+        if not folders:
             raise
-    return tuple(found)
+    return tuple(folders)
 
 
 def find_contents(source: Source, root: Path) -> dict[str, Path]:
@@ -61,7 +61,7 @@ def find_contents(source: Source, root: Path) -> dict[str, Path]:
     """
     best: dict[str, Path] = {}
     for folder in source.folders:
-        found: dict[str, Path] = {}
+        paths: dict[str, Path] = {}
         for content in source.contents:
             names = [
                 content.name,
@@ -71,9 +71,9 @@ def find_contents(source: Source, root: Path) -> dict[str, Path]:
             files = [root / folder / name for name in names]
             present = next((file for file in files if file.is_file()), None)
             if present is not None:
-                found[content.name] = present
-        if len(found) > len(best):
-            best = found
+                paths[content.name] = present
+        if len(paths) > len(best):
+            best = paths
     return best
 
 
@@ -150,10 +150,10 @@ def read_contents(
 
 
 def missing(
-    source: Source, looked: tuple[Path, ...], found: Mapping[str, Path]
+    source: Source, looked: tuple[Path, ...], paths: Mapping[str, Path]
 ) -> DataMissingError:
     """The error for a set that is not there, or not all there."""
-    absent = [content.name for content in source.contents if content.name not in found]
+    absent = [content.name for content in source.contents if content.name not in paths]
     where = ", ".join(str(place / source.folders[0]) for place in looked)
     file = " or ".join(
         dict.fromkeys(

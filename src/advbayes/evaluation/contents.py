@@ -147,13 +147,16 @@ def _of_function(value: FunctionType) -> list[tuple[str, Any]]:
         for name in _names(value.__code__)
         if name in value.__globals__
     }
-    held = {
+    parts = {
         "defaults": value.__defaults__,
         "keyword defaults": value.__kwdefaults__,
         "closure": cells,
         "globals": named,
     }
-    return [("code", _code(value.__code__)), *((name, part) for name, part in held.items() if part)]
+    return [
+        ("code", _code(value.__code__)),
+        *((name, part) for name, part in parts.items() if part),
+    ]
 
 
 def _content(cell: CellType) -> Any:

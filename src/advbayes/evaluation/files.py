@@ -103,7 +103,7 @@ class Folder:
         if not file.exists():
             write_document(file, {**config, "code": code_hash(), "versions": versions()})
             return
-        held = self.config()
+        saved = self.config()
         for attack, contents in config.get("contents", {}).items():
             for place, value in contents.items():
                 if str(value).startswith(UNKNOWN):
@@ -113,10 +113,10 @@ class Folder:
                         f"which cannot be compared with what it held when {self.path} was begun"
                     )
         for key, value in config.items():
-            if key == "contents" and key not in held:
+            if key == "contents" and key not in saved:
                 self._without_contents(value)
-            elif not _alike(held.get(key), value):
-                place, before, now = _difference(key, held.get(key), value)
+            elif not _alike(saved.get(key), value):
+                place, before, now = _difference(key, saved.get(key), value)
                 raise checks.InputError(
                     f"out must be a new folder or hold the same evaluation, got {self.path} whose "
                     f"{place} is "
@@ -126,7 +126,7 @@ class Folder:
     def _without_contents(self, wanted: dict[str, dict[str, Any]]) -> None:
         """A folder from before the contents of attacks were noted: fine where the attacks hold
         nothing of the kind."""
-        needed = [f"{name}: {path}" for name, found in wanted.items() for path in found]
+        needed = [f"{name}: {path}" for name, paths in wanted.items() for path in paths]
         if needed:
             raise checks.InputError(
                 f"out must be a new folder or hold the same evaluation, got {self.path}, which "
@@ -137,12 +137,12 @@ class Folder:
 
     def config(self) -> dict[str, Any]:
         """What was evaluated, with which code."""
-        held = read_document(self.path / "config.json")
-        if not isinstance(held, dict):
+        document = read_document(self.path / "config.json")
+        if not isinstance(document, dict):
             raise checks.InputError(
-                f"{self.path / 'config.json'} must hold a dictionary, got {type(held).__name__}"
+                f"{self.path / 'config.json'} must hold a dictionary, got {type(document).__name__}"
             )
-        return held
+        return document
 
     def write_array(self, block: Block, x_adv: Tensor, y: Tensor) -> str:
         """Keep the very array that is scored, with its targets; its SHA-256 goes into the records.
@@ -186,8 +186,8 @@ class Folder:
         """The array of a block and its targets, refused unless it is the one that was scored."""
         self.check_array(block)
         path = self.path / block.file
-        held = decode(read_bytes(path, limit=MAX_ARRAY_BYTES), str(path))
-        return held["x_adv"], held["y"]
+        tensors = decode(read_bytes(path, limit=MAX_ARRAY_BYTES), str(path))
+        return tensors["x_adv"], tensors["y"]
 
 
 def _alike(first: Any, second: Any) -> bool:
@@ -204,14 +204,14 @@ def _alike(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def _difference(place: str, held: Any, wanted: Any) -> tuple[str, Any, Any]:
+def _difference(place: str, saved: Any, wanted: Any) -> tuple[str, Any, Any]:
     """Where two settings differ, as deep as dictionaries go, and the two values there."""
-    match held, wanted:
+    match saved, wanted:
         case dict(), dict():
-            for key in (*wanted, *(key for key in held if key not in wanted)):
-                if key not in held or key not in wanted or not _alike(held[key], wanted[key]):
-                    return _difference(f"{place}[{key!r}]", held.get(key), wanted.get(key))
-    return place, held, wanted
+            for key in (*wanted, *(key for key in saved if key not in wanted)):
+                if key not in saved or key not in wanted or not _alike(saved[key], wanted[key]):
+                    return _difference(f"{place}[{key!r}]", saved.get(key), wanted.get(key))
+    return place, saved, wanted
 
 
 @torch.no_grad()

@@ -99,16 +99,16 @@ def as_targets(name: str, value: Any) -> Tensor:
     tensor([0, 1, 1])
     """
     try:
-        found = torch.as_tensor(value)
+        targets = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise checks.InputTypeError(
             f"{name} must be a tensor, an array or a list of numbers, got {checks.describe(value)}"
         ) from None
-    if found.ndim not in (1, 2) or not len(found):
+    if targets.ndim not in (1, 2) or not len(targets):
         raise checks.InputError(
-            f"{name} must have shape (N,) or (N, D) with N >= 1, got {checks.describe(found)}"
+            f"{name} must have shape (N,) or (N, D) with N >= 1, got {checks.describe(targets)}"
         )
-    return checks.finite(name, found)
+    return checks.finite(name, targets)
 
 
 def as_radii(radii: Any) -> tuple[float, ...]:

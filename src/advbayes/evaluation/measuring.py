@@ -39,9 +39,9 @@ def with_generator(predict: Predictor, generator: torch.Generator) -> Predictor:
     True
     """
     moved: dict[str, Any] = {}
-    held = settings(predict)
-    for name, value in held.items():
-        if name == "generator" and held.get("seed") is None:  # a seed keys the draws already
+    fields = settings(predict)
+    for name, value in fields.items():
+        if name == "generator" and fields.get("seed") is None:  # a seed keys the draws already
             moved[name] = generator
         elif settings(value) and callable(value):
             inner = with_generator(cast(Predictor, value), generator)

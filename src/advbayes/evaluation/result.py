@@ -120,8 +120,8 @@ class Evaluation:
     @property
     def radii(self) -> tuple[float | None, ...]:
         """The budgets, smallest first."""
-        found = dict.fromkeys(cell.eps for cell in self.cells if cell.attack != CLEAN)
-        return tuple(sorted(found, key=lambda eps: math.inf if eps is None else eps))
+        radii = dict.fromkeys(cell.eps for cell in self.cells if cell.attack != CLEAN)
+        return tuple(sorted(radii, key=lambda eps: math.inf if eps is None else eps))
 
     def _name(self, predictor: str | None) -> str:
         name = self.predictors[0] if predictor is None else predictor
@@ -138,12 +138,12 @@ class Evaluation:
         checks.choice("attack", attack, (CLEAN, WORST, *self.attacks))
         if attack == CLEAN or predictor in self.trivial:
             return self.cells[Cell(predictor, CLEAN, 0.0)]
-        held = [
+        cells = [
             c.eps
             for c in self.cells
             if c.predictor == predictor and c.attack != CLEAN and attack in (WORST, c.attack)
         ]
-        radii = list(dict.fromkeys(held))
+        radii = list(dict.fromkeys(cells))
         if eps is None and len(radii) == 1:
             eps = radii[0]
         if eps not in radii:
@@ -200,12 +200,12 @@ class Evaluation:
         metric = metric or next(iter(REDUCTIONS[self.task]))
         predictor = self._name(predictor)
         clean = (0.0, self.estimate(metric, predictor, CLEAN))
-        held = [
+        points = [
             eps
             for eps in self.radii
             if eps and (attack == WORST or Cell(self._first(predictor), attack, eps) in self.cells)
         ]
-        return [clean, *((eps, self.estimate(metric, predictor, attack, eps)) for eps in held)]
+        return [clean, *((eps, self.estimate(metric, predictor, attack, eps)) for eps in points)]
 
     def risk_coverage(
         self, predictor: str | None = None, attack: str = WORST, eps: float | None = None
@@ -253,8 +253,10 @@ class Evaluation:
                     keys.append((WORST, eps))
             for attack, eps in keys:
                 label = "any" if predictor in self.trivial else attack
-                held = [name for name in names if gives(self.columns(predictor, attack, eps), name)]
-                values = {name: self.estimate(name, predictor, attack, eps) for name in held}
+                available = [
+                    name for name in names if gives(self.columns(predictor, attack, eps), name)
+                ]
+                values = {name: self.estimate(name, predictor, attack, eps) for name in available}
                 rows.append(
                     Row(
                         predictor,

@@ -433,16 +433,16 @@ def _resumed(
         if len(part) < size or any(record.get("block") != block.number for record in part):
             break
         for index, record in zip(range(block.start, block.stop), part, strict=True):
-            found = (
+            saved = (
                 record.get("predictor"),
                 record.get("attack"),
                 record.get("eps"),
                 record.get("index"),
             )
-            if found != (block.predictor, block.attack, block.eps, index):
+            if saved != (block.predictor, block.attack, block.eps, index):
                 raise checks.InputError(
-                    f"out must hold the records of this evaluation in its order, got {found[0]!r} "
-                    f"under {found[1]!r} where "
+                    f"out must hold the records of this evaluation in its order, got {saved[0]!r} "
+                    f"under {saved[1]!r} where "
                     f"{block.predictor!r} under {block.attack!r} was wanted; give the predictors "
                     f"and attacks in their first order"
                 )
@@ -488,18 +488,20 @@ def rescore(
     place = Folder(Path(folder))
     claimed = load_evaluation(folder)
     config = claimed.config
-    given = dict(predict) if isinstance(predict, Mapping) else {claimed.predictors[0]: predict}
+    predictors = dict(predict) if isinstance(predict, Mapping) else {claimed.predictors[0]: predict}
     seed = int(config["seed"])
     cells: dict[Cell, list[Columns]] = {}
     for block in saved_blocks(place):
-        if block.predictor not in given:
+        if block.predictor not in predictors:
             continue
         x_adv, y = place.read_array(block)
         repeats, level = (
             int(config["rescored"].get(block.predictor, 1)),
             float(config["interval_level"]),
         )
-        rows = _scored(given[block.predictor], x_adv, y, block, claimed.task, seed, repeats, level)
+        rows = _scored(
+            predictors[block.predictor], x_adv, y, block, claimed.task, seed, repeats, level
+        )
         cell = Cell(block.predictor, block.attack, block.eps)
         rows["norm"] = claimed.cells[cell]["norm"][block.start : block.stop]
         # The attack's own loss is not known to the files.
@@ -512,12 +514,12 @@ def rescore(
 
 def saved_blocks(folder: Folder) -> list[Block]:
     """The blocks whose records are in a folder, in order."""
-    found: dict[int, list[Any]] = {}
+    blocks: dict[int, list[Any]] = {}
     for record in folder.log.read():
         index, number = int(record["index"]), int(record["block"])  # type: ignore[arg-type]
         array = record.get("array", "")
-        held = found.setdefault(
+        entry = blocks.setdefault(
             number, [record["predictor"], record["attack"], record["eps"], index, index, array]
         )
-        held[4] = index + 1
-    return [Block(number, *held) for number, held in sorted(found.items())]
+        entry[4] = index + 1
+    return [Block(number, *entry) for number, entry in sorted(blocks.items())]

@@ -91,12 +91,12 @@ def score(
     guesses = isinstance(predict, metrics.ConstantClasses)
     for call in range(repeats):
         prediction = predict(x)
-        found = _scores(prediction, y, loss, interval_level, what)
+        columns = _scores(prediction, y, loss, interval_level, what)
         if guesses:
-            found["correct"] = metrics.expected_correct(prediction, y).cpu()
+            columns["correct"] = metrics.expected_correct(prediction, y).cpu()
         for part, size in parts.items():
             if not part or (part == "_first") == (call < repeats // 2):
-                for name, values in found.items():
+                for name, values in columns.items():
                     total[name + part] = total.get(name + part, 0.0) + values / size
     for part, size in parts.items():
         if "correct" in total and not guesses:  # ten tenths are one
@@ -110,29 +110,31 @@ def _scores(
     """The scores of one call."""
     if predicts_classes(prediction):
         check_scores(prediction.logits, f"{what} (log-probabilities)")
-    found = {"log_prob": metrics.log_prob(prediction, y)}
-    check_scores(found["log_prob"], f"{what} (log-probabilities of y)")
-    found["loss"] = -found["log_prob"] if loss is nll else per_example(loss(prediction, y), len(y))
+    columns = {"log_prob": metrics.log_prob(prediction, y)}
+    check_scores(columns["log_prob"], f"{what} (log-probabilities of y)")
+    columns["loss"] = (
+        -columns["log_prob"] if loss is nll else per_example(loss(prediction, y), len(y))
+    )
     if predicts_classes(prediction):
-        found["entropy"] = metrics.entropy(prediction)
-        found["correct"] = metrics.correct(prediction, y)
-        found["confidence"] = metrics.confidence(prediction)
-        found["brier"] = metrics.brier(prediction, y)
-        found["label"] = y
+        columns["entropy"] = metrics.entropy(prediction)
+        columns["correct"] = metrics.correct(prediction, y)
+        columns["confidence"] = metrics.confidence(prediction)
+        columns["brier"] = metrics.brier(prediction, y)
+        columns["label"] = y
         if prediction.probs.shape[-1] == 2:
-            found["positive"] = prediction.probs[:, 1]
+            columns["positive"] = prediction.probs[:, 1]
     else:
-        found["squared_error"] = metrics.squared_error(prediction, y)
+        columns["squared_error"] = metrics.squared_error(prediction, y)
         with suppress(NotImplementedError):
-            found["entropy"] = metrics.entropy(prediction)
+            columns["entropy"] = metrics.entropy(prediction)
         with suppress(NotImplementedError):  # no closed form and no draws
-            found["crps"] = metrics.crps(prediction, y)
+            columns["crps"] = metrics.crps(prediction, y)
         with suppress(NotImplementedError, TypeError):  # neither quantiles nor a cdf
             inside = metrics.interval(prediction, y, level=interval_level).inside
-            found["inside"] = inside.double().reshape(len(y), -1).mean(1)
-    for name, values in found.items():
+            columns["inside"] = inside.double().reshape(len(y), -1).mean(1)
+    for name, values in columns.items():
         check_scores(values, f"{what} ({name})")
-    return {name: values.detach().cpu().double() for name, values in found.items()}
+    return {name: values.detach().cpu().double() for name, values in columns.items()}
 
 
 def worst(columns: Sequence[Columns], task: Task) -> Columns:
@@ -167,14 +169,14 @@ def worst(columns: Sequence[Columns], task: Task) -> Columns:
             task,
         )
         for name in names:
-            held = (
+            chosen = (
                 f"{name}_{reported}"
                 if all(f"{name}_{reported}" in rows for rows in columns)
                 else name
             )
             found[name] = (
                 found.get(name, torch.zeros((), dtype=torch.float64))
-                + _taken(columns, held, pick[name]) / 2
+                + _taken(columns, chosen, pick[name]) / 2
             )
     return found
 

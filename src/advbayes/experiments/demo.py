@@ -206,7 +206,7 @@ def _evaluated(
         "ENT": entropy_pgd(ball, steps),
         "strong": strong_suite(ball, steps=steps, targets=4, queries=5 * steps),
     }
-    own = {"adaptive": Suite((Annealed(ball, steps=max(1, steps // 2)), NearestCentre(ball)))}
+    adaptive = {"adaptive": Suite((Annealed(ball, steps=max(1, steps // 2)), NearestCentre(ball)))}
     test = data.x_test[:num], data.y_test[:num]
     # the audit scores the first predictor's arrays again
     audited_first = {"MIX": predictors["MIX"], **predictors}
@@ -222,7 +222,7 @@ def _evaluated(
         )
         for place, whom, how in (
             ("demo", audited_first, attacks),
-            ("demo-purified", {PURIFIED: purified}, attacks | own),
+            ("demo-purified", {PURIFIED: purified}, attacks | adaptive),
         )
     ]
     return merged(parts)
@@ -269,5 +269,7 @@ class _Teller:
 
 
 def _accuracy(evaluation: Evaluation, predictor: str, attack: str) -> str:
-    held = Cell(predictor, attack, EPS) in evaluation.cells
-    return f"{evaluation.estimate('accuracy', predictor, attack, EPS).value:.3f}" if held else ""
+    measured = Cell(predictor, attack, EPS) in evaluation.cells
+    return (
+        f"{evaluation.estimate('accuracy', predictor, attack, EPS).value:.3f}" if measured else ""
+    )

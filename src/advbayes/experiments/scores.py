@@ -92,13 +92,15 @@ class Scores:
     def losses(self, metric: str, row: str, seed: int, cell: Cell) -> Array:
         """One number for each example, before the mean; of `worst` that of the worst attack."""
         if cell.attack == "worst":
-            held = [
+            records = [
                 self.losses(metric, row, seed, other)
                 for name, number, other in self.cells
                 if (name, number, other.split) == (row, seed, cell.split)
                 and (other.attack == "clean" or other.eps == cell.eps)
             ]
-            worst: Array = np.min(held, axis=0) if metric == "accuracy" else np.max(held, axis=0)
+            worst: Array = (
+                np.min(records, axis=0) if metric == "accuracy" else np.max(records, axis=0)
+            )
             return worst
         columns = self.cells[row, seed, cell]
         if metric == "accuracy":

@@ -344,9 +344,12 @@ def curves(experiment: Experiment, scores: Scores, folder: Path) -> str:
             axes_row = np.atleast_1d(figure.subplots(1, len(experiment.metrics)))
             for axes, metric in zip(axes_row, experiment.metrics, strict=True):
                 for row in scores.rows:
-                    found = [scores.summary(metric, row, cell) for cell in points]
-                    x, y = [cell.eps for cell in points], np.array([each.mean for each in found])
-                    spread = np.nan_to_num(np.array([each.sd for each in found]))
+                    summaries = [scores.summary(metric, row, cell) for cell in points]
+                    x, y = (
+                        [cell.eps for cell in points],
+                        np.array([each.mean for each in summaries]),
+                    )
+                    spread = np.nan_to_num(np.array([each.sd for each in summaries]))
                     (line,) = axes.plot(x, y, marker=".", label=row)
                     axes.fill_between(x, y - spread, y + spread, alpha=0.15, color=line.get_color())
                 axes.set_xlabel("eps (L2)")
@@ -455,19 +458,19 @@ def pictures(experiment: Experiment, scores: Scores, folder: Path) -> str:
     """Images above their predictive bars, one figure a row."""
     out = []
     for row in scores.rows:
-        held = [
+        records = [
             each
             for each in scores.records
             if each["row"] == row and each["seed"] == scores.records[0]["seed"]
         ]
-        attacks = list(dict.fromkeys(each["attack"] for each in held))
-        num = 1 + max(each["index"] for each in held)
+        attacks = list(dict.fromkeys(each["attack"] for each in records))
+        num = 1 + max(each["index"] for each in records)
 
         def paint(
-            figure: Any, held: list[Any] = held, attacks: list[str] = attacks, num: int = num
+            figure: Any, records: list[Any] = records, attacks: list[str] = attacks, num: int = num
         ) -> None:
             grid = figure.subplots(2 * len(attacks), num, squeeze=False)
-            for each in held:
+            for each in records:
                 top = 2 * attacks.index(each["attack"])
                 image, bars = grid[top][each["index"]], grid[top + 1][each["index"]]
                 pixels = np.frombuffer(bytes.fromhex(each["pixels"]), np.uint8)
@@ -491,14 +494,14 @@ def verdicts(experiment: Experiment, scores: Scores, folder: Path) -> str:
     """Each row's level, and the mandatory checks that failed or did not run."""
     body = []
     for unit in scores.manifest["units"].values():
-        held = [
+        records = [
             each
             for each in scores.records
             if (each["row"], each["seed"]) == (unit["row"], unit["seed"])
         ]
         named = {
             status: ", ".join(
-                each["check"] for each in held if each["status"] == status and each["mandatory"]
+                each["check"] for each in records if each["status"] == status and each["mandatory"]
             )
             for status in ("failed", "not run")
         }

@@ -106,10 +106,10 @@ def _average_precision(scores: Tensor, positive: Tensor) -> Tensor:  # (R, N) ea
     """Tied scores are one threshold; a resample without a positive counts as its base rate, 0."""
     ordered, order = scores.sort(1, descending=True)
     hits = positive.gather(1, order)
-    found, rank = hits.cumsum(1), torch.arange(1, scores.shape[1] + 1, dtype=torch.float64)
+    positives, rank = hits.cumsum(1), torch.arange(1, scores.shape[1] + 1, dtype=torch.float64)
     group = torch.zeros_like(order)
     group[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)
-    precision = found / rank
+    precision = positives / rank
     # where each tie ends
     last = torch.zeros_like(precision).scatter_reduce_(1, group, rank.expand_as(precision), "amax")
     at_end = precision.gather(1, last.gather(1, group).long() - 1)

@@ -56,23 +56,23 @@ def column(name: str, values: Any) -> Tensor:  # (N,), float64 on the CPU
     tensor([1., 2.], dtype=torch.float64)
     """
     try:
-        found = torch.as_tensor(values)
+        tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
         raise InputTypeError(
             f"{name} must be a tensor or an array of numbers, got {describe(values)}"
         ) from None
-    if found.is_complex():
-        raise InputTypeError(f"{name} must be real, got {describe(found)}")
-    if found.ndim == 2 and found.shape[1] == 1:
-        found = found[:, 0]
-    if found.ndim != 1 or len(found) == 0:
-        raise InputError(f"{name} must have shape (N,) with N >= 1, got {describe(found)}")
-    found = found.detach().cpu().double()
-    if bool(found.isnan().any()):
+    if tensor.is_complex():
+        raise InputTypeError(f"{name} must be real, got {describe(tensor)}")
+    if tensor.ndim == 2 and tensor.shape[1] == 1:
+        tensor = tensor[:, 0]
+    if tensor.ndim != 1 or len(tensor) == 0:
+        raise InputError(f"{name} must have shape (N,) with N >= 1, got {describe(tensor)}")
+    tensor = tensor.detach().cpu().double()
+    if bool(tensor.isnan().any()):
         raise InputError(
-            f"{name} must not be NaN, got {int(found.isnan().sum())} NaN of {len(found)} values"
+            f"{name} must not be NaN, got {int(tensor.isnan().sum())} NaN of {len(tensor)} values"
         )
-    return found
+    return tensor
 
 
 def outcomes(name: str, values: Any) -> Tensor:  # (N,), zeros and ones
@@ -81,13 +81,13 @@ def outcomes(name: str, values: Any) -> Tensor:  # (N,), zeros and ones
     >>> outcomes("correct", [True, False])
     tensor([1., 0.], dtype=torch.float64)
     """
-    found = column(name, values)
-    if not bool(((found == 0) | (found == 1)).all()):
-        low, high = float(found.min()), float(found.max())
+    tensor = column(name, values)
+    if not bool(((tensor == 0) | (tensor == 1)).all()):
+        low, high = float(tensor.min()), float(tensor.max())
         raise InputError(
             f"{name} must hold True and False (or 1 and 0) only, got values in [{low:g}, {high:g}]"
         )
-    return found
+    return tensor
 
 
 def shares(name: str, values: Any) -> Tensor:  # (N,), in [0, 1]
@@ -97,13 +97,13 @@ def shares(name: str, values: Any) -> Tensor:  # (N,), in [0, 1]
     >>> shares("correct", [True, 0.3])
     tensor([1.0000, 0.3000], dtype=torch.float64)
     """
-    found = column(name, values)
-    if not bool(((found >= 0) & (found <= 1)).all()):
-        low, high = float(found.min()), float(found.max())
+    tensor = column(name, values)
+    if not bool(((tensor >= 0) & (tensor <= 1)).all()):
+        low, high = float(tensor.min()), float(tensor.max())
         raise InputError(
             f"{name} must hold truth values or shares in [0, 1], got values in [{low:g}, {high:g}]"
         )
-    return found
+    return tensor
 
 
 def same_length(**columns: Tensor) -> None:
@@ -284,7 +284,7 @@ def quantiles(values: Tensor, *levels: float) -> list[float]:
     >>> quantiles(torch.tensor([0.0, 1.0, 2.0]), 0.25, 0.5)
     [0.5, 1.0]
     """
-    found: list[float] = (
+    edges: list[float] = (
         values.double().quantile(torch.tensor(levels, dtype=torch.float64)).tolist()
     )
-    return found
+    return edges

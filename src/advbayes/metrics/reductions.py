@@ -176,12 +176,12 @@ def reliability(
     )
     found = []
     for i in torch.unique(index).tolist():
-        held = confidence[index == i]
+        inside = confidence[index == i]
         if binning == "equal_width":
             low, high = i / bins, (i + 1) / bins
         else:
-            low, high = float(held[0]), float(held[-1])
-        found.append(Bin(low, high, float(held.mean()), _proportion(correct[index == i], level)))
+            low, high = float(inside[0]), float(inside[-1])
+        found.append(Bin(low, high, float(inside.mean()), _proportion(correct[index == i], level)))
     return tuple(found)
 
 

@@ -64,8 +64,8 @@ class Choices:
     @property
     def num_actions(self) -> int:
         """With abstention."""
-        held = self.utility.shape[1] if isinstance(self.utility, Tensor) else len(self._grid)
-        return held + (self.abstain is not None)
+        num = self.utility.shape[1] if isinstance(self.utility, Tensor) else len(self._grid)
+        return num + (self.abstain is not None)
 
     @property
     def _grid(self) -> Tensor:

@@ -187,9 +187,9 @@ class NearestCentre:
             return x.clone()
         x, y = entry(purifier, self.ball, x, y)
         best = Best(x, *score(purifier, margin, x, y))
-        own, others = neighbours(purifier, x, y, self.num)
+        same, others = neighbours(purifier, x, y, self.num)
         for k in range(others.shape[1]):
-            for direction, whole in ((others[:, k] - x, False), (others[:, k] - own[:, 0], True)):
+            for direction, whole in ((others[:, k] - x, False), (others[:, k] - same[:, 0], True)):
                 norm = self.ball.norm(direction).clamp_min(1e-12)
                 length = self.ball.eps / norm
                 length = length if whole else length.clamp_max(1.0)  # not past the centre

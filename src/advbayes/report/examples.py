@@ -36,9 +36,9 @@ def gallery_of(
     for row in range(len(gallery.x)):
         grouped: dict[str, list[dict[str, Any]]] = {}
         for view in gallery.views:
-            found = _said(gallery, view, row, class_names, scaling)
+            shown = _said(gallery, view, row, class_names, scaling)
             change = (view.x[row] - gallery.x[row]).double().flatten()
-            found |= {
+            shown |= {
                 "label": clean(view.label),
                 "untouched": view.label == UNTOUCHED,
                 "eps": view.eps,
@@ -46,7 +46,7 @@ def gallery_of(
                 "linf": float(change.abs().max()),
                 "picture": picture(view.x[row], box, pictures) if images else None,
             }
-            grouped.setdefault(clean(view.predictor), []).append(found)
+            grouped.setdefault(clean(view.predictor), []).append(shown)
         truth = gallery.y[row]
         example: dict[str, Any] = {
             "index": int(gallery.index[row]),

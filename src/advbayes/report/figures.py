@@ -120,7 +120,7 @@ def _inlined(svg: str, name: str, title: str, description: str) -> str:
     svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
     for stand_in, meant in _PAGE.items():
         svg = svg.replace(stand_in, meant)
-    svg = re.sub(r"#0101([0-9a-f]{2})", lambda found: f"var(--s{int(found.group(1), 16)})", svg)
+    svg = re.sub(r"#0101([0-9a-f]{2})", lambda match: f"var(--s{int(match.group(1), 16)})", svg)
     box = re.search(r'viewBox="([^"]+)"', svg)
     inside = svg[svg.index(">") + 1 :]
     head = (
@@ -265,10 +265,8 @@ def _said(metric: str, value: Any) -> str:
 
 def _trivial(document: Mapping[str, Any], metric: str) -> list[float]:
     """The best value among predictors that never look at the input."""
-    found = [
-        row["values"][metric]["value"] for row in document["table"] if row["kind"] == "trivial"
-    ]
-    values = [value for value in found if isinstance(value, float)]
+    rows = [row["values"][metric]["value"] for row in document["table"] if row["kind"] == "trivial"]
+    values = [value for value in rows if isinstance(value, float)]
     return [max(values) if METRICS[metric].better == "higher" else min(values)] if values else []
 
 
@@ -337,11 +335,14 @@ def _coverages(document: Mapping[str, Any]) -> list[Figure]:
         axes.axhline(level, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
         for entry in entries:
             i, attacked = names.index(entry["predictor"]), entry["attack"] != "clean"
-            found = entry["coverage"]
+            coverage = entry["coverage"]
             axes.errorbar(
                 [i + (0.14 if attacked else -0.14)],
-                [found["value"]],
-                yerr=[[found["value"] - found["low"]], [found["high"] - found["value"]]],
+                [coverage["value"]],
+                yerr=[
+                    [coverage["value"] - coverage["low"]],
+                    [coverage["high"] - coverage["value"]],
+                ],
                 color=colour(i) if attacked else MUTED,
                 marker=MARKERS[i % NUM_COLOURS],
                 markerfacecolor=colour(i) if attacked else PAPER,

@@ -65,8 +65,10 @@ def report_runs(
 
     runs = [Run.open(folder) for folder in run_folders]
     names = _names(runs)
-    found = {name: _evaluations(run, name, alone=len(runs) == 1) for name, run in names.items()}
-    evaluation = merged([one for held in found.values() for one in held])
+    evaluations = {
+        name: _evaluations(run, name, alone=len(runs) == 1) for name, run in names.items()
+    }
+    evaluation = merged([one for several in evaluations.values() for one in several])
     first = evaluation.predictors[0]
     trained = {
         name: load_trained(run.path, trusted=trusted)
@@ -86,7 +88,7 @@ def report_runs(
     return write_report(
         out,
         title=title or f"{', '.join(names)} on {', '.join(datasets)}",
-        left_out=_left_out(evaluation, found),
+        left_out=_left_out(evaluation, evaluations),
         evaluation=evaluation,
         audit=audits or None,
         threat_model=_threat(next(iter(audits.values()), None)),
@@ -99,7 +101,7 @@ def report_runs(
             if (run.path / "history.jsonl").is_file()
         }
         or None,
-        gallery=_gallery(found, trained, evaluation, num_thetas),
+        gallery=_gallery(evaluations, trained, evaluation, num_thetas),
         class_names=example.class_names or None if example else None,
         feature_names=example.feature_names or None if example else None,
         scaling=example.scaling if example else None,
@@ -136,9 +138,13 @@ def _evaluations(run: Run, name: str, *, alone: bool) -> list[Evaluation]:
     if not run.evaluations:
         wanted = f"at least one evaluation in the run (`advbayes evaluate {run.path}` makes one)"
         raise store.StoreError(run.path, wanted=wanted, got="none")
-    found = [load_evaluation(folder) for folder in run.evaluations]
+    evaluations = [load_evaluation(folder) for folder in run.evaluations]
     defense = run.config.defense
-    return found if alone or defense == name else [_renamed(one, defense, name) for one in found]
+    return (
+        evaluations
+        if alone or defense == name
+        else [_renamed(one, defense, name) for one in evaluations]
+    )
 
 
 def _renamed(evaluation: Evaluation, old: str, new: str) -> Evaluation:
@@ -185,8 +191,8 @@ def _loadable(run: Run, trusted: bool) -> bool:
 
 def _threat(audit: Any) -> Any:
     """The threat model beside a verdict, where the file has one."""
-    found = audit.get("threat_model") if isinstance(audit, Mapping) else None
-    return found if isinstance(found, Mapping) else None
+    threat = audit.get("threat_model") if isinstance(audit, Mapping) else None
+    return threat if isinstance(threat, Mapping) else None
 
 
 def _commands(names: Mapping[str, Run]) -> list[str]:
@@ -212,7 +218,7 @@ def _evaluation_command(run: Run, folder: Path) -> str:
 
 
 def _gallery(
-    found: Mapping[str, Sequence[Evaluation]],
+    evaluations: Mapping[str, Sequence[Evaluation]],
     trained: Mapping[str, Trained],
     whole: Evaluation,
     num_thetas: int,
@@ -222,7 +228,7 @@ def _gallery(
     predictors, attacked, eps, clean = {}, {}, None, None
     label = _strongest(whole)
     for name, model in trained.items():
-        for evaluation in found[name]:
+        for evaluation in evaluations[name]:
             if (
                 evaluation.config.get("data") != whole.config.get("data")
                 or evaluation.folder is None

@@ -97,7 +97,7 @@ def gather(
         "curves": _curves(evaluation, names, believed),
         "calibration": _calibration(evaluation, names, eps),
         "risk_coverage": _risk_coverage(evaluation, names, eps),
-        "audit": {clean(name): _plain(found) for name, found in audits.items()},
+        "audit": {clean(name): _plain(verdict) for name, verdict in audits.items()},
         "threat_model": threat,
         "scaling": scale,
         "gallery": None
@@ -126,15 +126,15 @@ def _audits(audit: Any, evaluation: Evaluation) -> dict[str, dict[str, Any]]:
         return {}
     if hasattr(audit, "json") or (isinstance(audit, Mapping) and "findings" in audit):
         return {evaluation.predictors[0]: _verdict(audit)}
-    return {str(name): _verdict(found) for name, found in audit.items() if found is not None}
+    return {str(name): _verdict(verdict) for name, verdict in audit.items() if verdict is not None}
 
 
-def _verdict(found: Any) -> dict[str, Any]:
-    held = found.json() if hasattr(found, "json") else dict(found)
-    if not isinstance(held.get("findings"), (list, tuple)) or "level" not in held:
+def _verdict(verdict: Any) -> dict[str, Any]:
+    document = verdict.json() if hasattr(verdict, "json") else dict(verdict)
+    if not isinstance(document.get("findings"), (list, tuple)) or "level" not in document:
         raise InputError(
             f"audit must be a Verdict, its JSON, or a mapping of predictors to them, got "
-            f"{type(found).__name__}"
+            f"{type(verdict).__name__}"
         )
     findings = [
         {
@@ -145,10 +145,14 @@ def _verdict(found: Any) -> dict[str, Any]:
             "advice": one.get("advice", ""),
             "mandatory": bool(one.get("mandatory", True)),
         }
-        for one in held["findings"]
+        for one in document["findings"]
     ]
     ids = {finding["id"] for finding in findings}
-    return {**held, "findings": findings, "never_asked": [id for id in MANDATORY if id not in ids]}
+    return {
+        **document,
+        "findings": findings,
+        "never_asked": [id for id in MANDATORY if id not in ids],
+    }
 
 
 def _believed(verdict: Mapping[str, Any] | None) -> bool:
@@ -263,8 +267,8 @@ def _table(
             ]
             keys.append((WORST, eps))
         for attack, eps in keys:
-            found = _columns(evaluation, name, attack, eps)
-            if found is None:
+            columns = _columns(evaluation, name, attack, eps)
+            if columns is None:
                 continue
             rows.append(
                 {
@@ -278,7 +282,7 @@ def _table(
                     "eps": None if trivial else eps,
                     "dagger": attack != CLEAN and not trivial and not believed[name],
                     "values": {
-                        metric: estimate(reduce(found)) if gives(found, metric) else _UNKNOWN
+                        metric: estimate(reduce(columns)) if gives(columns, metric) else _UNKNOWN
                         for metric, reduce in reductions.items()
                     },
                 }
@@ -323,7 +327,7 @@ def _calibration(
 ) -> list[dict[str, Any]]:
     """Reliability bins of classes, interval coverage of regressions; untouched and under the worst
     case."""
-    found = []
+    entries = []
     for name in names:
         for attack, radius in ((CLEAN, 0.0), (WORST, eps)):
             rows = _columns(evaluation, name, attack, radius)
@@ -344,15 +348,15 @@ def _calibration(
                 entry["ece"] = estimate(REDUCTIONS["classification"]["ece"](rows))
             else:
                 entry["coverage"] = estimate(REDUCTIONS["regression"]["coverage"](rows))
-            found.append(entry)
-    return found
+            entries.append(entry)
+    return entries
 
 
 def _risk_coverage(
     evaluation: Evaluation, names: Sequence[str], eps: float | None
 ) -> list[dict[str, Any]]:
     """The risk among the most certain answers, thinned to a few points."""
-    found = []
+    entries = []
     for name in names:
         for attack, radius in ((CLEAN, 0.0), (WORST, eps)):
             rows = _columns(evaluation, name, attack, radius)
@@ -374,7 +378,7 @@ def _risk_coverage(
                 .long()
                 .tolist()
             )
-            found.append(
+            entries.append(
                 {
                     "predictor": clean(name),
                     "attack": attack,
@@ -386,7 +390,7 @@ def _risk_coverage(
                     ],
                 }
             )
-    return found
+    return entries
 
 
 def _attacks(evaluation: Evaluation) -> list[dict[str, Any]]:
@@ -405,24 +409,24 @@ def _attacks(evaluation: Evaluation) -> list[dict[str, Any]]:
 # --- threat model and units ---------------------------------------------------------------------
 
 
-def _threat(given: Any, evaluation: Evaluation, run: Mapping[str, Any] | None) -> dict[str, Any]:
+def _threat(threat: Any, evaluation: Evaluation, run: Mapping[str, Any] | None) -> dict[str, Any]:
     """What is said of the attacker; what is not said is taken from the attacks' settings and the
     run's configuration."""
-    if dataclasses.is_dataclass(given) and not isinstance(given, type):
-        given = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
-    found = {
+    if dataclasses.is_dataclass(threat) and not isinstance(threat, type):
+        threat = {field.name: getattr(threat, field.name) for field in dataclasses.fields(threat)}
+    document = {
         str(key): value
-        for key, value in dict(given or {}).items()
+        for key, value in dict(threat or {}).items()
         if value is not None and key != "scale"
     }
     settings = " ".join(str(text) for text in evaluation.config.get("attacks", {}).values())
     norms = sorted(set(re.findall(r"\b(L2|Linf)\(", settings)))
-    if "norm" not in found and norms:
-        found["norm"] = " and ".join(norms)
+    if "norm" not in document and norms:
+        document["norm"] = " and ".join(norms)
     boxes = sorted(set(re.findall(r"box=(\([^()]*\))", settings)))
-    if "box" not in found and settings:
-        found["box"] = " and ".join(boxes) or "none"
-    if "eps" not in found:
+    if "box" not in document and settings:
+        document["box"] = " and ".join(boxes) or "none"
+    if "eps" not in document:
         radii = [eps for eps in evaluation.radii if eps is not None]
         configs = [one.get("config", {}) for one in _each_run(run).values()]
         trained = {
@@ -430,9 +434,9 @@ def _threat(given: Any, evaluation: Evaluation, run: Mapping[str, Any] | None) -
             for config in configs
             if isinstance(config.get("eps"), (int, float))
         } & set(radii)
-        found["eps"] = min(trained) if len(trained) == 1 else max(radii, default=None)
-    found["radii"] = [eps for eps in evaluation.radii if eps is not None]
-    return _plain({key: value for key, value in found.items() if value is not None})  # type: ignore[no-any-return]
+        document["eps"] = min(trained) if len(trained) == 1 else max(radii, default=None)
+    document["radii"] = [eps for eps in evaluation.radii if eps is not None]
+    return _plain({key: value for key, value in document.items() if value is not None})  # type: ignore[no-any-return]
 
 
 def _scaling(scaling: Any, feature_names: Sequence[str] | None) -> dict[str, Any] | None:
@@ -455,10 +459,10 @@ def _scaling(scaling: Any, feature_names: Sequence[str] | None) -> dict[str, Any
                 "target_std": None,
             }
         )
-    held = scaling.to_dict() if hasattr(scaling, "to_dict") else dict(scaling)
+    document = scaling.to_dict() if hasattr(scaling, "to_dict") else dict(scaling)
     flat = {
         name: torch.as_tensor(value, dtype=torch.float64).reshape(-1).tolist()
-        for name, value in held.items()
+        for name, value in document.items()
         if value is not None
     }
     if not {"mean", "std"} <= flat.keys():
@@ -486,11 +490,11 @@ def _each_run(run: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
 
 
 def _runs(run: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    found = []
+    documents = []
     for name, one in _each_run(run).items():
         config, manifest = dict(one.get("config") or {}), dict(one.get("manifest") or {})
         started = manifest.get("started") or {}
-        found.append(
+        documents.append(
             {
                 "name": clean(name),
                 "config": _plain(config),
@@ -503,7 +507,7 @@ def _runs(run: Mapping[str, Any] | None) -> list[dict[str, Any]]:
                 "status": _plain(manifest.get("status")),
             }
         )
-    return found
+    return documents
 
 
 def _training(history: Any, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -511,9 +515,9 @@ def _training(history: Any, names: Sequence[str]) -> list[dict[str, Any]]:
     if history is None:
         return []
     many = isinstance(history, Mapping) and not all(_is_column(value) for value in history.values())
-    held = {str(name): one for name, one in history.items()} if many else {names[0]: history}
-    found = []
-    for name, one in held.items():
+    histories = {str(name): one for name, one in history.items()} if many else {names[0]: history}
+    curves = []
+    for name, one in histories.items():
         rows = (
             one.get("bound", []) if isinstance(one, Mapping) else [row.get("bound") for row in one]
         )
@@ -529,8 +533,8 @@ def _training(history: Any, names: Sequence[str]) -> list[dict[str, Any]]:
             for part in parts
         ]
         if points:
-            found.append({"predictor": clean(name), "points": points, "steps": len(rows)})
-    return found
+            curves.append({"predictor": clean(name), "points": points, "steps": len(rows)})
+    return curves
 
 
 def _is_column(value: Any) -> bool:

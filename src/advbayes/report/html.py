@@ -50,9 +50,9 @@ def render(
             drawn={
                 name: [
                     {"svg": Markup(one.svg), "caption": one.caption, "predictor": one.predictor}
-                    for one in found
+                    for one in figures_of
                 ]
-                for name, found in drawn.items()
+                for name, figures_of in drawn.items()
             },
             legend=legend(document["predictors"]),
             curve_legend=legend(

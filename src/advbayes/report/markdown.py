@@ -69,11 +69,11 @@ def render(document: Mapping[str, Any], provenance: Mapping[str, Any], *, digest
     lines += ["## How to reproduce this", ""]
     if provenance.get("commands"):
         # Code, to be copied, unless a renderer that knows no indented code would see HTML in it.
-        held = provenance["commands"]
+        commands = provenance["commands"]
         lines += [
             *(
                 (f"- {markdown(line)}" if set("<>&") & set(line) else f"    {line}")
-                for line in held
+                for line in commands
             ),
             "",
         ]
@@ -91,13 +91,13 @@ def _verdict(verdict: Mapping[str, Any]) -> list[str]:
     lines = [f"**{name}: {level}{verdict['head'].lower()}.** {verdict['meaning']}"]
     if not verdict["level"]:
         return lines
-    for label, found in (
+    for label, listed in (
         ("Failed", verdict["failed"] + verdict["remarks"]),
         ("Not run", verdict["not_run"]),
     ):
-        if found:
+        if listed:
             lines += ["", f"{label}:", ""]
-            for check in found:
+            for check in listed:
                 figures = telling.figures_of(check)
                 said = markdown(
                     f"{check['id']} {check['title']}{f' ({figures})' if figures else ''}"
@@ -130,12 +130,13 @@ def _calibration(document: Mapping[str, Any]) -> list[str]:
         where = (
             "untouched" if entry["attack"] == "clean" else f"worst case, ε = {short(entry['eps'])}"
         )
-        found, what = (
+        estimate, what = (
             (entry["ece"], "expected calibration error")
             if "ece" in entry
             else (entry["coverage"], "coverage")
         )
-        said = f"{percent(found['value'])} % ({percent(found['low'])} to {percent(found['high'])})"
+        value, low, high = (percent(estimate[key]) for key in ("value", "low", "high"))
+        said = f"{value} % ({low} to {high})"
         lines.append(f"- {markdown(entry['predictor'])}, {where}: {what} {said}")
     return [*lines, ""]
 
@@ -183,16 +184,16 @@ def spreadsheet(document: Mapping[str, Any]) -> str:
     lines = ["predictor,attack,eps,metric,value,low,high,examples,believed"]
     for row in document["table"]:
         for metric in document["metrics"]:
-            found = row["values"][metric]
+            estimate = row["values"][metric]
             cells = [
                 row["predictor"],
                 row["attack"],
                 row["eps"],
                 metric,
-                found["value"],
-                found["low"],
-                found["high"],
-                found["num"],
+                estimate["value"],
+                estimate["low"],
+                estimate["high"],
+                estimate["num"],
             ]
             lines.append(",".join(map(csv, [*cells, "no" if row["dagger"] else "yes"])))
     return "\n".join(lines) + "\n"

@@ -103,8 +103,8 @@ def make_gallery(
     views, task = [], "classification"
     for name, predict in named.items():
         states: dict[str, Tensor] = {UNTOUCHED: x}
-        for attack, found in attacked.items():
-            x_adv = found.get(name) if isinstance(found, Mapping) else found
+        for attack, arrays in attacked.items():
+            x_adv = arrays.get(name) if isinstance(arrays, Mapping) else arrays
             if x_adv is not None:
                 states[attack] = x_adv[: len(x)].detach().cpu()
         for label, state in states.items():
@@ -155,9 +155,9 @@ def _pixels(image: Tensor, box: tuple[float, float]) -> Tensor:  # (C, H, W), by
     return (255 * (image.double() - low) / (high - low)).round().clamp(0, 255).to(torch.uint8)
 
 
-def picture(image: Tensor, box: tuple[float, float], held: dict[str, str]) -> str:
+def picture(image: Tensor, box: tuple[float, float], pictures: dict[str, str]) -> str:
     """Keep an image as a data address in `held`; its name there is the SHA-256 of its pixels
     (compressors may differ)."""
     name = hashlib.sha256(_pixels(image, box).contiguous().numpy().tobytes()).hexdigest()
-    held[name] = f"data:image/png;base64,{base64.b64encode(png(image, box)).decode()}"
+    pictures[name] = f"data:image/png;base64,{base64.b64encode(png(image, box)).decode()}"
     return name

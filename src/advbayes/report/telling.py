@@ -51,13 +51,15 @@ def shown(document: Document, metric: str, value: Any) -> str:
     return number(value * factor(document, metric) if isinstance(value, float) else value)
 
 
-def interval(document: Document, metric: str, found: Mapping[str, Any]) -> str:
+def interval(document: Document, metric: str, estimate: Mapping[str, Any]) -> str:
     """A confidence interval.
 
     >>> interval({"scaling": None}, "accuracy", {"low": 0.4, "high": 0.6})
     '40.0 to 60.0'
     """
-    return f"{shown(document, metric, found['low'])} to {shown(document, metric, found['high'])}"
+    return (
+        f"{shown(document, metric, estimate['low'])} to {shown(document, metric, estimate['high'])}"
+    )
 
 
 def label(document: Document, metric: str) -> str:
@@ -197,11 +199,11 @@ def headline(document: Document) -> list[str]:
 
 def verdicts(document: Document) -> list[dict[str, Any]]:
     """For each predictor: level, what it means, failed and missing checks with advice."""
-    found = []
+    verdicts = []
     for name in document["predictors"]:
         audit = document["audit"].get(name)
         if audit is None:
-            found.append(
+            verdicts.append(
                 {
                     "predictor": name,
                     "level": None,
@@ -227,7 +229,7 @@ def verdicts(document: Document) -> list[dict[str, Any]]:
         optional = [
             one for one in checks if one["status"] == "failed" and not one.get("mandatory", True)
         ]
-        found.append(
+        verdicts.append(
             {
                 "predictor": name,
                 "level": level,
@@ -251,7 +253,7 @@ def verdicts(document: Document) -> list[dict[str, Any]]:
                 "examples": (audit.get("summary") or {}).get("examples"),
             }
         )
-    return found
+    return verdicts
 
 
 def figures_of(check: Mapping[str, Any]) -> str:

@@ -50,7 +50,7 @@ def markdown(value: object) -> str:
     """
     text = "".join(_DEAD.get(character, character) for character in clean(value, 10_000))
     text = _SCHEME.sub(r"\1&#58;", text)  # what a renderer would turn into a link by itself
-    text = _LIST.sub(lambda found: f"{found.group(1)}&#{ord(found.group(2))};", text)
+    text = _LIST.sub(lambda match: f"{match.group(1)}&#{ord(match.group(2))};", text)
     return re.sub(r"\b(www)\.", r"\1&#46;", text, flags=re.I)
 
 

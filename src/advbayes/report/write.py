@@ -118,9 +118,9 @@ def provenance_of(reproduce: Any, run: Mapping[str, Any] | None) -> dict[str, An
     >>> provenance_of("advbayes demo", None)["commands"]
     ['advbayes demo']
     """
-    given = dict(reproduce) if isinstance(reproduce, Mapping) else {}
+    named = dict(reproduce) if isinstance(reproduce, Mapping) else {}
     commands = (
-        given.get("commands", given.get("command", []))
+        named.get("commands", named.get("command", []))
         if isinstance(reproduce, Mapping)
         else reproduce or []
     )
@@ -131,19 +131,19 @@ def provenance_of(reproduce: Any, run: Mapping[str, Any] | None) -> dict[str, An
     started = [dict((one.get("manifest") or {}).get("started") or {}) for one in runs]
     if not lines:
         lines = [command_line(one["command"]) for one in started if one.get("command")]
-    found: dict[str, Any] = {"commands": [clean(line, 2000) for line in lines]}
+    document: dict[str, Any] = {"commands": [clean(line, 2000) for line in lines]}
     for key in ("commit", "machine"):
         values = dict.fromkeys(clean(one[key]) for one in started if one.get(key))
-        value = given.get(key) or ", ".join(values)
+        value = named.get(key) or ", ".join(values)
         if value:
-            found[key] = clean(value)
-    if isinstance(given.get("versions"), Mapping):
-        found["versions"] = {
-            clean(name): clean(version) for name, version in given["versions"].items()
+            document[key] = clean(value)
+    if isinstance(named.get("versions"), Mapping):
+        document["versions"] = {
+            clean(name): clean(version) for name, version in named["versions"].items()
         }
-    if given.get("folder"):
-        found["folder"] = clean(given["folder"])
-    return found
+    if named.get("folder"):
+        document["folder"] = clean(named["folder"])
+    return document
 
 
 def command_line(words: Any) -> str:

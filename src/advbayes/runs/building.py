@@ -138,11 +138,11 @@ def reach_of(
     if not feature_eps:
         return mask, None
     std = torch.ones(len(names)) if scaling is None else scaling.std.reshape(-1).float()
-    own = [
+    scales = [
         feature_eps[name] / (eps * float(spread)) if name in feature_eps else 1.0
         for name, spread in zip(names, std, strict=True)
     ]
-    return mask, torch.tensor(own)
+    return mask, torch.tensor(scales)
 
 
 def build_net(config: RunConfig, data: Prepared, *, trusted: bool = False) -> nn.Module:

@@ -235,7 +235,7 @@ def parse_feature_eps(entries: tuple[str, ...]) -> dict[str, float]:
     >>> parse_feature_eps(("age=5", "income=1e3"))
     {'age': 5.0, 'income': 1000.0}
     """
-    found = {}
+    budgets = {}
     for entry in entries:
         name, _, text = entry.rpartition("=")
         try:
@@ -246,8 +246,8 @@ def parse_feature_eps(entries: tuple[str, ...]) -> dict[str, float]:
             raise InputError(
                 f"feature_eps: must be name=number with a number > 0, got {entry!r:.60}"
             )
-        found[name] = value
-    return found
+        budgets[name] = value
+    return budgets
 
 
 def _halves(name: str) -> tuple[str, str]:

@@ -81,10 +81,10 @@ def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trai
         raise store.MissingError(place, wanted="a run folder or a bundle")
     said = _mapping(store.read_bundle(store.model_file(place))[1].get("extra"))
     network, channel = said.get("network"), said.get("channel")
-    own = isinstance(network, str) and network not in NETWORKS
+    custom = isinstance(network, str) and network not in NETWORKS
     bundle = store.load(
         place,
-        net=own_net(str(network), trusted=trusted) if own else None,
+        net=own_net(str(network), trusted=trusted) if custom else None,
         own=() if channel is None else own_classes(str(channel), trusted=trusted),
     )
     extra, threat = _mapping(bundle.extra), _mapping(bundle.threat_model)

@@ -214,10 +214,10 @@ def clean_metrics(
     ]
     columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     known = REDUCTIONS[task] | ON_REQUEST[task]
-    found = {name: known[name](columns) for name in _CLEAN[task]}
+    estimates = {name: known[name](columns) for name in _CLEAN[task]}
     values = {
         name: {"value": _plain(e.value), "low": _plain(e.low), "high": _plain(e.high)}
-        for name, e in found.items()
+        for name, e in estimates.items()
     }
     return {
         "task": task,

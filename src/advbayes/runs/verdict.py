@@ -95,13 +95,13 @@ def audit_run(
 def _saved(run: Run, predict: Predictor, x: Tensor, ball: Ball) -> Path | None:
     """The last evaluation of the run by this predictor in this ball, for the checks that look at
     saved arrays."""
-    own = fingerprint(predict, x[:4])
+    ours = fingerprint(predict, x[:4])
 
     def fits(path: Path) -> bool:
         config: Any = store.read_document(path / "config.json")
         marks: list[float] = next(iter(config.get("predictors", {}).values()), [])
-        near = len(marks) == len(own) and all(
-            abs(a - b) <= 1e-4 * (1 + abs(b)) for a, b in zip(marks, own, strict=True)
+        near = len(marks) == len(ours) and all(
+            abs(a - b) <= 1e-4 * (1 + abs(b)) for a, b in zip(marks, ours, strict=True)
         )
         norm = any(f"{type(ball).__name__}(" in text for text in config.get("attacks", {}).values())
         return near and norm and ball.eps in (config.get("radii") or [])

@@ -60,11 +60,11 @@ def versions() -> dict[str, str]:
     ['advbayes', 'python', 'safetensors', 'torch']
     """
     try:
-        own = version("advbayes")
+        installed = version("advbayes")
     except PackageNotFoundError:  # used from a source tree
-        own = "unknown"
+        installed = "unknown"
     return {
-        "advbayes": own,
+        "advbayes": installed,
         "python": platform.python_version(),
         "safetensors": safetensors.__version__,
         "torch": str(torch.__version__),

@@ -158,8 +158,8 @@ def fit(
     ranks.agree(num_data=batches.num_data, num_params=model.num_params, steps=total, seed=seed)
     optimiser = adam_for(posterior, lr)
     adversaries = [_Adversary(learned, adversary_lr, ranks) for learned in learned_in(channel)]
-    held = _Held(posterior, optimiser, adversaries)
-    state = held.begin(State() if state is None else held.restore(state), ranks)
+    kept = _Held(posterior, optimiser, adversaries)
+    state = kept.begin(State() if state is None else kept.restore(state), ranks)
     take_step: Step = (compiled_step if compile else eager_step)(
         model, posterior, channel, objective, optimiser, ranks
     )
@@ -219,8 +219,8 @@ def fit(
                 and checkpoint_every is not None
                 and state.step % checkpoint_every == 0
             ):
-                checkpoint(held.save(state))
-        state = held.save(state)
+                checkpoint(kept.save(state))
+        state = kept.save(state)
         if checkpoint is not None and ranks.is_first:
             checkpoint(state)
     return FitResult(state.history, state.step, state.skipped, interrupted, state)
