@@ -403,6 +403,13 @@ def test_e21_allows_five_points_below_the_published_figure(
     assert "0a1b2c3" in str(found.figures["source"])
 
 
+def test_e21_finds_the_packages_own_record_on_mnist() -> None:
+    found = looked_at("E21", dataset="MNIST", ball=L2(2.0))["E21"]
+    assert found.status == "passed", found.line()
+    assert found.figures["published_worst"] == 0.692
+    assert looked_at("E21", dataset="MNIST", ball=L2(1.0))["E21"].status == "not run"
+
+
 def test_e21_takes_a_record_of_this_threat_model_alone(tmp_path: Path) -> None:
     assert (
         looked_at("E21", baseline=replace(RECORD, eps=1.0), dataset="mnist", ball=L2(2.0))[
