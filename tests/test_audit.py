@@ -411,7 +411,8 @@ def test_e19_the_default_attacks_are_exact_where_the_answer_is_known(ball: Any) 
 
 def test_e20_and_e21_are_controls() -> None:
     assert check("E20").status == "not run"
-    assert check("E20", undefended=MODEL).status == "failed"  # eps 0.5 leaves it more than 5 %
+    # eps 0.5 leaves it more than 5 %
+    assert check("E20", undefended=MODEL, control_ball=L2(0.5)).status == "failed"
     assert check("E20", undefended=MODEL, control_ball=L2(6.0)).status == "passed"
     assert check("E21").status == "not run"
     published: dict[str, Any] = {"dataset": "MNIST", "ball": L2(2.0)}

@@ -347,13 +347,13 @@ def test_e20_prints_the_control_ball_relative_to_the_data() -> None:
     assert f"eps_of_distance = {6.0 / distance:.4g}" in found.line()
 
 
-def test_e20_widens_the_ball_by_itself_up_to_half_the_distance_between_examples() -> None:
+def test_e20_widens_the_ball_by_itself_until_nearly_all_can_reach_another_class() -> None:
     found = looked_at("E20", undefended=predict, data=(X / 2, Y))["E20"]
-    assert (
-        BALL.eps
-        < float(found.figures["eps"])
-        <= 0.5 * float((X - X.roll(1, 0)).norm(dim=1).median()) / 2 + 1e-6
-    )  # type: ignore[arg-type]
+    half = 0.5 * float((X - X.roll(1, 0)).norm(dim=1).median()) / 2
+    nearest = torch.cdist(X, X).masked_fill(Y.unsqueeze(1) == Y, torch.inf).amin(1) / 2
+    most = max(half, float(nearest.quantile(0.97)))
+    assert BALL.eps < float(found.figures["eps"]) <= most + 1e-6  # type: ignore[arg-type]
+    assert found.status == "passed"  # there are witnesses, and the attack finds them
 
 
 def test_e20_wants_one_net() -> None:

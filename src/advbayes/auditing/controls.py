@@ -125,6 +125,25 @@ def apart(case: Case) -> float:
     return float(distance.median()) or math.inf
 
 
+def comparing(case: Case, control: Predictor) -> Ball:
+    """The ball in which adversarial training is held against the control: the one that breaks it,
+    but not beyond half the distance between two examples, where nothing can stand."""
+    ball, _ = breaking(case, control)
+    return replace(ball, eps=min(ball.eps, max(case.ball.eps, 0.5 * apart(case))))
+
+
+def to_another_class(case: Case, ball: Ball) -> float:
+    """The distance within which all but 3 % of the examples have one of another class; 0 in
+    regression, or where there is one class."""
+    if case.task == "regression" or bool((case.y == case.y[0]).all()):
+        return 0.0
+    nearest = [
+        ball.norm(case.x[case.y != label] - x).min()
+        for x, label in zip(case.x, case.y, strict=True)
+    ]
+    return float(torch.stack(nearest).double().quantile(0.97))
+
+
 def _control(case: Case, control: Predictor) -> tuple[Ball, Columns]:
     """The control under attack, and in which ball: the one given, the audited one where a figure is
     published for it, else the one that breaks it."""
@@ -136,12 +155,14 @@ def _control(case: Case, control: Predictor) -> tuple[Ball, Columns]:
 
 def breaking(case: Case, control: Predictor) -> tuple[Ball, Columns]:
     """The audited ball widened until the control falls, up to half the distance between two
-    examples; and what it leaves. Every feature may change, for it is the attack that is on trial
-    here."""
+    examples or, where that is more, until nearly all of them have one of another class within
+    reach, which an attack worth its name finds; and what it leaves. Every feature may change, for
+    it is the attack that is on trial here."""
 
     def make() -> tuple[Ball, Columns]:
-        ball, half = replace(case.ball, mask=None), 0.5 * apart(case)
-        most = half if ball.eps > 0 and half < math.inf else ball.eps
+        ball = replace(case.ball, mask=None)
+        far = max(0.5 * apart(case), to_another_class(case, ball))
+        most = far if ball.eps > 0 and far < math.inf else ball.eps
         while True:
             columns = _left(case, control, ball)
             if case.task == "regression" or case.value(columns) <= LEFT or ball.eps >= most:
@@ -188,7 +209,7 @@ def credible_baseline(case: Case) -> Finding:
             "there is no published figure: give the undefended control too, which the baseline "
             "must beat",
         )
-    ball, _ = breaking(case, support.undefended)
+    ball = comparing(case, support.undefended)
     if len(case.x) < COMPARED:  # a comparison wants more examples than a look
         x, y = (part[:COMPARED] for part in case.whole)
         case = replace(case, x=x, y=y, memory={})
@@ -289,7 +310,7 @@ def with_controls(case: Case, *, progress: bool | None = None) -> Support:
         near = case if case.task == "classification" else None
         control = trained_control(model, Noise(0.0), data, near, seed=case.seed, progress=progress)
     if baseline is None and published_for(support.dataset, case.ball) is None:
-        channel = AttackChannel(pgd(breaking(case, control)[0], Recipe.attack_steps), 0.0)
+        channel = AttackChannel(pgd(comparing(case, control), Recipe.attack_steps), 0.0)
         baseline = trained_control(model, channel, data, None, seed=case.seed, progress=progress)
     return support.but(undefended=control, baseline=baseline)
 
