@@ -89,12 +89,12 @@ def test_posteriors_by_name(posterior: str) -> None:
 
 def test_defenses_before_and_after_the_attack() -> None:
     x, y = load_iris(return_X_y=True)
-    settings = {"epochs": 40, "random_state": 0, "sigma": 0.3}
+    settings = {"epochs": 120, "random_state": 0, "sigma": 0.3}
     found = {
         defense: RobustClassifier("os", defense=defense, **settings).fit(x, y)
         for defense in ("none", "proactive", "reactive", "both")
     }
-    undefended = RobustClassifier(epochs=40, random_state=0).fit(x, y)
+    undefended = RobustClassifier(epochs=120, random_state=0).fit(x, y)
     assert np.array_equal(found["none"].predict_proba(x), undefended.predict_proba(x))
     for plain, purified in (("none", "reactive"), ("proactive", "both")):
         assert torch.equal(found[plain].posterior_.mu, found[purified].posterior_.mu)

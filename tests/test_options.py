@@ -128,7 +128,7 @@ KEYS: dict[str, tuple[str, dict[str, str], Callable[[Any], Any], Any]] = {
     "epochs": ("2", {}, lambda t: Run(t.path).manifest["steps"], 8),
     "batch_size": ("32", {}, lambda t: Run(t.path).manifest["steps"], 2),
     "lr": ("0.1", {}, None, None),
-    "decay": ("0.1", {"epochs": "2"}, None, None),
+    "decay": ("0.5", {"epochs": "2"}, None, None),
     "adversary_lr": ("0.5", {"defense": "nn"}, None, None),
     "num_theta": ("3", {}, None, None),
     "num_channel": ("3", {}, None, None),
@@ -138,7 +138,7 @@ KEYS: dict[str, tuple[str, dict[str, str], Callable[[Any], Any], Any]] = {
     "seed": ("5", {}, lambda t: t.seed, 5),
     "feature_eps": (
         "a=0.3",
-        {"norm": "linf"},
+        {"norm": "linf", "eps": "1"},
         lambda t: [round(float(v), 3) for v in (t.scale * t.scaling.std)[:1]],
         [0.3],
     ),
@@ -925,6 +925,25 @@ def test_a_report_shows_examples_of_a_trusted_network_alone(
         assert (found["gallery"] is not None) is wanted
 
 
+@shows("train", "device")
+@shows("predict", "device")
+@shows("evaluate", "device")
+@shows("audit", "device")
+@shows("certify", "device")
+def test_a_device_is_asked_for(place: Path, run: str, capsys: Printed) -> None:
+    """tests/test_devices.py has what it does where there is one."""
+    for argv in (
+        training(place, place / "nowhere"),
+        ["predict", run, str(place / "kinds.csv")],
+        ["evaluate", run],
+        ["audit", run],
+        ["certify", run],
+    ):
+        assert main([*argv, "--device", "abacus"]) == 2
+        assert "device: must be one that torch has on this machine" in capsys.readouterr().err
+    assert not (place / "nowhere").exists()
+
+
 # --- none without a test --------------------------------------------------------------------------
 
 
@@ -957,6 +976,9 @@ ESTIMATOR: dict[str, Any] = {
     "epochs": 4,
     "batch_size": 16,
     "lr": 0.1,
+    "decay": 1.0,
+    "init_scale": 0.5,
+    "class_weight": {False: 1.0, True: 5.0},
     "num_thetas": 3,
     "random_state": 1,
 }
@@ -964,7 +986,8 @@ ESTIMATOR: dict[str, Any] = {
 
 def test_every_argument_of_the_estimators_has_a_test_of_its_effect() -> None:
     assert set(ESTIMATOR) == set(RobustClassifier().get_params())
-    assert set(ESTIMATOR) | {"noise_scale"} == set(RobustRegressor().get_params())
+    regression = set(ESTIMATOR) - {"class_weight"} | {"noise_scale"}
+    assert regression == set(RobustRegressor().get_params())
 
 
 @pytest.mark.parametrize("noise_scale", [0.01, "heteroscedastic"])
