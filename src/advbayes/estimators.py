@@ -111,7 +111,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         last: nn.Linear | None = None,
     ) -> None:
         """Build, train, draw thetas. After Ctrl-C the estimator holds what was trained and the
-        interrupt goes on."""
+        interrupt is raised again."""
         checks.count("num_thetas", self.num_thetas)
         checks.choice("defense", self.defense, DEFENSES)
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))

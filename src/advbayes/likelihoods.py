@@ -54,7 +54,7 @@ class Likelihood(Protocol):
 
 @dataclass(frozen=True)
 class Categorical:
-    """Classes: the network's output are logits.
+    """Classes: the network's outputs are logits.
 
     >>> Categorical()(torch.zeros(2, 4), torch.empty(0)).probs
     tensor([[0.2500, 0.2500, 0.2500, 0.2500],

@@ -33,13 +33,13 @@ class APGD:
     best point with half the step.
 
     The first run starts at x (whose first step is the one-step point), further restarts at random;
-    a vanishing gradient at x starts at random too. `targets` > 0 adds runs by other ways: to as
-    many of the wrong classes, likeliest at x first, on the loss log p(class) - log p(y); in
-    regression by as many outputs, each up and down, and where there are several by twice as many
-    random directions in the space of outputs. More than two ways get a few of the steps each, then
-    the two that came nearest all of them. On a linear model with all classes tried this is the
-    exact optimum. Later runs see only what is not yet broken when `stop_at_success`, and
-    then broken examples leave within a run too.
+    where the gradient at x vanishes, the first does too. `targets` > 0 adds directed runs: towards
+    that many wrong classes, likeliest at x first, on the loss log p(class) - log p(y); in
+    regression, along that many outputs, each up and down, and with several outputs also along twice
+    as many random directions of them. More than two directions get a few of the steps each, then
+    the two that came nearest get all of them. On a linear model with all classes tried this is the
+    exact optimum. With `stop_at_success`, later runs see only what is not yet broken, and broken
+    examples leave within a run too.
 
     >>> predict = lambda x: torch.distributions.Categorical(
     ...     logits=torch.stack([x[:, 0], -x[:, 0]], 1)

@@ -377,7 +377,7 @@ class PerExample:
 
 @dataclass(frozen=True)
 class Toward:
-    """Targeted: y is what the prediction shall become, the loss is minimised, and an example is
+    """Targeted: y is what the prediction should become, the loss is minimised, and an example is
     broken once its class is y.
 
     >>> wish = Toward(nll)

@@ -57,13 +57,13 @@ def _check_rank(rank: Loss | None, name: str, attacks: Sequence[Attack]) -> None
 class Suite:
     """The worst of several attacks, example by example: broken first, then the larger `rank`.
 
-    `rank` says what broken means, too. Absent, it follows what the attacks want (a PGD's last stage
-    counts): what they are targeted at, or their common loss if it is no way of leaving y, or else
-    `nll`. Without it, targeted and untargeted attacks do not mix: to the ones y is where to go, to
-    the others what to leave.
+    `rank` also defines what broken means. By default it follows the attacks' own aim (a PGD's last
+    stage counts): their target, or their common loss if that is not a loss of the label, or else
+    `nll`. Without `rank`, targeted and untargeted attacks cannot be mixed: for the former y is the
+    class to reach, for the latter the one to leave.
 
     The first attack sees every example, each later one only those that are not broken yet; in
-    regression, where nothing breaks, `regression` (absent: the same attacks) runs on all of them.
+    regression, where nothing breaks, `regression` (default: the same attacks) runs on all of them.
     Attacks that are made for other predictors (a purifier's own) are left out.
 
     >>> from advbayes import L2, one_step, pgd

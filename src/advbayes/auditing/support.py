@@ -87,7 +87,7 @@ def recorded_for(dataset: str, ball: Ball) -> Baseline | None:
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """What helps an audit. What a check needs and is not here leaves it "not run".
+    """What helps an audit. A check for which something is missing is "not run".
 
     `training` = (x, y) lets the audit train the controls that are missing (see `with_controls`).
     `factory` makes the predictor anew, for E29, where it cannot be copied.

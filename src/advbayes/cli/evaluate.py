@@ -42,7 +42,7 @@ advbayes evaluate RUN --attack pgd --attack strong --eps 0.5 --eps 1 --eps 2 --n
 
 advbayes evaluate RUN --purify online
 
-The same command goes on where a killed one stopped.
+The same command resumes where a killed one stopped.
 """
 
 

@@ -59,7 +59,7 @@ def reproduce(
 ) -> int:
     """Make a table or figure of the paper: train, attack, record, compare with what was reported.
 
-    What is done already is not done again; a run that was stopped goes on. Records and manifest are
+    Finished parts are not repeated; a run that was stopped is resumed. Records and manifest are
     in OUT/NAME, up to date every minute: `reproduce tables` shows what is done so far. A unit that
     fails is tried once more, then named with its log when the others are done.
 

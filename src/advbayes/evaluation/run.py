@@ -75,16 +75,16 @@ def evaluate(
 
     A fitted scikit-learn estimator or pipeline is a predictor, too: data are then its (X, y), eps
     is in the units of X.
-    `radii` re-makes each attack at each eps (security curves); absent, each keeps its own. Trivial
-    predictors are added from `train_y` (absent: from y). A predictor whose answers differ from call
-    to call is scored `rescore` times at each final point. A loss that holds one entry for each
-    example holds it for the whole of the data. With `out`, records and adversarial arrays are on
-    disk before the next batch starts, and calling again with the same arguments goes on with the
-    first batch that is missing: randomness is keyed by (seed, predictor, attack, eps, batch). The
-    records name the SHA-256 of every array; one that is missing or was altered is made again, and
-    refused if it does not come out the same. Under a process group (torchrun) the ranks take the
-    batches in turn, all return the whole evaluation, and the first one alone writes: the files are
-    those of one process, to the byte.
+    `radii` repeats each attack at each eps (security curves); by default each keeps its own.
+    Trivial predictors are added from `train_y` (absent: from y). A predictor whose answers differ
+    from call to call is scored `rescore` times at each final point. A loss that holds one entry for
+    each example holds it for the whole of the data. With `out`, records and adversarial arrays are
+    on disk before the next batch starts, and calling again with the same arguments resumes at the
+    first missing batch: randomness is keyed by (seed, predictor, attack, eps, batch). The records
+    name the SHA-256 of every array; a missing or altered one is computed anew, and refused if it is
+    not the same. Under a process group (torchrun) the ranks take the batches in turn, all return
+    the whole evaluation, and the first one alone writes: the files are those of one process, to the
+    byte.
 
     >>> from torch.distributions import Categorical
     >>> from advbayes import L2, pgd
@@ -480,7 +480,7 @@ def load_evaluation(folder: str | os.PathLike[str]) -> Evaluation:
 def rescore(
     folder: str | os.PathLike[str], predict: Predictor | Mapping[str, Predictor]
 ) -> Evaluation:
-    """The same table made again from the saved arrays: what was attacked is what is scored.
+    """The same table anew from the saved arrays: what was attacked is what is scored.
 
     `predict` names the predictors as they were named; rows of predictors that are not given are
     left out.

@@ -70,7 +70,7 @@ def run_demo(
     """Train, purify, attack, audit, report; the paths and the main numbers.
 
     Everything is kept below `out` (one run folder for each trained model), so that a demo that was
-    stopped goes on.
+    stopped is resumed.
     """
     began = time.monotonic()
     folder = Path(out)
@@ -171,7 +171,7 @@ def run_demo(
 
 
 def trained_run(config: RunConfig, place: Path) -> Trained:
-    """A run of this configuration: made now, gone on with, or found finished."""
+    """A run of this configuration: trained now, resumed, or already finished."""
     if (place / "config.toml").is_file():
         run = Run.open(place)
         if run.config != config:

@@ -69,8 +69,8 @@ class Annealed:
     """Projected ascent through the purifier with its noise widened by each factor in turn, the last
     one 1; best point kept.
 
-    Each factor goes on from where the one before ended. `start` is an attack whose points are tried
-    first and climbed from as well.
+    Each factor starts where the one before it ended. `start` is an attack whose points are tried
+    first and used as starting points too.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, L2, MeanField, Noise

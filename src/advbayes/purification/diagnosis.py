@@ -26,7 +26,7 @@ class Diagnosis:
 
     # (B,) float64: log p(x' | D) = log 1/(SN) sum_sn p(x' | x_n, theta_s), an anomaly score
     log_evidence: Tensor
-    ess_reference: Tensor  # (B,): 1 / sum_n w_n^2, how many reference points speak
+    ess_reference: Tensor  # (B,): 1 / sum_n w_n^2, the effective sample size over reference points
     ess_theta: Tensor  # (B,): 1 / sum_s w_s^2
     nearest: Tensor  # (B,) int64: the reference point of the likeliest centre
     distance: Tensor  # (B,): to that centre (infinite for a channel that has no centres)

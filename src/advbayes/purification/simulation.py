@@ -136,8 +136,8 @@ class SimulatedPurifier:
     """A Purifier for channels without a density: `num_simulations` draws of x' for each theta and
     reference point.
 
-    `bandwidth=None` chooses it (see `choose_bandwidth`); the choice is in `.bandwidth`, and how
-    many reference points still speak in `.diagnose(x).ess_reference`. Everything else is a
+    `bandwidth=None` chooses it (see `choose_bandwidth`); the choice is in `.bandwidth`, and the
+    effective sample size in `.diagnose(x).ess_reference`. Everything else is a
     `Purifier`, found in `.purifier`: the gradient too, so it can be attacked adaptively.
 
     >>> from torch import nn

@@ -1,6 +1,6 @@
 """`fit`: one loop for every defense (section 3.3, SM-5).
 
-Randomness is keyed by (seed, purpose, step) and the batches by (seed, epoch), so a run that goes on
+Randomness is keyed by (seed, purpose, step) and the batches by (seed, epoch), so a run resumed
 from a `State` draws what an uninterrupted one would have drawn.
 """
 
@@ -112,9 +112,9 @@ def fit(
     `NonFiniteError`. Ctrl-C (or `stop()` returning true) finishes the step and returns what is
     trained, with `interrupted=True`. `progress=None` shows a bar on a terminal alone.
     `checkpoint(state)` is called every `checkpoint_every` steps and at the end; passing a saved
-    state as `state` goes on from there, bit for bit (a DataLoader starts a new pass). A DataLoader
-    without a generator of its own takes its order from `seed`; N is the number of examples that one
-    pass of it yields, and the global generator is left as it was.
+    state as `state` continues from there, bit for bit (a DataLoader starts a new pass). A
+    DataLoader without a generator of its own takes its order from `seed`; N is the number of
+    examples that one pass of it yields, and the global generator is left as it was.
     `compile=True` compiles the step at its first batch (ten to sixty seconds, less when cached):
     two to five times faster on small nets, the same draws, results equal up to rounding.
 

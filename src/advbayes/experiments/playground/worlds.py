@@ -88,7 +88,7 @@ def load_world(
 ) -> World:
     """A world by name; its models are trained if the folder does not hold them yet.
 
-    `tell` is called with what is being done. A run that was stopped goes on where it was; runs of
+    `tell` is called with what is being done. A run that was stopped is resumed; runs of
     other settings lie in folders of their own.
     """
     checks.choice("name", name, WORLDS)
