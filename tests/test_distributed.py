@@ -168,6 +168,21 @@ def test_a_silent_rank_ends_the_others(tmp_path: Path, monkeypatch: pytest.Monke
     assert "no sign of life from rank 1" in (tmp_path / "log").read_text()
 
 
+def test_a_rank_that_never_comes_ends_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed, "BEAT", 0.05)
+    monkeypatch.setattr(distributed, "START", 1.0)
+
+    def work() -> None:
+        if os.environ["RANK"] == "0":
+            with distributed.joined():
+                pass
+
+    assert ranks.wait(ranks.start(2, work, tmp_path / "log"), limit=20) == [2, 0]
+    assert "no sign of life from rank 1 for 1 seconds" in (tmp_path / "log").read_text()
+
+
 def test_a_killed_rank_ends_the_run_which_goes_on_exactly(tmp_path: Path) -> None:
     settings = killing.SMALL | {"epochs": "10", "defense": "mix"}
     log, draw = tmp_path / "log", random.Random(0)

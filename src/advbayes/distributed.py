@@ -32,6 +32,7 @@ from advbayes.seeds import Share, seed_for
 T = TypeVar("T")
 BEAT = 2.0  # seconds between two signs of life
 SILENCE = 30.0  # seconds without one after which a rank is lost
+START = 50.0  # seconds in which all ranks must have given their first
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
 _own_turn: ContextVar[bool] = ContextVar("own_turn", default=False)
 
@@ -252,12 +253,12 @@ def _exchange() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise LostRankError(_lost("the exchange with it failed")) from error
+        raise LostRankError(_lost(ranks(), "the exchange with it failed")) from error
 
 
-def _lost(why: str) -> str:
+def _lost(group: Ranks, why: str) -> str:
     return (
-        f"rank {dist.get_rank()} of {dist.get_world_size()} ends, for another one is gone or out "
+        f"rank {group.rank} of {group.size} ends, for another one is gone or out "
         f"of reach ({why}). What is on disk is whole: the same command, or --resume, goes on from "
         f"it"
     )
@@ -300,7 +301,8 @@ def joined() -> Iterator[Ranks]:
     """The ranks that torchrun started, over gloo, for the length of the block; without torchrun the
     group that is there, or this process alone.
 
-    A rank that gives no sign of life for thirty seconds ends the others, whatever they wait for.
+    A rank that gives no sign of life for thirty seconds, or does not come within fifty, ends the
+    others, whatever they wait for.
 
     >>> with joined() as group:
     ...     group.size
@@ -309,9 +311,9 @@ def joined() -> Iterator[Ranks]:
     if dist.is_initialized() or not dist.is_torchelastic_launched():
         yield ranks()
         return
+    group = Ranks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    pulse = _Pulse(group) if group.size > 1 else None  # first: a rank may never come
     dist.init_process_group("gloo", timeout=timedelta(days=1))
-    group = ranks()
-    pulse = _Pulse(group) if group.size > 1 else None
     try:
         yield group
         group.sum(torch.zeros(1))  # nobody leaves while others may still wait for an exchange
@@ -353,11 +355,15 @@ class _Pulse:
 
     def _watch(self) -> None:
         while not self.leaving.wait(BEAT):
-            silent = [
-                other for other, (_, when) in self.seen.items() if time.monotonic() - when > SILENCE
-            ]
+            now = time.monotonic()
+            silent = {
+                other: SILENCE if count > 0 else START for other, (count, _) in self.seen.items()
+            }
+            silent = {
+                other: limit for other, limit in silent.items() if now - self.seen[other][1] > limit
+            }
             if silent:
                 named = ", ".join(map(str, silent))
-                why = f"no sign of life from rank {named} for {SILENCE:.0f} seconds"
-                print(f"advbayes: {_lost(why)}", file=sys.stderr, flush=True)
+                why = f"no sign of life from rank {named} for {max(silent.values()):.0f} seconds"
+                print(f"advbayes: {_lost(self.group, why)}", file=sys.stderr, flush=True)
                 os._exit(2)
