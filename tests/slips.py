@@ -476,10 +476,10 @@ SECOND = (
         "test_estimators test_estimators_complete",
     ),
     Bug(
-        "the terminal's table always speaks of 90 % intervals",
+        "a run's scores always speak of 90 % intervals",
         "cli/scores.py",
-        "scores = {metric: score_of(metric, scaling, targets, level) for metric in metrics}",
-        "scores = {metric: score_of(metric, scaling, targets) for metric in metrics}",
+        "(column := column_of(name, scaling, targets, level)).name",
+        "(column := column_of(name, scaling, targets)).name",
         "test_readback test_options",
     ),
     Bug(
