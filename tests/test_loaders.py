@@ -14,7 +14,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -79,7 +78,6 @@ LOADERS = {
         lambda: DataLoader(DATA, batch_size=8, sampler=RandomSampler(DATA, num_samples=24)),
         24,
     ),
-    "a share": (lambda: DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, 3, 0)), 14),
     "batch sampler": (
         lambda: DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(range(9)), 4, True)),
         8,
