@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-import torch
-
 from advbayes import checks
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import loss_names, restarts_of, steps_of
@@ -65,16 +63,6 @@ class ThreatModel:
         """The same, with what is missing taken from `known`."""
         return replace(
             self, **{name: value for name, value in known.items() if getattr(self, name) is None}
-        )
-
-    def raw_reach(self) -> float | None:
-        """eps times the scale (its mean over features), in the units of the raw data."""
-        if self.eps is None or self.units is None:
-            return None
-        return self.eps * (
-            float(torch.as_tensor(self.scale, dtype=torch.float64).mean())
-            if self.scale is not None
-            else 1.0
         )
 
 

@@ -130,8 +130,7 @@ REPORTED: dict[str, dict[str, dict[str, dict[str, Cell]]]] = {
     },
 }
 
-# SM-6, MNISTmultiAT: eps -> one value for each attack; the clean accuracy is 0.95.
-_RADII = (0.01, 0.51, 1.01, 1.5, 2.0, 2.5, 3.0)
+# SM-6, MNISTmultiAT: for each attack one value at each of `PAPER_RADII`; clean accuracy 0.95.
 MULTI_STEP: dict[str, dict[str, tuple[float, ...]]] = {
     "accuracy": {
         "PGD1": (0.96, 0.88, 0.75, 0.59, 0.41, 0.28, 0.18),

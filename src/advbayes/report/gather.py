@@ -548,19 +548,18 @@ def _is_column(value: Any) -> bool:
 def _plain(value: Any) -> Any:
     """Whatever came, as JSON: text cleaned, tensors as lists, infinities as text; what is no result
     left out."""
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    if isinstance(value, float):
-        return None if math.isnan(value) else _number(value)
-    if isinstance(value, Mapping):
-        return {
-            clean(key): _plain(member) for key, member in value.items() if key not in _NOT_RESULTS
-        }
-    if isinstance(value, torch.Tensor):
-        return _plain(value.tolist())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [
-            _plain(member)
-            for member in (sorted(value, key=str) if isinstance(value, (set, frozenset)) else value)
-        ]
+    match value:
+        case None | bool() | int():
+            return value
+        case float():
+            return None if math.isnan(value) else _number(value)
+        case Mapping():
+            results = {key: member for key, member in value.items() if key not in _NOT_RESULTS}
+            return {clean(key): _plain(member) for key, member in results.items()}
+        case torch.Tensor():
+            return _plain(value.tolist())
+        case set() | frozenset():
+            return [_plain(member) for member in sorted(value, key=str)]
+        case list() | tuple():
+            return [_plain(member) for member in value]
     return clean(value, 600)
