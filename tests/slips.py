@@ -262,8 +262,8 @@ FIRST = (
     Bug(
         "a control may be much worse than the audited model on clean inputs",
         "auditing/controls.py",
-        "if abs(clean - own) > NEAR + 1e-9:",
-        "if clean - own > NEAR + 1e-9:",
+        "if abs(clean - defended) > NEAR + 1e-9:",
+        "if clean - defended > NEAR + 1e-9:",
         "test_audit_rules test_audit test_zoo",
     ),
     Bug(
@@ -341,8 +341,8 @@ FIRST = (
     Bug(
         "the Markdown report prints the calibration interval's lower end twice",
         "report/markdown.py",
-        "({percent(found['low'])} to {percent(found['high'])})",
-        "({percent(found['low'])} to {percent(found['low'])})",
+        'value, low, high = (percent(estimate[key]) for key in ("value", "low", "high"))',
+        'value, low, high = (percent(estimate[key]) for key in ("value", "low", "low"))',
         "test_report test_readback",
     ),
     # --- estimators, decisions, conformal prediction

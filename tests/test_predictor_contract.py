@@ -45,7 +45,10 @@ class TestOneTheta(PredictorContract):
 
 
 class TestPosteriorPredictive(PredictorContract):
-    chunks = (("advbayes.accelerated.passes._NUMBERS", (1,)), ("advbayes.predictive.posterior._THETAS", (2,)))
+    chunks = (
+        ("advbayes.accelerated.passes._NUMBERS", (1,)),
+        ("advbayes.predictive.posterior._THETAS", (2,)),
+    )
 
     def make(self, model: BayesianModel) -> Predictor:
         return PosteriorPredictive(model, thetas(model))
