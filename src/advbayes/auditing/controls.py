@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Categorical
 
 from advbayes import metrics
 from advbayes.attacks import pgd, with_ball
@@ -132,16 +133,20 @@ def comparing(case: Case, control: Predictor) -> Ball:
     return replace(ball, eps=min(ball.eps, max(case.ball.eps, 0.5 * apart(case))))
 
 
-def to_another_class(case: Case, ball: Ball) -> float:
-    """The distance within which all but 3 % of the examples have one of another class; 0 in
-    regression, or where there is one class."""
-    if case.task == "regression" or bool((case.y == case.y[0]).all()):
+@torch.no_grad()
+def to_another_answer(case: Case, control: Predictor, ball: Ball) -> float:
+    """The distance within which all but 3 % of the examples have one that the control answers with
+    another class than theirs; 0 in regression, or where there is none."""
+    prediction = control(case.x)
+    if not isinstance(prediction, Categorical):
         return 0.0
+    said = prediction.logits.argmax(-1)
     nearest = [
-        ball.norm(case.x[case.y != label] - x).min()
+        ball.norm(case.x[said != label] - x).min()
         for x, label in zip(case.x, case.y, strict=True)
+        if bool((said != label).any())
     ]
-    return float(torch.stack(nearest).double().quantile(0.97))
+    return float(torch.stack(nearest).double().quantile(0.97)) if nearest else 0.0
 
 
 def _control(case: Case, control: Predictor) -> tuple[Ball, Columns]:
@@ -155,13 +160,13 @@ def _control(case: Case, control: Predictor) -> tuple[Ball, Columns]:
 
 def breaking(case: Case, control: Predictor) -> tuple[Ball, Columns]:
     """The audited ball widened until the control falls, up to half the distance between two
-    examples or, where that is more, until nearly all of them have one of another class within
-    reach, which an attack worth its name finds; and what it leaves. Every feature may change, for
-    it is the attack that is on trial here."""
+    examples or, where that is more, until nearly all of them have one within reach that the control
+    answers otherwise, which an attack worth its name finds; and what it leaves. Every feature may
+    change, for it is the attack that is on trial here."""
 
     def make() -> tuple[Ball, Columns]:
         ball = replace(case.ball, mask=None)
-        far = max(0.5 * apart(case), to_another_class(case, ball))
+        far = max(0.5 * apart(case), to_another_answer(case, control, ball))
         most = far if ball.eps > 0 and far < math.inf else ball.eps
         while True:
             columns = _left(case, control, ball)
