@@ -132,9 +132,8 @@ class ChannelELBO:
     penalty: Penalty | None = None
     kl_weight: float = 1.0
     through: bool = False
-    class_weight: tuple[float, ...] | None = (
-        None  # one for each class; `datasets.class_weights` balances them
-    )
+    # one for each class; `datasets.class_weights` balances them
+    class_weight: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         for weight in self.class_weight or ():

@@ -56,9 +56,8 @@ class APGD:
     targets: int = 0
     stop_at_success: bool = False
     momentum: float = 0.25
-    progress: float = (
-        0.75  # the share of steps between two checks that must improve, or else the step is halved
-    )
+    # the share of steps between two checks that must improve, or else the step is halved
+    progress: float = 0.75
 
     __repr__ = config
 

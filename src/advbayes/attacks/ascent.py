@@ -48,9 +48,8 @@ class PGD:
 
     ball: Ball
     stages: tuple[tuple[Loss, int], ...] = ((nll, 50),)
-    step_size: float | None = (
-        None  # in units of the norm; absent: `step_length`, anew in each stage
-    )
+    # in units of the norm; absent: `step_length`, anew in each stage
+    step_size: float | None = None
     restarts: int = 1
     stop_at_success: bool = False
 

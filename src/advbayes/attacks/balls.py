@@ -25,9 +25,8 @@ class Ball(ABC):
 
     eps: float
     box: tuple[Bound, Bound] | None = None
-    scale: Tensor | float | None = (
-        None  # per-feature units of the norm, broadcastable against the event
-    )
+    # per-feature units of the norm, broadcastable against the event
+    scale: Tensor | float | None = None
     mask: Tensor | None = None  # bool, broadcastable against the event
 
     def __post_init__(self) -> None:

@@ -41,9 +41,8 @@ class Budget:
     restarts: int
     random_points: int
     queries: int = 5000
-    blind_queries: int | None = (
-        None  # of Square where there is no gradient at all; absent: `queries`
-    )
+    # of Square where there is no gradient at all; absent: `queries`
+    blind_queries: int | None = None
     max_steps: int = 1600
     max_thetas: int = 160
     certified_again: int = 32  # examples

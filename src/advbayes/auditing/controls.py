@@ -41,9 +41,8 @@ LEFT, NEAR = 0.05, 0.03  # E20: what the control may keep; how near its clean ac
 BEHIND = 0.05  # E21: how far below its published figure the recipe may be
 GROWTH = 2.0**0.5  # of the control ball, where none is given
 CHECKED = 20  # times that a control's clean accuracy is looked at while it trains
-COMPARED = (
-    256  # examples, at least, on which baseline and control are compared (where there are as many)
-)
+# examples, at least, on which baseline and control are compared (where there are as many)
+COMPARED = 256
 ALL = 2000  # examples on which clean accuracies are compared
 
 

@@ -20,9 +20,8 @@ from advbayes.types import Predictor
 ALLOWED = 0.08  # of the examples: what honest models lose when the centre is moved by eps / 2
 ALLOWED_ERROR = 0.5  # in regression: of the mean squared error
 ASKED = 64  # examples of E29
-SAME = (
-    1e-4  # answers (probabilities; means in units of sd(y)) no further apart than this are the same
-)
+# answers (probabilities; means in units of sd(y)) no further apart than this are the same
+SAME = 1e-4
 
 
 def displaced_centre(case: Case) -> Finding:

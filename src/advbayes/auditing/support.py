@@ -96,15 +96,12 @@ class Support:
     True
     """
 
-    undefended: Predictor | None = (
-        None  # E13, E20, E21: a deterministic net of the same architecture without a defense
-    )
-    control_ball: Ball | None = (
-        None  # E20: where `ball` is too small to break it; absent, it is looked for
-    )
-    baseline: Predictor | Baseline | None = (
-        None  # E21: adversarial training, or the record of a published recipe
-    )
+    # E13, E20, E21: a deterministic net of the same architecture without a defense
+    undefended: Predictor | None = None
+    # E20: where `ball` is too small to break it; absent, it is looked for
+    control_ball: Ball | None = None
+    # E21: adversarial training, or the record of a published recipe
+    baseline: Predictor | Baseline | None = None
     siblings: Mapping[str, Predictor] = field(default_factory=dict)  # E13
     fresh: Any = None  # E10, E14, E15: a FreshPredictive, or a predictor with `with_thetas(num)`
     evaluation: Evaluation | str | Path | None = None  # E27, made with `evaluate(..., out=folder)`
@@ -114,9 +111,8 @@ class Support:
     black_box: Attack | None = None  # E11; absent, Square with 5,000 queries
     factory: Callable[[], Predictor] | None = None  # E29
     dataset: str = ""  # E21
-    published: tuple[float, float] | None = (
-        None  # E21: clean and worst-case accuracy of a published recipe
-    )
+    # E21: clean and worst-case accuracy of a published recipe
+    published: tuple[float, float] | None = None
     training: tuple[Any, Any] | None = None
     train_y: Tensor | None = None  # E22
     detector: str | None = None  # E26

@@ -33,9 +33,8 @@ class ThreatModel:
     scale: Any = None  # a number or one per feature; needed when standardised
     box: str | None = None
     goal: str | None = None  # "untargeted", "targeted", "entropy up", ...
-    knowledge: str | None = (
-        None  # of theta: "thetas known", "thetas fresh", "thetas known and fresh", "no thetas"
-    )
+    # of theta: "thetas known", "thetas fresh", "thetas known and fresh", "no thetas"
+    knowledge: str | None = None
     attack_thetas: int | None = None
     evaluation_thetas: int | None = None
     randomness: str | None = None  # "fixed", "fresh" or "none"

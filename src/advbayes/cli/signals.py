@@ -16,9 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
-LIMIT = (
-    4.0  # seconds that a step or an import may still take; what is on disk is whole at any moment
-)
+# seconds that a step or an import may still take; what is on disk is whole at any moment
+LIMIT = 4.0
 AGAIN = 0.05  # seconds until an import is looked at again
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
 _Handler = Callable[[int, FrameType | None], None]

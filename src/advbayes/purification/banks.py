@@ -42,9 +42,8 @@ class Query:
     flat: Tensor  # (B, d) float64: x or its features; may carry a graph
     origin: Tensor  # (d,) float64: close to the centres, which keeps the expansion's rounding small
     dtype: torch.dtype
-    nearest: tuple[Tensor, ...] | None = (
-        None  # (G, B, k) for each bank: rows to answer from, -1 for none
-    )
+    # (G, B, k) for each bank: rows to answer from, -1 for none
+    nearest: tuple[Tensor, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.flat)

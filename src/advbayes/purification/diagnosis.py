@@ -15,9 +15,8 @@ from advbayes.purification.store import Store
 from advbayes.purification.sweep import Sums, sweep, weights
 
 _WEIGHTS = 1 << 24  # weights at a time: 128 MB
-_SUPPORT_SDS = (
-    6.0  # a query that no centre's noise reaches within six standard deviations is out of support
-)
+# a query that no centre's noise reaches within six standard deviations is out of support
+_SUPPORT_SDS = 6.0
 
 
 @dataclass(frozen=True, eq=False)

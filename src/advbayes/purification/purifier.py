@@ -32,9 +32,8 @@ from advbayes.purification.sweep import Evidence, sweep, weights
 from advbayes.types import Channel
 
 _QUERIES = 512  # at a time; more are answered one block after the other
-_TOLERATED = (
-    1e-3  # rounding of log-weights that float32 products may have; beyond it they are float64
-)
+# rounding of log-weights that float32 products may have; beyond it they are float64
+_TOLERATED = 1e-3
 _NARROW, _WIDE, _INDEXED = range(3)  # how a row is answered
 _FARTHEST = 1e6  # in radii of the centres; float32 tells no directions apart beyond
 
