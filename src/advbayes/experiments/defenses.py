@@ -120,6 +120,20 @@ def prior_over_eps(config: RunConfig, data: Prepared) -> Channel:
     )
 
 
+def within_the_box(config: RunConfig, data: Prepared) -> Channel:
+    """Many-step attacks that stay within the data's box, under a prior over eps that reaches a
+    tenth beyond the run's: small budgets keep the first steps of training stable."""
+    loss = squared_error if data.dataset.task == "regression" else nll
+    shares = {0.3: 0.1, 0.7: 0.2, 1.1: 0.7}
+    attacks = [
+        pgd(make_ball(config.norm, share * config.eps, data.box), config.attack_steps, loss)
+        for share in shares
+    ]
+    return Mixture(
+        list(shares.values()), [AttackChannel(attack, config.sigma) for attack in attacks]
+    )
+
+
 def _least_squares(data: Prepared, seed: int) -> Predictor:
     """Ordinary least squares, differentiable, with the training residuals' scale."""
     ones = torch.ones(len(data.x_train), 1, dtype=torch.float64)
@@ -197,6 +211,17 @@ DEFENSES: dict[str, Defense] = {
     ),
     "eps prior": Defense(
         "one-step attack plus noise, eps uniform on four values", channel=prior_over_eps
+    ),
+    "wide PGD": Defense(
+        "point estimate of the wide net, ten-step PGD within the box, a prior over eps up to 2.2",
+        {
+            "network": "advbayes.networks:wide_conv_net",
+            "posterior": "point",
+            "eps": 2.0,
+            "sigma": 0.0,
+            "attack_steps": 10,
+        },
+        channel=within_the_box,
     ),
     "constant": Defense(
         "training mean and spread", reference=lambda data, seed: constant(data.y_train)
