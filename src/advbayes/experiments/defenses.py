@@ -218,7 +218,7 @@ DEFENSES: dict[str, Defense] = {
             "network": "advbayes.networks:wide_conv_net",
             "posterior": "point",
             "eps": 2.0,
-            "sigma": 0.0,
+            "sigma": 0.05,
             "attack_steps": 10,
         },
         channel=within_the_box,
