@@ -117,8 +117,8 @@ def _front(name: str) -> Experiment:
         metrics=("rmse",),
         attacks=("strong",),
         radii=(0.25, 0.5, 1.0, 2.0),
-        steps=10,
-        num_test=150,
+        steps=20,
+        num_test=300,
         splits=("validation", "test"),
         views=("front",),
     )
