@@ -196,7 +196,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         MNIST,
         _rows(*_MNIST_ROWS, "full purifier"),
         attacks=("strong",),
-        num_test=300,
+        num_test=200,
     ),
     "mnist-own": Experiment(
         "MNIST, L2, eps 2: rows beyond the paper, under its attacks and the strong suite",
@@ -212,7 +212,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         MNIST,
         _rows("BL", "AT", "OS50", "MIX", "NN50", "PGD channel", "onPure", "offPure"),
         radii=PAPER_RADII,
-        num_test=300,
+        num_test=200,
         views=("curves",),
     ),
     "selective": Experiment(
@@ -221,7 +221,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         _rows("BL", "AT", "OS50", "MIX", "NN50", "PGD channel", "onPure", "offPure"),
         metrics=("selective_accuracy",),
         radii=(0.5, 1.0, 1.5, 2.0, 3.0),
-        num_test=300,
+        num_test=200,
         measure="selective",
         views=("curves",),
     ),
@@ -231,6 +231,12 @@ EXPERIMENTS: dict[str, Experiment] = {
         {
             "posterior": Row(Defense("mean field", {}), {}),
             "point": Row(Defense("point estimate", {"posterior": "point"})),
+            "wide, point": Row(
+                Defense(
+                    "point estimate of the wide net",
+                    {"posterior": "point", "network": "advbayes.networks:wide_conv_net"},
+                )
+            ),
         },
         metrics=(),
         attacks=(),
@@ -242,13 +248,15 @@ EXPERIMENTS: dict[str, Experiment] = {
         "100,000, which can only shorten a radius; every twentieth test image.",
     ),
     "iwae": Experiment(
-        "Surrogate against importance-weighted bound, MIX on MNIST, L2, eps 2 (SM-3)",
-        MNIST,
+        "Surrogate against importance-weighted bound, MIX on MNIST, L2, eps 2 (SM-3): smaller, "
+        "three epochs on 10,000 images",
+        {**MNIST, "num_train": 10_000, "epochs": 3},
         _iwae(1, 5, 10, 50),
         metrics=("accuracy",),
         attacks=("PGD",),
         num_test=500,
         reported="iwae",
+        note="At full size: advbayes reproduce iwae --set num_train=60000 --set epochs=5",
     ),
     "multi-step-at": Experiment(
         "Adversarial training by multi-step PGD on MNIST over eps (SM-6)",
@@ -260,8 +268,8 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "factorial": Experiment(
         "Point or posterior x deterministic or noisy channel x clean half or not; MNIST, one "
-        "step, L2, eps 2",
-        MNIST,
+        "step, L2, eps 2: smaller, 20,000 training images",
+        {**MNIST, "num_train": 20_000},
         _factorial(),
         attacks=("PGD1", "PGD"),
         num_test=500,
