@@ -459,8 +459,25 @@ class Spec:
     eps: float = 1.0
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return {**asdict(self), "defenses": list(self.defenses), "settings": dict(self.settings)}
+        """As plain values, those that say something: the task and the eps of a comparison are in
+        the experiment where it has a name of its own.
+
+        >>> Spec("wine").to_json()
+        {'name': 'wine', 'preset': 'paper'}
+        """
+        values = {**asdict(self), "settings": dict(self.settings), "defenses": list(self.defenses)}
+        if not self.defenses:
+            del values["task"], values["eps"]
+        return {key: value for key, value in values.items() if value not in ({}, [], None)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Spec:
+        """What `to_json` gave.
+
+        >>> Spec.from_json({"name": "wine", "preset": "paper"}) == Spec("wine")
+        True
+        """
+        return cls(**{**values, "defenses": tuple(values.get("defenses", ()))})
 
     def experiment(self) -> Experiment:
         """The experiment meant."""

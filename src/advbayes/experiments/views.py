@@ -28,8 +28,7 @@ _ARROWS = {"accuracy": "higher is better", "selective_accuracy": "higher is bett
 def write_views(folder: Path) -> Path:
     """`table.md` and the figures of a folder of records, anew."""
     document: Any = store.read_document(folder / "manifest.json")
-    spec = Spec(**{**document["spec"], "defenses": tuple(document["spec"]["defenses"])})
-    experiment, scores = spec.experiment(), Scores(folder)
+    experiment, scores = Spec.from_json(document["spec"]).experiment(), Scores(folder)
     parts = [f"# {experiment.title}", _preamble(experiment, scores)]
     parts += [VIEWS[name](experiment, scores, folder) for name in experiment.views]
     if experiment.note:
