@@ -416,8 +416,11 @@ def test_e20_and_e21_are_controls() -> None:
     assert check("E20", undefended=MODEL, control_ball=L2(6.0)).status == "passed"
     assert check("E21").status == "not run"
     published: dict[str, Any] = {"dataset": "MNIST", "ball": L2(2.0)}
-    assert check("E21", **published).status == "not run"
+    recorded = check("E21", **published)  # the package's own record
+    assert (recorded.status, recorded.figures["published_worst"]) == ("passed", 0.692)
+    assert str(recorded.figures["source"]).startswith("recorded at ")
     assert check("E21", baseline=MODEL, **published).status == "failed"
+    assert check("E21", published=(1.0, 0.3)).status == "not run"  # nothing recorded, none given
     assert check("E21", baseline=MODEL, published=(1.0, 0.3)).status == "passed"
 
 

@@ -865,9 +865,9 @@ Y = torch.zeros(4, dtype=torch.long)
         ),
         (lambda: metrics.nll(CLASSES, Y + 3), ValueError, "labels from 0 to 2, got 3 to 3"),
         (lambda: metrics.nll(CLASSES, Y - 1), ValueError, "labels from 0 to 2, got -1"),
-        (lambda: metrics.nll(FOUR, torch.zeros(4, 4)), ValueError, r"y must have shape \(4,\)"),
-        (lambda: metrics.nll(FOUR, torch.zeros(1)), ValueError, r"y must have shape \(4,\)"),
-        (lambda: metrics.crps(FOUR, torch.zeros(1, 4)), ValueError, r"y must have shape \(4,\)"),
+        (lambda: metrics.nll(FOUR, torch.zeros(4, 4)), ValueError, r"prediction's shape \(4,\)"),
+        (lambda: metrics.nll(FOUR, torch.zeros(1)), ValueError, r"prediction's shape \(4,\)"),
+        (lambda: metrics.crps(FOUR, torch.zeros(1, 4)), ValueError, r"prediction's shape \(4,\)"),
         (
             lambda: metrics.squared_error(FOUR, torch.full((4,), math.nan)),
             ValueError,

@@ -95,16 +95,20 @@ def _radii(case: Case) -> list[tuple[float, Columns]]:
     def at(eps: float) -> Columns:
         if eps == case.ball.eps and case.claim is None:
             return worst(list(case.columns().values()), case.task)
-        attacks = {
-            name: with_eps(attack, eps, free=eps == whole) for name, attack in case.attacks.items()
-        }
-        first = next(iter(attacks))
-        columns = case.union({first: attacks.pop(first)}, f"eps {eps!r}")
-        for name, attack in attacks.items():
-            columns = further(case, f"eps {eps!r} {name}", attack, columns)
-        return columns
+        return _at(case, eps, free=eps == whole)
 
     return case.once("radii", lambda: [(eps, at(eps)) for eps in radii])
+
+
+def _at(case: Case, eps: float, *, free: bool) -> Columns:
+    """What the attacks leave at another eps, each of them asked about the rest alone."""
+    attacks = {name: with_eps(attack, eps, free=free) for name, attack in case.attacks.items()}
+    purpose = f"eps {eps!r}{' in reach' * (not free and case.ball.mask is not None)}"
+    first = next(iter(attacks))
+    columns = case.union({first: attacks.pop(first)}, purpose)
+    for name, attack in attacks.items():
+        columns = further(case, f"{purpose} {name}", attack, columns)
+    return columns
 
 
 def monotone(case: Case) -> Finding:
@@ -132,7 +136,8 @@ def monotone(case: Case) -> Finding:
 
 
 def unbounded(case: Case) -> Finding:
-    """E5: with the whole box to move in, nothing is left."""
+    """E5: with the whole box to move in, nothing is left; and what a mask leaves to the attacker
+    has a say in the answers, or the labels may sit in what it keeps from it."""
     case = case.calm()
     if case.task == "regression":
         return not_applicable("E5", "regression has no accuracy")
@@ -145,7 +150,13 @@ def unbounded(case: Case) -> Finding:
         "some of the answer does not come from what the attacker may touch (leaked labels, "
         "masked gradients)"
     )
-    return judged("E5", left > 0.01, advice, eps=curve[-1][0], accuracy=left)
+    figures = {"eps": curve[-1][0], "accuracy": left}
+    void = False
+    if case.ball.mask is not None:
+        reached = worst([case.clean, _at(case, curve[-1][0], free=False)], case.task)
+        figures |= {"clean": case.value(case.clean), "in_reach": case.value(reached)}
+        void = figures["clean"] - figures["in_reach"] <= 0.01 < figures["clean"]
+    return judged("E5", left > 0.01 or void, advice, **figures)
 
 
 def further(

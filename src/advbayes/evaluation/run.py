@@ -162,13 +162,13 @@ def evaluate(
                 done.update(_resumed(folder, blocks, task))
                 folder.log.keep(sum(block.stop - block.start for block, _ in done.values()))
             whole = {n for n, (block, _) in done.items() if folder is None or folder.holds(block)}
-            left = torch.tensor([block.number for block in blocks if block.number not in whole])
+            left = [block.number for block in blocks if block.number not in whole]
             known = {
                 f"{number}/{name}": values
                 for number, (_, rows) in done.items()
                 for name, values in rows.items()
             }
-            return {"left": left.long(), **known}
+            return {"left": torch.tensor(left, dtype=torch.long, device="cpu"), **known}
 
         known = dict(group.on_first(opened))
         left = set(known.pop("left").tolist())
