@@ -7,6 +7,7 @@ import dataclasses
 import gzip
 import json
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from advbayes.experiments.reported import REPORTED
 from advbayes.experiments.running import run
 from advbayes.experiments.scores import Cell, Scores
 from advbayes.experiments.units import Unit, attacks_on, predictor, prepared, run_unit
-from advbayes.experiments.views import write_views
+from advbayes.experiments.views import pairs, write_views
 from advbayes.metrics import paired_t
 from advbayes.purification.attacks import Annealed, NearestCentre
 from advbayes.runs import build_defense
@@ -209,6 +210,9 @@ def written(folder: Path, values: dict[str, list[float]]) -> Scores:
         ({"a": [0.9, 0.2, 0.9, 0.2, 0.9], "b": [0.5, 0.52, 0.5, 0.51, 0.5]}, None),
         # a tie has no best
         ({"a": [0.9] * 5, "b": [0.5, 0.52, 0.5, 0.51, 0.5], "c": [0.9] * 5}, None),
+        # a row with one seed takes the bold away where it is ahead, and only there
+        ({"a": [0.9, 0.91, 0.9, 0.92, 0.9], "b": [0.5, 0.52, 0.5, 0.51, 0.5], "c": [0.95]}, None),
+        ({"a": [0.9, 0.91, 0.9, 0.92, 0.9], "b": [0.5, 0.52, 0.5, 0.51, 0.5], "c": [0.4]}, "a"),
     ],
 )
 def test_best_is_what_beats_every_other_row(
@@ -217,6 +221,32 @@ def test_best_is_what_beats_every_other_row(
     assert (
         written(tmp_path, values).best("accuracy", list(values), Cell("test", "clean", 0.0)) == best
     )
+
+
+def test_paired_differences_say_who_is_ahead_and_how_surely(tmp_path: Path) -> None:
+    """The sign is first minus second, the p-value that of the sign seen; rows with too
+    few seeds are left out."""
+    values = {
+        "MIX": [0.9, 0.91, 0.9, 0.92, 0.9],
+        "AT": [0.5, 0.52, 0.5, 0.51, 0.5],
+        "BL": [0.95, 0.95, 0.94, 0.95, 0.96],
+        "NN50": [0.7] * 4,
+    }
+    scores = written(tmp_path, values)
+    experiment = Experiment("", {}, {}, metrics=("accuracy",), attacks=(), radii=(0.0,))
+    text = pairs(experiment, scores, tmp_path)
+    shown = dict(re.findall(r"^\| (\S+ - \S+) \| (.*) \|$", text, re.MULTILINE))
+    assert list(shown) == ["MIX - AT", "MIX - BL", "AT - BL"]
+    cell = Cell("test", "clean", 0.0)
+    for name, sign in {"MIX - AT": "+", "MIX - BL": "-", "AT - BL": "-"}.items():
+        first, second = name.split(" - ")
+        gap = [scores.value("accuracy", row, s, cell) for row in (first, second) for s in range(5)]
+        mean = sum(gap[:5]) / 5 - sum(gap[5:]) / 5
+        ahead = (first, second) if mean > 0 else (second, first)
+        p = scores.p_better("accuracy", *ahead, cell)
+        assert shown[name].startswith(sign)
+        assert shown[name] == f"{mean:+.3f} (p = {p:.2g})"
+        assert p < 0.05
 
 
 def test_a_purifier_meets_the_attacks_that_know_it() -> None:

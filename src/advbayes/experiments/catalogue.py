@@ -82,6 +82,7 @@ def _regression(name: str) -> Experiment:
         TABLES[name],
         _rows(*_REGRESSION_ROWS),
         metrics=("rmse", "nll"),
+        views=("attack_table", "pairs"),
         reported=name,
     )
 
@@ -189,7 +190,11 @@ EXPERIMENTS: dict[str, Experiment] = {
     **{f"{name}-readings": _readings(name) for name in TABLES},
     **{f"{name}-front": _front(name) for name in TABLES},
     "mnist": Experiment(
-        "MNIST, L2, eps 2 (Tables 1 and 2)", MNIST, _rows(*_MNIST_ROWS), reported="mnist"
+        "MNIST, L2, eps 2 (Tables 1 and 2)",
+        MNIST,
+        _rows(*_MNIST_ROWS),
+        views=("attack_table", "pairs"),
+        reported="mnist",
     ),
     "mnist-strong": Experiment(
         "MNIST, L2, eps 2: the same models under the strong suite",

@@ -154,14 +154,15 @@ class Scores:
         return max(p_seeds, metrics.paired_t(*means))
 
     def best(self, metric: str, rows: Sequence[str], cell: Cell) -> str | None:
-        """The row that is significantly better than every other (Holm, 5 %); None if there is none,
-        or too few seeds."""
-        if len(rows) < 2 or any(len(self.seeds(row)) < MIN_SEEDS for row in rows):
-            return None
+        """The row with the best mean, if it is significantly better than every other one with
+        enough seeds (Holm, 5 %); None if there is none, or it has too few seeds itself."""
         sign = 1 if LOWER_IS_BETTER[metric] else -1
         first = min(rows, key=lambda row: sign * self.summary(metric, row, cell).mean)
+        enough = [row for row in rows if len(self.seeds(row)) >= MIN_SEEDS]
+        if first not in enough or len(enough) < 2:
+            return None
         p_values = metrics.holm(
-            [self.p_better(metric, first, other, cell) for other in rows if other != first]
+            [self.p_better(metric, first, other, cell) for other in enough if other != first]
         )
         return first if max(p_values) < 0.05 else None
 

@@ -13,7 +13,7 @@ from advbayes import metrics, store
 from advbayes.evaluation.tables import Grid
 from advbayes.experiments.catalogue import TRIVIAL, Experiment, Spec
 from advbayes.experiments.reported import CERTIFIED, COST, MULTI_STEP, REPORTED
-from advbayes.experiments.scores import MIN_SEEDS, Cell, Scores
+from advbayes.experiments.scores import LOWER_IS_BETTER, MIN_SEEDS, Cell, Scores
 from advbayes.report import figures
 
 NAMES = {
@@ -22,6 +22,15 @@ NAMES = {
     "rmse": "RMSE",
     "selective_accuracy": "Selective accuracy",
 }
+# What section 4 compares.
+PAIRS = (
+    ("MIX", "AT"),
+    ("NN50", "AT"),
+    ("MIX", "OS50"),
+    ("MIX", "NN50"),
+    ("MIX", "BL"),
+    ("AT", "BL"),
+)
 _ARROWS = {"accuracy": "higher is better", "selective_accuracy": "higher is better"}
 
 
@@ -92,7 +101,10 @@ def attack_table(experiment: Experiment, scores: Scores, folder: Path) -> str:
     few = [row for row in scores.rows if len(scores.seeds(row)) < MIN_SEEDS]
     rule = "Bold: better than every other row of its column (paired tests, Holm, 5 %)."
     if few:
-        rule += f" Nothing is set in bold: {len(few)} rows have fewer than {MIN_SEEDS} seeds."
+        rule += (
+            f" Of the {len(few)} rows with fewer than {MIN_SEEDS} seeds none can be bold; a bold "
+            "one is ahead of them without a test."
+        )
     floor = (
         " Above ln 10 = 2.303 an NLL is worse than the uniform predictor's."
         if "uniform" in scores.rows
@@ -103,6 +115,33 @@ def attack_table(experiment: Experiment, scores: Scores, folder: Path) -> str:
         f"each example. {rule}{floor}"
     )
     return "\n\n".join(out)
+
+
+def pairs(experiment: Experiment, scores: Scores, folder: Path) -> str:
+    """The comparisons that the paper draws, each with its paired test."""
+    drawn = [pair for pair in PAIRS if all(len(scores.seeds(row)) >= MIN_SEEDS for row in pair)]
+    if not drawn:
+        return ""
+    cells = _cells(experiment, experiment.radii[-1], experiment.splits[-1])
+    out = []
+    for metric in experiment.metrics:
+        body = []
+        for first, second in drawn:
+            shown = []
+            for cell in cells.values():
+                gap = (
+                    scores.summary(metric, first, cell).mean
+                    - scores.summary(metric, second, cell).mean
+                )
+                better = (gap < 0) == LOWER_IS_BETTER[metric]
+                ahead = (first, second) if better else (second, first)
+                shown.append(f"{gap:+.3f} (p = {scores.p_better(metric, *ahead, cell):.2g})")
+            body.append([f"{first} - {second}", *shown])
+        out.append(f"### {NAMES[metric]}\n\n" + Grid(["rows", *cells], body).markdown())
+    return (
+        "## Paired differences\n\nMean over seeds, and the one-sided p-value of the sign seen, not "
+        "corrected for the number of comparisons.\n\n" + "\n\n".join(out)
+    )
 
 
 def _levels(folder: Path) -> dict[str, str]:
@@ -542,6 +581,7 @@ VIEWS: dict[str, Callable[[Experiment, Scores, Path], str]] = {
     view.__name__: view
     for view in (
         attack_table,
+        pairs,
         readings,
         front,
         curves,
