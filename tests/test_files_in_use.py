@@ -58,7 +58,7 @@ def edit(run: Run, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "key"),
     [
-        ("lr = 0.003", "lr = 0.03", "lr"),
+        ("lr = 0.01", "lr = 0.03", "lr"),
         ("seed = 0", "seed = 1", "seed"),
         ("epochs = 2.0", "epochs = 3.0", "epochs"),
         ("hidden = [4]", "hidden = [5]", "hidden"),
@@ -95,7 +95,7 @@ def test_where_the_data_lie_may_change_and_old_checkpoints_go_on(tmp_path: Path)
     tensors, texts = store.read_bundle(run.path / "checkpoint")
     del texts["config"]  # as the first release wrote it
     store.write_bundle(run.path / "checkpoint", tensors, texts)
-    edit(run, "lr = 0.003", "lr = 0.03")
+    edit(run, "lr = 0.01", "lr = 0.03")
     assert read_checkpoint(run) is not None
 
 
@@ -103,9 +103,9 @@ def test_the_command_line_says_which_key(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = interrupted(tmp_path / "run")
-    edit(run, "lr = 0.003", "lr = 0.03")
+    edit(run, "lr = 0.01", "lr = 0.03")
     assert main(["train", "--resume", str(run.path), "--quiet"]) == 2
-    assert "wanted lr = 0.003" in re.sub(r"\s+", " ", capsys.readouterr().err)
+    assert "wanted lr = 0.01" in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,9 @@ def test_passes_over_the_data_that_are_left_open(num: int, batch: int, epochs: f
     assert found == epochs
     assert decay**found == pytest.approx(0.01)
     assert schedule(3.0, 0.5, num, batch) == (3.0, 0.5)
+    # a short training keeps its rate; a long one ends at a hundredth, too
+    assert schedule(3.0, None, num, batch) == (3.0, decay)
+    assert schedule(800.0, None, num, batch)[1] ** 800 == pytest.approx(0.01)
 
 
 def estimates(**values: tuple[float, float]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ Changes = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="A key of a run for all rows; repeat"),
 ]
 NumTest = Annotated[int | None, typer.Option("--num-test", min=1, help="Test examples")]
+ROW_OF = {"none": "BL", "pgd": "PGD channel"}  # names of `train` that the paper's tables lack
 
 
 def add_to(app: typer.Typer) -> None:
@@ -105,7 +106,7 @@ def compare(
     ],
     defense: Annotated[
         list[str],
-        typer.Option("--defense", help="A defense (bl, at, os50, mix, nn50, ...); repeat"),
+        typer.Option("--defense", help="As for `train` (none, at, mix, pgd, ...) or a row; repeat"),
     ],
     seeds: Annotated[
         str, typer.Option("--seeds", metavar="N or A,B,...", help="How many, or which")
@@ -115,7 +116,7 @@ def compare(
     ] = None,
     eps: Annotated[
         float, typer.Option("--eps", min=0.0, help="Budget of training and attack, L2")
-    ] = 1.0,
+    ] = 0.3,
     jobs: Jobs = 1,
     cluster: Cluster = None,
     out: Annotated[Path, typer.Option("--out", help="Folder of the results")] = Path("results"),
@@ -147,9 +148,8 @@ def compare(
         **({} if target is None else {"target": target}),
     }
     task = prepare(make_config(settings)).dataset.task
-    spec = Spec(
-        f"compare-{Path(data).stem}", "paper", settings, num_test, tuple(defense), task, eps
-    )
+    rows = tuple(ROW_OF.get(name.lower(), name) for name in defense)
+    spec = Spec(f"compare-{Path(data).stem}", "paper", settings, num_test, rows, task, eps)
     with watched():
         chosen, hidden = _seeds(seeds), quiet or as_json
         table = write_views(run(spec, out, seeds=chosen, jobs=jobs, cluster=cluster, quiet=hidden))

@@ -81,7 +81,7 @@ def _train(**options: Any) -> int:
         options.pop("json"),
         options.pop("quiet"),
     )
-    device = usable(options.pop("device"))
+    device = options.pop("device")
     flags = {key: value for key, value in options.items() if value is not None}
     if resume is not None:
         extra = [
@@ -93,10 +93,11 @@ def _train(**options: Any) -> int:
                 f"resume: goes on with the configuration in {resume}, got {', '.join(extra)} "
                 f"beside it"
             )
-        return _run(None, None, resume, trusted, as_json, quiet, device)
+        return _run(None, None, resume, trusted, as_json, quiet, usable(device))
     values = {} if config is None else read_toml(config)
     made = make_config({**values, **{key: parse(key, value) for key, value in flags.items()}})
-    return _run(_with_files(made), out, None, trusted, as_json, quiet, device)
+    # the device last: torch, which has to be asked, takes seconds to load
+    return _run(_with_files(made), out, None, trusted, as_json, quiet, usable(device))
 
 
 def _with_files(config: RunConfig) -> RunConfig:

@@ -388,15 +388,17 @@ def schedule(
     epochs: float | None, decay: float | None, num_data: int, batch_size: int
 ) -> tuple[float, float]:
     """Passes over the data and the factor on the learning rate for each, where they are left open:
-    enough passes for 2,000 steps, but 10 to 500 of them; a rate that falls to a hundredth.
+    enough passes for 2,000 steps, but 10 to 500 of them; a rate that falls to a hundredth over
+    these, or over `epochs` if that is more. In fewer passes it falls no faster, so that a short
+    training is not one at a rate of nothing.
 
-    >>> schedule(None, None, 1280, 128), schedule(5, 0.9, 1280, 128)
-    ((200.0, 0.9772372209558107), (5, 0.9))
+    >>> schedule(None, None, 1280, 128), schedule(5, None, 1280, 128), schedule(5, 0.9, 1280, 128)
+    ((200.0, 0.9772372209558107), (5, 0.9772372209558107), (5, 0.9))
     """
-    if epochs is None:
-        steps = MIN_STEPS * min(batch_size, num_data) / num_data
-        epochs = min(max(steps, MIN_EPOCHS), MAX_EPOCHS)
-    return epochs, LAST_LR ** (1 / epochs) if decay is None else decay
+    enough = MIN_STEPS * min(batch_size, num_data) / num_data
+    usual = min(max(enough, MIN_EPOCHS), MAX_EPOCHS)
+    epochs = usual if epochs is None else epochs
+    return epochs, LAST_LR ** (1 / max(epochs, usual)) if decay is None else decay
 
 
 NAMED_CHANNELS = ("none", "noise", "at", "os", "os50", "mix", "pgd", "trades", "alp")

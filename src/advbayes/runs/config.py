@@ -139,7 +139,7 @@ class RunConfig(BaseModel):
     lr: Annotated[Positive, Field(le=10, description="Adam's learning rate")] = 1e-2
     decay: Annotated[
         Annotated[float, Field(gt=0, le=1)] | None,
-        Field(description="Factor on lr for each epoch (else it falls to a hundredth in all)"),
+        Field(description="Factor on lr for each epoch (else a hundredth in 2,000 steps)"),
     ] = None
     adversary_lr: Annotated[
         Positive, Field(le=10, description="Learning rate of a learned channel")
