@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from advbayes.cli.app import app
 from advbayes.estimators import RobustClassifier, RobustRegressor
 from advbayes.evaluation import load_evaluation
 from advbayes.runs import Run, load_trained
+from advbayes.runs.config import make_config
 
 SHOWN: dict[str, set[str]] = {}
 Printed = pytest.CaptureFixture[str]
@@ -942,6 +943,52 @@ def test_a_device_is_asked_for(place: Path, run: str, capsys: Printed) -> None:
         assert main([*argv, "--device", "abacus"]) == 2
         assert "device: must be one that torch has on this machine" in capsys.readouterr().err
     assert not (place / "nowhere").exists()
+
+
+def test_defenses_are_compared_by_the_names_that_train_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
+    import advbayes.experiments.running
+    import advbayes.experiments.views
+    from advbayes.runs.config import RunConfig
+
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        advbayes.experiments.running, "run", lambda spec, *_, **__: seen.append(spec)
+    )
+    monkeypatch.setattr(advbayes.experiments.views, "write_views", lambda _: tmp_path / "table.md")
+    names = get_args(RunConfig.model_fields["defense"].annotation)
+    argv = [word for name in names for word in ("--defense", name)]
+    assert told(capsys, ["compare", "--data", "diabetes", *argv])
+    experiment = seen[0].experiment()
+    rows = list(experiment.rows.values())
+    trained = [make_config({**row.defense.settings, **row.settings}) for row in rows]
+    assert len(rows) == len(names) + 1  # and the constant
+    assert {trained[0].defense, trained[names.index("pgd")].defense} == {"none", "pgd"}
+    # one budget for all, the default of `train`, also where a row of the paper has its own
+    assert {each.eps for each in trained} == {RunConfig().eps} == set(experiment.radii)
+
+
+@shows("playground", "port", "browser")
+def test_the_playgrounds_server_is_started_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    class Server:
+        returncode = 0
+
+        def __init__(self, argv: list[str], **options: Any) -> None:
+            started.append(argv)
+
+        def wait(self) -> None: ...
+        def terminate(self) -> None: ...
+
+    monkeypatch.setattr("advbayes.cli.playground.find_spec", lambda name: True)
+    monkeypatch.setattr("advbayes.experiments.playground.load_world", lambda name, tell: None)
+    monkeypatch.setattr("subprocess.Popen", Server)
+    assert main(["playground"]) == main(["playground", "--port", "9000", "--no-browser"]) == 0
+    for argv, port, headless in zip(started, ("8501", "9000"), ("false", "true"), strict=True):
+        assert argv.count(f"--server.port={port}") == 1
+        assert argv.count(f"--server.headless={headless}") == 1
 
 
 # --- none without a test --------------------------------------------------------------------------

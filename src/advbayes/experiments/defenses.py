@@ -165,6 +165,7 @@ _MULTI_STEP = 7
 
 DEFENSES: dict[str, Defense] = {
     "BL": Defense("undefended mean-field posterior, clean data", {"defense": "none"}),
+    "noise": Defense("noise alone", {"defense": "noise"}),
     "OS": Defense("one-step attack plus noise", {"defense": "os"}),
     "OS50": Defense(
         "half noisy identity, half one-step attack plus noise (SM-5)",
