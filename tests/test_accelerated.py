@@ -54,6 +54,20 @@ class Twice(nn.Module):
         return out
 
 
+class Sideways(nn.Module):
+    """Convolves x turned by the same numbers in memory, and x without its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned, self.stopped = nn.Conv2d(1, 2, 3), nn.Conv2d(1, 2, 3)
+        self.last = nn.Linear(144, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.cat([self.turned(x.transpose(2, 3)), self.stopped(x.detach())], dim=1)
+        out: Tensor = self.last(torch.tanh(h).flatten(1))
+        return out
+
+
 class Branching(nn.Module):
     """Looks at its numbers, which cannot be vectorised."""
 
@@ -185,6 +199,7 @@ NETS = {
     ),
     "a module of one's own": (Own, (6,)),
     "the first convolution twice": (Twice, (1, 8, 8)),
+    "views of x": (Sideways, (1, 8, 8)),
     "frozen first layer": (frozen_first, (1, 8, 8)),
     "branches on values": (Branching, (6,)),
     "recurrent": (Recurrent, (3, 2)),
@@ -294,8 +309,12 @@ def test_threads_share_the_work_and_change_nothing(two_threads: None) -> None:
     assert torch.equal(logits, predict(x).logits)
 
 
+@pytest.mark.parametrize("numbers", [1, 1 << 20], ids=("parts", "whole"))
 @pytest.mark.parametrize("name", ["paper", "flatten, linear"])
-def test_autocast_is_heeded(name: str, two_threads: None) -> None:
+def test_autocast_is_heeded(
+    name: str, numbers: int, two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("advbayes.accelerated.passes._NUMBERS", numbers)
     model, thetas, x = stacked(name, torch.float32)
     predict, y = PosteriorPredictive(model, thetas), torch.arange(7) % 3
     x = x.repeat(10, *[1] * (x.ndim - 1))  # enough for two threads
@@ -305,6 +324,25 @@ def test_autocast_is_heeded(name: str, two_threads: None) -> None:
         assert predict(x).logits.dtype == torch.bfloat16
     assert rounded.dtype == torch.float32
     assert 1e-5 < float((rounded - exact).norm() / exact.norm()) < 0.1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_parts_run_in_the_modes_of_the_caller(
+    mode: type, two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("advbayes.accelerated.passes._NUMBERS", 1)
+    model, thetas, _ = stacked("flatten, linear", torch.float32)
+    x = torch.randn(70, 2, 3, generator=generator_for(0, "x"))
+    wanted = PosteriorPredictive(model, thetas)(x).logits
+
+    def modes(rows: slice) -> tuple[bool, bool]:
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    with mode():
+        seen = accelerated.in_parts(modes, model, thetas, x)
+        assert len(seen) > 1
+        assert set(seen) == {modes(slice(0))}
+        assert torch.equal(PosteriorPredictive(model, thetas)(x.clone()).logits, wanted)
 
 
 def test_an_error_in_a_thread_is_the_callers(two_threads: None) -> None:

@@ -23,9 +23,7 @@ from advbayes.checks import AdvBayesError
 
 Program = Callable[..., tuple[Tensor, ...]]
 
-# Multiplications up to which a product is written as a loop; at twice as many the
-# library is faster.
-MAX_LOOP = 1 << 16
+MAX_LOOP = 1 << 16  # multiplications up to which a loop is faster than the library
 MAX_SUM = 1 << 10  # terms up to which single precision is enough for a sum
 _ONE_AT_A_TIME = threading.Lock()  # torch's compiler is not made for several threads
 
@@ -75,10 +73,8 @@ def _program(function: Program, examples: tuple[Tensor, ...], num_changed: int) 
         table = _decompositions()
     except (ImportError, AttributeError, KeyError):
         _warn_once("torch.compile")
-        by_torch: Program = torch.compile(
-            make_fx(function, tracing_mode="fake")(*examples), dynamic=False
-        )
-        return by_torch
+        graph = make_fx(function, tracing_mode="fake")(*examples)
+        return torch.compile(graph, dynamic=False)
     # Not several worker processes, which would outlive the call. The C++ wrapper calls kernels
     # without Python in between. Theta is read once for each example where products are loops:
     # better to compute it once and store it.
@@ -93,11 +89,8 @@ def _program(function: Program, examples: tuple[Tensor, ...], num_changed: int) 
 
 @cache
 def _warn_once(instead: str) -> None:
-    message = (
-        f"torch {torch.__version__} lacks what compile=True is made with; it uses {instead} "
-        f"and is slower"
-    )
-    warnings.warn(message, RuntimeWarning, stacklevel=2)
+    message = f"lacks what compile=True is made with; it uses {instead} and is slower"
+    warnings.warn(f"torch {torch.__version__} {message}", RuntimeWarning, stacklevel=2)
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
@@ -119,16 +112,13 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
             return bias + mm(a, b)
         return library_with_bias(bias, a, b, beta, alpha)
 
-    def dot(a: Tensor, b: Tensor) -> Tensor:
-        return (a * b).sum()
-
     def total(a: Tensor, *, dtype: torch.dtype | None = None) -> Any:
         """Compiled sums run in one register, where 20,000 terms lose two digits."""
         long = dtype is None and a.dtype is torch.float32 and a.numel() > MAX_SUM
         return a.sum(dtype=torch.float64).float() if long else NotImplemented
 
-    sums: dict[Any, Callable[..., Any]] = {
-        torch.ops.aten.sum.default: total,
-        torch.ops.aten.dot.default: dot,
-    }
+    def dot(a: Tensor, b: Tensor) -> Any:
+        return (a * b).sum()
+
+    sums: dict[Any, Any] = {torch.ops.aten.sum.default: total, torch.ops.aten.dot.default: dot}
     return {**table, **sums, product: mm, with_bias: addmm}

@@ -55,13 +55,8 @@ def sample_at(
     share, and kept where the example is its own.
 
     >>> from advbayes import Noise
-    >>> sample_at(
-    ...     Noise(1.0),
-    ...     Draws(torch.ones(2, 1), *[torch.empty(0)] * 2),
-    ...     None,
-    ...     torch.zeros(2, 1),
-    ...     torch.zeros(2),
-    ... ).sum()
+    >>> x, y, none = torch.zeros(2, 1), torch.zeros(2), torch.empty(0)
+    >>> sample_at(Noise(1.0), Draws(torch.ones(2, 1), none, none), None, x, y).sum()
     tensor(2.)
     """
     if not isinstance(channel, Mixture):
@@ -69,11 +64,8 @@ def sample_at(
     num, first = len(x), 0
     rows = torch.arange(num, device=x.device)
     bounds = [0.0, *channel._cumulated, 1.0]
-    edges: list[Tensor | int] = [
-        0,
-        *(edge(num, share, drawn.offset) for share in channel._cumulated),
-        num,
-    ]
+    inner = (edge(num, share, drawn.offset) for share in channel._cumulated)
+    edges: list[Tensor | int] = [0, *inner, num]
     out = x
     for members in channel._groups:
         last = first + len(members)

@@ -48,26 +48,19 @@ def run(
     >>> model = BayesianModel(
     ...     nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)), Categorical()
     ... )
-    >>> thetas, x, cotangent = (
-    ...     torch.randn(5, model.num_params),
-    ...     torch.randn(2, 4),
-    ...     torch.randn(5, 2, 3),
-    ... )
+    >>> thetas, x = torch.randn(5, model.num_params), torch.randn(2, 4)
     >>> (outputs, vjp), (plain, plain_vjp) = run(model, thetas, x), model.run(thetas, x)
-    >>> (
-    ...     torch.allclose(outputs, plain, atol=1e-5),
-    ...     torch.allclose(vjp(cotangent), plain_vjp(cotangent), atol=1e-5),
-    ... )
-    (True, True)
+    >>> torch.allclose(outputs, plain, atol=1e-5)
+    True
+    >>> torch.allclose(vjp(outputs), plain_vjp(outputs), rtol=1e-3, atol=1e-4)
+    True
     """
     if torch.is_autocast_enabled(x.device.type):
         return model.run(thetas, x)
     if len(thetas) > 1 and len(x) and model.net not in _one_by_one and _fits_one_batch(model, x):
         try:
             return _as_one_batch(model, thetas, x)
-        except (
-            Exception
-        ):  # whatever a net does that cannot be vectorised; if it is wrong, it raises again below
+        except Exception:  # whatever cannot be vectorised; what is wrong raises again below
             _one_by_one.add(model.net)
     if _is_thin(model, x) and torch.is_grad_enabled():
         return _with_thin_first_layer(model, thetas, x)
@@ -91,19 +84,21 @@ def in_parts(
     # as equal parts as few as may be
     rows = math.ceil(len(x) / math.ceil(len(x) / most)) if len(x) else 1
     slices = [slice(start, min(start + rows, len(x))) for start in range(0, max(1, len(x)), rows)]
-    num_threads = min(torch.get_num_threads(), len(slices))
-    # A thread's setting is also that of threads begun after it, so those of the caller's own are
-    # left alone.
+    all_threads = torch.get_num_threads()
+    # The modes of torch are a thread's own. Its number of threads is also that of threads begun
+    # after it, so threads of the caller's own are left alone.
     if (
-        num_threads == 1
+        min(all_threads, len(slices)) == 1
         or x.device.type != "cpu"
         or threading.current_thread() is not threading.main_thread()
+        or torch.is_autocast_enabled("cpu")
+        or torch.is_inference_mode_enabled()
     ):
         return [work(part) for part in slices]
-    all_threads = torch.get_num_threads()
-    with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with_gradients = torch.set_grad_enabled(torch.is_grad_enabled())
+    with ThreadPoolExecutor(all_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         try:
-            return list(pool.map(work, slices))
+            return list(pool.map(with_gradients(work), slices))
         finally:
             torch.set_num_threads(all_threads)
 
@@ -131,52 +126,76 @@ def _theta_by_theta(model: BayesianModel, thetas: Tensor, x: Tensor) -> tuple[Te
     leaf = x.detach().requires_grad_(torch.is_grad_enabled())
     each = [model.output(theta, leaf)[0] for theta in thetas.detach()]
 
-    return torch.stack([output.detach() for output in each]), lambda cotangent: _sum_of_vjps(
-        each, leaf, cotangent
-    )
+    def vjp(cotangent: Tensor) -> Tensor:
+        total = torch.zeros_like(leaf)
+        for output, of_theta in zip(each, cotangent, strict=True):
+            total += vjp_of(output, leaf, of_theta)
+        return total
 
-
-def _sum_of_vjps(each: list[Tensor], leaf: Tensor, cotangent: Tensor) -> Tensor:
-    total = torch.zeros_like(leaf)
-    for output, of_theta in zip(each, cotangent, strict=True):
-        if output.requires_grad:
-            (gradient,) = torch.autograd.grad(output, leaf, of_theta, allow_unused=True)
-            if gradient is not None:
-                total += gradient
-    return total
+    return torch.stack([output.detach() for output in each]), vjp
 
 
 # --- Images of one or two channels --------------------------------------------------------------
 
 
 def _is_thin(model: BayesianModel, x: Tensor) -> bool:
-    is_image = x.ndim == 4 and 0 < x.shape[1] <= _THIN and len(x) > 0
     # products want channels_last
-    return is_image and _is_convolutional(model) and model.laid_out(x) is not x
+    return model.is_channels_last and x.ndim == 4 and 0 < x.shape[1] <= _THIN and len(x) > 0
 
 
-class _Patches(dict[tuple[int, ...], Tensor]):
-    """Gradients of the patches of x that kernels see, by kernel size and padding: (C k l, B H W)
-    summed over thetas."""
+def _with_thin_first_layer(model: BayesianModel, thetas: Tensor, x: Tensor) -> tuple[Tensor, Vjp]:
+    """Theta by theta; gradients of the first layer's patches add up, and are put together once."""
+    with _FirstConvolutions() as mode:
+        outputs, vjp = _theta_by_theta(model, thetas, model.laid_out(x))
 
-    def add(self, gradient: Tensor, weight: Tensor, padding: tuple[int, int]) -> None:
-        rows = gradient.permute(0, 2, 3, 1).reshape(-1, len(weight))  # a view in channels_last
-        key, product = (*weight.shape[2:], *padding), (weight.reshape(len(weight), -1).T, rows.T)
-        self[key] = self[key].addmm_(*product) if key in self else torch.mm(*product)
+    def with_patches(cotangent: Tensor) -> Tensor:
+        total = vjp(cotangent)
+        for key, patches in mode.patches.items():
+            total += _folded(patches, x.shape, key)
+        return total
+
+    return outputs, with_patches
+
+
+class _FirstConvolutions(TorchFunctionMode):
+    """Lets the graph begin after the convolutions of x itself, and gradients in channels_last where
+    the net is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # by kernel size and padding: gradients of the patches that a kernel sees, summed over the
+        # thetas, (C k l, B H W)
+        self.patches: dict[tuple[int, ...], Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _RESHAPES and args and args[0].requires_grad and _is_channels_last(args[0]):
+            # else a pooling before it copies its whole input
+            args[0].register_hook(_in_channels_last)
+        if func is not torch.conv2d or kwargs or len(args) != 7:
+            return func(*args, **(kwargs or {}))
+        x, weight, _, stride, padding, dilation, groups = args
+        is_plain = (stride, dilation, groups) == ((1, 1), (1, 1), 1) and isinstance(padding, tuple)
+        is_x_itself = x.is_leaf and x.requires_grad  # thetas are constants here
+        if not is_plain or not is_x_itself or weight.requires_grad:
+            return func(*args)
+        return _GraphBegins.apply(func(x.detach(), *args[1:]), x, self.patches, weight, padding)  # type: ignore[no-untyped-call]
 
 
 class _GraphBegins(torch.autograd.Function):
     """The identity, whose gradient goes to the patches and no further."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, x: Tensor, patches: _Patches, *layer: Any) -> Tensor:
-        ctx.patches, ctx.layer = patches, layer
+    def forward(ctx: Any, output: Tensor, x: Tensor, *layer: Any) -> Tensor:
+        ctx.layer = layer
         ctx.mark_dirty(output)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        ctx.patches.add(gradient, *ctx.layer)
+        patches, weight, padding = ctx.layer
+        rows = gradient.permute(0, 2, 3, 1).reshape(-1, len(weight))  # a view in channels_last
+        key, product = (*weight.shape[2:], *padding), (weight.reshape(len(weight), -1).T, rows.T)
+        patches[key] = patches[key].addmm_(*product) if key in patches else torch.mm(*product)
         return None, None, None, None, None
 
 
@@ -184,49 +203,8 @@ def _is_channels_last(x: Tensor) -> bool:
     return x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
 
 
-def _channels_last_again(gradient: Tensor | None) -> Tensor | None:
+def _in_channels_last(gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else gradient.contiguous(memory_format=torch.channels_last)
-
-
-class _FirstConvolutions(TorchFunctionMode):
-    """Lets the graph begin after the convolutions of x itself, and gradients in channels_last where
-    the net is."""
-
-    def __init__(self, x: Tensor) -> None:
-        super().__init__()
-        self.x, self.patches = x, _Patches()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _RESHAPES and args and args[0].requires_grad and _is_channels_last(args[0]):
-            # else a pooling before it copies its whole input
-            args[0].register_hook(_channels_last_again)
-        if func is not torch.conv2d or kwargs or len(args) != 7:
-            return func(*args, **(kwargs or {}))
-        x, weight, _, stride, padding, dilation, groups = args
-        is_plain = (stride, dilation, groups) == ((1, 1), (1, 1), 1) and isinstance(padding, tuple)
-        is_first = (x.data_ptr(), x.numel()) == (
-            self.x.data_ptr(),
-            self.x.numel(),
-        ) and not weight.requires_grad
-        if not is_plain or not is_first:
-            return func(*args)
-        output = func(x.detach(), *args[1:])
-        return _GraphBegins.apply(output, self.x, self.patches, weight, padding)  # type: ignore[no-untyped-call]
-
-
-def _with_thin_first_layer(model: BayesianModel, thetas: Tensor, x: Tensor) -> tuple[Tensor, Vjp]:
-    """Theta by theta; gradients of the first layer's patches add up, and are put together once."""
-    leaf = model.laid_out(x.detach().contiguous()).requires_grad_()
-    with _FirstConvolutions(leaf) as mode:
-        each = [model.output(theta, leaf)[0] for theta in thetas.detach()]
-
-    def vjp(cotangent: Tensor) -> Tensor:
-        total = _sum_of_vjps(each, leaf, cotangent)
-        for key, patches in mode.patches.items():
-            total += _folded(patches, leaf.shape, key)
-        return total
-
-    return torch.stack([output.detach() for output in each]), vjp
 
 
 def _folded(patches: Tensor, shape: torch.Size, key: tuple[int, ...]) -> Tensor:

@@ -26,6 +26,8 @@ from advbayes.types import Channel
 if TYPE_CHECKING:
     from advbayes.training.batches import Batch
 
+_SLOTS = ("exp_avg", "exp_avg_sq", "step")  # of Adam's state
+
 
 class CompiledStep:
     """(batch, generator, learning rate) -> bound, log-likelihood, KL, penalty, norm of the gradient
@@ -38,18 +40,13 @@ class CompiledStep:
 
     >>> from advbayes import Categorical, MeanField, Noise
     >>> model = BayesianModel(nn.Linear(2, 2), Categorical())
-    >>> posterior = MeanField(model)
-    >>> CompiledStep(
-    ...     model,
-    ...     posterior,
-    ...     Noise(0.1),
-    ...     ChannelELBO(4, through=True),
-    ...     torch.optim.Adam(posterior.parameters()),
-    ... )
+    >>> posterior, objective = MeanField(model), ChannelELBO(4, through=True)
+    >>> adam = torch.optim.Adam(posterior.parameters())
+    >>> CompiledStep(model, posterior, Noise(0.1), objective, adam)
     Traceback (most recent call last):
     ...
-    advbayes.checks.InputError: compile must be False for an objective with through=True: second derivatives run in eager code alone
-    """  # noqa: E501
+    advbayes.checks.InputError: compile must be False for an objective with through=True, got True
+    """
 
     def __init__(
         self,
@@ -60,38 +57,27 @@ class CompiledStep:
         optimiser: torch.optim.Adam,  # with a state for each parameter
     ) -> None:
         if objective.through:
-            raise InputError(
-                "compile must be False for an objective with through=True: second derivatives run "
-                "in eager code alone"
-            )
-        self.model, self.posterior, self.channel, self.objective = (
-            model,
-            posterior,
-            channel,
-            objective,
-        )
+            # second derivatives run in eager code alone
+            raise InputError("compile must be False for an objective with through=True, got True")
+        self.model, self.posterior = model, posterior
+        self.channel, self.objective = channel, objective
         self.settings = optimiser.defaults
         trained = {name: p for name, p in posterior.named_parameters() if p.requires_grad}
-        self.names = list(trained)
-        slots = ("exp_avg", "exp_avg_sq", "step")
-        each = [
-            (p.detach(), *(optimiser.state[p][slot] for slot in slots)) for p in trained.values()
-        ]
+        self.names = [f"posterior.{name}" for name in trained]
         # what the program changes in place
-        self.state = [tensor for group in each for tensor in group]
+        self.state = [
+            tensor
+            for p in trained.values()
+            for tensor in (p.detach(), *map(optimiser.state[p].get, _SLOTS))
+        ]
         self.lr = torch.zeros((), dtype=torch.float64, device=model.device)
         self.programs: dict[tuple[torch.Size, torch.Size], Program] = {}
         # whether the channel is compiled; its first draw may show that it cannot be
         self.inside = objective.num_channel == 1
-        self.absent: list[Tensor | None] = []  # the empty fields of Draws, which are not passed
-        self.draws_nothing = False
-        self.like: Tensor | None = None
 
     def __call__(self, batch: Batch, generator: torch.Generator, lr: float) -> list[float]:
         objective, posterior = self.objective, self.posterior
-        if (
-            batch.x.ndim > 2
-        ):  # measured: gathered inside the program, images take convolutional nets twice the time
+        if batch.x.ndim > 2:  # gathered inside the program, images take twice the time (measured)
             batch = batch.gathered()
         noise = posterior.noise(objective.num_theta, generator=generator)
         drawn = self._draw(batch, generator)
@@ -99,11 +85,8 @@ class CompiledStep:
             batch = batch.gathered()
             with torch.no_grad():
                 thetas = posterior.at(noise)
-            drawn = [
-                objective.corrupt(
-                    self.model, thetas, self.channel, batch.x, batch.y, generator=generator
-                )
-            ]
+            sources = (self.model, thetas, self.channel, batch.x, batch.y)
+            drawn = [objective.corrupt(*sources, generator=generator)]
         x, y, rows, *_ = batch
         self.lr.fill_(lr)
         arguments = (*self.state, self.lr, noise, x, y, *(() if rows is None else (rows,)), *drawn)
@@ -120,24 +103,13 @@ class CompiledStep:
     def _draw(self, batch: Batch, generator: torch.Generator) -> list[Tensor] | None:
         """The channel's randomness for each theta, one after the other; None where it cannot be
         drawn beforehand."""
-        if self.draws_nothing or not self.inside:
-            return [] if self.inside else None
-        like = batch.x
-        if batch.rows is not None:  # a tensor like the batch that is not gathered yet
-            if self.like is None or len(self.like) != len(batch.rows):
-                self.like = batch.x[: len(batch.rows)]
-            like = self.like
+        like = batch.x if batch.rows is None else batch.x[: batch.num]
         fields: list[Tensor] = []
-        for _ in range(self.objective.num_theta):
+        for _ in range(self.objective.num_theta if self.inside else 0):
             drawn = draws(self.channel, like, generator=generator)
-            if drawn is None:
-                self.inside = False
-                return None
-            fields += [field for field in drawn if field.numel()]
-            if not self.absent:
-                self.absent = [None if field.numel() else field for field in drawn]
-        self.draws_nothing = not fields
-        return fields
+            self.inside = drawn is not None
+            fields += drawn or ()
+        return fields if self.inside else None
 
     def _program(self, gathers: bool) -> Callable[..., tuple[Tensor, ...]]:
         """(state), learning rate, noise, x, y, (rows), (the channel's draws, or samples) ->
@@ -153,9 +125,7 @@ class CompiledStep:
                 x, y = x[rows], y[rows]
             with torch.enable_grad():
                 leaves = [parameter.detach().requires_grad_() for parameter in state[::4]]
-                parameters = {
-                    f"posterior.{name}": leaf for name, leaf in zip(self.names, leaves, strict=True)
-                }
+                parameters = dict(zip(self.names, leaves, strict=True))
                 terms: Terms = functional_call(step, parameters, (noise, x, y, rest))
                 loss = -terms.bound / self.objective.num_data
                 gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
@@ -211,26 +181,19 @@ class _Bound(nn.Module):
         self.step, self.posterior = step, step.posterior
 
     def forward(self, noise: Tensor, x: Tensor, y: Tensor, rest: Iterator[Tensor]) -> Terms:
-        step, objective = self.step, self.step.objective
-        thetas = self.posterior.at(noise)
+        step, thetas = self.step, self.posterior.at(noise)
         if not step.inside:
-            return objective.terms(step.model, self.posterior, thetas, x, next(rest), y)
+            return step.objective.terms(step.model, self.posterior, thetas, x, next(rest), y)
         # Each theta has an order of the examples of its own. The bound is a sum over them: it is
         # taken theta by theta.
-        each = [self._at_one(theta, x, y, rest) for theta in thetas.unsqueeze(1)]
-        if len(each) == 1:
-            return each[0]
-        return Terms(*(torch.stack(parts).mean(0) for parts in zip(*each, strict=True)))
+        each = [self._at_one(theta, x, y, Draws(*islice(rest, 3))) for theta in thetas]
+        return Terms(*(sum(parts) / len(each) for parts in zip(*each, strict=True)))
 
-    def _at_one(
-        self, theta: Tensor, x: Tensor, y: Tensor, rest: Iterator[Tensor]
-    ) -> Terms:  # theta (1, P)
+    def _at_one(self, theta: Tensor, x: Tensor, y: Tensor, drawn: Draws) -> Terms:
         step = self.step
-        drawn = Draws(*(next(rest) if field is None else field for field in step.absent))
         if drawn.order.numel():
             x, y = x[drawn.order], y[drawn.order]
         with torch.no_grad():
-            x_adv = sample_at(step.channel, drawn, step.model.at(theta[0].detach()), x, y)
-        return step.objective.terms(
-            step.model, self.posterior, theta, x, x_adv.unsqueeze(0).unsqueeze(0), y
-        )
+            x_adv = sample_at(step.channel, drawn, step.model.at(theta.detach()), x, y)
+        one = (theta.unsqueeze(0), x, x_adv.unsqueeze(0).unsqueeze(0), y)  # S = K = 1
+        return step.objective.terms(step.model, self.posterior, *one)
