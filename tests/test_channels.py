@@ -14,12 +14,14 @@ from advbayes import (
     AttackChannel,
     BayesianModel,
     Gaussian,
+    Learned,
     MarginTo,
     Mixture,
     Noise,
     Purifier,
     Square,
     entropy,
+    eps_prior,
     lower_mean,
     margin,
     nll,
@@ -36,6 +38,10 @@ SLOPE = torch.tensor([3.0, 0.0, 4.0], dtype=FLOAT)
 
 def line(x: Tensor) -> torch.distributions.Normal:
     return torch.distributions.Normal(x @ SLOPE, torch.full((len(x),), 0.5, dtype=x.dtype))
+
+
+def bent(x: Tensor) -> torch.distributions.Normal:
+    return torch.distributions.Normal((x @ SLOPE).sin(), torch.sigmoid(x[:, 1]))
 
 
 def classes(x: Tensor) -> CategoricalDistribution:
@@ -112,6 +118,49 @@ def test_entries_of_losses_go_where_their_examples_go(steps: int, nested: bool) 
         which = (moved - alone).abs().amax(2)
         assert bool((which.amin(0) < 1e-12).all())
         assert torch.bincount(which.argmin(0), minlength=3).tolist() == [8, 8, 8]
+
+
+class ByLabel(nn.Module):
+    """A shift that depends on the label alone."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return 0.3 * torch.sin(1.0 + y.to(x.dtype)).unsqueeze(1).expand_as(x), torch.zeros_like(x)
+
+
+TINY = 1e-7
+LEARNED = Learned(ByLabel(), L2(1.0), (TINY, TINY))
+STEP = AttackChannel(one_step(L2(0.5)), TINY)
+
+
+@pytest.mark.parametrize(
+    "channel",
+    [
+        LEARNED,
+        AttackChannel(pgd(L2(0.5), 3), TINY),
+        Mixture([0.3, 0.2, 0.5], [Noise(TINY), LEARNED, AttackChannel(one_step(L2(0.4)), TINY)]),
+        Mixture([0.4, 0.6], [STEP, Mixture([0.2, 0.8], [LEARNED, Noise(2 * TINY)])], False),
+        eps_prior(one_step(L2(1.0, scale=torch.tensor([1.0, 2.0, 0.5]))), [0.2, 0.4, 0.9], TINY),
+    ],
+    ids=["learned", "attack", "mixture", "nested, iid", "eps prior"],
+)
+@pytest.mark.parametrize("predict", [bent, classes])
+@pytest.mark.parametrize("labelled", [True, False])
+def test_samples_lie_where_the_density_has_its_centres(
+    channel: Channel, predict: Predictor, labelled: bool
+) -> None:
+    """As often as their weights say, with labels and without."""
+    x = randn(400, 3)
+    y = None
+    if labelled:
+        y = torch.arange(400) % 4 if predict is classes else x[:, 0] - 1
+    density = channel.density(predict, x, y)
+    moved = channel.sample(predict, x, y, generator=generator(0))
+    away = (torch.stack(density.centres) - moved).norm(dim=2)
+    assert float(away.amin(0).max()) < 20 * TINY
+    counts = torch.bincount(away.argmin(0), minlength=len(away))
+    for count, log_weight in zip(counts.tolist(), density.log_weights, strict=True):
+        share = math.exp(log_weight)
+        assert abs(count - 400 * share) <= 5 * math.sqrt(400 * share * (1 - share))
 
 
 # --- Labels -------------------------------------------------------------------------------------

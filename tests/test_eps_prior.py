@@ -53,6 +53,8 @@ class TestGammaPrior(ChannelContract):
         (Beta(2.0, 5.0), scipy.stats.beta(2, 5)),
         (Beta(0.5, 0.7), scipy.stats.beta(0.5, 0.7)),
         (Beta(40.0, 1.0), scipy.stats.beta(40, 1)),
+        (Beta(0.1, 0.05), scipy.stats.beta(0.1, 0.05)),
+        (Beta(2e3, 3e3), scipy.stats.beta(2e3, 3e3)),
         (Gamma(3.0, 2.0), scipy.stats.gamma(3, scale=0.5)),
         (Gamma(0.5, 0.01), scipy.stats.gamma(0.5, scale=100)),
         (Uniform(1.0, 3.0), scipy.stats.uniform(1, 2)),

@@ -90,28 +90,29 @@ class Mixture:
     ) -> Tensor:
         if not len(x):
             return x.clone()
-        if y is None and self._has_attacks:
-            y = drawn_labels(predict, x, generator)
+        # labels that an attack draws for itself are not those of the other components
+        labels = drawn_labels(predict, x, generator) if y is None and self._has_attacks else y
         num = num_drawn(len(x), generator)
         order, edges = self._strata(num, for_batch(generator), x.device)
         index, places, own_edges = sorted_share(order, edges, generator)
         noise = noise_like(x, narrowed(generator, places)) if self._splits else None
-        x_in, y_in = x.index_select(0, index), None if y is None else y.index_select(0, index)
-        moved, first = [], 0
+        x_in, moved, first = x.index_select(0, index), [], 0
         for members in self._groups:
             last = first + len(members)
+            own = labels if isinstance(self.channels[members[0]], AttackChannel) else y
             cuts, begin, end = own_edges[first : last + 1], edges[first], edges[last]
             first, start, stop = last, cuts[0], cuts[-1]
             if stop == start and end > begin and noise is None:
                 # a process without rows of this part still draws what the others draw
                 theirs = narrowed(generator, index.new_zeros(1), end - begin)
-                some = None if y is None else y[:1]
+                some = None if own is None else own[:1]
                 self.channels[members[0]].sample(predict, x[:1], some, generator=theirs)
             if stop > start:
                 counts = [b - a for a, b in itertools.pairwise(cuts)]
                 own_losses = order[places[start:stop]] if self._holds_rows else None
                 channel = self._merged(members, counts, x.device, own_losses)
-                inputs, rows = x_in[start:stop], None if y_in is None else y_in[start:stop]
+                inputs = x_in[start:stop]
+                rows = None if own is None else own.index_select(0, index[start:stop])
                 if noise is None:
                     theirs = narrowed(generator, places[start:stop] - begin, end - begin)
                     moved.append(channel.sample(predict, inputs, rows, generator=theirs))

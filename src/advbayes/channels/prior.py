@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 from torch.distributions import Beta, Distribution
+from torch.nn import functional
 
 from advbayes import checks
 from advbayes.attacks.parts import with_eps
@@ -77,18 +78,19 @@ def _own_quantile(prior: Distribution, levels: Tensor) -> Tensor:
 
 
 def _by_density(prior: Distribution, levels: Tensor) -> Tensor:
-    """A Beta's, whose cdf torch lacks: x = sin(t)^2 takes the corners off its density, then by a
-    sum over t."""
+    """A Beta's, whose cdf torch lacks: by a sum over t with x = 1 / (1 + e^-t), where its density
+    has one bell without corners, however small or large its parameters are."""
     if not isinstance(prior, Beta):
         raise NotImplementedError
-    width = math.pi / (1 << 18)
-    t = (torch.arange(1 << 17, dtype=torch.float64) + 0.5) * width
     a, b = float(prior.concentration1), float(prior.concentration0)
-    mass = ((2 * a - 1) * t.sin().log() + (2 * b - 1) * t.cos().log()).exp()
-    mass = mass / mass.sum()
+    reach = 12 * math.sqrt(1 / a + 1 / b)  # of the bell; beyond, it falls as e^(a t) and e^(-b t)
+    low, high = math.log(a / b) - reach - 50 / a, math.log(a / b) + reach + 50 / b
+    width = (high - low) / (1 << 17)
+    t = low + (torch.arange(1 << 17, dtype=torch.float64) + 0.5) * width
+    mass = (a * functional.logsigmoid(t) + b * functional.logsigmoid(-t)).softmax(0)
     total = mass.cumsum(0)
     cell = torch.searchsorted(total, levels).clamp_max(len(t) - 1)
-    return (t[cell] + (0.5 - (total[cell] - levels) / mass[cell]) * width).sin().square()
+    return (t[cell] + (0.5 - (total[cell] - levels) / mass[cell]) * width).sigmoid()
 
 
 def _by_bisection(prior: Distribution, levels: Tensor) -> Tensor:
