@@ -10,31 +10,36 @@ import pytest
 import torch
 from torch import nn
 
-from advbayes import BayesianModel, Categorical, ChannelELBO, MeanField
+from advbayes import BayesianModel, Categorical, ChannelELBO, LogitPairing, MeanField, Trades
 from advbayes.datasets import class_weights
+from advbayes.objectives import Penalty
 from advbayes.runs import build_defense, create_run, load_trained, prepare, train
 from advbayes.runs.config import ConfigError, make_config
 
 
-def test_a_class_of_weight_two_counts_twice() -> None:
+@pytest.mark.parametrize("penalty", [None, Trades(2.0), LogitPairing(0.5)], ids=str)
+def test_a_class_of_weight_two_counts_twice(penalty: Penalty | None) -> None:
     model = BayesianModel(nn.Linear(3, 2), Categorical())
     posterior = MeanField(model)
     x, y = torch.randn(6, 3), torch.tensor([0, 1, 1, 0, 1, 0])
     thetas = posterior.sample(2)
-    weighted = ChannelELBO(6, num_theta=2, class_weight=(1.0, 2.0))
+    weighted = ChannelELBO(6, num_theta=2, class_weight=(1.0, 2.0), penalty=penalty)
     twice = torch.cat([torch.arange(6), torch.nonzero(y == 1).flatten()])
-    plain = ChannelELBO(len(twice), num_theta=2)
-    one = weighted.terms(model, posterior, thetas, x, x.expand(2, 1, 6, 3), y)
-    other = plain.terms(
-        model, posterior, thetas, x[twice], x[twice].expand(2, 1, len(twice), 3), y[twice]
+    plain = ChannelELBO(len(twice), num_theta=2, penalty=penalty)
+    x_adv = torch.randn(2, 1, 6, 3)
+    one = weighted.terms(model, posterior, thetas, x, x_adv, y)
+    other = plain.terms(model, posterior, thetas, x[twice], x_adv[:, :, twice], y[twice])
+    for term, of_rows in zip(one, other, strict=True):
+        torch.testing.assert_close(term, of_rows)
+    each = torch.tensor([3.0, 0.0, 1.0, 2.0, 0.5, 1.0])  # and with a weight of their own
+    both = weighted.terms(model, posterior, thetas, x, x_adv, y, each)
+    alone = ChannelELBO(6, num_theta=2, penalty=penalty)
+    torch.testing.assert_close(
+        both.bound, alone.terms(model, posterior, thetas, x, x_adv, y, each * (1.0 + y)).bound
     )
-    torch.testing.assert_close(one.bound, other.bound)
-    torch.testing.assert_close(one.log_likelihood, other.log_likelihood)
-    equal = ChannelELBO(6, num_theta=2, class_weight=(1.0, 1.0)).terms(
-        model, posterior, thetas, x, x.expand(2, 1, 6, 3), y
-    )
-    none = ChannelELBO(6, num_theta=2).terms(model, posterior, thetas, x, x.expand(2, 1, 6, 3), y)
-    assert torch.equal(equal.bound, none.bound)
+    equal = ChannelELBO(6, num_theta=2, class_weight=(1.0, 1.0), penalty=penalty)
+    none = alone.terms(model, posterior, thetas, x, x_adv, y)
+    torch.testing.assert_close(equal.terms(model, posterior, thetas, x, x_adv, y).bound, none.bound)
     with pytest.raises(ValueError, match="class_weight"):
         ChannelELBO(6, class_weight=(-1.0, 1.0))
 

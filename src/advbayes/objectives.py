@@ -215,6 +215,9 @@ class ChannelELBO:
         """The bound at given thetas and channel samples: no randomness left."""
         scale = self.num_data / len(x)
         kl = posterior.kl(model.prior_scale)
+        if self.class_weight is not None:
+            of_class = torch.tensor(self.class_weight, dtype=x.dtype, device=x.device)[y]
+            weight = of_class if weight is None else of_class * weight
         if self.penalty is None:
             log_p = self._score(model, thetas, x_adv, y)
             penalty = log_p.new_zeros(())
@@ -223,10 +226,7 @@ class ChannelELBO:
             omega = omega if weight is None else omega * weight
             penalty = scale / (omega.shape[0] * omega.shape[1]) * omega.sum()
         rows = self.reduce(log_p)
-        if self.class_weight is not None:
-            rows = rows * torch.tensor(self.class_weight, dtype=rows.dtype, device=rows.device)[y]
-        if weight is not None:
-            rows = rows * weight
+        rows = rows if weight is None else rows * weight
         log_likelihood = scale / len(thetas) * rows.sum()
         bound = log_likelihood - kl if self.kl_weight == 1 else log_likelihood - self.kl_weight * kl
         return Terms(
