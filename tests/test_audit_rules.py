@@ -159,6 +159,38 @@ def test_e29_clean_answers_are_repeated_at_the_end() -> None:
     assert int(late.figures["clean"]) > 0  # type: ignore[call-overload]
 
 
+def in_batches(x: Tensor) -> Distribution:
+    """Answers otherwise in a batch of fewer than forty."""
+    return predict(x if len(x) >= 40 else x + 0.1)
+
+
+def by_place(x: Tensor) -> Distribution:
+    return predict(x + 0.1 * torch.arange(len(x)).unsqueeze(1))
+
+
+def alone(x: Tensor) -> Distribution:
+    return predict(x if len(x) > 1 else x + 0.1)
+
+
+@pytest.mark.parametrize(("model", "wanted"), [(in_batches, 30), (by_place, 31), (alone, 1)])
+def test_e29_answers_do_not_depend_on_the_batch(model: Any, wanted: int) -> None:
+    assert int(remembering.in_other_company(predict, X, case()).sum()) == 0
+    assert int(remembering.in_other_company(model, X, case()).sum()) >= wanted
+    found = looked_at("E29", model=model)["E29"]
+    assert found.status == "failed", found.line()
+    assert int(found.figures["in_other_company"]) >= wanted  # type: ignore[call-overload]
+
+
+def test_e29_compares_means_and_deviations_in_units_of_y() -> None:
+    found = case(task="regression", y=1000 * X[:, 0])
+    wide = lambda x: Normal(1000 * x[:, 0], 5.0)  # noqa: E731
+    for shift, count in ((0.05, 0), (0.5, 60)):
+        mean = lambda x, by=shift: Normal(1000 * x[:, 0] + by, 5.0)  # noqa: E731
+        deviation = lambda x, by=shift: Normal(1000 * x[:, 0], 5.0 + by)  # noqa: E731
+        for other in (mean, deviation):
+            assert int(remembering.changed(wide, other, X, found).sum()) == count
+
+
 class Uncopyable:
     def __call__(self, x: Tensor) -> Distribution:
         return predict(x)
@@ -874,6 +906,37 @@ def test_e9_allows_one_percent_without_a_gradient(flat: int, wanted: str) -> Non
     found = looked_at("E9", model=masked, data=data, tier=replace(SMALL, num=100))["E9"]
     assert found.status == wanted
     assert found.figures["zero"] == flat
+
+
+def test_e9_wants_the_gradient_of_the_answers_that_are_scored() -> None:
+    def two_faced(x: Tensor) -> Classes:
+        return predict(x + 0.1 if x.requires_grad else x)
+
+    found = looked_at("E9", model=two_faced)["E9"]
+    assert (found.status, found.figures["of_other_answers"]) == ("failed", 60)
+    assert found.figures["zero"] == found.figures["not_finite"] == 0
+
+
+def test_e9_looks_at_what_the_attacker_may_touch() -> None:
+    """The gradient is there, but not in the first feature."""
+    ball = L2(0.5, mask=torch.arange(5) == 0)
+    deaf = looked_at("E9", model=lambda x: predict(x * (torch.arange(5) > 0)), ball=ball)["E9"]
+    assert (deaf.status, deaf.figures["zero"]) == ("failed", 60)
+    assert looked_at("E9", ball=ball)["E9"].status == "passed"
+
+
+@pytest.mark.parametrize(("taken", "wanted"), [(1, "failed"), (2, "passed")])
+def test_e5_what_a_mask_leaves_to_the_attacker_has_a_say(
+    taken: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = case(ball=L2(0.5, mask=torch.arange(5) == 0), attacks={"a": Half(BALL)})
+    found.memory |= {"radii": [(9.0, columns(100, 100))], "clean": columns(100, 0)}
+    monkeypatch.setattr(strength, "_at", lambda case, eps, free: columns(100, taken))
+    result = strength.unbounded(found)
+    assert result.status == wanted
+    assert result.figures["in_reach"] == 1 - taken / 100
+    found.memory["clean"] = columns(100, 100)  # nothing is right: nothing to be taken
+    assert strength.unbounded(found).status == "passed"
 
 
 @pytest.mark.parametrize(("left", "wanted"), [(1, "passed"), (2, "failed")])

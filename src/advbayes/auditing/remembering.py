@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 from advbayes import metrics
 from advbayes.auditing.case import Case, Frozen, judged, not_run
@@ -67,7 +68,7 @@ def loses_more(there: Columns, here: Columns, case: Case) -> tuple[bool, dict[st
 
 def order_independence(case: Case) -> Finding:
     """E29: adversarial points asked first, of a copy, get the answers that they get after
-    everything else; so do clean ones."""
+    everything else; so do clean ones, in whatever order and company they are asked."""
     make = case.copies.make
     if make is None:
         why = (
@@ -101,17 +102,44 @@ def order_independence(case: Case) -> Finding:
     again = changed(unasked, asked, clean, case)
     advice = "answers depend on what was asked before: the predictor remembers its queries"
     figures = {"adversarial": int(other.sum()), "clean": int(again.sum()), "of": len(rows)}
+    if not case.stochastic:
+        moved = in_other_company(asked, clean, case)
+        figures["in_other_company"] = int(moved.sum())
+        if not bool((other | again).any()):
+            advice = "answers depend on the batch that an input comes in"
+        other = other | moved
     return judged("E29", bool((other | again).any()), advice, **figures)
+
+
+@torch.no_grad()
+def in_other_company(predict: Predictor, x: Tensor, case: Case) -> Tensor:  # (B,) bool
+    """Which of the points are answered differently in the opposite order, in half of the batch or
+    (the first one) alone."""
+    usual = answers(predict(x), case)
+    found = torch.zeros(len(x), dtype=torch.bool)
+    for size in {len(x), (len(x) + 1) // 2, 1}:
+        turned = answers(predict(x[:size].flip(0)), case).flip(0)
+        found[:size] |= apart(usual[:size], turned)
+    return found
 
 
 @torch.no_grad()
 def changed(first: Predictor, second: Predictor, x: Tensor, case: Case) -> Tensor:  # (B,) bool
     """Which of the points two predictors answer differently."""
-    one, two = first(x), second(x)
-    if predicts_classes(one) and predicts_classes(two):
-        return ((one.probs - two.probs).abs().amax(-1) > SAME).cpu()
-    apart = (one.mean - two.mean).abs() + (one.variance.sqrt() - two.variance.sqrt()).abs()
-    return (apart.reshape(len(x), -1).amax(1) > SAME * case.spread).cpu()
+    return apart(answers(first(x), case), answers(second(x), case))
+
+
+def answers(prediction: Distribution, case: Case) -> Tensor:  # (B, K)
+    """Probabilities, or means and standard deviations in units of sd(y)."""
+    if predicts_classes(prediction):
+        return prediction.probs
+    moments = torch.stack([prediction.mean, prediction.variance.sqrt()], 1)
+    return moments.flatten(1) / case.spread
+
+
+def apart(first: Tensor, second: Tensor) -> Tensor:  # (B, K) each -> (B,) bool
+    """Which rows are not the same."""
+    return ((first - second).abs().amax(1) > SAME).cpu()
 
 
 def _on_average(case: Case, make: object, points: dict[str, Tensor], rows: Tensor) -> Finding:

@@ -11,10 +11,12 @@ from torch.distributions import Distribution
 
 from advbayes import metrics
 from advbayes.attacks import loss_and_gradient, nll, one_step, squared_error
+from advbayes.attacks.gradients import score
 from advbayes.attacks.parts import losses_of, steps_of, with_eps, with_restarts, with_steps
 from advbayes.auditing.case import POINT, Case, finding, judged, not_applicable, not_run
 from advbayes.auditing.findings import Finding
 from advbayes.evaluation.inputs import extent_of
+from advbayes.evaluation.measuring import batches
 from advbayes.evaluation.scoring import Columns, worst
 from advbayes.likelihoods import predicts_classes
 from advbayes.seeds import generator_for
@@ -155,7 +157,7 @@ def unbounded(case: Case) -> Finding:
     if case.ball.mask is not None:
         reached = worst([case.clean, _at(case, curve[-1][0], free=False)], case.task)
         figures |= {"clean": case.value(case.clean), "in_reach": case.value(reached)}
-        void = figures["clean"] - figures["in_reach"] <= 0.01 < figures["clean"]
+        void = figures["clean"] - figures["in_reach"] <= 0.01 + 1e-9 < figures["clean"]
     return judged("E5", left > 0.01 or void, advice, **figures)
 
 
@@ -331,8 +333,8 @@ def _harmless(predict: Predictor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def usable_gradients(case: Case) -> Finding:
-    """E9: at most 1 % of the examples have no gradient (for every loss in use) or one that is not
-    finite."""
+    """E9: at most 1 % of the examples have no gradient in what the attacker may touch (for every
+    loss in use), one that is not finite, or one of other answers than those that are scored."""
     if case.black_box:
         return not_applicable("E9", "there is no gradient, and no attack asks for one")
     losses = list(
@@ -340,17 +342,20 @@ def usable_gradients(case: Case) -> Finding:
     )
     losses = [loss for loss in losses if hasattr(loss, "__name__")] or [nll]
     flat = torch.ones(len(case.x), dtype=torch.bool)
-    broken = torch.zeros(len(case.x), dtype=torch.bool)
+    broken, foreign = torch.zeros_like(flat), torch.zeros_like(flat)
+    comparable = case.target is case.predict and not case.stochastic
+    reach = True if case.ball.mask is None else case.ball.mask.to(case.x.device)
     for loss in losses:
-        for start in range(0, len(case.x), case.budget.batch_size):
-            part = slice(start, start + case.budget.batch_size)
-            gradient = (
-                loss_and_gradient(case.target, loss, case.x[part], case.y[part])[2].flatten(1).cpu()
-            )
-            finite = torch.isfinite(gradient).all(1)
+        for part in batches(len(case.x), case.budget.batch_size):
+            x, y = case.x[part], case.y[part]
+            value, _, gradient = loss_and_gradient(case.target, loss, x, y)
+            finite = torch.isfinite(gradient).flatten(1).all(1).cpu()
             broken[part] |= ~finite
-            flat[part] &= finite & (gradient == 0).all(1)
-    share = float((flat | broken).double().mean())
+            flat[part] &= finite & (gradient * reach == 0).flatten(1).all(1).cpu()
+            if comparable:
+                plain, _ = score(case.predict, loss, x, y)
+                foreign[part] |= ((value - plain).abs() > 1e-3 * (1 + plain.abs())).cpu()
+    share = float((flat | broken | foreign).double().mean())
     advice = (
         "gradients are masked: attack through a differentiable stand-in (straight-through), "
         "and with black-box attacks"
@@ -362,6 +367,7 @@ def usable_gradients(case: Case) -> Finding:
         unusable=share,
         zero=int(flat.sum()),
         not_finite=int(broken.sum()),
+        of_other_answers=int(foreign.sum()),
     )
 
 
