@@ -16,6 +16,7 @@ from advbayes import (
     HardLabel,
     Linf,
     MinimumNorm,
+    MultiStart,
     RandomSearch,
     Square,
     audit,
@@ -48,6 +49,7 @@ LEVELS: dict[str, tuple[Callable[[Ball], Attack], float, float]] = {
     "APGD dlr": (lambda ball: APGD(ball, dlr, 10), 0.67, 0.51),
     "APGD targets": (lambda ball: APGD(ball, margin, 10, 0, 9, stop_at_success=True), 0.715, 0.525),
     "MinimumNorm": (lambda ball: MinimumNorm(ball, steps=20, targets=3), 0.715, 0.525),
+    "MultiStart": (lambda ball: MultiStart(ball, margin, 10, 16), 0.71, 0.515),
     "Square": (lambda ball: Square(ball, 200), 0.33, 0.40),
     "RandomSearch": (lambda ball: RandomSearch(ball, 50), 0.10, 0.16),
     "HardLabel": (lambda ball: HardLabel(ball, 10), 0.55, 0.40),
@@ -226,3 +228,80 @@ def test_one_output_is_pushed_both_ways() -> None:
         strong_suite(L2(1.0), queries=0),
     ):
         assert torch.allclose(predict(attack(predict, x, y)).mean, torch.full((4,), -2.7))
+
+
+def waves(seed: int, features: int = 3) -> tuple[Predictor, Tensor, Tensor]:
+    """A regression with many local maxima in the ball: sines along random directions."""
+    generator = generator_for(seed, "waves")
+    directions = 3 * torch.randn(6, features, generator=generator)
+    heights = torch.rand(6, generator=generator)
+
+    def predict(x: Tensor) -> Distribution:
+        return Normal((x @ directions.T.to(x)).sin() @ heights.to(x), 1.0)
+
+    x = torch.randn(40, features, generator=generator)
+    return predict, x, torch.randn(40, generator=generator)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_starts_find_what_one_ascent_misses(seed: int) -> None:
+    """Against the largest error among 20,000 points of the ball, for each example."""
+    predict, x, y = waves(seed)
+    ball = L2(1.0)
+    generator = generator_for(seed, "points")
+
+    def error(points: Tensor) -> Tensor:
+        with torch.no_grad():
+            return (predict(points).mean - y).square()
+
+    drawn = [error(ball.random(x, generator=generator)) for _ in range(20_000)]
+    largest = torch.stack(drawn).amax(0)
+    alone, many, suite = (
+        float((error(attack(predict, x, y, generator=generator)) / largest).mean())
+        for attack in (
+            pgd(ball, 50, squared_error),
+            MultiStart(ball, squared_error, restarts=256),
+            strong_suite(ball, steps=20, queries=0),
+        )
+    )
+    assert alone < 0.85
+    assert many > 1.0
+    assert suite > 1.0
+
+
+def test_rounds_of_many_starts() -> None:
+    """A quarter goes on, rounded up; the steps double and add up; few starts are one round; more of
+    either is more work."""
+    ball = L2(1.0)
+    assert MultiStart(ball, steps=32, restarts=256).rounds == ((256, 2), (64, 4), (16, 8), (4, 18))
+    assert MultiStart(ball, steps=7, restarts=4).rounds == ((4, 7),)
+    assert MultiStart(ball, steps=7, restarts=5).rounds == ((5, 2), (2, 5))
+    for steps in range(1, 40):
+        rounds = MultiStart(ball, steps=steps, restarts=100).rounds
+        assert sum(number for _, number in rounds) == steps
+    assert MultiStart(ball, steps=32, restarts=256).num_gradients == 512 + 256 + 128 + 72
+
+
+def test_the_one_step_point_is_among_the_starts() -> None:
+    """However unlucky the draws: where the loss is linear but for a spike at the one-step point."""
+
+    def predict(x: Tensor) -> Distribution:
+        spike = 5 * torch.exp(-1e4 * (x - torch.tensor([1.0, 0.0])).square().sum(1))
+        return Normal(x[:, 0] + spike, 1.0)
+
+    x, y = torch.zeros(3, 2), torch.full((3,), -1.0)
+    x_adv = MultiStart(L2(1.0), squared_error, restarts=2)(
+        predict, x, y, generator=generator_for(0, "starts")
+    )
+    assert torch.allclose(x_adv, torch.tensor([1.0, 0.0]).expand(3, 2), atol=1e-5)
+
+
+def test_starts_in_several_passes_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is too large for one pass is divided by starts, never by examples: the same draws."""
+    predict, x, y = waves(0)
+    attack = MultiStart(L2(1.0), squared_error, steps=8, restarts=12)
+    whole = attack(predict, x, y, generator=generator_for(0, "starts"))
+    monkeypatch.setattr("advbayes.attacks.multi_start._NUMBERS", 0)
+    monkeypatch.setattr("advbayes.attacks.multi_start._ROWS", 80)
+    parts = attack(predict, x, y, generator=generator_for(0, "starts"))
+    assert torch.allclose(whole, parts, atol=1e-5)

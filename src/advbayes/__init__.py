@@ -17,8 +17,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "adapters": "from_function from_sklearn from_torch to_art to_autoattack to_foolbox",
     "attacks": (
-        "APGD PGD DivergenceFrom HardLabel MarginTo MinimumNorm RandomSearch Square Suite Toward "
-        "Transfer "
+        "APGD PGD DivergenceFrom HardLabel MarginTo MinimumNorm MultiStart RandomSearch Square "
+        "Suite Toward Transfer "
         "certainty deflate_variance dlr entropy entropy_pgd inflate_variance lower_mean margin "
         "nll one_step pgd "
         "pgd_plus raise_mean squared_error strong_suite"
@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     from advbayes.attacks import HardLabel as HardLabel
     from advbayes.attacks import MarginTo as MarginTo
     from advbayes.attacks import MinimumNorm as MinimumNorm
+    from advbayes.attacks import MultiStart as MultiStart
     from advbayes.attacks import RandomSearch as RandomSearch
     from advbayes.attacks import Square as Square
     from advbayes.attacks import Suite as Suite

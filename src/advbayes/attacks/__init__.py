@@ -38,6 +38,7 @@ from advbayes.attacks.losses import (
     success,
 )
 from advbayes.attacks.minimum_norm import MinimumNorm
+from advbayes.attacks.multi_start import MultiStart
 from advbayes.attacks.parts import (
     HasScope,
     applies_to,
@@ -71,6 +72,7 @@ __all__ = [
     "MeanAlong",
     "MeanOf",
     "MinimumNorm",
+    "MultiStart",
     "PerExample",
     "RandomSearch",
     "Square",

@@ -27,6 +27,7 @@ from advbayes.attacks.losses import (
     nll,
     squared_error,
 )
+from advbayes.attacks.multi_start import MultiStart
 from advbayes.attacks.parts import A, applies_to, inner_attacks, on_rows, rebuilt, settings
 from advbayes.likelihoods import predicts_classes
 from advbayes.types import Attack, Loss, Predictor
@@ -263,17 +264,20 @@ def default_attacks(
 
     Classification: APGD on the likelihood, on the margin with as many wrong classes as `targets`,
     on DLR, and PGD; all but the first stop at success. Regression: APGD on the squared error with
-    as many outputs up and down, on the likelihood, and PGD.
+    as many outputs up and down and on the likelihood, and ascent on the squared error from 256
+    points for each restart, since what one ascent reaches there is often a local maximum.
 
     >>> from advbayes import L2
     >>> list(default_attacks(L2(1.0), "regression"))
-    ['APGD squared_error', 'APGD nll', 'PGD squared_error']
+    ['APGD squared_error', 'APGD nll', 'MultiStart squared_error']
     """
     if checks.choice("task", task, ("classification", "regression")) == "regression":
         return {
             "APGD squared_error": APGD(ball, squared_error, steps, restarts, targets),
             "APGD nll": APGD(ball, nll, steps, restarts),
-            "PGD squared_error": pgd(ball, steps, squared_error, restarts=restarts),
+            "MultiStart squared_error": MultiStart(
+                ball, squared_error, max(32, steps // 2), 256 * restarts
+            ),
         }
     return {
         "APGD nll": APGD(ball, nll, steps, restarts),
