@@ -27,6 +27,7 @@ _KINDS: dict[str, Any] = {
         attacks.PGD,
         attacks.APGD,
         attacks.MinimumNorm,
+        attacks.MultiStart,
         attacks.RandomSearch,
         attacks.Square,
         attacks.HardLabel,
