@@ -166,7 +166,9 @@ def test_a_refused_table_leaves_nothing(
     assert "\x1b[2J" not in said
     assert not (tmp_path / "mine").exists()
     assert not (tmp_path / "runs").exists() or not os.listdir(tmp_path / "runs")
-    bad_csv.write_text("a,b,y\n" + "\n".join(f"{i},{i * i % 7},{i / 2}" for i in range(40)) + "\n")
+    bad_csv.write_text(
+        "a,b,y\n" + "\n".join(f"{i / 4},{i * i % 7},{i / 2}" for i in range(40)) + "\n"
+    )
     assert main(command) == 0
     made = tmp_path / ("mine" if out else "runs/bad-mix")
     assert Run.open(made).status == "trained"

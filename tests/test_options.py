@@ -543,6 +543,11 @@ def line():
 def predictor():
     return lambda x: Categorical(logits=x[:, :2])
 
+def numbered():  # labels are the numbers 0 and 1
+    from sklearn.linear_model import LogisticRegression
+    x = [[float(v) for v in row[:3]] for row in rows("kinds.csv")]
+    return LogisticRegression().fit(x, [int(row[3] == "yes") for row in rows("kinds.csv")])
+
 nothing = object
 """
 
@@ -630,6 +635,46 @@ def test_models_of_others_are_audited(
         ["audit", "--model", "nowhere", *argv],
     ):
         assert main(wrong) == 2
+
+
+def test_a_model_of_others_meets_data_of_its_kind(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
+    import advbayes.cli.foreign
+
+    monkeypatch.chdir(place)
+    (place / "options_kinds.py").write_text(THEIRS)
+    seen: dict[str, Any] = {}
+
+    def audit(predict: Any, data: Any, **settings: Any) -> Verdict:
+        seen.update(settings, predict=predict, x=data[0], y=data[1])
+        return Verdict((), settings["tier"])
+
+    monkeypatch.setattr(advbayes.cli.foreign, "audit", audit)
+    kinds = (place / "kinds.csv").read_text()
+    coded = tmp_path / "coded.csv"
+    coded.write_text(kinds.replace("yes", "1").replace("no", "0"))
+    argv = ["audit", "--eps", "0.5", "--target", "kind", "--data", str(coded)]
+    theirs = [*argv, "--model", "options_kinds:numbered"]
+    told(capsys, [*theirs, "--fixed", "a", "--feature-eps", "b=2"])
+    # numbers as labels: the estimator knows that they are classes
+    assert (seen["predict"](seen["x"]).probs.argmax(1) == seen["y"]).double().mean() > 0.9
+    assert seen["ball"].mask.tolist() == [False, True, True]
+    assert seen["ball"].scale.tolist() == [1.0, 4.0, 1.0]
+    texts = tmp_path / "texts.csv"
+    worded = kinds.replace("c,kind", "c,d,kind").replace(",yes", ",x,yes")
+    texts.write_text(worded.replace(",no", ",y,no"))
+    for wrong, message in (
+        ([*theirs, "--task", "regression"], "model: must be for regression"),
+        ([*argv[:-1], str(texts), "--model", "options_kinds:net"], "must hold numbers alone"),
+        ([*argv, "--model", "options_kinds:net"], "must answer rows of shape (3,) for regression"),
+        ([*theirs, "--undefended", "x"], "--undefended: must go with a run"),
+        ([*theirs, "--control-eps", "1"], "--control-eps: must go with a run"),
+        ([*theirs, "--thetas", "3"], "--thetas: must go with a run"),
+        ([*theirs, "--device", "cuda"], "--device: must go with a run"),
+    ):
+        assert main(wrong) == 2, wrong
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 # --- certify, predict, report, datasets, show, demo -----------------------------------------------

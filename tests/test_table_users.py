@@ -17,8 +17,10 @@ from advbayes.attacks.parts import with_eps
 from advbayes.cli.app import run as command
 from advbayes.cli.describe import no_better
 from advbayes.cli.scores import legend
+from advbayes.cli.threat import ball_for
 from advbayes.estimators import RobustClassifier, RobustRegressor
 from advbayes.experiments.catalogue import BASE, EXPERIMENTS
+from advbayes.runs import load_trained
 from advbayes.runs.building import schedule
 from advbayes.runs.config import RunConfig
 
@@ -104,6 +106,34 @@ def test_the_whole_box_frees_the_mask() -> None:
     assert [verdict[check].status for check in ("E4", "E5")] == ["passed", "passed"]
     known = audit(leaking, (X[:40], Y[:40]), ball=MASKED, tier="quick", only=("E5",))
     assert known["E5"].status == "failed"
+
+
+def test_a_column_that_numbers_the_rows_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "t.csv"
+    rows = [f"{1000 + k},{k % 40},{'ab'[k % 3 == 0]}" for k in range(60)]
+    table.write_text("\n".join(["id,age,y", *rows]))
+    data = ["train", "--data", str(table), "--target", "y", "--epochs", "1", "--quiet"]
+    with pytest.warns(UserWarning, match="'id' only numbers the rows.*--drop id leaves it out"):
+        assert command([*data, "--out", str(tmp_path / "with")]) == 0
+    assert command([*data, "--drop", "id", "--out", str(tmp_path / "without")]) == 0  # no warning
+
+
+def test_text_stays_out_of_reach_when_more_is_fixed(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    rows = [f"{k % 7},{k % 5},{('red', 'blue')[k % 2]},{k % 3}" for k in range(60)]
+    table.write_text("\n".join(["size,weight,colour,y", *rows]))
+    data = ["train", "--data", str(table), "--target", "y", "--epochs", "1", "--quiet"]
+    out = tmp_path / "run"
+    assert command([*data, "--fixed", "colour", "--out", str(out)]) == 0
+    trained = load_trained(out)
+    assert trained.feature_names == ("size", "weight", "colour=blue", "colour=red")
+    assert trained.mask is not None
+    assert trained.mask.tolist() == [True, True, False, False]
+    mask = ball_for(trained, None, 0.5, ["size"]).mask
+    assert mask is not None
+    assert mask.tolist() == [False, True, False, False]
 
 
 def test_what_a_run_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

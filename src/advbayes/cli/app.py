@@ -3,6 +3,7 @@ the message names, 130, 143."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
@@ -78,6 +79,9 @@ for command in (
     playground,
 ):
     command.add_to(app)
+for info in app.registered_commands:  # in the list of commands: the first sentence, on one line
+    about = inspect.cleandoc(info.help or inspect.getdoc(info.callback) or "")
+    info.short_help = about.partition("\n\n")[0].replace("\n", " ")
 
 
 def run(argv: Sequence[str] | None = None) -> int:

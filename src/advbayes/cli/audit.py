@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from advbayes.cli.screen import Device, Json, Thetas, Trust, emit, say, usable
 from advbayes.cli.signals import watched
-from advbayes.cli.threat import Eps, FeatureEps, Fixed, Norm, ball_for, check_norm
+from advbayes.cli.threat import Eps, FeatureEps, Fixed, Norm, ball_for, budgets, check_norm
 
 if TYPE_CHECKING:
     from advbayes.auditing import Verdict
@@ -106,6 +107,14 @@ def audit(
             raise ConfigError(
                 "model: must be MODULE:FACTORY, with --data and --eps and without a run"
             )
+        of_runs = {
+            "--undefended": undefended,
+            "--control-eps": control_eps,
+            "--thetas": None if thetas == 20 else thetas,
+            "--device": None if device == "cpu" else device,
+        }
+        if extra := [name for name, value in of_runs.items() if value is not None]:
+            raise ConfigError(f"{', '.join(extra)}: must go with a run, got --model")
         return _foreign(
             model,
             data,
@@ -116,6 +125,8 @@ def audit(
             tier,
             eps,
             norm or "l2",
+            fixed or (),
+            budgets(feature_eps, eps),
             num,
             require,
             seed,
@@ -198,6 +209,8 @@ def _foreign(
     tier: str,
     eps: float,
     norm: str,
+    fixed: Sequence[str],
+    feature_eps: Mapping[str, float],
     num: int | None,
     require: str | None,
     seed: int,
@@ -211,9 +224,9 @@ def _foreign(
     foreign = load_foreign(
         model, data, target=target, task=task, classes=classes.split(",") if classes else ()
     )
-    ball = foreign.ball(norm, eps)
-    verdict = foreign.audit(ball, tier=tier, num=num, seed=seed)
+    ball = foreign.ball(norm, eps, fixed, feature_eps)
     with watched():
+        verdict = foreign.audit(ball, tier=tier, num=num, seed=seed)
         command = shlex.join(["advbayes", *sys.argv[1:]])
         paths = report and foreign.report(
             report, ball, verdict, num=num or 200, seed=seed, command=command

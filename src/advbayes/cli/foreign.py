@@ -3,7 +3,7 @@ in raw units to judge it on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from advbayes.auditing import ThreatModel, Verdict, audit
 from advbayes.evaluation import evaluate
 from advbayes.report import ReportPaths, write_report
 from advbayes.runs import make_attack, make_ball, prepare
-from advbayes.runs.building import import_factory
-from advbayes.runs.config import ConfigError, make_config
+from advbayes.runs.building import import_factory, reach_of
+from advbayes.runs.config import FILE_SUFFIXES, ConfigError, make_config
 from advbayes.types import Predictor
 
 
@@ -35,9 +35,12 @@ class Foreign:
     box: tuple[float, float] | None
     dataset: str
 
-    def ball(self, norm: str, eps: float) -> Ball:
+    def ball(
+        self, norm: str, eps: float, fixed: Sequence[str], budgets: Mapping[str, float]
+    ) -> Ball:
         """The ball in the data's own units."""
-        return make_ball(norm, eps, self.box)
+        mask, scale = reach_of(self.feature_names, None, eps, fixed, budgets)
+        return make_ball(norm, eps, self.box, mask, scale)
 
     def audit(self, ball: Ball, *, tier: str, num: int | None, seed: int) -> Verdict:
         """Its audit within the ball."""
@@ -79,35 +82,49 @@ def load_foreign(
 ) -> Foreign:
     """What `module:factory` gives, with all rows of a file or the test set of a built-in one to
     judge it on."""
+    made = import_factory("model", model)
+    kind = _kind(made)
+    own_file = Path(data).suffix.lower() in FILE_SUFFIXES
+    task = kind if task is None and own_file else task
     config = make_config(
         {"data": data}
         | {key: value for key, value in (("target", target), ("task", task)) if value is not None}
     )
     dataset = prepare(config).dataset
+    if dataset.encoding is not None:
+        raise ConfigError(
+            f"data: must hold numbers alone, as a model of your own takes them, got text or "
+            f"missing values in {data}"
+        )
+    if kind not in (None, dataset.task):
+        raise ConfigError(
+            f"model: must be for {dataset.task}, as {data} is, got one for {kind} "
+            f"({type(made).__name__})"
+        )
     x, y = dataset.x_test, dataset.y_test
     if config.file is not None:
         x, y = torch.cat([dataset.x_train, x]), torch.cat([dataset.y_train, y])
-    made = import_factory("model", model)
     names = tuple(classes) or dataset.class_names
     regression = dataset.task == "regression"
-    if isinstance(made, nn.Module):
-        made.eval()
-        predict: Predictor = (
-            from_torch(made, "mean", scale=_rmse(made, x, y)) if regression else from_torch(made)
-        )
-    elif hasattr(made, "predict"):
-        predict = from_sklearn(
-            made, scale=_rmse(made.predict, x.numpy(), y) if regression else None
-        )
-        if not regression:
-            names = tuple(str(label) for label in made.classes_)
-    elif callable(made):
-        predict = made
-    else:
-        raise ConfigError(
-            f"model: must give a torch.nn.Module, a fitted estimator or a Predictor, got "
-            f"{type(made).__name__}"
-        )
+    try:
+        if isinstance(made, nn.Module):
+            made.eval()
+            predict: Predictor = (
+                from_torch(made, "mean", scale=_rmse(made, x, y))
+                if regression
+                else from_torch(made)
+            )
+        elif hasattr(made, "predict"):
+            predict = from_sklearn(
+                made, scale=_rmse(made.predict, x.numpy(), y) if regression else None
+            )
+            names = names if regression else tuple(str(label) for label in made.classes_)
+        else:
+            predict = made
+        predict(x[:2])
+    except Exception as error:  # whatever the user's code raises is the user's to mend
+        wanted = f"model: must answer rows of shape {tuple(x.shape[1:])} for {dataset.task}"
+        raise ConfigError(f"{wanted}, got {type(error).__name__}: {error!s:.200}") from error
     return Foreign(
         predict,
         x,
@@ -117,6 +134,20 @@ def load_foreign(
         dataset.feature_names,
         dataset.box,
         Path(data).stem,
+    )
+
+
+def _kind(model: Any) -> str | None:
+    """The task that a scikit-learn estimator says it is for; None for others, which do not say."""
+    from sklearn.base import BaseEstimator, is_classifier
+
+    if isinstance(model, BaseEstimator):
+        return "classification" if is_classifier(model) else "regression"
+    if isinstance(model, nn.Module) or callable(model):
+        return None
+    raise ConfigError(
+        f"model: must give a torch.nn.Module, a fitted estimator or a Predictor, got "
+        f"{type(model).__name__}"
     )
 
 

@@ -102,15 +102,25 @@ def ball_for(
     from advbayes.runs.building import reach_of
 
     eps = trained.eps if eps is None else eps
-    budgets = _budgets(feature_eps)
-    if budgets and eps == 0:
+    each = budgets(feature_eps, eps)
+    mask, scale = reach_of(trained.feature_names, trained.scaling, eps, fixed or (), each)
+    if mask is None:
+        mask = trained.mask
+    elif trained.encoding is not None:  # text and what is missing stay out of reach
+        mask = mask & trained.encoding.mask
+    return make_ball(
+        norm or trained.norm, eps, trained.box, mask, trained.scale if scale is None else scale
+    )
+
+
+def budgets(entries: Sequence[str] | None, eps: float) -> dict[str, float]:
+    """`--feature-eps` by name; multiples of eps in the ball, which must not be 0 then.
+
+    >>> budgets(["age=5"], 0.3)
+    {'age': 5.0}
+    """
+    if entries and eps == 0:
         raise ConfigError("eps: must be > 0 where feature_eps is given, got 0")
-    mask, scale = reach_of(trained.feature_names, trained.scaling, eps, fixed or (), budgets)
-    mask, scale = (mask if fixed else trained.mask), (scale if budgets else trained.scale)
-    return make_ball(norm or trained.norm, eps, trained.box, mask, scale)
-
-
-def _budgets(entries: Sequence[str] | None) -> dict[str, float]:
     try:
         return parse_feature_eps(tuple(entries or ()))
     except ValueError as error:

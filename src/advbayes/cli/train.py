@@ -286,7 +286,7 @@ def _command() -> Any:
             settings: dict[str, Any] = {
                 "help": field.description,
                 "rich_help_panel": panel,
-                "show_default": False if shown is None else str(shown),
+                "show_default": False if shown in (None, "") else str(shown),
             }
             names = [_flag(key)]
             if bool in _kinds(field.annotation):

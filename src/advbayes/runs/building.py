@@ -110,6 +110,21 @@ def prepare(config: RunConfig, *, downloading: Downloading | None = None) -> Pre
     return Prepared(dataset, x_train, y_train, x_test, y_test, scaling, mask, scale)
 
 
+def numbers_of_rows(dataset: Dataset) -> list[str]:
+    """Features that only number the rows of a table: consecutive whole numbers, each once.
+
+    >>> x, y = torch.tensor([[3.0, 1.0], [2.0, 1.0], [4.0, 2.0]]), torch.zeros(3)
+    >>> names = ("id", "age")
+    >>> numbers_of_rows(Dataset("t", "regression", x[:2], y[:2], x[2:], y[2:], feature_names=names))
+    ['id']
+    """
+    if not dataset.feature_names:  # images
+        return []
+    steps = torch.cat([dataset.x_train, dataset.x_test]).sort(0).values.diff(dim=0)
+    consecutive = (steps == 1).all(0).tolist()
+    return [name for name, one in zip(dataset.feature_names, consecutive, strict=True) if one]
+
+
 def reach_of(
     names: Sequence[str],
     scaling: Standardize | None,
@@ -122,15 +137,20 @@ def reach_of(
     >>> scaling = Standardize(torch.zeros(2), torch.tensor([1.0, 10.0]))
     >>> reach_of(("a", "b"), scaling, 0.5, ["a"], {"b": 10.0})
     (tensor([False,  True]), tensor([1., 2.]))
+    >>> reach_of(("age", "sex=f", "sex=m"), None, 0.5, ["sex"], {})[0]  # a column of text, whole
+    tensor([ True, False, False])
     """
+    columns = [name.partition("=")[0] for name in names]
     for key, given in (("fixed", fixed), ("feature_eps", feature_eps)):
-        if unknown := [name for name in given if name not in names]:
+        known = {*names, *columns} if key == "fixed" else names
+        if unknown := [name for name in given if name not in known]:
             there = ", ".join(names[:20]) if names else "none with a name"
             raise ConfigError(
                 f"{key}: must name features of the data, got {', '.join(unknown)}; there are "
                 f"{there}"
             )
-    mask = torch.tensor([name not in fixed for name in names]) if fixed else None
+    free = [not {*pair} & {*fixed} for pair in zip(names, columns, strict=True)]
+    mask = torch.tensor(free) if fixed else None
     if mask is not None and not bool(mask.any()):
         raise ConfigError(
             "fixed: must leave at least one feature that the attacker may change, got all of them"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from advbayes import store
+from advbayes.checks import InputError
 from advbayes.datasets import Encoding, Standardize
 from advbayes.model import BayesianModel
 from advbayes.posteriors import Ensemble, Samples
@@ -95,9 +96,22 @@ def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trai
             "a model that predicts by itself (advbayes.estimators.load_pipeline loads this one)"
         )
         raise store.StoreError(path, wanted=wanted, got="an estimator that purifies its inputs")
+    try:
+        return _trained(Path(path), bundle, extra, threat)
+    except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:
+        if isinstance(error, InputError):
+            raise
+        wanted = "a model whose extra and threat_model are as advbayes train writes them"
+        got = f"{type(error).__name__}: {error!s:.80}"
+        raise store.StoreError(path, wanted=wanted, got=got) from None
+
+
+def _trained(
+    path: Path, bundle: store.Bundle, extra: dict[str, Any], threat: dict[str, Any]
+) -> Trained:
     box = threat.get("box")
     return Trained(
-        path=Path(path),
+        path=path,
         model=bundle.model,
         posterior=bundle.posterior,
         channel=bundle.channel,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from advbayes.runs.building import (
     Prepared,
     build_defense,
     build_model,
+    numbers_of_rows,
     prepare,
     schedule,
 )
@@ -249,6 +251,12 @@ def _begin(run: Run, data: Prepared, state: State | None) -> None:
     }
     versions = store.versions()
     if state is None:
+        if run.config.file is not None and (numbers := numbers_of_rows(data.dataset)):
+            warnings.warn(
+                f"{', '.join(map(repr, numbers))} only numbers the rows, and new ones have other "
+                f"numbers; --drop {','.join(numbers)} leaves it out",
+                stacklevel=3,
+            )
         run.write_manifest(status="training", started=record(), versions=versions, **now)
         run.log("training from the start")
         return
