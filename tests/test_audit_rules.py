@@ -362,6 +362,14 @@ def test_e20_wants_a_control_within_three_points(off: int, wanted: str) -> None:
     assert found.figures["clean"] == pytest.approx(1 - off / 60)
 
 
+@pytest.mark.parametrize(("off", "wanted"), [(0, "passed"), (1, "not run"), (2, "failed")])
+def test_e20_on_few_examples_one_is_more_than_three_points(off: int, wanted: str) -> None:
+    data = X[:20], Y[:20]
+    options: Any = {"control_ball": L2(6.0), "attacks": {"a": pgd(BALL, 5)}, "data": data}
+    found = looked_at("E20", undefended=flipping(off), **options)["E20"]
+    assert found.status == wanted, found.line()
+
+
 @pytest.mark.parametrize(("left", "wanted"), [(3, "passed"), (4, "failed")])  # of 60: 5 and 6.7 %
 def test_e20_leaves_the_control_five_percent(
     left: int, wanted: str, monkeypatch: pytest.MonkeyPatch
@@ -461,20 +469,38 @@ def test_e21_takes_a_record_of_this_threat_model_alone(tmp_path: Path) -> None:
         replace(RECORD, commit="")
 
 
-@pytest.mark.parametrize(("more", "wanted"), [(6, "failed"), (7, "passed")])
+@pytest.mark.parametrize(
+    ("num", "more", "wanted"),
+    [
+        (256, 6, "failed"),
+        (256, 7, "passed"),
+        # fewer examples: the advantage may be five points for all they say, or it may not
+        (60, 0, "failed"),
+        (60, 1, "not run"),
+        (60, 6, "not run"),
+        (60, 7, "passed"),
+        (255, 6, "failed"),
+        (180, 6, "not run"),
+    ],
+)
 def test_e21_elsewhere_wants_a_baseline_that_beats_the_control(
-    more: int, wanted: str, monkeypatch: pytest.MonkeyPatch
+    num: int, more: int, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing is published: significantly (McNemar, 1 %) better than the undefended net under
     the same attack."""
     other = lambda x: predict(x)  # noqa: E731
+    x = torch.randn(num, 5, generator=torch.Generator().manual_seed(0))
+    data = x, predict(x).logits.argmax(1)
 
     def union(self: Case, *_: Any, by: Any = None, **__: Any) -> dict[str, Tensor]:
-        return columns(60, 50 if by is not other else 50 - more)
+        return columns(num, 50 if by is not other else 50 - more)
 
     monkeypatch.setattr(Case, "union", union)
-    assert looked_at("E21", undefended=predict, baseline=other)["E21"].status == wanted
-    assert looked_at("E21", baseline=other)["E21"].status == "not run"
+    options: Any = {"baseline": other, "data": data, "tier": replace(SMALL, num=num)}
+    found = looked_at("E21", undefended=predict, **options)["E21"]
+    assert found.status == wanted, found.line()
+    assert ("too few to tell" in found.advice) is (wanted == "not run")
+    assert looked_at("E21", **options)["E21"].status == "not run"
 
 
 @pytest.mark.parametrize(("queries", "wanted"), [(4999, "not run"), (5000, "passed")])

@@ -60,7 +60,14 @@ def undefended_control(case: Case) -> Finding:
     clean, defended = clean_accuracy(control, case), clean_accuracy(case.predict, case)
     figures: dict[str, Any] = {"clean": clean, "clean_audited": defended}
     unfit = _unfit(control, case)
-    if abs(clean - defended) > NEAR + 1e-9:
+    apart_by, num = abs(clean - defended), min(len(case.whole[0]), ALL)
+    if not unfit and NEAR < apart_by - 1e-9 <= 1 / num:
+        return not_run(
+            "E20",
+            f"{num} examples are too few to tell whether the clean accuracies of control and "
+            f"audited model are within 3 points: they differ by one example",
+        )
+    if apart_by > NEAR + 1e-9:
         unfit.append(
             f"its clean accuracy must be within 3 points of the audited model's, {clean:.3f} is "
             f"not within {defended:.3f}"
@@ -189,7 +196,8 @@ def _left(case: Case, predict: Predictor, ball: Ball) -> Columns:
 def credible_baseline(case: Case) -> Finding:
     """E21: the published recipe is at most 5 points below its figure; where none is published,
     adversarial training is better than the undefended control under the same attack: significantly
-    (McNemar), in regression on average."""
+    (McNemar), in regression on average. Few examples that rule out neither this nor the opposite
+    say nothing."""
     support = case.support
     published = support.published or published_for(support.dataset, case.ball)
     baseline = support.baseline or (recorded_for(support.dataset, case.ball) if published else None)
@@ -219,6 +227,13 @@ def credible_baseline(case: Case) -> Finding:
         case = replace(case, x=x, y=y, memory={})
     plain, trained = (_left(case, each, ball) for each in (support.undefended, baseline))
     better = breaks_more(case, plain, trained)[0]
+    if not better and _too_few(plain, trained):
+        return not_run(
+            "E21",
+            f"{len(case.x)} examples are too few to tell the baseline "
+            f"({case.value(trained):.3f}) from the control ({case.value(plain):.3f}): give "
+            f"{COMPARED}",
+        )
     if case.task == "regression":  # the slope of the truth itself bounds what training can gain
         better = case.value(trained) > case.value(plain)
     figures = {
@@ -232,6 +247,16 @@ def credible_baseline(case: Case) -> Finding:
         "anything else may"
     )
     return judged("E21", not better, advice, **figures)
+
+
+def _too_few(plain: Columns, trained: Columns) -> bool:
+    """Whether fewer examples than are wanted still allow an advantage of five points (Clopper and
+    Pearson's upper bound)."""
+    correct = trained.get("correct")
+    if correct is None or len(correct) >= COMPARED:
+        return False
+    ahead = int(((correct >= 0.5) & (plain["correct"] < 0.5)).sum())
+    return metrics.clopper_pearson(ahead, len(correct), side="upper")[1] >= BEHIND
 
 
 def _published(
