@@ -49,6 +49,7 @@ from advbayes.auditing.answers import Planted
 from advbayes.evaluation import evaluate
 from advbayes.predictive import Smoothed
 from advbayes.purification import Purifier
+from advbayes.store import read_document, write_document
 
 IDS = [f"E{number}" for number in range(31)]
 SMALL = Budget(
@@ -499,9 +500,9 @@ def test_e27_scores_the_files_again(tmp_path: Path) -> None:
     assert check("E27", Linear(2 * MODEL.weight), evaluation=tmp_path / "run").status == "failed"
     assert check("E27").status == "not run"
     config = tmp_path / "run" / "config.json"
-    held = json.loads(config.read_text())
+    held: Any = read_document(config)
     del held["code"]
-    config.write_text(json.dumps(held))
+    write_document(config, held)
     assert check("E27", evaluation=tmp_path / "run").figures["missing"] == "code"
 
 

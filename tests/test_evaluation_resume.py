@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.distributions import Categorical, Distribution
 from advbayes import L2, evaluate, load_evaluation, pgd
 from advbayes.attacks import DivergenceFrom, MarginTo, Suite, Toward, Transfer
 from advbayes.evaluation.contents import contents_of
+from advbayes.store import StoreError, read_document, write_document
 
 
 def generator(seed: int) -> torch.Generator:
@@ -117,9 +117,9 @@ class _Holding:
 
 def _without_contents(folder: Path) -> None:
     file = folder / "config.json"
-    config = json.loads(file.read_text())
+    config: Any = read_document(file)
     del config["contents"]
-    file.write_text(json.dumps(config))
+    write_document(file, config)
 
 
 def test_a_folder_without_contents_is_gone_on_with_only_where_none_are_needed(
@@ -175,3 +175,30 @@ def test_a_predictor_that_draws_from_the_global_stream_can_be_gone_on_with(tmp_p
             batch_size=32,
             out=tmp_path / "run",
         )
+
+
+def test_an_evaluation_that_was_cut_is_no_evaluation(tmp_path: Path) -> None:
+    """Its worst case would be one over fewer attacks or examples."""
+    attacks = {"p": pgd(L2(0.3), 2), "q": pgd(L2(0.3), 3)}
+    whole = evaluate(predict, (X[:8], Y[:8]), attacks=attacks, batch_size=4, out=tmp_path)
+    log = tmp_path / "records.jsonl"
+    data = log.read_bytes()
+    lines = data.splitlines(keepends=True)
+    for num in (0, 8, 12, 24, len(lines) - 1):
+        log.write_bytes(b"".join(lines[:num]))
+        with pytest.raises(StoreError, match="evaluate into this folder once more"):
+            load_evaluation(tmp_path)
+    again = evaluate(predict, (X[:8], Y[:8]), attacks=attacks, batch_size=4, out=tmp_path)
+    assert log.read_bytes() == data
+    assert load_evaluation(tmp_path).table().json() == again.table().json() == whole.table().json()
+
+
+@pytest.mark.parametrize("key", ["task", "num", "trivial"])
+def test_a_configuration_that_lacks_something_is_refused(tmp_path: Path, key: str) -> None:
+    evaluate(predict, (X[:8], Y[:8]), attacks={"p": pgd(L2(0.3), 2)}, out=tmp_path)
+    config: Any = read_document(tmp_path / "config.json")
+    for changed in ({k: v for k, v in config.items() if k != key}, {**config, key: 3.5}):
+        write_document(tmp_path / "config.json", changed)
+        if key != "task" or key not in changed:
+            with pytest.raises(StoreError, match="wanted"):
+                load_evaluation(tmp_path)

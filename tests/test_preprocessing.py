@@ -20,7 +20,7 @@ from sklearn.preprocessing import (
 )
 
 from advbayes.store import StoreError
-from advbayes.store.preprocessing import decode, encode
+from advbayes.store.preprocessing import array, decode, encode
 
 RNG = np.random.default_rng(0)
 NUMBERS = RNG.normal(3.0, 2.0, (40, 3))
@@ -172,3 +172,14 @@ def test_arrays_of_another_length_are_refused() -> None:
     document["state"]["mean_"]["values"] = [0.0]
     with pytest.raises(StoreError, match="one for each of 3 columns"):
         decode(document)
+
+
+@pytest.mark.parametrize("width", [64, 65])
+def test_text_of_any_width_allocates_no_more_than_its_limit(width: int) -> None:
+    """A file of half a megabyte could ask for five gigabytes."""
+    described = {"dtype": f"<U{width}", "values": [""] * (1 << 17)}
+    if width == 64:
+        assert array(described, "x").nbytes == 1 << 25
+    else:
+        with pytest.raises(StoreError, match="x: wanted at most 33554432 bytes"):
+            array(described, "x")

@@ -9,6 +9,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -213,6 +214,45 @@ def test_document_round_trip(tmp_path: Path) -> None:
     assert strict.encode(document) == strict.encode(dict(reversed(document.items())))
 
 
+def test_no_number_of_a_document_changes_unnoticed(tmp_path: Path) -> None:
+    path, document = tmp_path / "audit.json", {"accuracy": 0.25, "level": "B"}
+    write_document(path, document)
+    data = path.read_bytes()
+    assert json.loads(data).keys() == {"accuracy", "level", "sha256"}  # any reader of JSON can
+    for bit in range(8 * len(data)):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        renamed = data.index(b"sha256") <= bit // 8 < data.index(b"sha256") + 6
+        with suppress(StoreError) if renamed else pytest.raises(StoreError, match=r"audit\.json"):
+            read = read_document(path)
+            assert isinstance(read, dict)
+            assert {key: read.get(key) for key in document} == document  # no other number
+    for size in range(len(data) - 1):
+        path.write_bytes(data[:size])
+        with pytest.raises(StoreError, match="audit"):
+            read_document(path)
+
+
+def test_documents_with_and_without_a_seal(tmp_path: Path) -> None:
+    path = tmp_path / "d.json"
+    for plain in ([1, 2], {}, "text"):  # only what has fields is sealed
+        write_document(path, plain)
+        assert path.read_bytes() == strict.encode(plain)
+        assert read_document(path) == plain
+    path.write_text('{"accuracy": 0.25}')  # as earlier versions wrote them
+    assert read_document(path) == {"accuracy": 0.25}
+    with pytest.raises(StoreError, match="other names than sha256"):
+        write_document(path, {"sha256": "x"})
+    write_document(path, {"accuracy": 0.25})
+    path.write_text(json.dumps({**json.loads(path.read_bytes()), "accuracy": 0.5}))
+    with pytest.raises(StoreError, match="ends in its own SHA-256, got another end"):
+        read_document(path)
+    largest = {"": "x" * (strict.MAX_BYTES - len(strict.encode({"": ""})))}
+    write_document(path, largest)
+    assert read_document(path) == largest
+
+
 # Locks
 
 
@@ -362,6 +402,16 @@ def test_every_bit_flip_is_refused_and_located(tmp_path: Path) -> None:
         line = data[: bit // 8].count(b"\n") + 1
         with pytest.raises(StoreError, match=rf"log:{line}: wanted a record that continues"):
             RecordLog(tmp_path / "log").read()
+
+
+def test_a_damaged_line_before_a_torn_one_is_refused(tmp_path: Path) -> None:
+    data = filled(tmp_path / "log", 40)
+    torn = data[: len(data) // 512 * 512] + bytes(512) + b"}\n"  # one block was lost
+    (tmp_path / "log").write_bytes(torn)
+    assert 4 < len(RecordLog(tmp_path / "log").read()) < 40
+    (tmp_path / "log").write_bytes(torn.replace(b'"step": 3,', b'"step": 8,'))
+    with pytest.raises(StoreError, match="log:4: wanted a record that continues"):
+        RecordLog(tmp_path / "log").read()
 
 
 def test_lost_and_swapped_lines_are_refused(tmp_path: Path) -> None:

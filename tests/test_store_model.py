@@ -8,6 +8,7 @@ import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from advbayes import (
     Noise,
     PointMass,
     PosteriorPredictive,
+    Purifier,
     Samples,
     attacks,
     entropy,
@@ -41,6 +43,7 @@ from advbayes import (
     squared_error,
 )
 from advbayes.networks import ConvGenerator, FullyConnectedGenerator, conv_net, mlp, with_group_norm
+from advbayes.runs import load_trained
 from advbayes.store import (
     StoreError,
     archive,
@@ -522,6 +525,60 @@ def test_unaltered_is_not_refused(
 ) -> None:
     write_bundle(tmp_path / "m", *saved)
     assert load(tmp_path / "m").class_names == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("extra", "threat"),
+    [
+        ({"event": 3}, {}),
+        ({"event": ["x"]}, {}),
+        ({"seed": {}}, {}),
+        ({"feature_names": 1.5}, {}),
+        ({}, {"box": True}),
+        ({}, {"box": [0]}),
+        ({}, {"eps": "far"}),
+        ({}, {"mask": {"a": 1}}),
+        ({}, {"scale": [[1], [1, 2]]}),
+    ],
+    ids=str,
+)
+def test_what_predictions_need_is_refused_where_it_is_something_else(
+    tmp_path: Path, extra: dict[str, object], threat: dict[str, object]
+) -> None:
+    model = BayesianModel(mlp(3, 2), Categorical())
+    fine = {"event": [3], "seed": 1, "feature_names": list("abc")}
+    within = {"box": [0, 1], "eps": 0.5, "mask": [True] * 3, "scale": [1.0] * 3}
+    for settings, ball in ((fine, within), (fine | extra, within | threat)):
+        save(
+            tmp_path / "m",
+            model=model,
+            posterior=MeanField(model),
+            class_names="ab",
+            extra=settings,
+            threat_model=ball,
+        )
+        with nullcontext() if settings == fine and ball == within else pytest.raises(StoreError):
+            assert load_trained(tmp_path / "m").event == (3,)
+
+
+@pytest.mark.parametrize("factor", [1e-200, 1e-71, 1e71, 1e200])
+def test_scales_of_a_purifier_have_squares(tmp_path: Path, factor: float) -> None:
+    model = BayesianModel(mlp(3, 2), Categorical())
+    thetas = MeanField(model).sample(2)
+    Purifier(model, Noise(0.3), thetas, reference=(torch.rand(5, 3), torch.arange(5) % 2)).save(
+        tmp_path / "p"
+    )
+    parts = {
+        part.name: (tmp_path / "p" / part.file).read_bytes()
+        for part in read_manifest(tmp_path / "p").parts
+    }
+    text = json.loads(parts["purifier.json"])
+    text["banks"][0]["factor"] = factor
+    manifest, files = faults.sealed({**parts, "purifier.json": json.dumps(text).encode()})
+    for name, data in {"manifest.json": manifest, **files}.items():
+        (tmp_path / "p" / name).write_bytes(data)
+    with pytest.raises(StoreError, match="a finite weight and positive scales"):
+        Purifier.load(tmp_path / "p")
 
 
 def test_random_bundles_give_typed_errors_or_models(tmp_path: Path) -> None:

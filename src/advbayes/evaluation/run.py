@@ -51,7 +51,7 @@ from advbayes.evaluation.result import CLEAN, WORST, Cell, Evaluation
 from advbayes.evaluation.scoring import Columns, column_names
 from advbayes.metrics import constant, majority, uniform
 from advbayes.progress import Progress
-from advbayes.store import Lock
+from advbayes.store import Lock, StoreError
 from advbayes.types import Attack, Loss, Predictor
 
 PROBE = 256  # examples that a predictor is tried on before anything starts
@@ -461,9 +461,20 @@ def _read(records: Sequence[Mapping[str, object]], task: Task) -> Columns:
 
 
 def load_evaluation(folder: str | os.PathLike[str]) -> Evaluation:
-    """The evaluation in a folder, from its records; a missing or altered array is refused."""
+    """The evaluation in a folder, from its records; a missing or altered array is refused, and an
+    evaluation that was not finished."""
     place = Folder(Path(folder))
     config = place.config()
+    try:
+        return _loaded(place, config)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        if isinstance(error, checks.InputError):
+            raise
+        got = f"{type(error).__name__}: {error!s:.80}"
+        raise StoreError(place.path, wanted="an evaluation by evaluate", got=got) from None
+
+
+def _loaded(place: Folder, config: dict[str, Any]) -> Evaluation:
     for block in saved_blocks(place):
         if block.array:
             place.check_array(block)
@@ -473,6 +484,14 @@ def load_evaluation(folder: str | os.PathLike[str]) -> Evaluation:
         eps = None if record["eps"] is None else float(record["eps"])  # type: ignore[arg-type]
         cell = Cell(str(record["predictor"]), str(record["attack"]), eps)
         cells.setdefault(cell, []).append(record)
+    # What is scored last: without it, a worst case would be one over fewer attacks or examples.
+    last = Cell(config["trivial"][-1], CLEAN, 0.0)
+    if (num := len(cells.get(last, ()))) != config["num"]:
+        raise StoreError(
+            place.log.path,
+            wanted=f"all records, to the last {config['num']} of {last.predictor}",
+            got=f"{num} of these (interrupted or cut); evaluate into this folder once more",
+        )
     columns = {cell: _read(records, task) for cell, records in cells.items()}
     return Evaluation(task, columns, tuple(config["trivial"]), config, place.path)
 

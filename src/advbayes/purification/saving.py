@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _BLOCK = 1000
 _TEXT = "purifier"
+_SCALES = (1e-70, 1e70)  # their products and squares are numbers too
 
 
 def save(store: Store, folder: Path, update: str, note: str, features: bool) -> None:
@@ -166,8 +167,8 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
                 raise refuse("log_weight, factor and scale of every bank", entry)
         if not (
             math.isfinite(log_weight)
-            and 0 < factor < math.inf
-            and (scale is None or 0 < scale < math.inf)
+            and _SCALES[0] < factor < _SCALES[1]
+            and (scale is None or _SCALES[0] < scale < _SCALES[1])
         ):
             raise refuse("a finite weight and positive scales", entry)
 

@@ -1,7 +1,11 @@
-"""Strict JSON: one way to write a document, and nothing read that could not have been written."""
+"""Strict JSON: one way to write a document, and nothing read that could not have been written.
+
+A document in a file of its own ends in its own SHA-256, so that no number in it changes unnoticed.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -10,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from .errors import StoreError
-from .files import read_bytes, write_bytes
+from .files import check_digest, read_bytes, write_bytes
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
@@ -19,6 +23,9 @@ MAX_DEPTH = 32
 MAX_VALUES = 1 << 17  # a value takes up to some 300 bytes of memory, two of the file's
 _MAX_INT = 2**63
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_SEAL = b',\n "sha256": "%s"\n}\n'
+_SEALED = re.compile(_SEAL % b"([0-9a-f]{64})")
+SEAL_BYTES = len(_SEAL % (64 * b"0"))
 
 
 def encode(document: object, name: str = "document") -> bytes:
@@ -129,8 +136,27 @@ def check(value: object, name: str, *, depth: int = 0) -> None:
             )
 
 
+def seal(data: bytes) -> bytes:
+    """The bytes of a dictionary with one more field at the end: the SHA-256 of all before it.
+
+    >>> seal(encode({"a": 1}))[-12:]
+    b'cf2f1785"\\n}\\n'
+    """
+    body = data.removesuffix(b"\n}\n")
+    return body + _SEAL % hashlib.sha256(body).hexdigest().encode()
+
+
+def unseal(data: bytes, file: str | os.PathLike[str]) -> bytes | None:
+    """Back from `seal`, refused where the SHA-256 is another; None where there is none."""
+    if not (tail := _SEALED.fullmatch(data[-SEAL_BYTES:])):
+        return None
+    body = data[:-SEAL_BYTES]
+    check_digest(file, tail[1].decode(), hashlib.sha256(body).hexdigest())
+    return body + b"\n}\n"
+
+
 def write_document(path: str | os.PathLike[str], document: object) -> None:
-    """Save one JSON file, atomically and durably.
+    """Save one JSON file, atomically and durably; a dictionary is sealed with its SHA-256.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -138,15 +164,30 @@ def write_document(path: str | os.PathLike[str], document: object) -> None:
     ...     read_document(f"{folder}/config.json")
     {'epochs': 5}
     """
-    write_bytes(path, encode(document, Path(path).name))
+    data = encode(document, Path(path).name)
+    match document:
+        case {"sha256": _}:
+            raise StoreError(path, wanted="other names than sha256", got="sha256")
+        case dict() if document:
+            data = seal(data)
+    write_bytes(path, data)
 
 
 def read_document(path: str | os.PathLike[str]) -> JSON:
-    """Load one JSON file, strictly; see `write_document`.
+    """Load one JSON file, strictly; see `write_document`. One without a SHA-256 is read as it is.
 
     >>> read_document("absent.json")
     Traceback (most recent call last):
     ...
     advbayes.store.errors.MissingError: absent.json: wanted a file, got nothing (no such file)
     """
-    return decode(read_bytes(Path(path), limit=MAX_BYTES), os.fspath(path))
+    data = read_bytes(Path(path), limit=MAX_BYTES + SEAL_BYTES)
+    body = unseal(data, path)
+    match document := decode(data if body is None else body, os.fspath(path)):
+        case {"sha256": _}:  # it had one
+            raise StoreError(
+                path,
+                wanted="a document that ends in its own SHA-256",
+                got="another end (damaged or altered)",
+            )
+    return document

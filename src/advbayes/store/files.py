@@ -104,6 +104,12 @@ def pieces_at(path: Path, descriptor: int, offset: int, size: int) -> Iterator[b
         yield piece
 
 
+def check_digest(file: str | os.PathLike[str], wanted: str, got: str) -> None:
+    """Two SHA-256, or an error that names the file."""
+    if wanted != got:
+        raise StoreError(file, wanted=f"SHA-256 {wanted}", got=f"{got} (damaged or altered)")
+
+
 def create(path: Path, data: bytes) -> None:
     """Write a file that has nothing in it yet and flush it to the disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _PLAIN, 0o666)

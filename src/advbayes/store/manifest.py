@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import re
@@ -24,9 +23,6 @@ MAX_BYTES = 1 << 18
 MAX_PARTS = 256
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 PART = re.compile(rf"({NAME.pattern})\.([0-9a-f]{{16}})\.(safetensors|json)")
-_SEAL = b',\n "sha256": "%s"\n}\n'
-_SEALED = re.compile(_SEAL % b"([0-9a-f]{64})")
-_SEAL_BYTES = len(_SEAL % (64 * b"0"))
 
 
 @dataclass(frozen=True)
@@ -80,21 +76,18 @@ def encode(manifest: Manifest, file: Path) -> bytes:
         "schema": manifest.schema,
         "versions": manifest.versions,
     }
-    data = documents.encode(body, os.fspath(file)).removesuffix(b"\n}\n")
-    return data + _SEAL % hashlib.sha256(data).hexdigest().encode()
+    return documents.seal(documents.encode(body, os.fspath(file)))
 
 
 def decode(data: bytes, file: Path) -> Manifest:
     """Check the seal, then parse."""
-    tail = _SEALED.fullmatch(data[-_SEAL_BYTES:])
-    if not tail:
+    if (body := documents.unseal(data, file)) is None:
         raise StoreError(
             file,
             wanted="a manifest that ends in its own SHA-256",
             got="another end (damaged or altered)",
         )
-    check_digest(file, tail[1].decode(), hashlib.sha256(data[:-_SEAL_BYTES]).hexdigest())
-    fields = documents.decode(data, os.fspath(file), limit=MAX_BYTES)
+    fields = documents.decode(body, os.fspath(file), limit=MAX_BYTES)
     if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
         raise StoreError(file, wanted=f"format {FORMAT}", got="something else")
     schema = fields.pop("schema", None)
@@ -112,16 +105,12 @@ def decode(data: bytes, file: Path) -> Manifest:
 
 def _manifest_1(fields: Mapping[str, JSON], file: Path) -> Manifest:
     match fields:
-        case {"parts": dict(parts), "versions": dict(libraries), "sha256": str(), **rest} if (
-            not rest
-        ):
+        case {"parts": dict(parts), "versions": dict(libraries), **rest} if not rest:
             if len(parts) > MAX_PARTS:
                 raise StoreError(file, wanted=f"at most {MAX_PARTS} parts", got=f"{len(parts)}")
             described = tuple(_part_1(name, entry, file) for name, entry in parts.items())
             return Manifest(1, {key: str(value) for key, value in libraries.items()}, described)
-    raise StoreError(
-        file, wanted="the fields parts, versions and sha256", got=f"{sorted(fields)!r:.200}"
-    )
+    raise StoreError(file, wanted="the fields parts and versions", got=f"{sorted(fields)!r:.200}")
 
 
 def _part_1(name: str, entry: JSON, file: Path) -> Part:
@@ -140,12 +129,6 @@ def _part_1(name: str, entry: JSON, file: Path) -> Part:
         wanted="NAME.safetensors or NAME.json with bytes and sha256",
         got=f"{name!r:.80}: {entry!r:.80}",
     )
-
-
-def check_digest(file: Path, wanted: str, got: str) -> None:
-    """Two SHA-256, or an error that names the file."""
-    if wanted != got:
-        raise StoreError(file, wanted=f"SHA-256 {wanted}", got=f"{got} (damaged or altered)")
 
 
 # One reader for each schema that was ever written.

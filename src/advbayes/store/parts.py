@@ -22,6 +22,7 @@ from . import manifest as manifests
 from .documents import JSON
 from .errors import MissingError, StoreError
 from .files import (
+    check_digest,
     create,
     discard,
     opened,
@@ -34,7 +35,7 @@ from .files import (
     sync_folder,
 )
 from .lock import Lock
-from .manifest import MAX_PARTS, NAME, PART, SCHEMA, Manifest, Part, check_digest, versions
+from .manifest import MAX_PARTS, NAME, PART, SCHEMA, Manifest, Part, versions
 
 SUFFIX = ".advbayes"
 MAX_BYTES = 1 << 33

@@ -20,6 +20,7 @@ from .documents import JSON
 from .errors import StoreError
 
 _MAX_COLUMNS = 100_000
+_MAX_BYTES = 1 << 25  # of an array; a document holds 2 MB
 _DTYPE = re.compile(r"[<|]([bif]\d|U\d{1,4}|O)")
 _FAULTS = (
     ValueError,
@@ -276,6 +277,8 @@ def array(value: Any, place: str) -> Any:
         case {"dtype": str(dtype), "values": list(values), **rest} if not rest and _DTYPE.fullmatch(
             dtype
         ):
+            if (size := len(values) * np.dtype(dtype).itemsize) > _MAX_BYTES:  # 4 bytes a letter
+                raise StoreError(place, wanted=f"at most {_MAX_BYTES} bytes", got=f"{size}")
             return np.array([array(item, place) for item in values], np.dtype(dtype))
         case list():
             return [array(item, place) for item in value]

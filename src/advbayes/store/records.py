@@ -145,10 +145,10 @@ def _torn(data: bytes, start: int, stop: int) -> bool:
     reached the disk."""
     if stop < 0:
         return True
-    hole = data.find(b"\0", start)
+    hole = data.find(b"\0", start, stop)
     if hole < 0:
         return False
-    end = next((index for index in range(hole, len(data)) if data[index]), len(data))
+    end = len(data) - len(data[hole:].lstrip(b"\0"))
     return (hole == start or hole % _BLOCK == 0) and (end == len(data) or end % _BLOCK == 0)
 
 

@@ -21,6 +21,7 @@ from . import documents, manifest, tensors
 from .documents import JSON
 from .errors import MissingError, StoreError
 from .files import (
+    check_digest,
     create,
     discard,
     opened,
@@ -34,7 +35,7 @@ from .files import (
     write_all,
 )
 from .lock import Lock
-from .manifest import SCHEMA, Manifest, Part, check_digest, versions
+from .manifest import SCHEMA, Manifest, Part, versions
 from .parts import _MANIFEST, _WAIT, _own_files, _put, read_manifest
 
 _DTYPES = {torch.float32: "F32", torch.float64: "F64"}
