@@ -561,6 +561,18 @@ def test_what_predictions_need_is_refused_where_it_is_something_else(
             assert load_trained(tmp_path / "m").event == (3,)
 
 
+@pytest.mark.parametrize("names", ["a", "ab", "abc"])
+def test_there_is_a_name_for_each_class(tmp_path: Path, names: str) -> None:
+    model = BayesianModel(mlp(3, 2), Categorical())
+    save(tmp_path / "m", model=model, posterior=PointMass(model), class_names=names)
+    predict = load(tmp_path / "m").predictor()
+    if len(names) == 2:
+        assert set(predict.classes(torch.randn(50, 3, generator=seeded()))) <= set("ab")
+    else:
+        with pytest.raises(ValueError, match=f"the model's 2 classes, got {len(names)}"):
+            predict.classes(torch.zeros(1, 3))
+
+
 @pytest.mark.parametrize("factor", [1e-200, 1e-71, 1e71, 1e200])
 def test_scales_of_a_purifier_have_squares(tmp_path: Path, factor: float) -> None:
     model = BayesianModel(mlp(3, 2), Categorical())

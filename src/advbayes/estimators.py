@@ -749,8 +749,10 @@ def _restored(path: str | os.PathLike[str], said: dict[str, Any], net: nn.Module
     estimator.n_features_in_ = int(said["num_features"])
     if said["names"]:
         estimator.feature_names_in_ = np.array(said["names"], object)
-    if said["classes"] is not None:
+    if isinstance(estimator, RobustClassifier):
         estimator.classes_ = preprocessing.array(said["classes"], "classes_")
+        if not isinstance(estimator.classes_, np.ndarray):
+            raise StoreError(path, wanted="classes_ as an array", got=f"{said['classes']!r:.80}")
     kept: dict[str, dict[str, Tensor]] = {"posterior": {}, "reference": {}}
     for key, value in loaded.tensors.items():
         part, _, name = key.partition("/")

@@ -20,7 +20,7 @@ from .documents import JSON
 from .errors import StoreError
 
 _MAX_COLUMNS = 100_000
-_MAX_BYTES = 1 << 25  # of an array; a document holds 2 MB
+_MAX_BYTES = 1 << 24  # of all arrays together; a document holds 2 MB
 _DTYPE = re.compile(r"[<|]([bif]\d|U\d{1,4}|O)")
 _FAULTS = (
     ValueError,
@@ -79,6 +79,7 @@ def decode(described: Any, place: str = "transformer") -> Any:
     ...
     advbayes.store.errors.StoreError: transformer: wanted a known transformer, got {'kind': 'os.system'}
     """  # noqa: E501
+    _check_size(described, place)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # comments on the example's constant or empty columns
@@ -277,14 +278,30 @@ def array(value: Any, place: str) -> Any:
         case {"dtype": str(dtype), "values": list(values), **rest} if not rest and _DTYPE.fullmatch(
             dtype
         ):
-            if (size := len(values) * np.dtype(dtype).itemsize) > _MAX_BYTES:  # 4 bytes a letter
-                raise StoreError(place, wanted=f"at most {_MAX_BYTES} bytes", got=f"{size}")
+            _check_size(value, place)
             return np.array([array(item, place) for item in values], np.dtype(dtype))
         case list():
             return [array(item, place) for item in value]
         case None | bool() | int() | float() | str():
             return value
     raise StoreError(place, wanted="numbers or text", got=f"{value!r:.80}")
+
+
+def _check_size(value: Any, place: str) -> None:
+    """Refuse arrays that take more memory than any document needs: every text of an array takes as
+    much as its dtype says, and every column some room in the example."""
+    size, left = 0, [value]
+    while left:
+        match left.pop():
+            case {"dtype": str(dtype), "values": list(values)} if _DTYPE.fullmatch(dtype):
+                size += len(values) * np.dtype(dtype).itemsize
+            case dict() as node:
+                left += node.values()
+                size += 16 * node["columns"] if type(node.get("columns")) is int else 0
+            case list() as node:
+                left += node
+    if size > _MAX_BYTES:
+        raise StoreError(place, wanted=f"at most {_MAX_BYTES} bytes of arrays", got=f"{size}")
 
 
 def _option(value: Any, place: str) -> Any:

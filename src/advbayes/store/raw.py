@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from advbayes import metrics
-from advbayes.checks import InputTypeError, number
+from advbayes.checks import InputError, InputTypeError, number
 from advbayes.likelihoods import GaussianMixture, predicts_classes
 from advbayes.posteriors import Ensemble, PointMass, Samples
 from advbayes.predictive import PosteriorPredictive
@@ -100,5 +100,8 @@ class RawPredictor:
             prediction = self(x)
         if not predicts_classes(prediction):
             raise InputTypeError("classes is for a classifier, got a regression model")
-        best: list[int] = prediction.logits.argmax(-1).tolist()
-        return [self.class_names[index] if self.class_names else str(index) for index in best]
+        num = prediction.logits.shape[-1]
+        names = self.class_names or tuple(map(str, range(num)))
+        if len(names) != num:
+            raise InputError(f"class_names must name the model's {num} classes, got {len(names)}")
+        return [names[index] for index in prediction.logits.argmax(-1).tolist()]
