@@ -107,6 +107,63 @@ def test_no_history_comes_with_the_result(name: str) -> None:
     assert not EVERY[name](L2(0.5))(predict, x.clone().requires_grad_(), y).requires_grad
 
 
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("ball", [L2(0.5), Linf(0.3, scale=2.0)], ids=repr)
+def test_the_predictor_may_answer_in_another_dtype(name: str, ball: Ball) -> None:
+    """As somebody else's model in numpy does: x_adv stays in the dtype of x."""
+    predict, x, y = labelled(12, 4)
+
+    def wide(x: Tensor) -> Distribution:
+        return Categorical(logits=predict(x).logits.double())  # type: ignore[attr-defined]
+
+    attack = EVERY[name](ball)
+    x_adv = attack(wide, x, y, generator=generator_for(0, "attack"))
+    assert x_adv.dtype == x.dtype
+    assert bool(ball.contains(x_adv, x).all())
+
+
+ALONE = {
+    "one_step": one_step,
+    "PGD": lambda ball: pgd(ball, 6),
+    "PGD, until broken": lambda ball: pgd(ball, 6, stop_at_success=True),
+    "PGD+": lambda ball: pgd_plus(ball, 3),
+    "APGD": lambda ball: APGD(ball, nll, 8, targets=2, stop_at_success=True),
+    "MinimumNorm": lambda ball: MinimumNorm(ball, steps=8),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    "ball",
+    [
+        L2(0.5, box=(-4, 4), mask=torch.tensor([True, True, False, True])),
+        Linf(0.3, scale=torch.tensor([1.0, 0.5, 2.0, 1.0])),
+    ],
+    ids=["L2", "Linf"],
+)
+def test_an_example_is_attacked_as_if_alone(name: str, ball: Ball) -> None:
+    """Without restarts an attack is a function of each example: of its batch, the order of rows and
+    the memory they lie in nothing is seen."""
+    weights = torch.randn(4, 3, generator=generator_for(0, "weights"), dtype=torch.float64)
+
+    def predict(x: Tensor) -> Distribution:
+        return Categorical(logits=(x @ weights).sin() + x[:, :3])
+
+    x = torch.randn(9, 4, generator=generator_for(1, "x"), dtype=torch.float64)
+    y = predict(x).logits.argmax(1)  # type: ignore[attr-defined]
+    y[0] = (y[0] + 1) % 3  # broken before it begins
+    attack = ALONE[name](ball)
+    whole = attack(predict, x, y)
+    for rows in (slice(0, 1), slice(4, 5), slice(2, 7), torch.arange(9).flip(0)):
+        torch.testing.assert_close(
+            attack(predict, x[rows], y[rows]), whole[rows], rtol=0, atol=1e-9
+        )
+    strided = x.repeat_interleave(2, dim=1)[:, ::2]
+    torch.testing.assert_close(attack(predict, strided, y), whole, rtol=0, atol=1e-9)
+    with torch.no_grad():
+        assert torch.equal(attack(predict, x, y), whole)
+
+
 REGRESSION: dict[str, Callable[[Ball], Attack]] = {
     "PGD": lambda ball: pgd(ball, 5),
     "APGD": lambda ball: APGD(ball, nll, 5),

@@ -249,7 +249,8 @@ class L2(Ball):
     def _offsets(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
         radius = torch.rand(x.shape[0], generator=generator, dtype=x.dtype, device=x.device)
-        free = x[0].numel() if self.mask is None else int(self.mask.expand(x.shape[1:]).sum())
+        event = x.shape[1:]
+        free = event.numel() if self.mask is None else int(self.mask.expand(event).sum())
         if self.mask is not None:
             noise = noise * self.mask.to(x.device)
         length = self.eps * radius ** (1.0 / max(free, 1))
@@ -302,11 +303,10 @@ def _or_infinite(size: Tensor) -> Tensor:
 
 
 def _each(value: float | Tensor, like: Tensor) -> float | Tensor:
-    return (
-        value.view(-1, *[1] * (like.ndim - 1))
-        if isinstance(value, Tensor) and value.ndim
-        else value
-    )
+    """A number of each example, in the dtype of `like` whatever the predictor answers in."""
+    if isinstance(value, Tensor) and value.ndim:
+        return value.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
+    return value
 
 
 def _bound(name: str, value: object) -> Bound:

@@ -223,7 +223,7 @@ class MinimumNorm:
         self, predict: Predictor, loss: Loss, best: Best, x: Tensor, y: Tensor, rounds: int = 12
     ) -> Best:
         """Between x and the broken point, on the straight line."""
-        low, high, far = torch.zeros_like(best.value), torch.ones_like(best.value), best.x
+        low, high, far = x.new_zeros(len(x)), x.new_ones(len(x)), best.x
         for _ in range(rounds):
             middle = 0.5 * (low + high)
             point = self.ball.project(x + middle.view(-1, *[1] * (x.ndim - 1)) * (far - x), x)
