@@ -82,8 +82,8 @@ FIRST = (
     Bug(
         "the adversary is punished for its entropy",
         "training/loop.py",
-        "gain = gain + self.channel.entropy_bonus * std.log().mean()",
-        "gain = gain - self.channel.entropy_bonus * std.log().mean()",
+        "gain = gain + self.channel.entropy_bonus * std.log().flatten(1).mean(1)",
+        "gain = gain - self.channel.entropy_bonus * std.log().flatten(1).mean(1)",
         "test_training test_channels test_training_parts",
     ),
     # --- attacks and balls
@@ -146,8 +146,8 @@ FIRST = (
     Bug(
         "random points of a masked ball count the masked features",
         "attacks/balls.py",
-        "free = x[0].numel() if self.mask is None else int(self.mask.expand(x.shape[1:]).sum())",
-        "free = x[0].numel()",
+        "free = event.numel() if self.mask is None else int(self.mask.expand(event).sum())",
+        "free = event.numel()",
         "test_balls",
     ),
     # --- purification

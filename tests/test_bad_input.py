@@ -4,6 +4,7 @@ came."""
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from advbayes import (
     Square,
     Trades,
     Transfer,
+    checks,
     fit,
     nll,
     one_step,
@@ -320,3 +322,51 @@ def test_stages_sources_and_posteriors_by_name() -> None:
     for posterior in (None, MeanField):
         with pytest.raises(TypeError, match="posterior must be a posterior such as"):
             FreshPredictive(model, posterior, 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, "1", None, 1j, np.True_, torch.tensor([1.0, 2.0]), np.array([1, 2]), [1.0]],
+    ids=repr,
+)
+def test_what_is_no_number_is_named(value: object) -> None:
+    for check in (checks.number, checks.count):
+        with pytest.raises(checks.InputTypeError, match=r"^n must be a .* number"):
+            check("n", value)
+
+
+def test_numbers_of_every_kind() -> None:
+    for value in (2, 2.0, np.float32(2), np.int64(2), torch.tensor(2.0), np.array([2])):
+        number = checks.number("n", value)
+        assert type(number) is float
+        assert number == 2
+    for value in (2, np.int64(2), torch.tensor(2)):
+        whole = checks.count("n", value)
+        assert type(whole) is int
+        assert whole == 2
+    for value in (2.0, np.float32(2), torch.tensor(2.5)):
+        with pytest.raises(checks.InputTypeError, match="n must be a whole number >= 1"):
+            checks.count("n", value)
+    for value in (math.nan, math.inf, -math.inf, 10**400, -(10**400)):
+        with pytest.raises(checks.InputError, match="n must be a finite number"):
+            checks.number("n", value)
+
+
+@pytest.mark.parametrize("open_low", [False, True])
+@pytest.mark.parametrize("open_high", [False, True])
+@pytest.mark.parametrize("value", [-0.1, 0.0, 0.5, 1.0, 1.1])
+def test_limits_of_a_number_from_both_sides(value: float, open_low: bool, open_high: bool) -> None:
+    limits = {"low": 0, "high": 1, "open_low": open_low, "open_high": open_high}
+    if value in {0.5} | ({0.0} if not open_low else set()) | ({1.0} if not open_high else set()):
+        assert checks.number("n", value, **limits) == value  # type: ignore[arg-type]
+        return
+    low, high = (">" if open_low else ">="), ("<" if open_high else "<=")
+    wanted = f"n must be a finite number {low} 0 and {high} 1, got {value}"
+    with pytest.raises(checks.InputError, match=f"^{re.escape(wanted)}$"):
+        checks.number("n", value, **limits)  # type: ignore[arg-type]
+
+
+def test_the_least_count() -> None:
+    assert checks.count("n", 3, low=3) == 3
+    with pytest.raises(checks.InputError, match="n must be a whole number >= 3, got 2"):
+        checks.count("n", 2, low=3)

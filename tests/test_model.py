@@ -127,6 +127,11 @@ def test_group_norm_has_no_batch_statistics_and_keeps_the_shape() -> None:
     assert converted[1].num_groups == 4
     assert isinstance(net[1], nn.BatchNorm2d)
     assert converted(torch.zeros(2, 3, 5, 5)).shape == net(torch.zeros(2, 3, 5, 5)).shape
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, eps=0.1, affine=False)).double()
+    for wide in (with_group_norm(net.double()), with_group_norm(plain)):
+        assert wide(torch.zeros(1, 3, 5, 5, dtype=torch.float64)).dtype == torch.float64
+    assert wide[1].eps == 0.1
+    assert not list(wide[1].parameters())
 
 
 def test_warm_starts() -> None:

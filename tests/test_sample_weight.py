@@ -13,9 +13,24 @@ from sklearn.model_selection import cross_validate
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from advbayes import BayesianModel, Categorical, ChannelELBO, MeanField, Noise, fit
+from advbayes import (
+    L2,
+    AttackChannel,
+    BayesianModel,
+    Categorical,
+    ChannelELBO,
+    Learned,
+    MeanField,
+    Mixture,
+    Noise,
+    fit,
+    one_step,
+)
+from advbayes.channels import learned_in
 from advbayes.estimators import RobustClassifier, RobustRegressor, robust_scorer
+from advbayes.networks import FullyConnectedGenerator
 from advbayes.objectives import Trades
+from advbayes.types import Channel
 
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.tensor([0, 1, 1, 0, 1, 0])
@@ -30,6 +45,36 @@ def parts() -> tuple[BayesianModel, MeanField]:
         net.bias.zero_()
     model = BayesianModel(net, Categorical())
     return model, MeanField(model)
+
+
+def channels() -> list[Channel]:
+    """Random ones and one that learns."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        generator = FullyConnectedGenerator(3, num_classes=2, width=4).double()
+    attack = AttackChannel(one_step(L2(0.5)), 0.1)
+    return [
+        Mixture([0.5, 0.5], [Noise(0.1), attack]),
+        Learned(generator, L2(0.5), entropy_bonus=0.1),
+    ]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["attack", "learned"])
+def test_a_row_of_no_weight_is_not_seen(which: int) -> None:
+    """Neither by the posterior nor by the adversary, whatever stands in it."""
+    ends = []
+    for far in (0.0, 100.0):
+        (model, posterior), channel = parts(), channels()[which]
+        x, y = X.clone(), Y.clone()
+        x[WEIGHT == 0] += far
+        y[WEIGHT == 0] = int(far > 0)
+        objective = ChannelELBO(6, penalty=Trades(2.0))
+        data = {"objective": objective, "sample_weight": WEIGHT, "steps": 5, "lr": 0.1}
+        fit(model, posterior, channel, (x, y), **data)  # type: ignore[arg-type]
+        learned = [p for part in learned_in(channel) for p in part.generator.parameters()]
+        ends.append([posterior.mean, *learned])
+    for one, other in zip(*ends, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("penalty", [None, Trades(2.0)], ids=["plain", "penalty"])

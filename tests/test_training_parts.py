@@ -27,6 +27,7 @@ from advbayes import (
     one_step,
 )
 from advbayes.seeds import generator_for
+from advbayes.training import State
 from advbayes.training.batches import TensorBatches
 from tests.contracts import seeded
 
@@ -39,6 +40,22 @@ def regressor(*, activation: nn.Module | None = None, bias: bool = True) -> Baye
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(5, 8, bias=bias), activation or nn.ReLU(), nn.Linear(8, 1))
     return BayesianModel(net, Gaussian(0.5))
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_state_may_be_begun_from_more_than_once(steps: int) -> None:
+    state, ends = State(), []
+    if steps:
+        model = regressor()
+        state = fit(model, MeanField(model), Noise(0.1), (X, Y), steps=steps, batch_size=8).state
+    for _ in range(2):
+        model = regressor()
+        posterior = MeanField(model)
+        result = fit(model, posterior, Noise(0.1), (X, Y), steps=4, batch_size=8, state=state)
+        assert len(result.history["bound"]) == 4
+        assert state.step == len(state.history["bound"]) == steps
+        ends.append(posterior.mean)
+    assert torch.equal(*ends)
 
 
 # --- A step -------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -94,20 +96,20 @@ def number(
         wanted += f" {'>' if open_low else '>='} {low:g}"
     if high < math.inf:
         wanted += f"{' and' if low > -math.inf else ''} {'<' if open_high else '<='} {high:g}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    plain = value
+    if not isinstance(value, (int, float)):
         try:
-            if isinstance(value, bool):
-                raise TypeError
-            value = value.item()
-        except (AttributeError, ValueError, RuntimeError, TypeError):
-            raise InputTypeError(f"{name} must be {wanted}, got {describe(value)}") from None
-        if isinstance(value, (bool, complex)):
-            raise InputTypeError(f"{name} must be {wanted}, got {describe(value)}")
-    below = value <= low if open_low else value < low
-    above = value >= high if open_high else value > high
-    if not math.isfinite(value) or below or above:
-        raise InputError(f"{name} must be {wanted}, got {value}")
-    return float(value)
+            plain = value.item()  # of an array or a tensor
+        except (AttributeError, ValueError, RuntimeError):
+            plain = None
+    if isinstance(plain, bool) or not isinstance(plain, (int, float)):
+        raise InputTypeError(f"{name} must be {wanted}, got {describe(value)}")
+    below = plain <= low if open_low else plain < low
+    above = plain >= high if open_high else plain > high
+    # compared first, because a whole number may be too large for a float
+    if below or above or not abs(plain) <= sys.float_info.max:
+        raise InputError(f"{name} must be {wanted}, got {describe(plain)}")
+    return float(plain)
 
 
 def count(name: str, value: Any, *, low: int = 1) -> int:
@@ -118,11 +120,17 @@ def count(name: str, value: Any, *, low: int = 1) -> int:
     ...
     advbayes.checks.InputError: num_theta must be a whole number >= 1, got 0
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InputTypeError(f"{name} must be a whole number >= {low}, got {describe(value)}")
-    if value.__index__() < low:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        whole = operator.index(value)
+    except TypeError:
+        raise InputTypeError(
+            f"{name} must be a whole number >= {low}, got {describe(value)}"
+        ) from None
+    if whole < low:
         raise InputError(f"{name} must be a whole number >= {low}, got {value}")
-    return int(value.__index__())
+    return whole
 
 
 def choice(name: str, value: Any, options: Sequence[str]) -> str:

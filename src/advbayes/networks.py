@@ -203,7 +203,8 @@ def with_group_norm(net: nn.Module, num_groups: int = 8) -> nn.Module:
     def convert(layer: nn.Module) -> nn.Module:
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             groups = max(g for g in range(1, num_groups + 1) if layer.num_features % g == 0)
-            return nn.GroupNorm(groups, layer.num_features, eps=layer.eps, affine=layer.affine)
+            norm = nn.GroupNorm(groups, layer.num_features, eps=layer.eps, affine=layer.affine)
+            return norm.to(layer.weight) if layer.affine else norm
         for name, child in layer.named_children():
             setattr(layer, name, convert(child))
         return layer

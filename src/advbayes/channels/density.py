@@ -49,15 +49,15 @@ def log_normal(
         )
     rows = max(1, limit // max(1, points.numel()))
     out = []
-    for start in range(0, len(middle), rows):
+    wide: float | Tensor = scale
+    log_det: float | Tensor
+    for start in range(0, max(1, len(middle)), rows):
         chunk = middle[start : start + rows].unsqueeze(1)
         if isinstance(scale, Tensor):
-            wide: float | Tensor = scale.flatten(1)[start : start + rows].unsqueeze(1)
-            log_det: float | Tensor = (
-                scale.flatten(1)[start : start + rows].log().sum(-1, keepdim=True)
-            )
+            wide = scale.flatten(1)[start : start + rows].unsqueeze(1)
+            log_det = wide.log().sum(-1)
         else:
-            wide, log_det = scale, points.shape[1] * math.log(scale)
+            log_det = points.shape[1] * math.log(scale)
         square = ((points - chunk) / wide).square().sum(-1)
         out.append(-0.5 * square - log_det - 0.5 * points.shape[1] * LOG_TWO_PI)
     return torch.cat(out)

@@ -298,12 +298,13 @@ class _Adversary:
     def step(
         self, model: BayesianModel, posterior: Posterior, batch: Batch, generator: torch.Generator
     ) -> None:
-        x, y, *_, share = batch.gathered()
+        x, y, _, weight, share = batch.gathered()
         theta = posterior.sample(1, generator=for_thetas(generator))[0]
         centre, std = self.channel.moments(model.at(theta), x, y)
-        gain = -model.log_likelihood(theta, centre + std * noise_like(x, generator), y).mean()
-        gain = gain + self.channel.entropy_bonus * std.log().mean()
-        of_share = torch.autograd.grad(-gain, self.parameters, materialize_grads=True)
+        gain = -model.log_likelihood(theta, centre + std * noise_like(x, generator), y)
+        gain = gain + self.channel.entropy_bonus * std.log().flatten(1).mean(1)
+        gain = gain if weight is None else gain * weight
+        of_share = torch.autograd.grad(-gain.mean(), self.parameters, materialize_grads=True)
         gradients = self.ranks.mean(of_share, share)
         if all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
             descend(self.adam, self.parameters, gradients, self.lr)
@@ -358,8 +359,9 @@ class _Held:
         return State(step, skipped, tensors, history)
 
     def restore(self, state: State) -> State:
+        """Go back to the state; what the loop goes on with is a copy of it."""
         if not state.tensors and state.step == 0:
-            return state
+            return State()
         for owner, module in self.modules.items():
             names = module.state_dict()
             missing = [name for name in names if f"{owner}/{name}" not in state.tensors]
