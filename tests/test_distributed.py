@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from advbayes import MeanField, Noise, Purifier, distributed, fit
+from advbayes import L2, AttackChannel, MeanField, Noise, Purifier, distributed, fit, nll, one_step
 from advbayes.cli import main
 from advbayes.distributed import Ranks
-from advbayes.seeds import Share, drawn, for_thetas
+from advbayes.seeds import Share, drawn, for_thetas, generator_for
 from tests import killing, ranks
 
 
@@ -104,6 +104,60 @@ def test_training_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     last = ranks.numbers(ranks.resumed(second, 6))
     for name in last.keys() - history.keys():
         torch.testing.assert_close(last[name], whole[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_sharded_reference_in_float32_gives_the_answers_of_the_whole(
+    outputs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products in both precisions, ranks whose parts differ in reach, queries beyond any reach: a
+    prediction takes two exchanges for each block of queries, its gradient one, whatever a rank
+    holds."""
+    monkeypatch.setattr("advbayes.purification.store._SMALL", 2000)  # a rank's part alone would be
+
+    def answers(group: Ranks) -> dict[str, torch.Tensor]:
+        x = torch.randn(301, 3, generator=generator_for(0, "reference"))
+        x[-1] = 10.0
+        rows = group.rows(len(x))
+        net = ranks.model(outputs).to("cpu", torch.float32)
+        thetas = MeanField(net).sample(3, generator=generator_for(1, "thetas"))
+        channel = AttackChannel(one_step(L2(0.5), nll), 0.5)
+        purified = Purifier(net, channel, thetas, x[rows], sharded=True)
+        assert purified.store.num_reference == len(x[rows])  # and nothing of the others
+        at = torch.randn(40, 3, generator=generator_for(2, "queries"))
+        at[::4] *= 100.0
+        at[1] = 1e9
+        assert {query.dtype for query in purified.queries(at)} == {torch.float32, torch.float64}
+        at.requires_grad_()
+        sent: list[torch.Size] = []
+        reduced = Ranks._reduced
+
+        def counted(self: Ranks, tensor: torch.Tensor, how: Any) -> torch.Tensor:
+            sent.append(tensor.shape)
+            return reduced(self, tensor, how)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Ranks, "_reduced", counted)
+            predicted = purified(at)
+            assert group.size == 1 or len(sent) == 2 * 2  # two precisions, hence two blocks
+            value: Any = predicted.mean if outputs == 1 else predicted.logits  # type: ignore[attr-defined]
+            sent.clear()
+            (gradient,) = torch.autograd.grad(value.reshape(len(at), -1)[:, 0].sum(), at)
+            assert group.size == 1 or len(sent) == 2
+        told = purified.diagnose(at.detach())
+        far = told.out_of_support.double()
+        found = {"value": value, "gradient": gradient, "far": far, "near": told.nearest}
+        return {name: tensor.detach().contiguous() for name, tensor in found.items()}
+
+    def work(group: Ranks) -> None:
+        found = answers(group)
+        if group.is_first:
+            save_file(found, tmp_path / "found")
+
+    launched(2, work, tmp_path / "log")
+    wanted, found = answers(Ranks()), load_file(tmp_path / "found")
+    for name in wanted:
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-6)
 
 
 def test_what_goes_wrong_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:

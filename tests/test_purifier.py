@@ -51,6 +51,10 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     if request.param == "blocks":
         monkeypatch.setattr("advbayes.purification.store._SMALL", 0)
         monkeypatch.setattr("advbayes.purification.sweep.KEPT", 0)
+        # tables are computed, differences taken and diagnoses made piece by piece
+        monkeypatch.setattr("advbayes.purification.store._BLOCK", 50)
+        monkeypatch.setattr("advbayes.purification.banks._DIFFERENCES", 3 * 8 * WIDTH)
+        monkeypatch.setattr("advbayes.purification.diagnosis._WEIGHTS", 300)
     return str(request.param)
 
 

@@ -24,7 +24,7 @@ from advbayes import (
 )
 from advbayes.purification.index import Cells
 from tests.oracles import generator
-from tests.test_purifier_same_answer import PerFeature, cosine, with_gradient
+from tests.test_purifier_same_answer import PerFeature, cosine, log_densities, with_gradient
 
 pytest.importorskip("faiss")
 CHANNEL = Mixture([0.5, 0.5], [Noise(0.2), AttackChannel(one_step(L2(0.3)), 0.25)])
@@ -75,22 +75,66 @@ def test_what_is_left_out_is_no_more_than_told() -> None:
     assert float((found - wanted).abs().max()) > 1e-9
 
 
-def test_the_bound_holds_for_any_number_of_neighbours() -> None:
-    exact, indexed, x = both(3)
-    bank: Any = exact.store.banks[0]
-    centres = bank.centres.block(slice(0, 1), slice(0, 2000))[0]
-    cells = Cells.of(centres)
-    for num in (1, 5, 50, 2000):
-        for scale in (0.2, 1.0, 5.0):
-            rows, log_left = cells.search(x.double(), num, scale)
-            weight = (-0.5 * torch.cdist(x.double(), centres.double()).square() / scale**2).exp()
-            mine = (
-                torch.zeros_like(weight).scatter_add_(1, rows.clamp_min(0), (rows >= 0).double())
-                > 0
-            )
-            left = weight.masked_fill(mine, 0.0).sum(1)
-            assert bool((left <= log_left.exp() * (1 + 1e-9)).all())
-    assert float(indexed.diagnose(x).left_out.max()) <= 1e-6
+def points_of(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Centres and queries: clusters with some points twice, points all over, a line far away."""
+    source = generator(4)
+    spread = torch.randn(2000, 6, generator=source, dtype=torch.float64)
+    if kind == "clusters":
+        x = spread[:40].repeat_interleave(50, 0) * 8.0 + 0.3 * spread
+        x[::7] = x[3]
+    elif kind == "line":  # narrow against its distance from zero: float32 keeps three digits of it
+        x = 1000.0 + spread[:, :1] * torch.ones(6, dtype=torch.float64) + 1e-3 * spread
+    else:
+        x = spread
+    near = x[::50] + 0.1 * torch.randn(40, 6, generator=source, dtype=torch.float64)
+    return x, torch.cat([near, 0.5 * (x[::100] + x[50::100]), 30.0 + x[:3]])
+
+
+@pytest.mark.parametrize("kind", ["clusters", "everywhere", "line"])
+def test_no_centre_of_a_cell_is_nearer_than_possible(kind: str) -> None:
+    x, query = points_of(kind)
+    x, query = x - x.mean(0), query - x.mean(0)
+    cells = Cells.of(x)
+    distance = torch.cdist(query, x, compute_mode="donot_use_mm_for_euclid_dist")
+    near = cells.nearest_possible(query)
+    owner = torch.from_numpy(cells.index.quantizer.search(x.float().numpy(), 1)[1][:, 0])
+    assert torch.equal(cells.counts.long(), torch.bincount(owner, minlength=len(cells.counts)))
+    assert bool((distance >= near[:, owner]).all())
+    least = distance.new_full(near.shape, math.inf).scatter_reduce(
+        1, owner.expand(len(query), -1), distance, "amin"
+    )
+    far = torch.isfinite(least) & (least > 0.5 * least.masked_fill(least == math.inf, 0).mean())
+    assert float((near / least)[far].median()) > 0.5  # and mostly not much farther than said
+    visited = cells.nearest(query, 3)
+    assert torch.equal(visited.sum(1), torch.full((len(query),), 3))
+    rows, last = cells.search(query, visited, 5)
+    chosen = torch.zeros_like(distance, dtype=torch.bool).scatter_(1, rows.clamp_min(0), True)
+    rest = visited[:, owner] & ~chosen
+    assert bool((distance >= last.unsqueeze(1))[rest].all())
+    assert float(distance.masked_fill(~rest, math.inf).amin(1).sub(last).median()) < 0.1
+    rows, last = cells.search(query, visited, 2000)  # all that these cells have
+    assert torch.equal((rows >= 0).sum(1), (visited * cells.counts).sum(1).long())
+    assert bool((last == math.inf).all())
+
+
+@pytest.mark.parametrize("kind", ["clusters", "everywhere", "line"])
+def test_the_bound_is_one_whatever_it_is_asked_for(kind: str) -> None:
+    x, query = points_of(kind)
+    model = BayesianModel(nn.Linear(6, 3).double(), Categorical())
+    thetas = 0.3 * torch.randn(2, model.num_params, generator=generator(1), dtype=torch.float64)
+    proven = 0
+    for sigma in (0.02, 0.2, 1.0):
+        channel = Mixture([0.3, 0.7], [Noise(sigma), AttackChannel(one_step(L2(0.3)), sigma)])
+        purified = Purifier(model, channel, thetas, x, index="faiss", num_nearest=20)
+        assert purified._index is not None
+        log_p = log_densities(purified.store, query)  # (S, N, B)
+        for left_out in (0.0, 1e-6, 1e-2):
+            rows, bound = purified._index.search(purified.store, query, left_out)
+            kept = purified._index._evidence(purified.store, query, [*rows[0], *rows[1]])
+            share = 1.0 - (kept - log_p.logsumexp(1)).exp()  # (S, B)
+            assert bool((share <= bound + 1e-7).all())  # the rounding of log-densities of 1e7
+            proven += int((bound <= left_out).sum())
+    assert proven > 20
 
 
 def test_nothing_is_left_out_where_nothing_may_be() -> None:

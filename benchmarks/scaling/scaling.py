@@ -3,13 +3,17 @@ would take.
 
     python benchmarks/scaling/scaling.py              # everything, about eight minutes of two cores
     python benchmarks/scaling/scaling.py training     # or some of the parts
+    python benchmarks/scaling/scaling.py --tiny       # a rehearsal: small sizes, nothing is written
 
 One thread for each process. Writes results.json and results.md beside this file; parts that are not
-run keep their figures of before.
+run keep their figures of before. MNIST is looked for where `advbayes datasets` finds it; without it
+the part "faiss" leaves that row out.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import os
 import socket
@@ -25,6 +29,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from advbayes import (
     L2,
@@ -46,13 +51,19 @@ from advbayes import (
     one_step,
     pgd,
 )
+from advbayes.datasets import find_dataset, load_dataset
 from advbayes.networks import conv_net
 from advbayes.seeds import generator_for
 
 HERE = Path(__file__).parent
 SPEED_UP, FASTER, MASS, SHARE = 1.7, 20.0, 1e-3, 0.99  # targets
 SIGMA = 0.05  # of the channel, and of the clusters, in FAISS's part
+TINY = "SCALING_TINY" in os.environ  # also read by the processes that this one starts
 Figures = dict[str, Any]
+
+
+def sized(num: int) -> int:
+    return max(1, num // 50) if TINY else num
 
 
 # --- Work of one or two ranks -------------------------------------------------------------------
@@ -83,7 +94,14 @@ def median_step(model: BayesianModel, steps: int, batch: int, **objective: Any) 
 
 
 def training() -> Figures:
-    return {"seconds": median_step(paper_model(), 120, 128)}
+    return {"seconds": median_step(paper_model(), max(8, sized(100)), 128)}
+
+
+def large_batches() -> Figures:
+    return {"seconds": median_step(paper_model(), max(8, sized(30)), 512)}
+
+
+EXAMPLES = 256
 
 
 def evaluation() -> Figures:
@@ -91,16 +109,16 @@ def evaluation() -> Figures:
     predict = PosteriorPredictive(
         model, MeanField(model).sample(5, generator=generator_for(0, "t"))
     )
-    data, attacks = images(320), {"PGD50": pgd(L2(2.0, box=(0, 1)), steps=50)}
+    data, attacks = images(EXAMPLES), {"PGD50": pgd(L2(2.0, box=(0, 1)), steps=sized(50))}
     began = time.perf_counter()
     evaluate(predict, data, attacks=attacks, batch_size=32, progress=False)
     return {"seconds": time.perf_counter() - began}
 
 
-def flat_purifier(num: int, num_thetas: int = 5) -> Purifier:
+def flat_purifier(num: int, num_thetas: int = 5, width: int = 784) -> Purifier:
     torch.manual_seed(0)
-    model = BayesianModel(nn.Linear(784, 10), Categorical())
-    x = torch.rand(num, 784, generator=generator_for(0, "reference"))
+    model = BayesianModel(nn.Linear(width, 10), Categorical())
+    x = torch.rand(num, width, generator=generator_for(0, "reference"))
     rows = distributed.ranks().rows(num)
     thetas = MeanField(model).sample(num_thetas, generator=generator_for(1, "thetas"))
     return Purifier(model, Noise(0.5), thetas, x[rows].clone(), sharded=True)
@@ -108,7 +126,7 @@ def flat_purifier(num: int, num_thetas: int = 5) -> Purifier:
 
 def query_seconds(purified: Purifier, repeats: int) -> float:
     """Seconds of a prediction of 256 queries and its gradient."""
-    x = torch.rand(256, 784, generator=generator_for(2, "queries"))
+    x = torch.rand(256, *purified.store.event_shape, generator=generator_for(2, "queries"))
     seconds = []
     for _ in range(repeats + 1):
         asked = x.clone().requires_grad_()
@@ -119,7 +137,7 @@ def query_seconds(purified: Purifier, repeats: int) -> float:
 
 
 def purifier() -> Figures:
-    return {"seconds": query_seconds(flat_purifier(60_000), 9)}
+    return {"seconds": query_seconds(flat_purifier(sized(60_000)), 5)}
 
 
 def wire() -> Figures:
@@ -148,13 +166,15 @@ def wire() -> Figures:
 
 SHARED: dict[str, Callable[[], Figures]] = {
     "training": training,
+    "large batches": large_batches,
     "evaluation": evaluation,
     "purifier": purifier,
     "wire": wire,
 }
 TITLES = {
     "training": "MIX training, the paper's conv net, batch 128 (a step)",
-    "evaluation": "PGD50 evaluation, 320 examples, 5 thetas",
+    "large batches": "the same, batch 512",
+    "evaluation": f"PGD50 evaluation, {EXAMPLES} examples, 5 thetas",
     "purifier": "purified prediction and gradient, N = 60,000, d = 784, 256 queries",
 }
 
@@ -208,19 +228,25 @@ def wide_model(width: int) -> BayesianModel:
 def growth() -> Figures:
     torch.set_num_threads(1)
     paper = paper_model()
-    counts = (1, 2, 4, 8)
+    counts, num = (1, 2, 4, 8), 6 if TINY else 14
     steps = {
-        "S, thetas": {n: median_step(paper, 14, 128, num_theta=n) for n in counts},
-        "K, channel samples": {n: median_step(paper, 14, 128, num_channel=n) for n in counts},
-        "batch": {n: median_step(paper, 14, n) for n in (32, 64, 128, 256, 512)},
+        "S, thetas": {n: median_step(paper, num, 128, num_theta=n) for n in counts},
+        "K, channel samples": {n: median_step(paper, num, 128, num_channel=n) for n in counts},
+        "batch": {n: median_step(paper, num, n) for n in (32, 64, 128, 256, 512)},
         "parameters (784-w-10)": {
-            (model := wide_model(width)).num_params: median_step(model, 14, 128)
+            (model := wide_model(width)).num_params: median_step(model, num, 128)
             for width in (16, 64, 256, 1024)
         },
     }
     points = (7_500, 15_000, 30_000, 60_000)
-    queries = {n: query_seconds(flat_purifier(n), 3) for n in points}
-    return {"seconds of a step": steps, "seconds of 256 purified queries with gradient": queries}
+    queries = {n: query_seconds(flat_purifier(sized(n)), 3) for n in points}
+    return {
+        "seconds of a step": steps,
+        "seconds of 256 purified queries with gradient": queries,
+        "the same for 60,000 points in 64 dimensions": query_seconds(
+            flat_purifier(sized(60_000), width=64), 3
+        ),
+    }
 
 
 # --- 64 ranks, simulated ------------------------------------------------------------------------
@@ -246,7 +272,7 @@ def slowest(ranks: int) -> float:
 def simulation(found: Figures) -> Figures:
     """From the measured cost of an example and of a point, at 1 to 64 ranks."""
     step = found["training"]["one"]
-    point = found["purifier"]["one"] / (60_000 * 784 * 256)  # of one query, one dimension
+    point = found["growth"]["the same for 60,000 points in 64 dimensions"] / sized(60_000)
     sizes, out = (1, 2, 8, 64), {}
     for network, (latency, speed) in NETWORKS.items():
         for params, batch in ((20_490, 128), (20_490, 8192), (11_000_000, 8192)):
@@ -260,7 +286,7 @@ def simulation(found: Figures) -> Figures:
         num, width, queries = 100_000_000, 64, 256
         numbers = 5 * queries * (10 + 2) + queries * width
         each = {
-            size: point * num * width * queries / size * slowest(size)
+            size: point * num / size * slowest(size)
             + 3 * ring(8 * numbers / 3, size, latency, speed)
             for size in sizes
         }
@@ -274,56 +300,90 @@ def simulation(found: Figures) -> Figures:
 # --- A million points by FAISS ------------------------------------------------------------------
 
 
-def clustered(num: int) -> Tensor:
-    """Points close to one of a few hundred places, as near-duplicates and prototypes lie."""
+def clustered(num: int, queries: int) -> tuple[Tensor, Tensor]:
+    """Points close to one of a few hundred places, as near-duplicates and prototypes lie; queries
+    are reference points behind the channel's noise."""
     draw, kinds = generator_for(0, "places"), round(num**0.5 / 4)
     places = torch.randn(kinds, 64, generator=draw)
     own = places[torch.randint(kinds, (num,), generator=draw)]
-    return own + SIGMA * torch.randn(num, 64, generator=draw)
+    return behind_noise(own + SIGMA * torch.randn(num, 64, generator=draw), queries)
 
 
-def isotropic(num: int) -> Tensor:
-    return torch.randn(num, 64, generator=generator_for(1, "points"))
+def isotropic(num: int, queries: int) -> tuple[Tensor, Tensor]:
+    """Points all over, in 64 dimensions; queries are reference points behind the noise."""
+    return behind_noise(torch.randn(num, 64, generator=generator_for(1, "points")), queries)
+
+
+def strangers(num: int, queries: int) -> tuple[Tensor, Tensor]:
+    """Points all over, and queries that are near none of them."""
+    x = torch.randn(num + queries, 64, generator=generator_for(1, "points"))
+    return x[queries:], x[:queries]
+
+
+def behind_noise(reference: Tensor, queries: int) -> tuple[Tensor, Tensor]:
+    noise = torch.randn(queries, 64, generator=generator_for(3, "queries"))
+    return reference, reference[:queries] + SIGMA * noise
+
+
+def digits(num: int, queries: int) -> tuple[Tensor, Tensor]:
+    """MNIST at 8 x 8 pixels: training images, moved by up to two pixels; test images ask."""
+    mnist = load_dataset("mnist")
+    train, test = mnist.x_train, mnist.x_test
+    shifts = sorted(itertools.product(range(-2, 3), repeat=2), key=lambda s: s[0] ** 2 + s[1] ** 2)
+    copies = -(-num // len(train))
+    moved = torch.cat([train.roll(shift, (2, 3)) for shift in shifts[:copies]])[:num]
+    return tuple(  # type: ignore[return-value]
+        functional.avg_pool2d(functional.pad(x, (2, 2, 2, 2)), 4).flatten(1)
+        for x in (moved, test[:queries])
+    )
+
+
+CASES: dict[str, Callable[[int, int], tuple[Tensor, Tensor]]] = {
+    "clusters": clustered,
+    "evenly spread": isotropic,
+    "evenly spread, queries near no point": strangers,
+    "MNIST at 8 x 8, test images": digits,
+}
 
 
 def faiss(num: int = 1_000_000, queries: int = 256) -> Figures:
     """The index against the exact sweep; where its bound proves nothing the exact sweep answers."""
+    there = find_dataset("mnist") is not None
+    cases = {name: make for name, make in CASES.items() if there or make is not digits}
+    return {name: indexed(make, sized(num), queries) for name, make in cases.items()}
+
+
+def indexed(make: Callable[[int, int], tuple[Tensor, Tensor]], num: int, queries: int) -> Figures:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = BayesianModel(nn.Linear(64, 10), Categorical())
     thetas = MeanField(model).sample(5, generator=generator_for(1, "thetas"))
-    figures: Figures = {}
-    for name, make in (("clustered", clustered), ("isotropic", isotropic)):
-        reference = make(num)
-        noise = torch.randn(queries, 64, generator=generator_for(3, "queries"))
-        x = reference[:queries] + SIGMA * noise
-        exact = Purifier(model, Noise(SIGMA), thetas, reference)
-        began = time.perf_counter()
-        indexed = Purifier(model, Noise(SIGMA), thetas, reference, index="faiss", left_out=MASS)
-        built = time.perf_counter() - began
-        seconds = {}
-        for kind, purified in (("exact", exact), ("indexed", indexed)):
-            took = []
-            for _ in range(3):
-                began = time.perf_counter()
-                logits = purified(x).logits
-                took.append(time.perf_counter() - began)
-            seconds[kind] = min(took)
-            seconds[f"{kind} logits"] = logits
-        assert indexed._index is not None
-        bound = indexed._index.search(indexed.store, indexed.flat(x))[1]
-        apart = (seconds.pop("exact logits").exp() - seconds.pop("indexed logits").exp()).abs()
-        figures[name] = {
-            **seconds,
-            "faster": seconds["exact"] / seconds["indexed"],
-            "share of queries with a left-out mass below 1e-3": float(
-                (bound < MASS).double().mean()
-            ),
-            "99th percentile of the bound": float(bound.clamp_max(1e300).quantile(0.99)),
-            "largest difference of a probability": float(apart.max()),
-            "seconds to build the index": built,
-        }
-    return figures
+    reference, x = make(num, queries)
+    began = time.perf_counter()
+    quick = Purifier(model, Noise(SIGMA), thetas, reference, index="faiss", left_out=MASS)
+    built = time.perf_counter() - began
+    exact = copy.copy(quick)  # the same tables
+    exact._index = None
+    seconds, answers = {}, {}
+    for kind, purified, repeats in (("exact", exact, 2), ("indexed", quick, 3)):
+        took = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            answers[kind] = purified(x).probs  # type: ignore[attr-defined]
+            took.append(time.perf_counter() - began)
+        seconds[kind] = min(took)
+    assert quick._index is not None
+    bound = quick._index.search(quick.store, quick.flat(x), MASS)[1]
+    return {
+        **seconds,
+        "faster": seconds["exact"] / seconds["indexed"],
+        "share of queries with a left-out mass below 1e-3": float((bound < MASS).double().mean()),
+        "median effective sample size": float(exact.diagnose(x[:32]).ess_reference.median()),
+        "largest difference of a probability": float(
+            (answers["exact"] - answers["indexed"]).abs().max()
+        ),
+        "seconds to make the purifier": built,
+    }
 
 
 # --- Tables -------------------------------------------------------------------------------------
@@ -335,17 +395,19 @@ def number(value: float) -> str:
 
 def table(found: Figures) -> str:
     """results.md."""
-    lines = [f"Measured at load {found['load']}, commit {found['commit']}, {found['date']}.", ""]
-    if all(part in found for part in TITLES):
+    lines = [f"Measured on {found['machine']}, commit {found['commit']}, {found['date']}.", ""]
+    if any(part in found for part in TITLES):
         lines += [
             "| two gloo processes against one, one thread each | one (s) | two (s) | speed-up "
-            "| target |",
-            "|---|---|---|---|---|",
+            "| target | load before |",
+            "|---|---|---|---|---|---|",
         ]
         for part, title in TITLES.items():
-            each = found[part]
-            values = (number(each[key]) for key in ("one", "two", "speed-up"))
-            lines.append(f"| {title} | {' | '.join(values)} | {SPEED_UP} |")
+            each = found.get(part)
+            if each is not None:
+                values = (number(each[key]) for key in ("one", "two", "speed-up"))
+                target = "" if part == "large batches" else SPEED_UP
+                lines.append(f"| {title} | {' | '.join(values)} | {target} | {each['load']} |")
     if "wire" in found:
         lines += [
             "",
@@ -359,13 +421,15 @@ def table(found: Figures) -> str:
         lines += [
             "",
             f"| a million points in 64 dimensions, sigma = {SIGMA}, 256 queries | exact (s) "
-            "| FAISS (s) | faster | queries with a left-out mass below 1e-3 |",
-            "|---|---|---|---|---|",
+            "| FAISS (s) | faster | queries with a left-out mass below 1e-3 "
+            "| effective sample size |",
+            "|---|---|---|---|---|---|",
         ]
         for name, each in found["faiss"].items():
             share = each["share of queries with a left-out mass below 1e-3"]
             values = (number(each[key]) for key in ("exact", "indexed", "faster"))
-            lines.append(f"| {name} | {' | '.join(values)} | {share:.1%} |")
+            size = number(each["median effective sample size"])
+            lines.append(f"| {name} | {' | '.join(values)} | {share:.1%} | {size} |")
     if "growth" in found:
         lines += ["", "| cost against | seconds |", "|---|---|"]
         groups = dict(found["growth"]["seconds of a step"])
@@ -383,14 +447,20 @@ def table(found: Figures) -> str:
                 lines.append(f"| {name} | {' | '.join(told)} |")
         held = found["simulation"]["bytes of the reference on each of 64 ranks"]
         lines += ["", f"Each of 64 ranks holds {held / 1e9:.2g} GB of the reference."]
+        for name, each in found["simulation"]["speed-up by ranks"].items():
+            if name.endswith("seconds"):
+                lines.append(
+                    f"{name}: {number(each['1'])} on one rank, {number(each['64'])} on 64."
+                )
     return "\n".join(lines) + "\n"
 
 
 def main(parts: list[str]) -> None:
     results = HERE / "results.json"
-    found: Figures = json.loads(results.read_text()) if results.exists() else {}
+    found: Figures = {} if TINY or not results.exists() else json.loads(results.read_text())
+    commit = ["git", "describe", "--always", "--dirty"]
     for part in parts:
-        began = time.time()
+        began, load = time.time(), round(os.getloadavg()[0], 1)
         if part in TITLES:
             found[part] = speed_up(part)
         elif part == "wire":
@@ -399,25 +469,28 @@ def main(parts: list[str]) -> None:
             found[part] = simulation(found)
         else:
             found[part] = {"growth": growth, "faiss": faiss}[part]()
+        if part in TITLES:
+            found[part]["load"] = load
         print(f"{part}: {time.time() - began:.0f} s: {json.dumps(found[part])}", flush=True)
-        commit = ["git", "describe", "--always", "--dirty"]
+        done = subprocess.run(commit, capture_output=True, text=True, cwd=HERE, check=False)
         found |= {
-            "load": f"{os.getloadavg()[0]:.1f}",
-            "commit": subprocess.run(
-                commit, capture_output=True, text=True, cwd=HERE, check=False
-            ).stdout.strip(),
+            "commit": done.stdout.strip(),
             "date": time.strftime("%Y-%m-%d"),
             "machine": f"{os.cpu_count()} cores, torch {torch.__version__}",
         }
-        results.write_text(json.dumps(found, indent=1) + "\n")
-        found = json.loads(results.read_text())
-        (HERE / "results.md").write_text(table(found))
-    for part in TITLES:
+        text = json.dumps(found, indent=1) + "\n"
+        found = json.loads(text)
+        if not TINY:
+            results.write_text(text)
+            (HERE / "results.md").write_text(table(found))
+    if TINY:
+        print(table(found))
+    for part in TITLES.keys() - {"large batches"}:
         if part in found:
             met = "met" if found[part]["speed-up"] >= SPEED_UP else "MISSED"
             print(f"{met}: {part}: {found[part]['speed-up']:.2f} of {SPEED_UP}")
     if "faiss" in found:
-        each = found["faiss"]["clustered"]
+        each = found["faiss"]["clusters"]
         share = each["share of queries with a left-out mass below 1e-3"]
         met = "met" if each["faster"] >= FASTER and share >= SHARE else "MISSED"
         print(f"{met}: faiss: {each['faster']:.1f} of {FASTER} at {share:.1%} of {SHARE:.0%}")
@@ -427,4 +500,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--work"]:
         work(sys.argv[2])
     else:
+        if "--tiny" in sys.argv:
+            sys.argv.remove("--tiny")
+            os.environ["SCALING_TINY"], TINY = "1", True
         main(sys.argv[1:] or [*TITLES, "wire", "growth", "simulation", "faiss"])

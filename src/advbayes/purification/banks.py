@@ -82,7 +82,9 @@ class GaussianBank:
     centres: Rows  # (G, N, d)
     scale: float | Rows  # (G, N, d)
     half_norms: Tensor  # (G, N) float64: |centre - origin|^2 / 2
+    # over the reference points of all ranks
     reach: float  # the largest |centre|
+    spread: float  # the largest |centre - origin|
     least_scale: float
     factor: float = 1.0  # on the scale: annealed attacks use the same centres and a wider channel
 
@@ -102,7 +104,7 @@ class GaussianBank:
 
     def rounding(self, norms: Tensor) -> Tensor:  # (B,): |x' - origin| -> (B,)
         """How far float32 `logits` may be off: the products' rounding over the variance."""
-        size = norms.clamp_min(math.sqrt(2.0 * float(self.half_norms.max())))
+        size = norms.clamp_min(self.spread)
         if not isinstance(self.scale, float):
             size = size * size / max(self.reach, 1e-300)
         eps = torch.finfo(torch.float32).eps

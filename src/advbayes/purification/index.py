@@ -1,18 +1,24 @@
 """The nearest centres of a query by a FAISS index, and a bound on the weight of all the others.
 
-Centres lie in cells around centroids m_j (inverted lists). A search visits some cells and returns
-the k nearest centres in them. What it leaves out weighs at most, in units of a density at its
-centre,
+Centres lie in cells around centroids m_j (inverted lists). No centre of cell j is nearer to x' than
 
-    (visited - k) exp(-d_k^2 / 2 s^2) + sum_j n_j exp(-max(0, |x' - m_j| - r_j)^2 / 2 s^2)
+    a_j = max(|x' - m_j| - r_j,  u.(m_j - x') + l_ij),   u the direction from m_i to m_j,
 
-over the cells j that were not visited, r_j being the radius of cell j: a bound, not an estimate.
+where r_j is the radius of the cell, m_i the centroid nearest to x', and l_ij the least u.(c - m_j)
+over the centres c of cell j: the edge of the cell on the line through the two centroids. A search
+visits the cells that could matter and returns the k nearest centres in them. Of n_j centres in each
+cell, those left out then weigh at most, in units of a density at its centre,
+
+    sum_j n_j exp(-b_j^2 / 2 s^2),   b_j = a_j, or at least the k-th distance where j was visited:
+
+a bound, not an estimate.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,24 +27,29 @@ from torch import Tensor
 
 from advbayes.checks import InputError
 from advbayes.purification.banks import GaussianBank
+from advbayes.purification.rows import spans
 from advbayes.purification.store import Store
 
-_SLACK = 1.0 - 1e-4  # on d_k^2, which the search computes in float32
+_ROUNDING = 2.0**-20  # of what is float32 here: points, squared distances and edges of cells
 _CELLS = 4096  # at most
-_VISITED = 16
+_FIRST = 8  # cells visited to learn how large the evidence is
+_MOST = 0.5  # of all centres: to visit more of them takes as long as the exact sweep
+_ROWS = 4096  # of a cell, whose edges are computed at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """The centres of one bank and theta in a FAISS index, by cells."""
+    """The centres of one bank and theta in a FAISS index, by cells, around the origin."""
 
     index: Any
     centroids: Tensor  # (J, d) float64
     radii: Tensor  # (J,) float64
+    edges: Tensor  # (J, J) float32: l_ij
     counts: Tensor  # (J,) float64
+    reach: float  # the largest norm of a centre
 
     @classmethod
-    def of(cls, centres: Tensor) -> Cells:  # (N, d)
+    def of(cls, centres: Tensor) -> Cells:  # (N, d) float64
         try:
             faiss = importlib.import_module("faiss")
         except ModuleNotFoundError:
@@ -49,83 +60,155 @@ class Cells:
         num, width = points.shape
         size = max(1, min(_CELLS, round(math.sqrt(num))))
         index = faiss.IndexIVFFlat(faiss.IndexFlatL2(width), width, size)
-        index.cp.min_points_per_centroid, index.nprobe = 1, min(size, _VISITED)
+        index.cp.min_points_per_centroid, index.nprobe = 1, size
         index.train(points)
         index.add(points)
         centroids = torch.from_numpy(index.quantizer.reconstruct_n(0, size)).double()
-        radii, counts = (torch.zeros(size, dtype=torch.float64) for _ in range(2))
+        radii, counts = (centroids.new_zeros(size) for _ in range(2))
+        edges = centroids.new_zeros(size, size)
         for cell in range(size):
-            length = index.invlists.list_size(cell)
-            if length:
-                members = torch.from_numpy(
-                    faiss.rev_swig_ptr(index.invlists.get_ids(cell), length).copy()
-                )
-                away = centres[members].double() - centroids[cell]
-                radii[cell] = torch.linalg.vector_norm(away, dim=1).max() * (1 + 1e-9)
-                counts[cell] = length
-        return cls(index, centroids, radii, counts)
+            counts[cell] = length = index.invlists.list_size(cell)
+            ids = faiss.rev_swig_ptr(index.invlists.get_ids(cell), length).copy()
+            towards = torch.nn.functional.normalize(centroids[cell] - centroids)  # (J, d)
+            for start, stop in spans(length, _ROWS):
+                away = centres[torch.from_numpy(ids[start:stop])] - centroids[cell]
+                radii[cell] = max(radii[cell], torch.linalg.vector_norm(away, dim=1).max())
+                edge = (away @ towards.T).amin(0)
+                edges[:, cell] = torch.minimum(edges[:, cell], edge) if start else edge
+        reach = float(torch.linalg.vector_norm(centres, dim=1).max())
+        return cls(index, centroids, radii, edges.float(), counts, reach)
+
+    def nearest_possible(self, points: Tensor) -> Tensor:  # (B, d) float64 -> (B, J)
+        """No centre of a cell is nearer than this."""
+        distance = torch.cdist(points, self.centroids)
+        least, own = distance.min(1)
+        length = torch.cdist(self.centroids[own], self.centroids)
+        beyond = (distance.square() - least.square().unsqueeze(1)) / length + length
+        along = 0.5 * beyond + self.edges[own]
+        along = along.masked_fill(length == 0, 0.0)
+        near = torch.maximum(distance - self.radii, along)
+        return (near - self._slack(points).unsqueeze(1)).clamp_min(0.0)
+
+    def nearest(self, points: Tensor, num: int) -> Tensor:  # (B, d) float64 -> (B, J) bool
+        """The cells with the nearest centroids."""
+        distance = torch.cdist(points, self.centroids)
+        cells = distance.topk(min(num, distance.shape[1]), largest=False)[1]
+        return torch.zeros_like(distance, dtype=torch.bool).scatter_(1, cells, True)
+
+    def _slack(self, points: Tensor) -> Tensor:  # (B,)
+        return _ROUNDING * (torch.linalg.vector_norm(points, dim=1) + self.reach)
 
     def search(
-        self, points: Tensor, num: int, scale: float
-    ) -> tuple[Tensor, Tensor]:  # (B, d) float64
-        """The rows of the nearest centres, (B, num), -1 for none; and the log of the bound, (B,)
-        float64."""
-        distance = torch.cdist(points, self.centroids)  # (B, J)
-        cells = distance.topk(self.index.nprobe, largest=False)[1]
+        self,
+        points: Tensor,  # (B, d) float64
+        visited: Tensor,  # (B, J) bool
+        num: int,
+    ) -> tuple[Tensor, Tensor]:
+        """The rows of the nearest centres in these cells, (B, num), -1 for none; and how near the
+        other centres in them could be, (B,) float64."""
+        cells = torch.arange(visited.shape[1], device=visited.device)
+        order = torch.where(visited, cells, -1).sort(1, descending=True)[0]
         square, rows = (
             torch.from_numpy(part)
             for part in self.index.search_preassigned(
-                points.float().numpy(), num, cells.numpy(), torch.zeros(cells.shape).numpy()
+                points.float().numpy(), num, order.numpy(), None
             )
         )
-        visited = torch.zeros_like(distance, dtype=torch.bool).scatter_(1, cells, True)
-        near = (distance - self.radii).clamp_min(0.0)
-        away = (self.counts.log() - 0.5 * (near / scale).square()).masked_fill(visited, -math.inf)
-        beyond = (visited * self.counts).sum(1) - (rows >= 0).sum(1)
-        last = square.double().masked_fill(rows < 0, 0.0).amax(1) * _SLACK
-        rest = beyond.log() - 0.5 * last / scale**2
-        return rows, torch.logsumexp(torch.cat([away, rest.unsqueeze(1)], 1), 1)
+        returned = (rows >= 0).sum(1)
+        all_of_them = (visited * self.counts).sum(1) == returned
+        last = square.double().masked_fill(rows < 0, 0.0).amax(1).sqrt() * (1.0 - _ROUNDING)
+        last = (last - self._slack(points)).clamp_min(0.0)
+        return rows, last.masked_fill(all_of_them, math.inf)
 
 
 class NearestIndex:
     """Every bank of a store in an index, and how many centres of each theta answer a query."""
 
     def __init__(self, store: Store, num: int) -> None:
-        self.num = num
-        self.cells: list[list[Cells]] = []
-        for bank in store.banks:
-            if not isinstance(bank, GaussianBank) or not isinstance(bank.scale, float):
-                raise InputError(
-                    "index needs a Gaussian channel with one noise for all centres, got another"
-                )
-            whole = slice(0, store.num_reference)
-            self.cells.append(
-                [
-                    Cells.of(bank.centres.block(slice(g, g + 1), whole)[0])
-                    for g in range(bank.groups)
-                ]
-            )
+        self.num, self.origin = num, store.origin.cpu()
+        self.cells: list[Cells] = []  # bank after bank, theta after theta
+        whole = slice(0, store.num_reference)
+        for bank, group in _groups(store):
+            centres = bank.centres.block(slice(group, group + 1), whole)[0].double().cpu()
+            self.cells.append(Cells.of(centres - self.origin))
 
     def search(
-        self, store: Store, points: Tensor
-    ) -> tuple[tuple[Tensor, ...], Tensor]:  # (B, d) float64
+        self,
+        store: Store,
+        points: Tensor,  # (B, d) float64
+        left_out: float,
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Rows for each bank, (G, B, k), and a bound on the share of the evidence that they leave
-        out, (B,)."""
-        nearest, log_left, log_evidence = [], [], []
-        for bank, groups in zip(store.banks, self.cells, strict=True):
-            assert isinstance(bank, GaussianBank)
-            assert isinstance(bank.scale, float)
-            scale = bank.scale * bank.factor
-            rows, left = zip(
-                *(cells.search(points, self.num, scale) for cells in groups), strict=True
+        out, (B,): as many cells are visited as it takes to bring it below `left_out`."""
+        around = points.cpu() - self.origin
+        near = [cells.nearest_possible(around) for cells in self.cells]
+        first = [cells.nearest(around, _FIRST) for cells in self.cells]
+        rows, _ = self._visit(around, first)
+        # what a cell may weigh without being visited
+        num_cells = sum(len(cells.counts) for cells in self.cells)
+        share = math.log(left_out / (4 * num_cells)) if left_out else -math.inf
+        limit = self._evidence(store, points, rows) + share  # (S, B)
+        visited = []
+        for weight, cells, seen, (bank, group) in zip(
+            self._weights(store, near), self.cells, first, _groups(store), strict=True
+        ):
+            mine = limit[group] if bank.groups > 1 else limit.amin(0)
+            more = weight > mine.unsqueeze(1)
+            worthwhile = (more * cells.counts).sum(1) <= _MOST * cells.counts.sum()
+            visited.append(seen | (more & worthwhile.unsqueeze(1)))
+        rows, last = self._visit(around, visited)
+        near = [
+            torch.where(seen, torch.maximum(each, farther.unsqueeze(1)), each)
+            for seen, each, farther in zip(visited, near, last, strict=True)
+        ]
+        left = _over_banks(store, [each.logsumexp(1) for each in self._weights(store, near)])
+        bound = (left - self._evidence(store, points, rows)).amax(0).exp()
+        bound = bound.nan_to_num(nan=math.inf).to(points.device)
+        return tuple(index.to(points.device) for index in _by_bank(store, rows)), bound
+
+    def _visit(
+        self, around: Tensor, visited: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:  # (B, k) and (B,) each
+        found = [
+            cells.search(around, seen, self.num)
+            for cells, seen in zip(self.cells, visited, strict=True)
+        ]
+        return [rows for rows, _ in found], [last for _, last in found]
+
+    def _weights(self, store: Store, near: list[Tensor]) -> list[Tensor]:  # (B, J) each
+        """The log of the most that each cell can weigh, if its centres are no nearer than this."""
+        out = []
+        for (bank, _), cells, bound in zip(_groups(store), self.cells, near, strict=True):
+            scale, width = bank.least_scale * bank.factor, len(self.origin)
+            peak = bank.log_weight - width * math.log(scale * math.sqrt(2.0 * math.pi))
+            out.append(peak + cells.counts.log() - 0.5 * (bound / scale).square())
+        return out
+
+    def _evidence(self, store: Store, points: Tensor, rows: list[Tensor]) -> Tensor:  # (S, B)
+        """log sum p(x' | x_n, theta_s) over these rows alone."""
+        parts = []
+        for (bank, group), index in zip(_groups(store), rows, strict=True):
+            each = bank.exact_at(points, group, index.clamp_min(0).to(points.device)).cpu()
+            parts.append(each.masked_fill(index < 0, -math.inf).logsumexp(1))
+        return _over_banks(store, parts)
+
+
+def _groups(store: Store) -> Iterator[tuple[GaussianBank, int]]:
+    for bank in store.banks:
+        if not isinstance(bank, GaussianBank) or not isinstance(bank.scale, float):
+            raise InputError(
+                "index needs a Gaussian channel with one noise for all centres, got another"
             )
-            nearest.append(torch.stack(rows))
-            peak = bank.log_weight - points.shape[1] * math.log(scale * math.sqrt(2.0 * math.pi))
-            each = [bank.exact_at(points, g, row.clamp_min(0)) for g, row in enumerate(rows)]
-            kept = torch.stack(each).masked_fill(nearest[-1] < 0, -math.inf)
-            log_left.append((torch.stack(left) + peak).expand(store.num_thetas, -1))
-            log_evidence.append(kept.logsumexp(-1).expand(store.num_thetas, -1))
-        share = torch.logsumexp(torch.stack(log_left), 0) - torch.logsumexp(
-            torch.stack(log_evidence), 0
-        )
-        return tuple(nearest), share.amax(0).exp().nan_to_num(nan=math.inf)
+        for group in range(bank.groups):
+            yield bank, group
+
+
+def _by_bank(store: Store, parts: list[Tensor]) -> list[Tensor]:  # (G, ...) each
+    sizes = [bank.groups for bank in store.banks]
+    return list(torch.split(torch.stack(parts), sizes))
+
+
+def _over_banks(store: Store, parts: list[Tensor]) -> Tensor:  # (B,) each -> (S, B)
+    """log-sum-exp over the banks, of which some are shared by all thetas."""
+    each = [own.expand(store.num_thetas, -1) for own in _by_bank(store, parts)]
+    return torch.stack(each).logsumexp(0)

@@ -256,11 +256,20 @@ class Purifier:
     def queries(self, x: Tensor) -> Queries:
         """Blocks of inputs as the banks want them; a row's precision depends on that row alone."""
         flat, origin = self.flat(x), self.store.origin
-        kinds = self.store.ranks.max(self._precisions(flat.detach()))
+        kinds = self._precisions(flat.detach())
         nearest: tuple[Tensor, ...] | None = None
+        left_out = flat.new_zeros(len(flat))
         if self._index is not None:
-            nearest, bound = self._index.search(self.store, flat.detach())
-            kinds = torch.where(bound <= self._left_out, _INDEXED, kinds)
+            found = [
+                self._index.search(self.store, part, self._left_out)
+                for part in flat.detach().split(_QUERIES)
+            ]
+            nearest = tuple(
+                torch.cat(rows, 1) for rows in zip(*(rows for rows, _ in found), strict=True)
+            )
+            bound = torch.cat([part for _, part in found])
+            within = bound <= self._left_out
+            kinds, left_out = torch.where(within, _INDEXED, kinds), left_out.where(~within, bound)
         present = sorted(set(kinds.tolist()))
         parts: list[tuple[slice | Tensor, int]] = [
             (rows, kind) for kind in present for rows in _slices(len(x))
@@ -279,7 +288,7 @@ class Purifier:
                 else None
             )
             blocks.append((rows, Query(x[rows], flat[rows], origin, dtype, rest)))
-        return Queries(blocks)
+        return Queries(blocks, left_out)
 
     def _precisions(self, points: Tensor) -> Tensor:  # (B, d) -> (B,)
         """The precision of each row's products: float32 where that will do for a large store."""
@@ -341,13 +350,7 @@ class Purifier:
         with torch.no_grad():
             queries = self.queries(x)
             parts = [diagnose(self.store, query, self.log_shares) for query in queries]
-            whole = merge(parts, queries.join)
-            if self._index is None:
-                return whole
-            bound = self._index.search(self.store, self.flat(x))[1]
-            return replace(
-                whole, left_out=torch.where(bound <= self._left_out, bound, torch.zeros_like(bound))
-            )
+            return replace(merge(parts, queries.join), left_out=queries.left_out)
 
     def widened(self, factor: float) -> Purifier:
         """The same purifier with the channel's noise `factor` times as wide, sharing all tables:
@@ -428,9 +431,11 @@ def _slices(num: int) -> list[slice]:
 
 
 class Queries:
-    """Inputs in blocks, each of one precision."""
+    """Inputs in blocks, each of one precision; and the share of the evidence that an index leaves
+    out of their answers, at most."""
 
-    def __init__(self, blocks: list[tuple[slice | Tensor, Query]]) -> None:
+    def __init__(self, blocks: list[tuple[slice | Tensor, Query]], left_out: Tensor) -> None:
+        self.left_out = left_out  # (B,) float64
         self.rows, self._queries = [rows for rows, _ in blocks], [query for _, query in blocks]
 
     def __iter__(self) -> Iterator[Query]:

@@ -81,10 +81,11 @@ class Store:
     def is_small(self) -> bool:
         """Whether float64 products cost next to nothing."""
         size = sum(
-            math.prod(bank.centres.shape) if isinstance(bank, GaussianBank) else 0
+            bank.groups * bank.centres.shape[2]
             for bank in self.banks
+            if isinstance(bank, GaussianBank)
         )
-        return size <= _SMALL
+        return size * self.num_whole <= _SMALL
 
     @property
     def width(self) -> int:
@@ -284,7 +285,11 @@ class _Builder:
         if isinstance(first, GaussianDensity):
             banks = tuple(
                 gaussian_bank(
-                    float(weight), centres[k], scales[k] or float(first.scales[k]), origin
+                    float(weight),
+                    centres[k],
+                    scales[k] or float(first.scales[k]),
+                    origin,
+                    ranks=self.ranks,
                 )
                 for k, weight in enumerate(first.log_weights)
             )
@@ -318,7 +323,12 @@ def _check_space(folder: Path, needed: int) -> None:
 
 
 def gaussian_bank(
-    log_weight: float, centres: Rows, scale: float | Rows, origin: Tensor, factor: float = 1.0
+    log_weight: float,
+    centres: Rows,
+    scale: float | Rows,
+    origin: Tensor,
+    factor: float = 1.0,
+    ranks: Ranks = ALONE,
 ) -> GaussianBank:
     """The bank of these tables, with what is known of them in advance."""
     groups, num, _ = centres.shape
@@ -338,4 +348,7 @@ def gaussian_bank(
             f"the channel's centres must be finite and its scales positive, got a least scale of "
             f"{least:g}"
         )
-    return GaussianBank(log_weight, centres, scale, half_norms, reach, least, factor)
+    spread = math.sqrt(2.0 * float(half_norms.max()))
+    # What decides on far queries and on precisions must be the same on all ranks.
+    reach, spread, least = ranks.max(origin.new_tensor([reach, spread, -least])).tolist()
+    return GaussianBank(log_weight, centres, scale, half_norms, reach, spread, -least, factor)
