@@ -9,9 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution, Independent, Normal
+from torch.distributions import Categorical, Distribution, Independent, MultivariateNormal, Normal
 
-from advbayes import L2, pgd, squared_error
+from advbayes import (
+    L2,
+    BayesianModel,
+    Gaussian,
+    GaussianMixture,
+    Noise,
+    PosteriorPredictive,
+    Purifier,
+    pgd,
+    squared_error,
+)
 from advbayes.predictive import (
     Choices,
     Spoiling,
@@ -23,6 +33,7 @@ from advbayes.predictive import (
     worst_case_utility,
 )
 from advbayes.seeds import generator_for
+from advbayes.types import Predictor
 
 WEIGHT = torch.randn(3, 4, generator=generator_for(0, "weight"))
 SLOPE = torch.randn(4, generator=generator_for(0, "slope"))
@@ -114,6 +125,61 @@ def test_decisions_in_regression_follow_the_loss() -> None:
         decide(line, x, lambda a, y: -torch.where(a > y, 3 * (a - y), y - a), actions=grid)
     ]
     torch.testing.assert_close(tilted, line(x).mean - 0.6745 * 0.3, atol=0.1, rtol=0)
+
+
+def test_expected_utilities_in_regression_are_integrals_whatever_the_batch() -> None:
+    """Quadratic utilities exactly, a threshold to within one part in `num`; a mixture too."""
+    x, _, _ = examples(0, 30)
+    means, scales = torch.stack([x[:, 0], 2 * x[:, 1]]), torch.stack([0.3 + x[:, 2] ** 2] * 2)
+    log_weights = torch.tensor([0.2, 0.8]).log()
+
+    def mixed(rows: slice) -> Distribution:
+        return GaussianMixture(means[:, rows], scales[:, rows], log_weights)
+
+    actions, whole = torch.tensor([-1.0, 0.5, 2.0]), slice(0, 30)
+    squared = Choices(lambda a, y: -((a - y) ** 2), actions)
+    limit = Choices(lambda a, y: (y > a).double(), actions, num=400)
+    for at in (mixed, lambda rows: line(x[rows])):
+        mean, variance = at(whole).mean.unsqueeze(1), at(whole).variance.unsqueeze(1)
+        found = squared.expected(at(whole))
+        torch.testing.assert_close(found, -((mean - actions) ** 2 + variance))
+        torch.testing.assert_close(squared.expected(at(slice(3, 5))), found[3:5])
+        above = torch.stack([1 - at(whole).cdf(a.expand(30)) for a in actions], 1)
+        assert float((limit.expected(at(whole)) - above).abs().max()) < 1 / 200
+
+
+@pytest.mark.parametrize("purified", [False, True])
+def test_the_worst_case_of_a_regression_is_found(purified: bool) -> None:
+    """Through a linear model that is x moved against the slope: away from the action."""
+    model = BayesianModel(torch.nn.Linear(4, 1), Gaussian(0.3))
+    thetas = torch.cat([SLOPE, torch.zeros(1)]).expand(3, 5)
+    x, _, _ = examples(1, 20)
+    predict: Predictor = PosteriorPredictive(model, thetas)
+    ball, grid = L2(0.5), torch.tensor([-1.0, 0.0, 2.0])
+    choices = Choices(lambda a, y: -((a - y) ** 2), grid)
+    moved = (x @ SLOPE).unsqueeze(1) - grid
+    exact = -((moved.abs() + 0.5 * SLOPE.norm()) ** 2 + 0.3**2)
+    if purified:  # the best of what moves one way or the other is what one can ask for
+        predict = Purifier(model, Noise(1.0), thetas, examples(2, 200)[0])
+        ends = [x + side * 0.5 * SLOPE / SLOPE.norm() for side in (-1, 1)]
+        exact = torch.stack([choices.expected(predict(end)) for end in ends]).amin(0)
+        found = worst_case_utility(predict, x, choices, ball)
+        assert float((found <= exact + 0.1).double().mean()) > 0.9
+    else:
+        found = worst_case_utility(predict, x, choices, ball)
+        torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
+    assert bool((found <= choices.expected(predict(x)) + 1e-6).all())
+
+
+def test_decisions_over_several_outputs_are_refused() -> None:
+    choices = Choices(lambda a, y: -((a - y) ** 2), torch.tensor([0.0, 1.0]))
+    two = Normal(torch.zeros(3, 2), 1.0)
+    for prediction in (Independent(two, 1), MultivariateNormal(torch.zeros(3, 2), torch.eye(2))):
+        with pytest.raises(ValueError, match=r"need one output, got .*\(3, 2\)"):
+            choices.expected(prediction)
+    with pytest.raises(ValueError, match="need one output"):
+        choices.realised(torch.zeros(3, 2))
+    assert torch.equal(choices.realised(torch.ones(3, 1)), torch.tensor([[-1.0, 0.0]] * 3))
 
 
 def test_the_worst_case_is_below_the_expectation_and_exact_on_two_classes() -> None:

@@ -15,9 +15,11 @@ from advbayes.attacks import pgd
 from advbayes.attacks.balls import Ball
 from advbayes.likelihoods import predicts_classes
 from advbayes.metrics import Estimate, mean
+from advbayes.predictive.smoothing import components
 from advbayes.seeds import GlobalStream
 from advbayes.types import Attack, Predictor
 
+_LEAST = 16  # values that stand for one component
 Utility = Callable[[Tensor, Tensor], Tensor]  # (action, y), broadcast against each other
 
 
@@ -37,7 +39,7 @@ class Choices:
     utility: Tensor | Utility
     actions: Tensor | None = None
     abstain: float | None = None
-    num: int = 256  # draws of y where there is no closed form
+    num: int = 256  # values of y that stand for a prediction of a regression
 
     def __post_init__(self) -> None:
         if isinstance(self.utility, Tensor):
@@ -73,8 +75,8 @@ class Choices:
         return self.actions
 
     def expected(self, prediction: Distribution) -> Tensor:  # (B, A)
-        """E[utility(a, y)] under a prediction: differentiable in classes; in regression over draws,
-        the same for each call."""
+        """E[utility(a, y)] under a prediction, differentiable in it: over classes, or over values
+        of y that stand for the prediction (see `outcomes`)."""
         if isinstance(self.utility, Tensor):
             if not predicts_classes(prediction) or prediction.probs.shape[-1] != len(self.utility):
                 raise checks.InputTypeError(
@@ -83,25 +85,69 @@ class Choices:
                 )
             worth = prediction.probs @ self.utility.to(prediction.probs)
         else:
-            with GlobalStream(0):
-                draws = (
-                    prediction.rsample((self.num,))
-                    if prediction.has_rsample
-                    else prediction.sample((self.num,))
-                )
-            worth = self.utility(self._grid.to(draws), draws.reshape(self.num, -1, 1)).mean(0)
+            y, weights = outcomes(prediction, self.num)
+            each = self.utility(self._grid.to(y), y.unsqueeze(-1))  # (K, B, A)
+            worth = (weights.unsqueeze(-1) * each).sum(0)
         return self._with_abstention(worth)
 
     def realised(self, y: Tensor) -> Tensor:  # (B, A)
         """utility(a, y): what each action turns out to be worth."""
         if isinstance(self.utility, Tensor):
             return self._with_abstention(self.utility[y])
-        return self._with_abstention(self.utility(self._grid.to(y), y.reshape(-1, 1)))
+        return self._with_abstention(self.utility(self._grid.to(y), _one_output(y).unsqueeze(1)))
 
     def _with_abstention(self, worth: Tensor) -> Tensor:
         if self.abstain is None:
             return worth
         return torch.cat([worth, torch.full_like(worth[:, :1], -self.abstain)], 1)
+
+
+def outcomes(prediction: Distribution, num: int) -> tuple[Tensor, Tensor]:  # (K, B) each
+    """Values of y that stand for the prediction of one output, and their weights: the same whatever
+    the batch.
+
+    A Gaussian is cut into `num` parts of equal probability, each of which its mean stands for,
+    scaled so that their variance is the Gaussian's: exact for utilities that are quadratic in y.
+    The components of a mixture share `num` values, sixteen each at least. A prediction of another
+    kind is sampled (from a stream of its own); for a gradient its draws move with its mean and
+    standard deviation.
+
+    >>> y, weights = outcomes(torch.distributions.Normal(torch.tensor([1.0]), 2.0), 100)
+    >>> (weights * y).sum(0), (weights * (y - 1) ** 2).sum(0)
+    (tensor([1.0000]), tensor([4.0000]))
+    """
+    try:
+        means, scales, log_weights = components(prediction)
+    except checks.InputTypeError:
+        with GlobalStream(0):
+            draws = prediction.sample((num,))  # type: ignore[no-untyped-call]
+        mean, spread = _one_output(prediction.mean), prediction.stddev
+        away = (draws.view(num, -1) - mean.detach()) / spread.detach()
+        y = mean + spread * away
+        return y, torch.full_like(y, 1.0 / num)
+    means, scales = (torch.stack([_one_output(one) for one in part]) for part in (means, scales))
+    size = max(-(-num // len(means)), min(num, _LEAST))
+    y = means + scales * _stand_ins(size).to(means).view(-1, 1, 1)  # (size, S, B)
+    weights = (log_weights.exp() / size).expand_as(y)
+    return y.flatten(0, 1), weights.flatten(0, 1)
+
+
+def _stand_ins(num: int) -> Tensor:  # (num,) float64
+    """The means of `num` equally likely parts of the standard normal, scaled to unit variance."""
+    cuts = torch.special.ndtri(torch.linspace(0.0, 1.0, num + 1, dtype=torch.float64))
+    heights = (-0.5 * cuts.square()).exp()
+    means = heights[:-1] - heights[1:]
+    return means / means.square().mean().sqrt() if num > 1 else means
+
+
+def _one_output(y: Tensor) -> Tensor:  # (B,) or (B, 1) -> (B,)
+    if y.ndim == 2 and y.shape[1] == 1:
+        return y.squeeze(1)
+    if y.ndim != 1:
+        raise checks.InputError(
+            f"decisions in regression need one output, got {checks.describe(y)}"
+        )
+    return y
 
 
 @dataclass(frozen=True)

@@ -142,22 +142,27 @@ def _forward(predict: Predictor, noise: Tensor) -> Callable[[Tensor], tuple[Tens
         prediction = predict((x + noise).reshape(count * batch, *x.shape[1:]))
         if predicts_classes(prediction):
             return (prediction.logits.view(count, batch, -1),)
-        if isinstance(prediction, GaussianMixture):
-            inner = len(prediction.means)
-            means, scales = (
-                part.view(inner * count, batch, *part.shape[2:])
-                for part in (prediction.means, prediction.scales)
-            )
-            return means, scales, prediction.log_weights.view(inner * count, batch)
-        normal = prediction.base_dist if isinstance(prediction, Independent) else prediction
-        if isinstance(normal, Normal):
-            means, scales = (
-                part.view(count, batch, *part.shape[1:]) for part in (normal.loc, normal.scale)
-            )
-            return means, scales, means.new_zeros(count, batch)
-        raise checks.InputTypeError(
-            f"predict must give classes, Gaussians or Gaussian mixtures, got "
-            f"{type(prediction).__name__}"
-        )
+        means, scales, log_weights = components(prediction)
+        means, scales = (part.view(-1, batch, *part.shape[2:]) for part in (means, scales))
+        return means, scales, log_weights.view(-1, batch)
 
     return forward
+
+
+def components(prediction: Distribution) -> tuple[Tensor, Tensor, Tensor]:
+    """Means and scales, (S, B) or (S, B, D), and log-weights, (S, B), of a Gaussian or of a mixture
+    of them.
+
+    >>> [part.shape for part in components(Normal(torch.zeros(3), 1.0))]
+    [torch.Size([1, 3]), torch.Size([1, 3]), torch.Size([1, 3])]
+    """
+    if isinstance(prediction, GaussianMixture):
+        return prediction.means, prediction.scales, prediction.log_weights
+    normal = prediction.base_dist if isinstance(prediction, Independent) else prediction
+    if isinstance(normal, Normal):
+        means, scales = normal.loc.unsqueeze(0), normal.scale.unsqueeze(0)
+        return means, scales, means.new_zeros(means.shape[:2])
+    raise checks.InputTypeError(
+        f"predict must give classes, Gaussians or Gaussian mixtures, got "
+        f"{type(prediction).__name__}"
+    )
