@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from advbayes import (
     LogitPairing,
     LowRank,
     MeanField,
+    MinimumNorm,
     PointMass,
     Samples,
     Square,
@@ -50,6 +52,7 @@ from advbayes.attacks import (
     squared_error,
 )
 from advbayes.attacks.ascent import step_length
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import Best
 from advbayes.attacks.losses import num_rows
 from advbayes.channels.density import log_normal
@@ -358,6 +361,78 @@ def test_what_pushes_against_the_box_is_left_out(box: tuple[float, float]) -> No
         lambda at: Normal(at @ gradient[0], 1.0), x, torch.zeros(1)
     )
     torch.testing.assert_close(moved - x, 0.1 * kept / kept.norm())
+
+
+SCALE, MASK = torch.tensor([1.0, 2.0, 0.5, 1.5]), torch.tensor([True, True, True, False])
+LOW, HIGH = torch.tensor([-0.2, 0.0, -0.5, 0.0]), torch.tensor([1.0, 1.1, 1.0, 1.0])
+BALLS = [
+    kind(eps, **options)
+    for kind, eps in ((L2, 0.7), (Linf, 0.3))
+    for options in (
+        {"scale": SCALE},
+        {"mask": MASK},
+        {"box": (0.0, 1.0)},
+        {"scale": SCALE, "mask": MASK, "box": (LOW, HIGH)},
+    )
+]
+
+
+def within(ball: Ball, d: Tensor, x: Tensor, most: float = 1e6) -> Tensor:
+    """t d of one example, cut where mask and box (and Linf) say, with the largest t <= `most` that
+    the norm allows: the nearest point to d for `most` = 1, by bisection."""
+    unit = torch.ones(4, dtype=FLOAT) if ball.scale is None else SCALE.to(FLOAT)
+    low, high = torch.full((4,), -1e9, dtype=FLOAT), torch.full((4,), 1e9, dtype=FLOAT)
+    if ball.box is not None:
+        low, high = (torch.as_tensor(side, dtype=FLOAT) - x for side in ball.box)
+    if isinstance(ball, Linf):
+        low, high = low.maximum(-ball.eps * unit), high.minimum(ball.eps * unit)
+    if ball.mask is not None:
+        d = d * ball.mask
+    inside, outside = 0.0, 2 * most
+    for _ in range(60):
+        t = (inside + outside) / 2
+        moved = (t * d).maximum(low).minimum(high)
+        fits = t <= most and (isinstance(ball, Linf) or float((moved / unit).norm()) <= ball.eps)
+        inside, outside = (t, outside) if fits else (inside, t)
+    return (inside * d).maximum(low).minimum(high)
+
+
+@pytest.mark.parametrize("ball", BALLS, ids=repr)
+def test_projections_and_worst_cases_of_a_line_are_exact(ball: Ball) -> None:
+    x = torch.rand(12, 4, dtype=FLOAT, generator=generator(0)).clamp(0.1, 0.9).round(decimals=1)
+    x[0], x[1] = 0.0, 1.0  # on the faces of the box
+    far = x + randn(12, 4, seed=1)
+    nearest = torch.stack(
+        [at + within(ball, to - at, at, 1.0) for at, to in zip(x, far, strict=True)]
+    )
+    torch.testing.assert_close(ball.project(far, x), nearest, rtol=0, atol=1e-5)
+    slope = torch.tensor([3.0, -1.0, 4.0, 2.0], dtype=FLOAT)
+    unit = torch.ones(4, dtype=FLOAT) if ball.scale is None else SCALE.to(FLOAT)
+    steepest = slope * (unit.square() if isinstance(ball, L2) else 1.0)
+    most = torch.stack([within(ball, steepest, at) @ slope for at in x])
+    least = torch.stack([within(ball, -steepest, at) @ slope for at in x])
+
+    def line(x: Tensor) -> Normal:
+        return Normal(x @ slope, 1.0)
+
+    y = x @ slope + randn(12, seed=2)
+    error = x @ slope - y
+    wanted = torch.maximum((error + most).square(), (error + least).square())
+    worst = APGD(ball, squared_error, 60, targets=1)(line, x, y)
+    torch.testing.assert_close(squared_error(line(worst), y), wanted, rtol=1e-3, atol=1e-6)
+    # an error of ten is reached on the way up, after a share of all that can be gained
+    for share in (0.7, 1.1):
+        attack = MinimumNorm(ball, Exceeding(squared_error, 100.0), steps=40)
+        radius = attack.radius(line, x, x @ slope + share * most - 10)
+        if share > 1:
+            assert bool(radius.isinf().all())
+            continue
+        for at, gain, found in zip(x, share * most, radius.tolist(), strict=True):
+            gains = [
+                within(replace(ball, eps=found * factor), steepest, at) @ slope
+                for factor in (0.97, 1.0 + 1e-6)
+            ]
+            assert gains[0] < gain <= gains[1] + 1e-6
 
 
 def test_lengths_of_steps() -> None:
