@@ -17,6 +17,7 @@ from torch.distributions import Independent, MultivariateNormal, Normal, kl_dive
 from advbayes import (
     APGD,
     L2,
+    AttackChannel,
     BayesianModel,
     Categorical,
     ChannelELBO,
@@ -29,14 +30,18 @@ from advbayes import (
     LowRank,
     MeanField,
     MinimumNorm,
+    Mixture,
+    Noise,
     PointMass,
     Samples,
     Square,
     Trades,
     dlr,
+    entropy,
     margin,
     nll,
     one_step,
+    pgd,
 )
 from advbayes.attacks import (
     Exceeding,
@@ -174,6 +179,37 @@ def test_the_bound_and_its_gradient_are_those_of_single_examples(name: str, kind
         gradients = torch.autograd.grad(terms.bound, parameters, retain_graph=True)
         for one, other in zip(gradients, torch.autograd.grad(wanted[0], parameters), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("eps", [0.5, 0.05])
+@pytest.mark.parametrize("ball", range(8))
+def test_the_gradient_through_an_attack_is_the_slope_of_the_bound(ball: int, eps: float) -> None:
+    """With through=True the bound is a function of the posterior alone: differences say its
+    slope."""
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).to(FLOAT)
+    model = BayesianModel(net, Categorical())
+    posterior = MeanField(model, 0.1)
+    x, y = torch.rand(5, 4, dtype=FLOAT, generator=generator(0)), torch.arange(5) % 3
+    within_reach = replace(BALLS[ball], eps=eps)
+    steps = [one_step(within_reach, loss) for loss in (nll, entropy)]
+    parts = [AttackChannel(attack, 0.1) for attack in (*steps, pgd(within_reach, 3))]
+    objective = ChannelELBO(20, 2, 2, "importance_weighted", Trades(2.0), through=True)
+    channel = Mixture([0.1, 0.3, 0.3, 0.3], [Noise(0.1), *parts])
+    direction = [randn(model.num_params, seed=seed) for seed in (1, 2)]
+    parameters = [posterior.mu, posterior.rho]
+
+    def bound() -> Tensor:
+        return objective(model, posterior, channel, x, y, generator=generator(3)).bound
+
+    gradients = torch.autograd.grad(bound(), parameters)
+    slope = sum(float((g * d).sum()) for g, d in zip(gradients, direction, strict=True))
+    sides = []
+    with torch.no_grad():
+        for move in (1e-6, -2e-6):
+            for parameter, d in zip(parameters, direction, strict=True):
+                parameter += move * d
+            sides.append(float(bound()))
+    assert slope == pytest.approx((sides[0] - sides[1]) / 2e-6, rel=1e-4, abs=1e-3)
 
 
 def written_penalty(
