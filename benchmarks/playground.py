@@ -2,9 +2,10 @@
 the models are trained (a minute, once).
 
 The median over 20 moves of the eps slider, wall clock: through streamlit's headless `AppTest`, and
-with `--browser` in a real Chromium (needs `pip install PyQt6-WebEngine`), from the key press to the
-changed pictures, with screenshots in `--out`, every host that was asked and the console's messages.
-Needs a quiet machine.
+with `--browser` in a real Chromium (Debian's package `chromium`, driven through its debugging port
+by the `websockets` that streamlit brings), from the key press to the changed pictures, with
+screenshots in `--out`, every host that was asked and the console's warnings and errors. Needs a
+quiet machine.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ import statistics
 import subprocess
 import sys
 import time
+from base64 import b64decode
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 from advbayes.cli.playground import PAGE, command, environment
 from advbayes.experiments.playground import WORLDS, load_world
@@ -78,77 +83,113 @@ window.nudge = (key) => {
 """
 
 
-def _drive(url: str, out: Path) -> dict[str, object]:
-    os.environ.setdefault("QT_QPA_PLATFORM", "offscreen")
-    os.environ.setdefault("QTWEBENGINE_DISABLE_SANDBOX", "1")
-    os.environ.setdefault("QTWEBENGINE_CHROMIUM_FLAGS", "--no-sandbox --disable-gpu")
-    from PyQt6.QtCore import QEventLoop, QTimer, QUrl
-    from PyQt6.QtWebEngineCore import (
-        QWebEnginePage,
-        QWebEngineProfile,
-        QWebEngineUrlRequestInterceptor,
-    )
-    from PyQt6.QtWebEngineWidgets import QWebEngineView
-    from PyQt6.QtWidgets import QApplication
+FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync"
+FLAGS += " --disable-background-networking --disable-component-update --disable-dev-shm-usage"
 
-    app = QApplication([])
-    hosts, console = set(), []
 
-    class Watch(QWebEngineUrlRequestInterceptor):
-        def interceptRequest(self, info):
-            hosts.add(info.requestUrl().host())
+class Browser:
+    """A page of Chromium, by its debugging protocol."""
 
-    class Page(QWebEnginePage):
-        def javaScriptConsoleMessage(self, level, message, line, source):
-            console.append(message)
+    def __init__(self, profile: str) -> None:
+        from websockets.sync.client import connect
 
-    profile, watch, view = QWebEngineProfile(), Watch(), QWebEngineView()
-    profile.setUrlRequestInterceptor(watch)
-    page = Page(profile, view)
-    view.setPage(page)
-    view.resize(1280, 950)
-    view.show()
+        command = ["chromium", *FLAGS.split(), "--remote-debugging-port=0"]
+        command += [f"--user-data-dir={profile}", "about:blank"]
+        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        port = Path(profile, "DevToolsActivePort")
+        while not port.exists() or len(port.read_text().splitlines()) < 2:
+            time.sleep(0.1)
+        pages = urlopen(f"http://127.0.0.1:{port.read_text().split()[0]}/json")
+        (page,) = (each for each in json.load(pages) if each["type"] == "page")
+        self.socket = connect(page["webSocketDebuggerUrl"], max_size=None)
+        self.sent, self.events = 0, []
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.ask(f"{domain}.enable")
 
-    def wait(seconds):
-        loop = QEventLoop()
-        QTimer.singleShot(int(1e3 * seconds), loop.quit)
-        loop.exec()
+    def ask(self, method: str, **parameters: object) -> dict:
+        self.sent += 1
+        self.socket.send(json.dumps({"id": self.sent, "method": method, "params": parameters}))
+        while (message := json.loads(self.socket.recv())).get("id") != self.sent:
+            self.events.append(message)
+        return message["result"]
 
-    def ask(script):
-        answer, loop = [], QEventLoop()
-        page.runJavaScript(script, lambda value: (answer.append(value), loop.quit()))
-        loop.exec()
-        return answer[0]
+    def run(self, script: str) -> object:
+        asked = self.ask("Runtime.evaluate", expression=script, returnByValue=True)
+        return asked["result"].get("value")
 
-    def until(script, seconds=120.0):
+    def until(self, script: str, seconds: float = 120.0) -> None:
         end = time.monotonic() + seconds
-        while not ask(script):
+        while not self.run(script):
             if time.monotonic() > end:
                 raise TimeoutError(script)
-            wait(0.05)
+            time.sleep(0.05)
 
-    view.load(QUrl(url))
-    until("document.querySelectorAll('img[alt^=Class]').length == 4")
-    wait(2)
-    view.grab().save(str(out / "playground-1280.png"))
-    ask(NUDGE)
+    def resize(self, width: int, height: int) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.ask("Emulation.setDeviceMetricsOverride", **size)
+
+    def picture(self, path: Path) -> None:
+        path.write_bytes(b64decode(self.ask("Page.captureScreenshot")["data"]))
+
+    def hosts(self) -> list[str]:
+        """Every host that anything was asked of."""
+        sent = [e["params"] for e in self.events if e["method"] == "Network.requestWillBeSent"]
+        opened = [e["params"] for e in self.events if e["method"] == "Network.webSocketCreated"]
+        addresses = [each["request"]["url"] for each in sent] + [each["url"] for each in opened]
+        return sorted({urlsplit(each).hostname or urlsplit(each).scheme for each in addresses})
+
+    def console(self) -> list[object]:
+        """Its warnings and errors."""
+        said: list[object] = []
+        for event in self.events:
+            match event:
+                case {
+                    "method": "Runtime.consoleAPICalled",
+                    "params": {"type": "error" | "warning", "args": words},
+                }:
+                    said.append([each.get("value", each.get("description")) for each in words])
+                case {"method": "Runtime.exceptionThrown", "params": {"exceptionDetails": what}}:
+                    said.append(what["text"])
+                case {
+                    "method": "Log.entryAdded",
+                    "params": {"entry": {"level": "error" | "warning", "text": text}},
+                }:
+                    said.append(text)
+        return said
+
+
+def _drive(url: str, out: Path) -> dict[str, object]:
+    with TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        browser = Browser(profile)
+        try:
+            return _measured(browser, url, out)
+        finally:
+            browser.process.terminate()
+            browser.process.wait()
+
+
+def _measured(browser: Browser, url: str, out: Path) -> dict[str, object]:
+    browser.resize(1280, 950)
+    browser.ask("Page.navigate", url=url)
+    browser.until("document.querySelectorAll('img[alt^=Class]').length == 4")
+    time.sleep(2)
+    browser.picture(out / "playground-1280.png")
+    browser.run(NUDGE)
     for step in range(MOVES):
-        ask(f"window.nudge('{'ArrowRight' if step < MOVES // 2 else 'ArrowLeft'}'); 1")
-        until(f"window.times.length > {step}", 30.0)
-        wait(0.5)
-    took = ask("window.times")
-    view.resize(390, 844)
-    wait(3)
-    view.grab().save(str(out / "playground-390.png"))
-    wide = ask("document.documentElement.scrollWidth > window.innerWidth")
-    page.deleteLater()
-    app.processEvents()
+        browser.run(f"window.nudge('{'ArrowRight' if step < MOVES // 2 else 'ArrowLeft'}'); 1")
+        browser.until(f"window.times.length > {step}", 30.0)
+        time.sleep(0.5)
+    took = browser.run("window.times")
+    browser.resize(390, 844)
+    time.sleep(3)
+    browser.picture(out / "playground-390.png")
     return {
         "median_ms": round(statistics.median(took), 1),
         "largest_ms": round(max(took), 1),
-        "hosts": sorted(hosts),
-        "console": console,
-        "clipped_at_390": wide,
+        "hosts": browser.hosts(),
+        "console": browser.console(),
+        "clipped_at_390": browser.run("document.documentElement.scrollWidth > window.innerWidth"),
+        "load": round(os.getloadavg()[0], 1),
     }
 
 

@@ -35,6 +35,7 @@ from advbayes.report import (
     report_runs,
     write_report,
 )
+from advbayes.report.figures import security_curves
 from advbayes.report.pictures import png
 from advbayes.report.text import clean, markdown
 from advbayes.report.words import MANDATORY
@@ -720,6 +721,19 @@ def test_a_run_that_was_not_evaluated_says_what_to_do(run_folder: Path, tmp_path
         report_run(copy)
 
 
+def test_an_axis_of_many_sizes_has_plain_numbers() -> None:
+    values = {0.0: 0.1, 0.5: 1.0, 1.0: 4.0}
+    points = [
+        {"eps": eps, "value": v, "low": 0.9 * v, "high": 1.1 * v} for eps, v in values.items()
+    ]
+    curve = {"metric": "nll", "predictor": "a", "attack": "worst", "points": points}
+    document = {"curves": [curve], "predictors": ["a"], "threat_model": {}, "table": []}
+    (figure,) = security_curves({**document, "task": "classification", "scaling": None})
+    ticks = re.findall(r"<text[^>]*>([^<]*)</text>", figure.svg)
+    assert {"0.1", "0.2", "0.5", "1", "2"} <= set(ticks)
+    assert not any("$" in tick or "10^" in tick for tick in ticks)
+
+
 # --- in a browser -------------------------------------------------------------------------------
 
 CHROMIUM = shutil.which("chromium")
@@ -752,7 +766,9 @@ for (const frame of document.querySelectorAll("iframe")) {
     .map((each) => each.tagName + "." + each.getAttribute("class"));
   const empty = [...page.querySelectorAll("svg.figure, img")]
     .filter((each) => each.getBoundingClientRect().height < 20).length;
-  said.push({name: frame.name, width, scroll: page.documentElement.scrollWidth,
+  const cut = [...page.querySelectorAll('[aria-label="Summary"]')]
+    .filter((each) => each.scrollWidth > each.clientWidth).length;
+  said.push({name: frame.name, width, cut, scroll: page.documentElement.scrollWidth,
     out: out.slice(0, 5), empty,
     paper: page.defaultView.getComputedStyle(page.body).backgroundColor});
 }
@@ -809,6 +825,8 @@ def test_a_browser_shows_it_at_phone_and_desktop_width(
         assert found["out"] == [], found
         assert found["scroll"] <= found["width"], found
         assert found["empty"] == 0, found
+        # the summary is seen whole; longer tables are scrolled, a shadow at their edge
+        assert found["cut"] == 0 or found["name"].startswith("long"), found
     assert {found["paper"] for found in light} == {"rgb(255, 255, 255)"}
     assert not {found["paper"] for found in darkened} & {found["paper"] for found in light}
     assert "CONSOLE" not in logged + also_logged, (logged + also_logged)[-2000:]

@@ -149,7 +149,7 @@ def _features(gallery: Gallery, row: int, scaling: Mapping[str, Any] | None) -> 
         "rows": [
             {
                 "name": names[i],
-                "value": float(before[i] * std[i] + mean[i]),
+                "value": _raw(float(before[i]), float(mean[i]), float(std[i])),
                 "changes": [float(move[i] * std[i]) for _, move in moves],
                 "standardised": [float(move[i]) for _, move in moves],
                 "share": [float(move[i]) / top for _, move in moves],
@@ -157,6 +157,16 @@ def _features(gallery: Gallery, row: int, scaling: Mapping[str, Any] | None) -> 
             for i in order
         ],
     }
+
+
+def _raw(value: float, mean: float, std: float) -> float:
+    """A feature in its own unit; what is left of a zero after standardising it in float32 is zero.
+
+    >>> _raw(-0.5000001, 1.0, 2.0), _raw(1.0, 1.0, 2.0)
+    (0.0, 3.0)
+    """
+    raw = value * std + mean
+    return 0.0 if abs(raw) <= 1e-6 * abs(mean) else raw
 
 
 def _moments(scaling: Mapping[str, Any] | None, num: int) -> tuple[Tensor, Tensor]:

@@ -142,6 +142,15 @@ def _percent_axis(axis: Any) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
 
 
+def _log_axis(axis: Any) -> None:
+    """Ticks at 1, 2 and 5 times a power of ten, as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def security_curves(document: Mapping[str, Any]) -> list[Figure]:
     """The main metric and the NLL against eps, with their confidence bands.
 
@@ -204,6 +213,7 @@ def security_curves(document: Mapping[str, Any]) -> list[Figure]:
                 values := [p["value"] for c in curves for p in _finite(c["points"], "value")]
             ):
                 axes.set_yscale("log")
+                _log_axis(axes.yaxis)
                 axes.set_ylim(0.8 * min(values), 1.25 * max(values))
             else:
                 axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
