@@ -30,6 +30,7 @@ from advbayes import (
     raise_mean,
 )
 from advbayes.accelerated.draws import Draws, draws, sample_at
+from advbayes.channels import components, learned_in
 from advbayes.types import Channel, Predictor
 from tests.oracles import FLOAT, generator, randn
 
@@ -161,6 +162,14 @@ def test_samples_lie_where_the_density_has_its_centres(
     for count, log_weight in zip(counts.tolist(), density.log_weights, strict=True):
         share = math.exp(log_weight)
         assert abs(count - 400 * share) <= 5 * math.sqrt(400 * share * (1 - share))
+
+
+def test_a_learned_channel_in_two_places_is_one_adversary() -> None:
+    other = Learned(ByLabel(), L2(1.0))
+    nested = Mixture([0.3, 0.3, 0.4], [LEARNED, other, Mixture([0.5, 0.5], [LEARNED, Noise()])])
+    assert learned_in(nested) == [LEARNED, other]
+    assert len(list(components(nested))) == 4
+    assert learned_in(LEARNED) == [LEARNED]
 
 
 # --- Labels -------------------------------------------------------------------------------------

@@ -215,36 +215,10 @@ class APGD:
                 stay = (~best.broken[kept]).nonzero().squeeze(1)
                 if not len(stay):
                     break
-                (
-                    kept,
-                    x,
-                    y,
-                    point,
-                    before,
-                    gradient,
-                    step,
-                    rises,
-                    last_value,
-                    peak_x,
-                    peak,
-                    peak_gradient,
-                ) = (
-                    t[stay]
-                    for t in (
-                        kept,
-                        x,
-                        y,
-                        point,
-                        before,
-                        gradient,
-                        step,
-                        rises,
-                        last_value,
-                        peak_x,
-                        peak,
-                        peak_gradient,
-                    )
-                )
+                kept, x, y, step = kept[stay], x[stay], y[stay], step[stay]
+                point, before, gradient = point[stay], before[stay], gradient[stay]
+                rises, last_value = rises[stay], last_value[stay]
+                peak_x, peak, peak_gradient = peak_x[stay], peak[stay], peak_gradient[stay]
                 peak_at_check, halved_at_check = peak_at_check[stay], halved_at_check[stay]
                 loss = for_rows(whole_loss, kept)
             proposal = move(self.ball, point, gradient, step, x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,20 +53,10 @@ class RandomSearch:
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        if self.ball.eps == 0 or not len(x):
-            return x.clone()
-        x, y = entry(predict, self.ball, x, y, self.loss)
-        best = Best(x, *score(predict, self.loss, x, y))
-        rows = torch.arange(len(x), device=x.device)
-        for _ in range(self.num):
-            if self.stop_at_success:
-                rows = rows[~best.broken[rows]]
-                if not len(rows):
-                    break
-            drawn = self.ball.sphere(x[rows], generator=generator)
-            here = Best(drawn, *score(predict, for_rows(self.loss, rows), drawn, y[rows]))
-            best = best.put(rows, best.pick(rows).or_better(here))
-        return best.x
+        def proposal(number: int, point: Tensor, centre: Tensor) -> Tensor:
+            return self.ball.sphere(centre, generator=generator)
+
+        return _best_of(self, self.num, proposal, predict, x, y)
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,26 +100,14 @@ class Square:
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        if self.ball.eps == 0 or not len(x):
-            return x.clone()
-        x, y = entry(predict, self.ball, x, y, self.loss)
-        best = Best(x, *score(predict, self.loss, x, y))
-        rows = torch.arange(len(x), device=x.device)
-        for query in range(self.queries):
-            if self.stop_at_success:
-                rows = rows[~best.broken[rows]]
-                if not len(rows):
-                    break
-            centre = x[rows]
+        changed = self._shift_mass if isinstance(self.ball, L2) else self._corners
+
+        def proposal(query: int, point: Tensor, centre: Tensor) -> Tensor:
             if query == 0:
-                drawn = self._stripes(centre, generator)
-            elif isinstance(self.ball, L2):
-                drawn = self._shift_mass(best.x[rows], centre, self._share_at(query), generator)
-            else:
-                drawn = self._corners(best.x[rows], centre, self._share_at(query), generator)
-            here = Best(drawn, *score(predict, for_rows(self.loss, rows), drawn, y[rows]))
-            best = best.put(rows, best.pick(rows).or_better(here))
-        return best.x
+                return self._stripes(centre, generator)
+            return changed(point, centre, self._share_at(query), generator)
+
+        return _best_of(self, self.queries, proposal, predict, x, y)
 
     def _share_at(self, query: int) -> float:
         """Halved at fixed fractions of the queries: early on often, later rarely."""
@@ -175,6 +154,32 @@ class Square:
         fresh = bent / _floor(_square(bent).sqrt()) * (mass + slack).sqrt()
         moved = where_rows((_square(bent) > 0).flatten(), torch.where(first, fresh, d * ~second), d)
         return self.ball.project(x + moved * unit, x)
+
+
+def _best_of(
+    attack: RandomSearch | Square,
+    num: int,
+    proposal: Callable[[int, Tensor, Tensor], Tensor],  # number, best points so far, x -> points
+    predict: Predictor,
+    x: Tensor,
+    y: Tensor | None,
+) -> Tensor:
+    """The best of x and `num` proposals, one after the other; where the attack stops at success,
+    broken examples leave."""
+    if attack.ball.eps == 0 or not len(x):
+        return x.clone()
+    x, y = entry(predict, attack.ball, x, y, attack.loss)
+    best = Best(x, *score(predict, attack.loss, x, y))
+    rows = torch.arange(len(x), device=x.device)
+    for number in range(num):
+        if attack.stop_at_success:
+            rows = rows[~best.broken[rows]]
+            if not len(rows):
+                break
+        point = proposal(number, best.x[rows], x[rows])
+        here = Best(point, *score(predict, for_rows(attack.loss, rows), point, y[rows]))
+        best = best.put(rows, best.pick(rows).or_better(here))
+    return best.x
 
 
 def _windows(x: Tensor, share: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

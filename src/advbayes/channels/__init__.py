@@ -9,5 +9,6 @@ from advbayes.channels.density import MixtureDensity as MixtureDensity
 from advbayes.channels.learned import Learned as Learned
 from advbayes.channels.learned import learned_in as learned_in
 from advbayes.channels.mixture import Mixture as Mixture
+from advbayes.channels.mixture import components as components
 from advbayes.channels.noise import Noise as Noise
 from advbayes.channels.prior import eps_prior as eps_prior

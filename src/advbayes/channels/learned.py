@@ -12,7 +12,7 @@ from advbayes import checks
 from advbayes.attacks import mode
 from advbayes.attacks.balls import Ball
 from advbayes.channels.density import GaussianDensity
-from advbayes.channels.mixture import Mixture
+from advbayes.channels.mixture import components
 from advbayes.channels.noise import noise_like
 from advbayes.types import Channel, Predictor
 
@@ -81,12 +81,9 @@ class Learned:
 def learned_in(channel: Channel) -> list[Learned]:
     """The learned channels in a (nested) mixture: the adversaries that `fit` trains.
 
-    >>> from advbayes import Noise
+    >>> from advbayes import Mixture, Noise
     >>> learned_in(Mixture([0.5, 0.5], [Noise(), Noise(1.0)]))
     []
     """
-    if isinstance(channel, Learned):
-        return [channel]
-    if isinstance(channel, Mixture):
-        return [learned for part in channel.channels for learned in learned_in(part)]
-    return []
+    parts = [part for part in components(channel) if isinstance(part, Learned)]
+    return list(dict.fromkeys(parts))  # each is trained once

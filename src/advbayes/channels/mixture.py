@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import overload
+from typing import cast, overload
 
 import torch
 from torch import Tensor
@@ -220,6 +220,19 @@ class Mixture:
         )
 
 
+def components(channel: Channel) -> Iterator[Channel]:
+    """The channels that a (nested) mixture is made of; of another channel itself.
+
+    >>> [part.sigma for part in components(Mixture([0.5, 0.5], [Noise(0.0), Noise(1.0)]))]
+    [0.0, 1.0]
+    """
+    if isinstance(channel, Mixture):
+        for part in channel.channels:
+            yield from components(part)
+    else:
+        yield channel
+
+
 def on_rows(channel: Channel, rows: Tensor | slice) -> Channel:
     """The channel of some of the examples: losses with an entry for each keep those of `rows`."""
     if isinstance(channel, AttackChannel):
@@ -234,16 +247,13 @@ def on_rows(channel: Channel, rows: Tensor | slice) -> Channel:
 
 def with_losses(channels: Sequence[Channel], index: Tensor) -> AttackChannel:
     """One channel for attacks alike but for their losses: example b with those of `index[b]`."""
-    attacks = [channel.attack for channel in channels if isinstance(channel, AttackChannel)]
-    first = channels[0]
-    assert isinstance(first, AttackChannel)
-    assert isinstance(first.attack, PGD)
-    stages = [attack.stages for attack in attacks if isinstance(attack, PGD)]
+    first = cast("AttackChannel", channels[0])
+    attacks = [cast("PGD", cast("AttackChannel", channel).attack) for channel in channels]
     merged = tuple(
-        (PerExample(tuple(stage[i][0] for stage in stages), index), steps)
-        for i, (_, steps) in enumerate(first.attack.stages)
+        (PerExample(tuple(attack.stages[i][0] for attack in attacks), index), steps)
+        for i, (_, steps) in enumerate(attacks[0].stages)
     )
-    return AttackChannel(replace(first.attack, stages=merged), first.sigma)
+    return AttackChannel(replace(attacks[0], stages=merged), first.sigma)
 
 
 @overload

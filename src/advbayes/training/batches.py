@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from advbayes import checks
 from advbayes.attacks.balls import Ball
-from advbayes.channels import AttackChannel, Learned, Mixture
+from advbayes.channels import AttackChannel, components
 from advbayes.model import BayesianModel
 from advbayes.seeds import GlobalStream, generator_for, seed_for
 from advbayes.types import Channel
@@ -314,12 +314,8 @@ class _Check:
 
 def _check_channel(channel: Channel, x: Tensor) -> None:
     """The balls of a channel must fit the data."""
-    if isinstance(channel, Mixture):
-        for part in channel.channels:
-            _check_channel(part, x)
-    elif isinstance(channel, AttackChannel):
-        ball = getattr(channel.attack, "ball", None)
+    for part in components(channel):
+        holder = part.attack if isinstance(part, AttackChannel) else part
+        ball = getattr(holder, "ball", None)
         if isinstance(ball, Ball):
             ball.check(x)
-    elif isinstance(channel, Learned):
-        channel.ball.check(x)
