@@ -128,6 +128,45 @@ def test_a_compiled_fit_is_the_eager_one_up_to_rounding(case: str) -> None:
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-4)
 
 
+PLAIN: dict[str, Channel] = {
+    "identity": Noise(0.0),
+    "noise": Noise(0.2),
+    "one step": AttackChannel(one_step(L2(0.5)), 0.1),
+    "without noise": AttackChannel(one_step(Linf(0.5, scale=2.0))),
+    "mixture": row_mix(),
+    "outside": AttackChannel(pgd(L2(0.5), 2), 0.1),
+    "iid": Mixture([0.5, 0.5], [Noise(0.1), Noise(0.2)], stratified=False),
+}
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.parametrize(("num_theta", "num_channel"), [(1, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_program_before_it_is_compiled_is_an_eager_step(
+    name: str, num_theta: int, num_channel: int, gathers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "advbayes.accelerated.step.compiled", lambda program, *_, num_changed: program
+    )
+    model = regressor().to(dtype=torch.float64)
+    x, y = (rows.double() for rows in ROWS)
+    objective = ChannelELBO(
+        70, num_theta, num_channel, "importance_weighted", Trades(0.5), kl_weight=0.3
+    )
+    posteriors = [LowRank(model, 2, 0.1), LowRank(model, 2, 0.1)]
+    steps = [
+        make(model, posterior, PLAIN[name], objective, adam_for(posterior, 1e-2))
+        for make, posterior in zip((eager_step, CompiledStep), posteriors, strict=True)
+    ]
+    for number in range(3):
+        rows = torch.randperm(70, generator=generator(number))[:9]
+        batch = Batch(x, y, rows) if gathers else Batch(x[rows], y[rows])
+        eager, program = (step(batch, generator(number), 1e-2 / (1 + number)) for step in steps)
+        assert program == pytest.approx(eager, rel=1e-9)
+    for one, other in zip(*(p.parameters() for p in posteriors), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
 def test_compiling_what_branches_on_values_says_so() -> None:
     class Branching(nn.Module):
         def __init__(self) -> None:
