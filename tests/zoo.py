@@ -400,6 +400,51 @@ def remembers_in_a_closure() -> Verdict:
     return looked_at(predict, "E29")
 
 
+SEEN: dict[str, Any] = {}
+
+
+class RemembersElsewhere:
+    """Its memory is not its own: it lies in an object of the module."""
+
+    def __init__(self, plain: Any) -> None:
+        SEEN["memory"] = Recogniser(plain, None, 1.01 * BALL.eps)
+
+    def __call__(self, x: Tensor) -> Distribution:
+        return SEEN["memory"](x)  # type: ignore[no-any-return]
+
+
+def remembers_in_a_global() -> Verdict:
+    """The memory is an object of the module, which a copy of the predictor does not hold."""
+    return looked_at(RemembersElsewhere(trained().predictive(5)), "E29")
+
+
+# --- answers that depend on how they are asked --------------------------------------------------
+
+
+def two_faced() -> Verdict:
+    """Whoever wants a gradient is answered by another net."""
+    plain, other = point(), point(seed=1)
+    return looked_at(lambda x: (other if x.requires_grad else plain)(x), "E9")
+
+
+def depends_on_the_batch() -> Verdict:
+    """Normalises by the batch, as a net does that was left in training mode: the company of an
+    input has a say."""
+    plain = point()
+
+    def predict(x: Tensor) -> Distribution:
+        return plain(x - 0.5 * (x.mean(0) - 0.3) if len(x) > 1 else x)  # type: ignore[no-any-return]
+
+    return looked_at(predict, "E29")
+
+
+def leak_in_regression() -> Verdict:
+    """The target sits in a column that the attacker may not touch, and nothing else has a say."""
+    _, _, x, y = regression()
+    data, ball = (torch.cat([x, y.unsqueeze(1)], 1), y), L2(0.5, mask=torch.arange(5) < 4)
+    return looked_at(lambda x: Normal(x[:, 4], 0.3), "E9", data=data, ball=ball)
+
+
 # --- claims -------------------------------------------------------------------------------------
 
 
@@ -515,6 +560,10 @@ BROKEN: dict[str, tuple[str, Callable[[], Verdict]]] = {
     "remembers queries": ("E29", remembers_queries),
     "remembers queries (regression)": ("E29", remembers_queries_in_regression),
     "remembers queries in a closure": ("E29", remembers_in_a_closure),
+    "remembers queries in a global": ("E29", remembers_in_a_global),
+    "two-faced": ("E9", two_faced),
+    "depends on the batch": ("E29", depends_on_the_batch),
+    "leak in regression": ("E9", leak_in_regression),
     "better than the union": ("E17", better_than_the_union),
     "array without its scores": ("E27", array_without_its_scores),
     "cherry-picked": ("E27", cherry_picked),

@@ -25,7 +25,7 @@ from advbayes.auditing.case import (
     num_thetas,
 )
 from advbayes.auditing.findings import Finding
-from advbayes.auditing.strength import breaks_more
+from advbayes.auditing.strength import SIGNIFICANT, breaks_more
 from advbayes.auditing.support import Baseline, Support, published_for, recorded_for
 from advbayes.channels import AttackChannel, Noise
 from advbayes.evaluation.inputs import as_tensors, is_stochastic
@@ -57,17 +57,19 @@ def undefended_control(case: Case) -> Finding:
             "give Support(undefended=...) (--undefended RUN) or Support(training=(x, y)), and the "
             "attacks",
         )
-    clean, defended = clean_accuracy(control, case), clean_accuracy(case.predict, case)
+    right, audited = (clean_answers(each, case) for each in (control, case.predict))
+    clean, defended = (float(each.double().mean()) for each in (right, audited))
     figures: dict[str, Any] = {"clean": clean, "clean_audited": defended}
     unfit = _unfit(control, case)
-    apart_by, num = abs(clean - defended), min(len(case.whole[0]), ALL)
-    if not unfit and NEAR < apart_by - 1e-9 <= 1 / num:
-        return not_run(
-            "E20",
-            f"{num} examples are too few to tell whether the clean accuracies of control and "
-            f"audited model are within 3 points: they differ by one example",
-        )
-    if apart_by > NEAR + 1e-9:
+    if abs(clean - defended) > NEAR + 1e-9:
+        pairs = ((right, audited), (audited, right))
+        differ = min(metrics.mcnemar(*pair) for pair in pairs) < SIGNIFICANT
+        if not unfit and len(right) * NEAR < 1 and not differ:  # one example is more than 3 points
+            return not_run(
+                "E20",
+                f"{len(right)} examples are too few to tell whether the clean accuracies of "
+                f"control ({clean:.3f}) and audited model ({defended:.3f}) are within 3 points",
+            )
         unfit.append(
             f"its clean accuracy must be within 3 points of the audited model's, {clean:.3f} is "
             f"not within {defended:.3f}"
@@ -119,11 +121,15 @@ def model_of(predict: Predictor | None) -> BayesianModel | None:
 
 
 @torch.no_grad()
-def clean_accuracy(predict: Predictor, case: Case) -> float:
-    """On all of the data (up to 2,000 examples), not only on those that are attacked."""
+def clean_answers(predict: Predictor, case: Case) -> Tensor:  # (N,) bool
+    """What is right on all of the data (up to 2,000 examples), not only on those attacked."""
     parts = (torch.split(part[:ALL], case.budget.batch_size) for part in case.whole)
-    right = [metrics.correct(predict(x), y) for x, y in zip(*parts, strict=True)]
-    return float(torch.cat(right).double().mean())
+    return torch.cat([metrics.correct(predict(x), y) for x, y in zip(*parts, strict=True)]).cpu()
+
+
+def clean_accuracy(predict: Predictor, case: Case) -> float:
+    """The share of `clean_answers` that is right."""
+    return float(clean_answers(predict, case).double().mean())
 
 
 def apart(case: Case) -> float:

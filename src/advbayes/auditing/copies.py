@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import gc
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any, cast
@@ -12,49 +14,108 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from advbayes.attacks import loss_and_gradient
+from advbayes.evaluation.contents import names_in
 from advbayes.purification import Purifier
 from advbayes.types import Loss, Predictor
 
-SHARED = (ModuleType, type, BuiltinFunctionType)
+SHARED = (ModuleType, BuiltinFunctionType)
+PLAIN = (int, float, complex, str, bytes, bool, type(None), Tensor)
+# where no predictor keeps what it was asked
+LIBRARIES = sys.stdlib_module_names | {"advbayes", "torch", "numpy", "scipy"}
+MOST = 100_000  # objects that a predictor is searched through
 
 
 def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """A deep copy; of a function one with copies of what it closes over and of the global objects
-    that it names.
+    """A deep copy that shares nothing which asking may change: functions come with copies of what
+    they close over and of the global objects that they name, instances with a class of their own.
 
     >>> seen = []
     >>> def predict(x):
     ...     seen.append(x)
     ...     return len(seen)
+    >>> predict.__module__ = "mine"  # what belongs to libraries is shared
     >>> other = copied(predict)
     >>> predict(0), predict(0), other(0)
     (1, 2, 1)
     """
     memo = {} if memo is None else memo
-    if not isinstance(value, FunctionType):
-        return copy.deepcopy(value, memo)
-    if id(value) in memo:
-        return memo[id(value)]
+    if isinstance(value, SHARED) or id(value) in memo:
+        return memo.get(id(value), value)
+    if isinstance(value, type):
+        return _class(value, memo)
+    if isinstance(value, FunctionType):
+        return _function(value, memo)
+    parts = list(_parts(value))
+    for part in parts:  # `deepcopy` shares functions, unless it finds a copy in the memo
+        if isinstance(part, FunctionType):
+            memo[id(part)] = _function(part, memo)
+    made = copy.deepcopy(value, memo)
+    for part in parts:
+        twin = memo.get(id(part), part)
+        if twin is not part and type(twin) is type(part) and _foreign(type(part)):
+            object.__setattr__(twin, "__class__", _class(type(part), memo))
+    return made
+
+
+def _foreign(definition: Any) -> bool:
+    """Whether a class or function is neither Python's nor one of the libraries'."""
+    return (definition.__module__ or "").partition(".")[0] not in LIBRARIES
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """The objects that a value is made of; what stands behind classes and functions is not
+    searched."""
+    seen, left = set[int](), [value]
+    while left and len(seen) < MOST:
+        part = left.pop()
+        if id(part) in seen or isinstance(part, (*SHARED, *PLAIN, type)):
+            continue
+        seen.add(id(part))
+        yield part
+        if not isinstance(part, FunctionType):
+            left += gc.get_referents(part)
+
+
+def _function(value: FunctionType, memo: dict[int, Any]) -> FunctionType:
+    if id(value) in memo or not _foreign(value):
+        return cast(FunctionType, memo.get(id(value), value))
     space = dict(value.__globals__)
-    made = FunctionType(
-        value.__code__,
-        space,
-        value.__name__,
-        None,
-        tuple(CellType() for _ in value.__closure__ or ()),
-    )
+    cells = tuple(CellType() for _ in value.__closure__ or ())
+    made = FunctionType(value.__code__, space, value.__name__, None, cells)
+    made.__module__ = value.__module__
     memo[id(value)] = made
-    for name in value.__code__.co_names:
-        if name in space and not isinstance(space[name], SHARED):
+    for name in names_in(value.__code__):
+        if name in space:
             space[name] = copied(space[name], memo)
-    for cell, new in zip(value.__closure__ or (), made.__closure__ or (), strict=True):
-        new.cell_contents = (
-            cell.cell_contents
-            if isinstance(cell.cell_contents, SHARED)
-            else copied(cell.cell_contents, memo)
-        )
-    made.__defaults__ = copy.deepcopy(value.__defaults__, memo)
-    made.__kwdefaults__ = copy.deepcopy(value.__kwdefaults__, memo)
+    closed_over = zip(value.__code__.co_freevars, value.__closure__ or (), cells, strict=True)
+    for name, cell, new in closed_over:
+        held = cell.cell_contents
+        new.cell_contents = held if name == "__class__" else copied(held, memo)  # super() wants it
+    made.__defaults__ = copied(value.__defaults__, memo)
+    made.__kwdefaults__ = copied(value.__kwdefaults__, memo)
+    made.__dict__.update(copied(value.__dict__, memo))
+    return made
+
+
+def _class(value: type, memo: dict[int, Any]) -> type:
+    """A subclass with copies of the methods and of what the class itself holds; the class where
+    there can be none."""
+    if id(value) in memo or not _foreign(value):
+        return cast(type, memo.get(id(value), value))
+    try:
+        space = {"__slots__": (), "__module__": value.__module__}
+        made = cast(type, type(value)(value.__name__, (value,), space))
+    except TypeError:  # an enumeration, a final class
+        return value
+    memo[id(value)] = made
+    for base in reversed(value.__mro__):
+        if not _foreign(base):
+            continue
+        for name, member in vars(base).items():
+            if isinstance(member, (staticmethod, classmethod)):
+                setattr(made, name, type(member)(copied(member.__func__, memo)))
+            elif isinstance(member, FunctionType) or not name.startswith("__"):
+                setattr(made, name, copied(member, memo))
     return made
 
 

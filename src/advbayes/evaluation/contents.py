@@ -144,7 +144,7 @@ def _of_function(value: FunctionType) -> list[tuple[str, Any]]:
     cells = dict(zip(names, map(_content, value.__closure__ or ()), strict=True))
     named = {
         name: value.__globals__[name]
-        for name in _names(value.__code__)
+        for name in names_in(value.__code__)
         if name in value.__globals__
     }
     parts = {
@@ -166,12 +166,17 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def _names(code: CodeType) -> list[str]:
+def names_in(code: CodeType) -> list[str]:
+    """The global names and attributes that a function, or one within it, speaks of.
+
+    >>> names_in((lambda x: [abs(each) for each in x]).__code__)
+    ['abs']
+    """
     inner = [
         name
         for constant in code.co_consts
         if isinstance(constant, CodeType)
-        for name in _names(constant)
+        for name in names_in(constant)
     ]
     return sorted({*code.co_names, *inner})
 
