@@ -122,6 +122,16 @@ def test_the_predictor_may_answer_in_another_dtype(name: str, ball: Ball) -> Non
     assert bool(ball.contains(x_adv, x).all())
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_labels_may_be_whole_numbers_of_any_width(name: str) -> None:
+    predict, x, y = labelled(12, 4)
+    attack = EVERY[name](L2(0.5))
+    wanted = attack(predict, x, y, generator=generator_for(0, "attack"))
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        x_adv = attack(predict, x, y.to(dtype), generator=generator_for(0, "attack"))
+        assert torch.equal(x_adv, wanted)
+
+
 ALONE = {
     "one_step": one_step,
     "PGD": lambda ball: pgd(ball, 6),

@@ -186,7 +186,9 @@ def targets(predict: Predictor, x: Tensor, y: Tensor | None) -> Tensor:
             f"y must hold one target for each of the {len(x)} examples of x, got "
             f"{checks.describe(y)}"
         )
-    return y.to(x.dtype) if y.is_floating_point() else y
+    if y.is_floating_point():
+        return y.to(x.dtype)
+    return y if y.dtype == torch.bool else y.long()  # labels of any width; bool is refused later
 
 
 def entry(
