@@ -131,6 +131,8 @@ def test_group_norm_has_no_batch_statistics_and_keeps_the_shape() -> None:
     for wide in (with_group_norm(net.double()), with_group_norm(plain)):
         assert wide(torch.zeros(1, 3, 5, 5, dtype=torch.float64)).dtype == torch.float64
     assert wide[1].eps == 0.1
+    for features, most, groups in ((8, 8, 8), (8, 7, 4), (7, 8, 7), (7, 6, 1), (32, 8, 8)):
+        assert with_group_norm(nn.BatchNorm1d(features), most).num_groups == groups  # type: ignore[union-attr]
     assert not list(wide[1].parameters())
 
 

@@ -18,6 +18,7 @@ from advbayes import (
     ChannelELBO,
     Ensemble,
     Gaussian,
+    LogitPairing,
     LowRank,
     MeanField,
     Noise,
@@ -56,6 +57,72 @@ def test_a_state_may_be_begun_from_more_than_once(steps: int) -> None:
         assert state.step == len(state.history["bound"]) == steps
         ends.append(posterior.mean)
     assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5, None])
+def test_checkpoints_come_when_asked_for_and_stay_as_they_were(every: int | None) -> None:
+    """After every k steps and at the end; each of them goes on to the same end."""
+    states: list[State] = []
+    model = regressor()
+    posterior = MeanField(model)
+    options = {"batch_size": 8, "lr": 0.1}
+    result = fit(
+        model,
+        posterior,
+        Noise(0.1),
+        (X, Y),
+        steps=5,
+        checkpoint=states.append,
+        checkpoint_every=every,
+        **options,  # type: ignore[arg-type]
+    )
+    wanted = [step for step in range(1, 6) if every and step % every == 0]
+    assert [state.step for state in states] == [*wanted, 5]
+    assert not result.interrupted
+    assert result.steps == 5
+    for state in states:
+        other = MeanField(model)
+        fit(model, other, Noise(0.1), (X, Y), steps=5, state=state, **options)  # type: ignore[arg-type]
+        assert torch.equal(other.mu, posterior.mu)
+        assert [len(column) for column in state.history.values()] == [state.step] * 6
+
+
+@pytest.mark.parametrize(("at", "interrupted"), [(1, True), (3, True), (4, False), (9, False)])
+def test_a_run_that_is_stopped_says_so_unless_it_was_at_its_end(at: int, interrupted: bool) -> None:
+    model, asked = regressor(), iter(range(1, 10))
+    result = fit(
+        model, MeanField(model), Noise(0.1), (X, Y), steps=4, stop=lambda: next(asked) == at
+    )
+    assert result.interrupted == interrupted
+    assert result.steps == len(result.history["bound"]) == min(at, 4)
+    assert f"interrupted={interrupted}" in repr(result)
+    assert f"bound={result.history['bound'][-1]:.6g}" in repr(result)
+
+
+def test_the_history_is_of_the_whole_data_set() -> None:
+    """bound = log-likelihood - KL - penalty, each for all N examples; the gradient that of the
+    bound over N; seconds grow."""
+    model = regressor()
+    posterior = MeanField(model)
+    before = MeanField(model)
+    objective = ChannelELBO(40, penalty=LogitPairing(2.0), kl_weight=0.5)
+    history = fit(
+        model, posterior, Noise(0.2), (X, Y), objective=objective, steps=3, batch_size=40
+    ).history
+    for bound, log_likelihood, kl, penalty in zip(
+        *(history[name] for name in ("bound", "log_likelihood", "kl", "penalty")), strict=True
+    ):
+        assert bound == pytest.approx(log_likelihood - 0.5 * kl - penalty, rel=1e-5)
+        assert penalty > 0
+    assert history["kl"][0] == pytest.approx(float(before.kl(1.0).detach()))
+    rows = torch.randperm(40, generator=generator_for(0, "order", 0))
+    keyed = generator_for(0, "step", 0)
+    first = objective(model, before, Noise(0.2), X[rows], Y[rows], generator=keyed)
+    gradients = torch.autograd.grad(first.bound / 40, list(before.parameters()))
+    norm = math.hypot(*(float(gradient.norm()) for gradient in gradients))
+    assert history["bound"][0] == pytest.approx(float(first.bound.detach()), rel=1e-5)
+    assert history["gradient_norm"][0] == pytest.approx(norm, rel=1e-5)
+    assert sorted(history["seconds"]) == history["seconds"]
 
 
 # --- A step -------------------------------------------------------------------------------------

@@ -244,6 +244,22 @@ def test_where_posteriors_start() -> None:
     assert float((covariance - wanted).abs().max()) < error
 
 
+def test_seeds_of_posteriors_are_theirs_alone() -> None:
+    model = BayesianModel(nn.Linear(4, 3).to(FLOAT), Categorical())
+    before = torch.get_rng_state()
+    for drawn in (
+        lambda seed: LowRank(model, 2, seed=seed).factor,
+        lambda seed: Ensemble(model, 2, seed=seed).thetas,
+    ):
+        assert torch.equal(drawn(1), drawn(1))
+        assert not torch.isclose(drawn(1), drawn(2)).any()
+    assert torch.equal(torch.get_rng_state(), before)
+    first, second = Ensemble(model, 2).thetas.detach()
+    assert not torch.isclose(first, second).any()
+    limit = 1 / math.sqrt(4)  # of nn.Linear's own rule
+    assert 0.5 * limit < float(first.abs().max()) <= limit
+
+
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 7, 9])
 def test_members_are_used_as_often_as_each_other(num: int) -> None:
     thetas = randn(3, 5)
