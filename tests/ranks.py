@@ -3,6 +3,7 @@ forked children (torch is loaded once)."""
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -43,6 +44,7 @@ from advbayes import (
 from advbayes.auditing import Budget, Support
 from advbayes.networks import FullyConnectedGenerator
 from advbayes.purification.attacks import nearest_centre_radius
+from advbayes.purification.banks import GaussianBank
 from advbayes.seeds import generator_for
 from advbayes.training import FitResult, State
 from advbayes.types import Channel
@@ -196,6 +198,20 @@ def verdict() -> dict[str, Any]:
         ).json()
 
 
+class Box:
+    """Uniform noise: most reference points exclude most queries, and all of them some."""
+
+    sample = Noise(0.1).sample
+
+    def density(self, predict: Any, x: Tensor, y: Tensor | None = None) -> Any:
+        class Density:
+            def log_prob(self, x_adv: Tensor) -> Tensor:
+                far = (x_adv - x.unsqueeze(1)).abs().amax(-1) > 0.8
+                return torch.zeros(far.shape, dtype=x.dtype).masked_fill(far, -math.inf)
+
+        return Density()
+
+
 def purifier(outputs: int, channel: Channel, update: str, num: int) -> Purifier:
     x, y = data(num)
     one, rows = model(outputs), distributed.ranks().rows(num)
@@ -210,7 +226,8 @@ def asked(purified: Purifier) -> Found:
     x = torch.randn(9, 3, generator=generator_for(2, "queries"), dtype=torch.float64)
     x = (x * torch.tensor([60.0] + [1.0] * 8, dtype=torch.float64).unsqueeze(1)).requires_grad_()
     predicted = purified(x)
-    found: Found = {"denoised": purified.denoise(x.detach())}
+    gaussian = isinstance(purified.store.banks[0], GaussianBank)
+    found: Found = {"denoised": purified.denoise(x.detach())} if gaussian else {}
     if purified.store.num_outputs:
         y = torch.linspace(-2, 2, 9, dtype=torch.float64)
         found["log_prob"], found["mean"] = predicted.log_prob(y), predicted.mean
@@ -218,13 +235,16 @@ def asked(purified: Purifier) -> Found:
     else:
         found["log_prob"] = predicted.log_prob(torch.ones(9))
         labels = torch.zeros(9, dtype=torch.long)
-        if purified.update == "online":
+        if purified.update == "online" and gaussian:
             found["radius"] = nearest_centre_radius(purified, x.detach(), labels, 3)
     total = sum(value.sum() for value in found.values())
     assert isinstance(total, Tensor)
-    found["gradient"] = torch.autograd.grad(total, x)[0]
+    if gaussian:  # the others are flat
+        found["gradient"] = torch.autograd.grad(total, x)[0]
     told = purified.diagnose(x.detach())
-    for name in ("log_evidence", "ess_reference", "ess_theta", "nearest", "distance"):
+    # of uniform densities all that are not zero are the largest
+    nearest = ("nearest",) if gaussian else ()
+    for name in ("log_evidence", "ess_reference", "ess_theta", "distance", *nearest):
         found[name] = getattr(told, name).double()
     return {name: value.detach().clone() for name, value in found.items()}
 
@@ -236,7 +256,7 @@ def purifications() -> dict[str, Found]:
         )
         for outputs in (1, 2)
         for update in ("online", "offline")
-        for name, channel in (("noise", Noise(0.4)), ("attack", attack(nll)))
+        for name, channel in (("noise", Noise(0.4)), ("attack", attack(nll)), ("box", Box()))
         for num in (4, 400)
     }
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from advbayes import (
     APGD,
     L2,
+    Annealed,
     AttackChannel,
     BayesianModel,
     Categorical,
@@ -24,10 +25,13 @@ from advbayes import (
     Linf,
     MeanField,
     Mixture,
+    NearestCentre,
     Noise,
     PosteriorPredictive,
     Purifier,
+    SimulatedPurifier,
     Smoothed,
+    StraightThrough,
     certify,
     evaluate,
     fit,
@@ -35,6 +39,7 @@ from advbayes import (
     one_step,
     pgd,
 )
+from advbayes.adapters import from_torch
 from advbayes.attacks import (
     HardLabel,
     RandomSearch,
@@ -50,6 +55,8 @@ from advbayes.cli.app import run as command
 from advbayes.networks import FullyConnectedGenerator, conv_net, mlp
 from advbayes.objectives import Trades
 from advbayes.posteriors import Ensemble, LowRank, PointMass
+from advbayes.predictive import conformal_intervals, conformal_sets, decide
+from advbayes.purification.attacks import nearest_centre_radius
 from advbayes.runs import load_trained
 from advbayes.seeds import generator_for
 
@@ -76,6 +83,11 @@ class Parts:
         self.thetas = self.posterior.sample(3, generator=self.generator())
         self.predict = PosteriorPredictive(self.model, self.thetas)
         self.generated = Learned(FullyConnectedGenerator(4, 1, 3).to(device), L2(0.5))
+
+        self.net = nn.Linear(4, 3).to(device)
+
+    def slopes(self) -> Tensor:
+        return MeanField(self.regression).sample(2, generator=self.generator())
 
     def generator(self) -> torch.Generator:
         return generator_for(0, "test", device=self.device)
@@ -156,6 +168,54 @@ CASES: dict[str, Callable[[Parts], Any]] = {
         p.model, p.posterior, p.generated, (p.x, p.y), steps=2
     ).history["bound"],
     "purifier": lambda p: Purifier(p.model, Noise(0.3), p.thetas, (p.x, p.y))(p.x).logits,
+    **{
+        f"purifier {name}": lambda p, ask=ask: ask(
+            Purifier(p.model, channels(L2(0.5))[2], p.thetas, (p.x, p.y), memory_limit=2_000_000), p
+        )
+        for name, ask in {
+            "denoised": lambda made, p: made.denoise(p.x),
+            "diagnosed": lambda made, p: tuple(vars(made.diagnose(p.x)).values()),
+            "widened": lambda made, p: made.widened(2.0)(p.x).logits,
+            "radius": lambda made, p: nearest_centre_radius(made.widened(1.0), p.x, p.y),
+            "annealed": lambda made, p: Annealed(L2(0.5), steps=2, start=NearestCentre(L2(0.5)))(
+                made, p.x, p.y
+            ),
+            "straight through": lambda made, p: pgd(L2(0.5), 2)(StraightThrough(made), p.x, p.y),
+        }.items()
+    },
+    "purified regression": lambda p: everything(
+        Purifier(p.regression, channels(L2(0.5))[2], p.slopes(), (p.x, p.target))(p.x), p
+    ),
+    "purifier with an index": lambda p: (
+        pytest.importorskip("faiss"),
+        Purifier(p.model, Noise(0.3), p.thetas, p.x, index="faiss")(p.x).logits,
+    )[1:],
+    "simulated purifier": lambda p: (
+        SimulatedPurifier(p.model, Noise(0.0), p.thetas, p.x)(p.x).logits
+    ),
+    "smoothed regression": lambda p: (
+        Smoothed(PosteriorPredictive(p.regression, p.slopes()), 0.1, 5)(p.x).mean
+    ),
+    "conformal": lambda p: (
+        conformal_sets(p.predict, (p.x, p.y), level=0.5)(p.x),
+        *conformal_intervals(
+            PosteriorPredictive(p.regression, p.slopes()), (p.x, p.target), level=0.5
+        )(p.x),
+    ),
+    "decisions": lambda p: (
+        decide(
+            p.predict, p.x, torch.eye(3, device="cpu"), abstain=0.1, worst_case=L2(0.2), steps=2
+        ),
+        decide(
+            PosteriorPredictive(p.regression, p.slopes()),
+            p.x,
+            lambda action, y: -(action - y).abs(),
+            actions=torch.zeros(2, device="cpu"),
+            worst_case=L2(0.2),
+            steps=2,
+        ),
+    ),
+    "a net of others": lambda p: from_torch(p.net)(p.x).logits,
     "smoothed": lambda p: Smoothed(p.predict, 0.1)(p.x).logits,
     "certify": lambda p: (
         certify(Smoothed(p.predict, 0.1), p.x[:1], n=20, generator=p.generator()).radii
@@ -171,6 +231,13 @@ def conv(device: str) -> Tensor:
     thetas = MeanField(model).sample(2, generator=generator_for(0, "test", device=device))
     found: Any = PosteriorPredictive(model, thetas)(torch.full((2, 1, 8, 8), 0.5, device=device))
     return found.logits  # type: ignore[no-any-return]
+
+
+def everything(prediction: Any, p: Parts) -> tuple[Tensor, ...]:
+    level = torch.full((8,), 0.3, device=p.device)
+    draws = prediction.sample((3,), generator=p.generator())
+    moments = prediction.mean, prediction.variance, prediction.entropy()
+    return *moments, prediction.log_prob(p.target), prediction.icdf(level), draws
 
 
 def tensors_in(found: Any) -> list[Tensor]:

@@ -39,6 +39,7 @@ from advbayes.purification import Purifier
 from advbayes.purification.sweep import sweep
 from advbayes.types import Channel, Predictor
 from tests.oracles import FLOAT, generator, randn
+from tests.ranks import Box
 from tests.test_purifier_same_answer import oracle
 
 WIDTH = 4
@@ -239,6 +240,32 @@ def test_regression_samples_have_the_mixture_s_distribution() -> None:
     assert torch.equal(draws, again)
     entropy = prediction.monte_carlo_entropy(500, generator=generator(1))
     assert bool((entropy < prediction.entropy() + 0.2).all())
+
+
+@pytest.mark.parametrize("update", ["online", "offline"])
+def test_a_query_that_all_exclude_has_the_plain_average(update: str) -> None:
+    model, thetas, x, y = setting(Gaussian(0.3), 1)
+    purifier = Purifier(model, Box(), thetas, (x, y), update)
+    far = torch.full((2, WIDTH), 60.0, dtype=FLOAT)
+    found = purifier(torch.cat([far, x[:1]]))
+    means = torch.stack([model.at(theta)(x).mean for theta in thetas]).flatten()
+    wanted = GaussianMixture(means.unsqueeze(1).expand(-1, 2), torch.full((len(means), 2), 0.3))
+    at = torch.tensor([-0.4, 0.9], dtype=FLOAT)
+    for value, other in (
+        (found.mean, wanted.mean),
+        (found.variance, wanted.variance),
+        (found.log_prob(torch.cat([at, at[:1]])), wanted.log_prob(at)),
+        (found.cdf(torch.cat([at, at[:1]])), wanted.cdf(at)),
+        (found.icdf(torch.tensor(0.2, dtype=FLOAT)), wanted.icdf(torch.tensor(0.2, dtype=FLOAT))),
+    ):
+        torch.testing.assert_close(value[:2], other, rtol=1e-6, atol=1e-6)
+    draws = found.sample((4000,), generator=generator(0))[:, :2]
+    error = (draws.mean(0) - wanted.mean) / (wanted.variance / 4000).sqrt()
+    assert float(error.abs().max()) < 4.9
+    assert float((draws.var(0) / wanted.variance - 1).abs().max()) < 0.15
+    told = purifier.diagnose(far)
+    assert bool(told.out_of_support.all())
+    torch.testing.assert_close(told.ess_reference, torch.full((2,), len(x) * 1.0, dtype=FLOAT))
 
 
 def test_many_queries_are_answered_block_by_block() -> None:

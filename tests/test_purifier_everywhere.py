@@ -4,6 +4,7 @@ that know it, an evaluation of them, and the intervals of a purified regression.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from advbayes import (
 )
 from advbayes.attacks.gradients import loss_and_gradient
 from advbayes.cli.threat import purifier_attacks
+from advbayes.purification import attacks as adaptive
+from advbayes.purification.banks import GaussianBank, Room
 from advbayes.purification.diagnosis import chi_square_limit
 from tests.oracles import generator
 from tests.test_purifier_same_answer import Setting, cosine, everywhere, exactly, with_gradient
@@ -55,6 +58,93 @@ def test_a_widened_channel_is_that_of_the_formula(places: dict[str, Purifier]) -
             torch.testing.assert_close(value, wanted, rtol=2e-5, atol=2e-5, msg=place)
             counted = direction.norm(dim=1) > 1e-10
             assert float(cosine(gradient, direction)[counted].min()) > 0.999, place
+
+
+@pytest.mark.parametrize("channel", [Noise, lambda sigma: AttackChannel(one_step(L2(0.5)), sigma)])
+def test_a_widened_channel_has_that_noise(channel: Any) -> None:
+    model, thetas, x, query = SETTING.draw()
+    y = model.at(thetas[0])(x).logits.argmax(1)  # type: ignore[attr-defined]
+    found = Purifier(model, channel(0.2), thetas, (x, y)).widened(1.5).widened(2.0)
+    wanted = Purifier(model, channel(0.6), thetas, (x, y))
+    torch.testing.assert_close(found(query).logits, wanted(query).logits)  # type: ignore[attr-defined]
+    assert repr(found).endswith(".widened(1.5).widened(2)")
+
+
+def test_float32_products_are_no_farther_off_than_allowed_for() -> None:
+    """The bound that decides on the precision, against log-densities from differences."""
+    for seed, channel in enumerate(["noise", "features"] * 3):
+        spread, sigma = (0.5, 3.0, 20.0)[seed // 2], 0.5
+        setting = Setting(300, 30, sigma, spread, 1, channel, "online", 0, 50, seed)
+        purifier, x = setting.build(), 3.0 * setting.draw()[3]
+        (bank,) = purifier.store.banks
+        assert isinstance(bank, GaussianBank)
+        query = replace(purifier.query(x), dtype=torch.float32)
+        every = torch.arange(300).expand(50, -1)
+        exact = bank.exact_at(query.points, 0, every)
+        products = bank.logits(query, slice(0, 1), slice(0, 300), Room())[0].double()
+        error = products + bank.offset(query).unsqueeze(1) - exact
+        error = (error - error.mean(1, keepdim=True)).abs().amax(1)  # what all share is no weight
+        allowed = bank.rounding((query.points - query.origin).norm(dim=1))
+        assert bool((error <= allowed).all())
+        assert bool((error >= 1e-4 * allowed).all())
+
+
+def test_options_stay_with_fresh_thetas() -> None:
+    pytest.importorskip("faiss")
+    model, thetas, x, _ = SETTING.draw()
+    options: dict[str, Any] = {"posterior": MeanField(model), "features": lambda at: at[:, :3]}
+    purifier = Purifier(
+        model, Noise(0.3), thetas, x, index="faiss", num_nearest=7, left_out=0.25, **options
+    )
+    fresh = purifier.with_thetas(2)
+    assert fresh._index is not None
+    assert (fresh._index.num, fresh._left_out, fresh.features) == (7, 0.25, options["features"])
+    assert purifier.widened(2.0)._index is purifier._index
+    assert purifier.widened(2.0)._left_out == 0.25
+    small = Purifier(model, Noise(0.3), thetas, x, memory_limit=1_500_000, **options)
+    assert small.store.folder is None
+    many = small.with_thetas(260)  # whose predictions take more than that
+    assert many.store.folder is not None
+    assert Purifier(model, Noise(0.3), thetas, x, index="faiss")._index.num == 64  # type: ignore[union-attr]
+
+
+def test_settings_of_the_attacks_on_a_purifier_have_their_effect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each step asks for one gradient, at each width in turn, from each start."""
+    model, thetas, x, query = SETTING.draw()
+    purifier = Purifier(model, Noise(0.3), thetas, x)
+    y, ball = purifier(query).logits.argmax(1), L2(1e-4)  # type: ignore[attr-defined]
+    asked: list[float] = []
+    scored: list[int] = []
+    gradient, score = adaptive.attacks.loss_and_gradient, adaptive.score
+
+    def counted(predict: Any, loss: Any, at: Tensor, labels: Tensor) -> Any:
+        asked.append(predict.store.banks[0].factor)
+        return gradient(predict, loss, at, labels)
+
+    def noted(predict: Any, loss: Any, at: Tensor, labels: Tensor) -> Any:
+        scored.append(len(at))
+        return score(predict, loss, at, labels)
+
+    monkeypatch.setattr(adaptive.attacks, "loss_and_gradient", counted)
+    monkeypatch.setattr(adaptive, "score", noted)
+    Annealed(ball, (3.0, 1.0), steps=2)(purifier, query, y)
+    assert asked == [3.0, 3.0, 1.0, 1.0]
+    Annealed(ball, (2.0, 1.0), steps=1, start=NearestCentre(ball, 1))(purifier, query, y)
+    assert asked[4:] == [2.0, 1.0] * 2
+    for num in (1, 3):  # towards each centre, and across the plane between it and the own one
+        scored.clear()
+        NearestCentre(ball, num)(purifier, query, y)
+        assert len(scored) == 1 + 2 * num
+    wanted: list[Any] = []
+
+    def loss(prediction: Any, labels: Tensor) -> Tensor:
+        wanted.append(prediction)
+        return nll(prediction, labels)
+
+    Annealed(ball, (1.0,), steps=1, loss=loss)(purifier, query, y)
+    assert wanted
 
 
 def test_attacks_find_as_much_everywhere(places: dict[str, Purifier]) -> None:

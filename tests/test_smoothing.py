@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +52,19 @@ def test_linear_regression_smooths_in_closed_form() -> None:
     variance = 0.3**2 + sigma**2 * float(w @ w)
     assert float((found.mean - predict(x).mean).abs().max()) < 4.9 * math.sqrt(variance / 20_000)
     assert float((found.variance / variance - 1).abs().max()) < 4.9 * math.sqrt(2 / 20_000)
+
+
+def test_learned_scales_are_smoothed_as_well() -> None:
+    """A scale that is the same for all inputs is one number, read many times."""
+    model = BayesianModel(nn.Linear(2, 1), Gaussian(0.5, learned=True))
+    thetas = torch.tensor([[1.0, -2.0, 0.3, 0.0], [0.5, 1.0, 0.0, -1.0]])  # the last: log-scales
+    x = torch.randn(7, 2, generator=generator(0))
+    found: Any = Smoothed(PosteriorPredictive(model, thetas), 0.2, 6)(x)
+    parts = Smoothed(model.at(thetas[0]), 0.2, 6)(x), Smoothed(model.at(thetas[1]), 0.2, 6)(x)
+    torch.testing.assert_close(found.mean, (parts[0].mean + parts[1].mean) / 2)
+    y = torch.linspace(-1, 1, 7)
+    both = torch.stack([part.log_prob(y) for part in parts]).logsumexp(0) - math.log(2)
+    torch.testing.assert_close(found.log_prob(y), both)
 
 
 def test_a_seed_makes_it_a_function_of_each_input_alone() -> None:

@@ -56,6 +56,12 @@ def test_failures_are_tried_again_and_then_told(
         assert tries == ["1", "2", "2"]
     assert "try 1 of seed 2" in (folder / "failed" / "BL.2.log").read_text()
     assert (folder / "failed" / "MIX.2.log").exists() == ("MIX" in rows)
+    if jobs == 1:  # the same command does what is left, and that alone
+        monkeypatch.setattr(running, "work", lambda *place: unit(*place[:4], place[4] + 5))
+        run(spec, tmp_path, **options)  # type: ignore[arg-type]
+        assert sorted(path.name for path in folder.glob("tries-*")) == [
+            f"tries-BL-{seed}" for seed in (0, 1, 2, 7)
+        ]
 
 
 def test_what_is_done_can_be_read_while_the_rest_is_not(

@@ -120,24 +120,25 @@ def outcomes(prediction: Distribution, num: int) -> tuple[Tensor, Tensor]:  # (K
         means, scales, log_weights = components(prediction)
     except checks.InputTypeError:
         with GlobalStream(0):
-            draws = prediction.sample((num,))  # type: ignore[no-untyped-call]
+            draws = prediction.sample((num,))
         mean, spread = _one_output(prediction.mean), prediction.stddev
-        away = (draws.view(num, -1) - mean.detach()) / spread.detach()
+        away = (draws.view(num, -1) - mean.detach()) / spread.detach().clamp_min(1e-30)
         y = mean + spread * away
         return y, torch.full_like(y, 1.0 / num)
     means, scales = (torch.stack([_one_output(one) for one in part]) for part in (means, scales))
     size = max(-(-num // len(means)), min(num, _LEAST))
-    y = means + scales * _stand_ins(size).to(means).view(-1, 1, 1)  # (size, S, B)
+    y = means + scales * _stand_ins(size, means).view(-1, 1, 1)  # (size, S, B)
     weights = (log_weights.exp() / size).expand_as(y)
     return y.flatten(0, 1), weights.flatten(0, 1)
 
 
-def _stand_ins(num: int) -> Tensor:  # (num,) float64
+def _stand_ins(num: int, like: Tensor) -> Tensor:  # (num,)
     """The means of `num` equally likely parts of the standard normal, scaled to unit variance."""
-    cuts = torch.special.ndtri(torch.linspace(0.0, 1.0, num + 1, dtype=torch.float64))
+    levels = torch.linspace(0.0, 1.0, num + 1, dtype=torch.float64, device=like.device)
+    cuts: Tensor = torch.special.ndtri(levels)
     heights = (-0.5 * cuts.square()).exp()
     means = heights[:-1] - heights[1:]
-    return means / means.square().mean().sqrt() if num > 1 else means
+    return (means / means.square().mean().sqrt() if num > 1 else means).to(like)
 
 
 def _one_output(y: Tensor) -> Tensor:  # (B,) or (B, 1) -> (B,)

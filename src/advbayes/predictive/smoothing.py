@@ -143,8 +143,8 @@ def _forward(predict: Predictor, noise: Tensor) -> Callable[[Tensor], tuple[Tens
         if predicts_classes(prediction):
             return (prediction.logits.view(count, batch, -1),)
         means, scales, log_weights = components(prediction)
-        means, scales = (part.view(-1, batch, *part.shape[2:]) for part in (means, scales))
-        return means, scales, log_weights.view(-1, batch)
+        means, scales = (part.reshape(-1, batch, *part.shape[2:]) for part in (means, scales))
+        return means, scales, log_weights.reshape(-1, batch)
 
     return forward
 

@@ -96,7 +96,8 @@ class Cells:
         return torch.zeros_like(distance, dtype=torch.bool).scatter_(1, cells, True)
 
     def _slack(self, points: Tensor) -> Tensor:  # (B,)
-        return _ROUNDING * (torch.linalg.vector_norm(points, dim=1) + self.reach)
+        norms: Tensor = torch.linalg.vector_norm(points, dim=1)
+        return _ROUNDING * (norms + self.reach)
 
     def search(
         self,

@@ -28,7 +28,7 @@ from advbayes.purification.regression import PurifiedMixture
 from advbayes.purification.rows import spans
 from advbayes.purification.small import Small
 from advbayes.purification.store import Features, Store
-from advbayes.purification.sweep import Evidence, sweep, weights
+from advbayes.purification.sweep import Evidence, Sums, sweep, weights
 from advbayes.types import Channel
 
 _QUERIES = 512  # at a time; more are answered one block after the other
@@ -262,7 +262,7 @@ class Purifier:
         if self._index is not None:
             found = [
                 self._index.search(self.store, part, self._left_out)
-                for part in flat.detach().split(_QUERIES)
+                for part in torch.split(flat.detach(), _QUERIES)
             ]
             nearest = tuple(
                 torch.cat(rows, 1) for rows in zip(*(rows for rows, _ in found), strict=True)
@@ -329,6 +329,8 @@ class Purifier:
     def _denoise(self, query: Query) -> Tensor:  # (B, d) float64
         sums = sweep(self.store, query, values=False)
         shares, mean = self.log_shares(sums.log_evidence).exp(), torch.zeros_like(query.points)
+        if query.nearest is not None:
+            return self._nearest_mean(query, sums, shares)
         for block in weights(self.store, query, sums):
             if not isinstance(block.bank, GaussianBank):
                 raise checks.InputError(
@@ -340,6 +342,19 @@ class Purifier:
             centres = block.bank.centres.block(block.groups, block.rows).to(query.dtype)
             mean += torch.matmul(each, centres).sum(0)
         return self.store.ranks.sum(mean)
+
+    def _nearest_mean(self, query: Query, sums: Sums, shares: Tensor) -> Tensor:  # (B, d) float64
+        """E[centre | x'] over the centres of an index's answer."""
+        mean = torch.zeros_like(query.points)
+        for bank, part, of_bank in zip(self.store.banks, sums.banks, sums.shares, strict=True):
+            assert isinstance(bank, GaussianBank)
+            factor = of_bank * shares / part.total  # (S, B)
+            factor = factor if bank.groups > 1 else factor.sum(0, keepdim=True)
+            each = part.leading_terms * factor.unsqueeze(-1)  # (G, B, k)
+            for group in range(bank.groups):
+                centres = bank.centres.pick(group, part.leading.index[group]).double()
+                mean += torch.einsum("bk,bkd->bd", each[group], centres)
+        return mean
 
     def diagnose(self, x: Tensor) -> Diagnosis:
         """Effective sample sizes, log evidence, nearest centre and support of each prediction:

@@ -414,6 +414,9 @@ def weights(store: Store, query: Query, sums: Sums) -> Iterator[Block]:
             tile = groups, rows
             terms = _terms(bank, part, query, number, tile, None, slice(None), rooms, torch.float64)
             _set_leading(terms, part, groups, rows, slice(None), leading)
+            if not isinstance(bank, GaussianBank):  # all count alike where all exclude a query
+                excluded = (part.peak[groups] == -math.inf).unsqueeze(-1)
+                terms.masked_fill_(excluded, math.exp(_LEAST[torch.float64]))
             yield Block(bank, groups, thetas, rows, terms, factor[thetas])
 
 
