@@ -207,6 +207,8 @@ def test_an_interrupt_goes_on_and_loses_nothing() -> None:
         ),
         ({"eps": -1.0}, ValueError, "eps must be"),
         ({"epochs": -1}, ValueError, "epochs must be"),
+        ({"epochs": "many"}, TypeError, "epochs must be a finite number > 0, got 'many'"),
+        ({"hidden": 16}, TypeError, r"hidden must hold the width of each layer, .* got 16"),
         ({"kl_weight": -1.0}, ValueError, "kl_weight must be"),
     ],
 )

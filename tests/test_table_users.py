@@ -136,6 +136,16 @@ def test_text_stays_out_of_reach_when_more_is_fixed(tmp_path: Path) -> None:
     assert mask.tolist() == [False, True, False, False]
 
 
+def test_an_attacker_who_can_change_nothing_is_remarked_on(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text(
+        "\n".join(["p,q,y", *(f"{'ab'[k % 2]},{'uvw'[k % 3]},{k % 4}" for k in range(60))])
+    )
+    data = ["train", "--data", str(table), "--target", "y", "--epochs", "1", "--quiet"]
+    with pytest.warns(UserWarning, match="the attacker can change none of them"):
+        assert command([*data, "--out", str(tmp_path / "run")]) == 0
+
+
 def test_what_a_run_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "t.csv"
     rows = [f"{k % 7},{k % 5},{'ab'[k % 10 == 0]}" for k in range(80)]

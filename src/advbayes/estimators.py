@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -246,6 +246,10 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
                     f"input"
                 )
             return net
+        if not isinstance(self.hidden, Iterable):
+            raise checks.InputTypeError(
+                f"hidden must hold the width of each layer, such as (16, 16), got {self.hidden!r}"
+            )
         with GlobalStream(seed):
             layers = mlp(x[0].numel(), num_outputs, tuple(self.hidden))
         return (nn.Sequential(nn.Flatten(), *layers) if x.ndim > 2 else layers).to(x.dtype)

@@ -103,9 +103,14 @@ def audit(
         "--report": report,
     }
     if model is not None:
-        if run is not None or data is None or eps is None or ":" not in model:
+        if run is not None:
+            raise ConfigError(f"model: must be given without a run, got {run!r} as well")
+        if ":" not in model:
+            raise ConfigError(f"model: must be MODULE:FACTORY, got {model!r:.60}")
+        if data is None or eps is None:
+            missing = [name for name, value in (("--data", data), ("--eps", eps)) if value is None]
             raise ConfigError(
-                "model: must be MODULE:FACTORY, with --data and --eps and without a run"
+                f"model: must go with --data and --eps, got no {' and '.join(missing)}"
             )
         of_runs = {
             "--undefended": undefended,

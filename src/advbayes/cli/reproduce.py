@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from advbayes.checks import InputError
+from advbayes.checks import InputError, choice
 from advbayes.cli.screen import Json, emit, say
 from advbayes.cli.signals import watched
 
@@ -135,6 +135,7 @@ def compare(
     advbayes compare --seeds 5 --defense mix --defense at --data patients.csv --target outcome
     """
     from advbayes.experiments.catalogue import Spec
+    from advbayes.experiments.defenses import DEFENSES
     from advbayes.experiments.running import run
     from advbayes.experiments.views import write_views
     from advbayes.runs import prepare
@@ -148,7 +149,9 @@ def compare(
         **({} if target is None else {"target": target}),
     }
     task = prepare(make_config(settings)).dataset.task
-    rows = tuple(ROW_OF.get(name.lower(), name) for name in defense)
+    known = (*ROW_OF, *map(str.lower, DEFENSES))
+    names = [choice("defense", name.lower(), known) for name in defense]
+    rows = tuple(ROW_OF.get(name, name) for name in names)
     spec = Spec(f"compare-{Path(data).stem}", "paper", settings, num_test, rows, task, eps)
     with watched():
         chosen, hidden = _seeds(seeds), quiet or as_json

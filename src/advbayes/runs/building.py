@@ -6,6 +6,7 @@ import importlib
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -356,6 +357,12 @@ def build_defense(
     ball = make_ball(config.norm, config.eps, mask=data.mask, scale=data.scale)
     if config.defense not in ("none", "noise"):
         warn_units(ball, data.x_train, "the training adversary")
+        if data.mask is not None and not bool(data.mask.any()):
+            warnings.warn(
+                "every feature is text, missing or fixed, so the attacker can change none of "
+                "them: this is training without an adversary",
+                stacklevel=2,
+            )
 
     def learned() -> Learned:
         event = tuple(data.x_train.shape[1:])
@@ -413,11 +420,11 @@ def schedule(
     training is not one at a rate of nothing.
 
     >>> schedule(None, None, 1280, 128), schedule(5, None, 1280, 128), schedule(5, 0.9, 1280, 128)
-    ((200.0, 0.9772372209558107), (5, 0.9772372209558107), (5, 0.9))
+    ((200.0, 0.9772372209558107), (5.0, 0.9772372209558107), (5.0, 0.9))
     """
     enough = MIN_STEPS * min(batch_size, num_data) / num_data
     usual = min(max(enough, MIN_EPOCHS), MAX_EPOCHS)
-    epochs = usual if epochs is None else epochs
+    epochs = usual if epochs is None else checks.number("epochs", epochs, low=0, open_low=True)
     return epochs, LAST_LR ** (1 / max(epochs, usual)) if decay is None else decay
 
 

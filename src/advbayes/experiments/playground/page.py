@@ -11,13 +11,19 @@ from advbayes.experiments import playground
 from advbayes.experiments.playground import Panel, World, pictures
 from advbayes.experiments.playground.drawing import CSS, HTML, SCRIPT, pixels
 
+# On a phone streamlit's bar lies over the top of the page.
+STYLE = (
+    ".block-container{padding-top:2.5rem}"
+    "@media(max-width:640px){.block-container{padding-top:4.5rem}}"
+)
+
 
 def page() -> None:
     """Everything that is on the page, from top to bottom; streamlit runs it at every move."""
     import streamlit as st
 
     st.set_page_config("advbayes playground", layout="wide")
-    st.html("<style>.block-container{padding-top:2.5rem}</style>")
+    st.html(f"<style>{STYLE}</style>")
     load = st.cache_resource(show_spinner="Training small models, once")(playground.load_world)
     with st.sidebar:
         world = load(st.radio("What to play with", playground.WORLDS, horizontal=True))
