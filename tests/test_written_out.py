@@ -505,13 +505,15 @@ def test_windows_of_square_shrink_at_fixed_shares_of_the_queries() -> None:
 @pytest.mark.parametrize(("targets", "count"), [(1, 1), (2, 2), (9, 3)])
 def test_directed_runs_go_to_the_likeliest_wrong_classes_first(targets: int, count: int) -> None:
     prediction = CategoricalDistribution(logits=torch.tensor([[3.0, 1.0, 0.0, 2.0]]))
-    ways = APGD(L2(1.0), targets=targets)._ways(prediction, torch.tensor([3]), None)
-    assert [int(way.classes) for way in ways] == [0, 1, 2][:count]  # type: ignore[attr-defined]
+    losses = APGD(L2(1.0), targets=targets)._directed_losses(prediction, torch.tensor([3]), None)
+    assert [int(loss.classes) for loss in losses] == [0, 1, 2][:count]  # type: ignore[attr-defined]
     several = Independent(Normal(torch.zeros(2, 4), 1.0), 1)
     num = min(targets, 4)
-    ways = APGD(L2(1.0), targets=targets)._ways(several, torch.zeros(2, 4), generator(0))
-    assert ways[: 2 * num] == tuple(MeanOf(k, sign) for k in range(num) for sign in (1, -1))
-    assert [way.directions.shape for way in ways[2 * num :]] == [(2, 4)] * (4 * num)  # type: ignore[attr-defined]
+    losses = APGD(L2(1.0), targets=targets)._directed_losses(
+        several, torch.zeros(2, 4), generator(0)
+    )
+    assert losses[: 2 * num] == tuple(MeanOf(k, sign) for k in range(num) for sign in (1, -1))
+    assert [loss.directions.shape for loss in losses[2 * num :]] == [(2, 4)] * (4 * num)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("limit", [1, 40, 1 << 24])

@@ -21,7 +21,14 @@ from advbayes.attacks.gradients import (
     score,
     where_rows,
 )
-from advbayes.attacks.losses import MarginTo, MeanAlong, MeanOf, PerExample, for_rows, margin
+from advbayes.attacks.losses import (
+    MeanAlong,
+    MeanOf,
+    PerExample,
+    for_rows,
+    margin,
+    margins_to_wrong_classes,
+)
 from advbayes.likelihoods import predicts_classes
 from advbayes.seeds import drawn
 from advbayes.types import Loss, Predictor
@@ -103,7 +110,7 @@ class APGD:
                     generator,
                 )
                 best = best.put(rows, best.pick(rows).or_better(reached))
-        return (self._by_the_ways(predict, best, x, y, generator) if self.targets else best).x
+        return (self._directed_runs(predict, best, x, y, generator) if self.targets else best).x
 
     def _open(self, best: Best) -> Tensor:
         """The rows that a further run sees."""
@@ -113,7 +120,7 @@ class APGD:
             .squeeze(1)
         )
 
-    def _ways(
+    def _directed_losses(
         self, prediction: Distribution, y: Tensor, generator: torch.Generator | None
     ) -> tuple[Loss, ...]:
         """Each another way of leaving y: to one of the likeliest wrong classes; one of the outputs
@@ -123,12 +130,7 @@ class APGD:
         found from a u of its own neighbourhood, of which one for each output is too few.
         """
         if predicts_classes(prediction):
-            wrong = prediction.logits.scatter(1, y.unsqueeze(1), float("-inf")).argsort(
-                dim=1, descending=True
-            )
-            return tuple(
-                MarginTo(wrong[:, k]) for k in range(min(self.targets, wrong.shape[1] - 1))
-            )
+            return tuple(margins_to_wrong_classes(prediction, y, self.targets))
         outputs = prediction.mean[0].numel()
         each = tuple(MeanOf(k, sign) for k in range(min(self.targets, outputs)) for sign in (1, -1))
         if outputs == 1:
@@ -137,7 +139,7 @@ class APGD:
         directions = drawn(torch.randn, shape, generator, device=prediction.mean.device)
         return (*each, *map(MeanAlong, directions.unbind(1)))
 
-    def _by_the_ways(
+    def _directed_runs(
         self,
         predict: Predictor,
         best: Best,
@@ -145,11 +147,11 @@ class APGD:
         y: Tensor,
         generator: torch.Generator | None,
     ) -> Best:
-        """A short run by each way, then whole ones from the two that came nearest by this attack's
-        own loss."""
+        """A short run on each directed loss, then whole ones from the two that came nearest by this
+        attack's own loss."""
         with torch.no_grad():
             prediction = predict(x)
-        ways = self._ways(prediction, y, generator)
+        losses = self._directed_losses(prediction, y, generator)
 
         def run(best: Best, loss: Loss, start: Tensor, steps: int) -> tuple[Best, Best]:
             rows = self._open(best)
@@ -164,22 +166,22 @@ class APGD:
                 here = Best(reached.x, *score(predict, own, reached.x, y[rows]))
             return best.put(rows, best.pick(rows).or_better(here)), best.put(rows, here)
 
-        if len(ways) <= 2:
-            for way in ways:
-                best, _ = run(best, way, x, self.steps)
+        if len(losses) <= 2:
+            for directed in losses:
+                best, _ = run(best, directed, x, self.steps)
             return best
         classes, ends = predicts_classes(prediction), []
-        for way in ways:
+        for directed in losses:
             if classes:
-                best, end = run(best, way, x, max(1, self.steps // 3))
+                best, end = run(best, directed, x, max(1, self.steps // 3))
             else:  # a direction says where to begin, not where to end
                 few = max(1, self.steps // 16)
-                begin = self._run(predict, way, x, x, y, few, generator)
+                begin = self._run(predict, directed, x, x, y, few, generator)
                 best, end = run(best, self.loss, begin.x, few)
             ends.append(end)
         points, each = torch.stack([end.x for end in ends]), torch.arange(len(x), device=x.device)
         for pick in torch.stack([end.value for end in ends]).topk(2, dim=0).indices:
-            loss = PerExample(ways, pick) if classes else self.loss
+            loss = PerExample(losses, pick) if classes else self.loss
             best, _ = run(best, loss, points[pick, each], self.steps)
         return best
 

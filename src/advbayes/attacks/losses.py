@@ -484,6 +484,18 @@ class MarginTo:
         return MarginTo(self.classes[index])
 
 
+def margins_to_wrong_classes(prediction: Distribution, y: Tensor, num: int) -> list[MarginTo]:
+    """Margins to the `num` likeliest wrong classes (no more than there are), likeliest first.
+
+    >>> four = Categorical(logits=torch.tensor([[3.0, 1.0, 0.0, 2.0]]))
+    >>> [int(loss.classes) for loss in margins_to_wrong_classes(four, torch.tensor([3]), 2)]
+    [0, 1]
+    """
+    others = _logits(prediction, "MarginTo").scatter(1, y.unsqueeze(1), float("-inf"))
+    order = others.argsort(dim=1, descending=True)
+    return [MarginTo(order[:, k]) for k in range(min(num, order.shape[1] - 1))]
+
+
 def _logits(prediction: Distribution, name: str) -> Tensor:
     if not predicts_classes(prediction):
         raise checks.InputTypeError(

@@ -31,6 +31,7 @@ from advbayes.attacks.losses import (
     Toward,
     for_rows,
     margin,
+    margins_to_wrong_classes,
     nll,
 )
 from advbayes.likelihoods import predicts_classes
@@ -124,7 +125,7 @@ class MinimumNorm:
                 start = where_rows(flat, self.ball.random(centre, generator=generator), centre)
             reached = self._run(predict, loss, start, centre, y[rows])
             best = best.put(rows, _nearer(self.ball, best.pick(rows), reached, centre))
-        for loss in self._by_way_of(predict, x[rows], y[rows]):
+        for loss in self._directed_losses(predict, x[rows], y[rows]):
             reached = self._run(predict, loss, x[rows], x[rows], y[rows])
             # compared by this attack's loss
             value, hit = score(predict, self.loss, reached.x, y[rows])
@@ -169,21 +170,16 @@ class MinimumNorm:
                 best = best.put(rows, _nearer(self.ball, near, reached, centre))
         return best
 
-    def _by_way_of(self, predict: Predictor, x: Tensor, y: Tensor) -> list[MarginTo]:
-        """Margins to the likeliest wrong classes."""
+    def _directed_losses(self, predict: Predictor, x: Tensor, y: Tensor) -> list[MarginTo]:
+        """Margins to the likeliest wrong classes; with two classes that is the margin itself."""
         if self.loss is not margin or not self.targets or not len(x):
             return []
         with torch.no_grad():
             prediction = predict(x)
         assert predicts_classes(prediction)  # margin has refused everything else
-        wrong = prediction.logits.scatter(1, y.unsqueeze(1), -math.inf).argsort(
-            dim=1, descending=True
-        )
-        return (
-            [MarginTo(wrong[:, k]) for k in range(min(self.targets, wrong.shape[1] - 1))]
-            if wrong.shape[1] > 2
-            else []
-        )
+        if prediction.logits.shape[1] == 2:
+            return []
+        return margins_to_wrong_classes(prediction, y, self.targets)
 
     def _run(self, predict: Predictor, loss: Loss, start: Tensor, x: Tensor, y: Tensor) -> Best:
         """One search; the smallest broken point, or the one of largest loss."""
