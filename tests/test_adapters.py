@@ -193,7 +193,9 @@ def test_a_regressor_with_a_deviation_of_its_own_uses_it() -> None:
     y = data[:, 0] + 0.1 * rng.normal(size=30)
     x = torch.tensor(data + 0.5)
     process = gaussian_process.GaussianProcessRegressor(alpha=0.01, optimizer=None)
-    for estimator in (linear_model.BayesianRidge(), process):
+    pipeline = importlib.import_module("sklearn.pipeline").make_pipeline
+    scaler = importlib.import_module("sklearn.preprocessing").StandardScaler()
+    for estimator in (linear_model.BayesianRidge(), process, pipeline(scaler, process)):
         mean, std = estimator.fit(data, y).predict(data + 0.5, return_std=True)
         prediction = from_sklearn(estimator)(x)
         torch.testing.assert_close(prediction.mean, torch.tensor(mean))

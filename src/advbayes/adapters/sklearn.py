@@ -58,7 +58,7 @@ def from_sklearn(estimator: Any, *, scale: float | None = None, data: Any = None
                 lambda x: estimator.predict_proba(frame(x)), "probs", None, True
             )
         return FunctionPredictor(_Decisions(estimator, frame), "logits", None, True)
-    if scale is None and "return_std" in inspect.signature(estimator.predict).parameters:
+    if scale is None and "return_std" in inspect.signature(last.predict).parameters:
         return FunctionPredictor(
             lambda x: estimator.predict(frame(x), return_std=True), "mean_and_scale", None, True
         )
