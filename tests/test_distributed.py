@@ -269,6 +269,48 @@ def test_a_killed_rank_ends_the_run_which_goes_on_exactly(tmp_path: Path) -> Non
     assert last[0] == pytest.approx(last[1], rel=1e-4)
 
 
+def test_the_evaluate_command_writes_the_same_files_on_any_number_of_ranks(tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    settings = killing.SMALL | {"epochs": "1"}
+    assert main(["train", *killing.flags(settings), "--out", str(run), "--quiet"]) == 0
+
+    def evaluated(name: str) -> int:
+        options = ["--attack", "pgd", "--steps", "2", "--eps", "0.5", "--num", "30"]
+        options += ["--thetas", "3", "--batch-size", "7", "--purify", "online"]
+        return main(["evaluate", str(run), *options, "--name", name, "--json"])
+
+    assert evaluated("one") == 0
+    assert ranks.wait(ranks.start(2, lambda: evaluated("two"), log)) == [0, 0], log.read_text()
+    one, two = (run / "evaluation" / name for name in ("one", "two"))
+    names = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file())
+    assert names == sorted(path.relative_to(two) for path in two.rglob("*") if path.is_file())
+    assert sum(path.suffix == ".safetensors" for path in names) > 1
+    for name in names:
+        if name.name != "command.json":  # which names the folder
+            assert (one / name).read_bytes() == (two / name).read_bytes(), name
+    assert log.read_text().count('"threat_model"') == 1  # the first rank alone prints
+
+
+def test_a_process_group_of_ones_own_serves_as_well(tmp_path: Path) -> None:
+    wanted = ranks.numbers(ranks.trained(ranks.mix()))
+
+    def work() -> None:
+        torch.distributed.init_process_group("gloo")
+        with distributed.joined() as group:  # leaves the group as it is
+            assert group == distributed.ranks() == Ranks(int(os.environ["RANK"]), 2)
+            with distributed.alone():
+                assert distributed.ranks() == Ranks()
+        found = ranks.numbers(ranks.trained(ranks.mix()))
+        for name, value in found.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-9, atol=1e-11)
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+    assert ranks.wait(ranks.start(2, work, tmp_path / "log")) == [0, 0], (
+        tmp_path / "log"
+    ).read_text()
+
+
 def test_other_commands_refuse_torchrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
