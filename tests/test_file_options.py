@@ -129,6 +129,20 @@ def test_lines_and_classes(tmp_path: Path) -> None:
         from_csv(csv_of(tmp_path, "a,y\n1,x\n2,x\n"), "y")
 
 
+@pytest.mark.parametrize("wrong", ["NA", "nan", "1e400", "inf", "7 kg", "1,5", "?"])
+def test_a_number_that_is_none_makes_no_classes_of_the_others(tmp_path: Path, wrong: str) -> None:
+    path = tmp_path / "t.csv"
+    for others, ok in ((["1.5", "2.5"], False), (["1.5"], True), (["a", "b"], True)):
+        lines = [f'{index};"{cell}"' for index, cell in enumerate([*others, wrong] * 4)]
+        path.write_text("\n".join(["x;y", *lines]))
+        if ok:
+            assert from_csv(path, "y").task == "classification"
+        else:
+            with pytest.raises(DataError, match=r"numbers in the target 'y', got .* in row 3"):
+                from_csv(path, "y")
+            assert len(from_csv(path, "y", task="classification").class_names) == 3
+
+
 def test_options_of_arrays(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     np.savez(path, x=np.random.default_rng(0).normal(size=(20, 3)), y=np.arange(20) % 4)

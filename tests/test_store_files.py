@@ -19,6 +19,7 @@ from advbayes.store import (
     Lock,
     LockedError,
     MissingError,
+    NotWritableError,
     RecordLog,
     StoreError,
     claim,
@@ -68,6 +69,28 @@ def test_no_room_is_known_before_the_first_byte(
     full_disk(monkeypatch, "open")
     with pytest.raises(DiskFullError, match="wanted 11 bytes of disk, got 10 bytes free"):
         write_bytes(tmp_path / "a", 11 * b"x")
+
+
+@pytest.mark.parametrize("error", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_a_place_where_nothing_may_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    full_disk(monkeypatch, "open", error)
+    words = rf"{tmp_path}/a: wanted a place to write to, got {os.strerror(error)}"
+    for write in (lambda path: write_bytes(path, b"x"), faults.small_bundle):
+        with pytest.raises(NotWritableError, match=words) as caught:
+            write(tmp_path / "a")
+        assert isinstance(caught.value, PermissionError)
+
+
+def test_too_many_open_files_end_a_save_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_disk(monkeypatch, "open", errno.EMFILE)
+    for name in ("a", "a.advbayes"):
+        with pytest.raises(OSError, match="Too many open files"):
+            faults.small_bundle(tmp_path / name)
+    assert not os.listdir(tmp_path)
 
 
 def test_other_errors_pass_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ def from_csv(
     path: str | Path,
     target: str | Sequence[str],
     *,
-    task: str | None = None,  # absent: text targets are classes, numeric ones are regressed on
+    task: str | None = None,  # absent: text is a class; a target of numbers, or most, regressed on
     features: Sequence[str] | None = None,  # absent: every other column
     drop: Sequence[str] = (),  # columns that are neither
     movable: Sequence[str] = (),  # text columns that an attacker may change (`Dataset.mask`)
@@ -93,8 +93,9 @@ def from_csv(
             f"movable must name features, got {unknown}; there are {', '.join(columns[:20])}"
         )
     numeric = [[finite_number(cell) for cell in table.text[name]] for name in targets]
-    if task is None:
-        task = "regression" if len(targets) > 1 or None not in numeric[0] else "classification"
+    if task is None:  # a number that is missing or mistyped does not make classes of the others
+        text = sum(value is None for value in numeric[0])
+        task = "regression" if len(targets) > 1 or 2 * text < len(numeric[0]) else "classification"
     class_names: tuple[str, ...] = ()
     if task == "classification":
         if len(targets) > 1:

@@ -2,7 +2,7 @@
 
 from .bundle import Bundle, load, model_file, save
 from .documents import JSON, read_document, write_document
-from .errors import DiskFullError, LockedError, MissingError, StoreError
+from .errors import DiskFullError, LockedError, MissingError, NotWritableError, StoreError
 from .files import write_bytes
 from .lock import Lock, claim
 from .manifest import SCHEMA, Manifest, Part, versions
@@ -20,6 +20,7 @@ __all__ = [
     "LockedError",
     "Manifest",
     "MissingError",
+    "NotWritableError",
     "Part",
     "RawPredictor",
     "RecordLog",

@@ -51,6 +51,17 @@ class DiskFullError(StoreError, OSError):
         self.errno = errno.ENOSPC
 
 
+class NotWritableError(StoreError, PermissionError):
+    """A place where nothing may be written.
+
+    >>> str(NotWritableError("ckpt", got="Read-only file system"))
+    'ckpt: wanted a place to write to, got Read-only file system'
+    """
+
+    def __init__(self, file: str | os.PathLike[str], *, got: str) -> None:
+        super().__init__(file, wanted="a place to write to", got=got)
+
+
 class LockedError(StoreError):
     """Another writer is at work in the folder.
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .errors import DiskFullError, MissingError, StoreError
+from .errors import DiskFullError, MissingError, NotWritableError, StoreError
 
 try:
     import fcntl
@@ -28,6 +28,7 @@ _PIECE = 1 << 20
 _PLAIN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _WARY = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
@@ -142,15 +143,18 @@ def sync_folder(path: Path) -> None:
 def staged(target: Path, *, folder: bool = False) -> Iterator[Path]:
     """An empty file or folder beside `target`, locked while its writer lives; what is left of it at
     the end is removed."""
-    while True:
+    descriptor = None
+    while descriptor is None:  # else somebody took it for a dead writer's
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
         if folder:
             os.mkdir(temporary)
         else:
             os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-        descriptor = _locked(temporary)
-        if descriptor is not None:  # else somebody took it for a dead writer's
-            break
+        try:
+            descriptor = _locked(temporary)
+        except OSError:  # too many open files, for instance
+            (os.rmdir if folder else os.unlink)(temporary)
+            raise
     try:
         yield temporary
     finally:
@@ -164,21 +168,24 @@ def _locked(path: Path, *, surely: bool = False) -> int | None:
 
     A file system may have no such locks: that counts as held, unless one must be sure.
     """
-    descriptor = -1
     try:
         descriptor = os.open(path, _WARY)
+    except FileNotFoundError:
+        return None
+    kept = False
+    try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (OSError, AttributeError) as error:
             if surely or isinstance(error, BlockingIOError):
-                raise OSError from None
-        if os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False)):
-            return descriptor
-    except OSError:
-        pass
-    if descriptor >= 0:
-        os.close(descriptor)
-    return None
+                return None
+        with suppress(FileNotFoundError):
+            there = os.stat(path, follow_symlinks=False)
+            kept = os.path.samestat(os.fstat(descriptor), there)
+        return descriptor if kept else None
+    finally:
+        if not kept:
+            os.close(descriptor)
 
 
 def discard(path: Path) -> None:
@@ -194,19 +201,17 @@ def sweep(target: Path) -> None:
     """Remove what dead writers of `target` left beside it: names whose lock nobody holds."""
     leftover = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-z-]+\.tmp")
     with suppress(FileNotFoundError):
-        for name in os.listdir(target.parent):
-            if (
-                leftover.fullmatch(name)
-                and (descriptor := _locked(target.with_name(name), surely=True)) is not None
-            ):
-                discard(target.with_name(name))
-                os.close(descriptor)
+        for name in filter(leftover.fullmatch, os.listdir(target.parent)):
+            with suppress(OSError):  # one that may not be opened stays
+                if (descriptor := _locked(target.with_name(name), surely=True)) is not None:
+                    discard(target.with_name(name))
+                    os.close(descriptor)
 
 
 @contextmanager
 def room(target: Path, needed: int) -> Iterator[None]:
     """Refuse before the first byte when the disk has no room, and say the same when it fills up on
-    the way."""
+    the way; name the target where nothing may be written."""
     parent = target.parent
     if not parent.is_dir():
         raise MissingError(parent, wanted="a folder to write to")
@@ -218,6 +223,8 @@ def room(target: Path, needed: int) -> Iterator[None]:
     except DiskFullError:
         raise
     except OSError as error:
+        if error.errno in _FORBIDDEN:
+            raise NotWritableError(target, got=error.strerror or str(error)) from error
         if error.errno not in _FULL:
             raise
         raise DiskFullError(target, needed=needed, free=shutil.disk_usage(parent).free) from error
