@@ -271,6 +271,34 @@ def test_outputs_and_gradients_are_those_of_each_theta(
         )
 
 
+IN_MEMORY = {
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "turned": lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "every other": lambda x: x.repeat_interleave(2, dim=3)[..., ::2],
+    "one for all": lambda x: x[:1].expand_as(x),
+    "one by one": lambda x: x[:1],
+    "none": lambda x: x[:0],
+}
+
+
+@pytest.mark.parametrize("pixels", [0, 3072], ids=("theta by theta", "one batch"))
+@pytest.mark.parametrize("laid", IN_MEMORY)
+@pytest.mark.parametrize("name", ["paper", "two channels", "three channels"])
+def test_images_may_lie_in_memory_as_they_like(
+    name: str, laid: str, pixels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("advbayes.accelerated.passes._PIXELS", pixels)
+    model, thetas, x = stacked(name, torch.float64)
+    x = IN_MEMORY[laid](x)
+    plain = x.clone(memory_format=torch.contiguous_format)
+    cotangent = torch.randn(5, len(x), 3, dtype=torch.float64, generator=generator_for(1, name))
+    wanted, wanted_vjp = model.run(thetas, plain)
+    gradient = wanted_vjp(cotangent)
+    for outputs, vjp in (model.run(thetas, x), accelerated.run(model, thetas, x)):
+        assert torch.allclose(outputs, wanted, rtol=1e-12, atol=1e-12)
+        assert torch.allclose(vjp(cotangent), gradient, rtol=1e-12, atol=1e-12)
+
+
 def test_the_definition_is_the_network_at_each_theta() -> None:
     model, thetas, x = stacked("a module of one's own", torch.float64)
     outputs, vjp = model.run(thetas, x)
