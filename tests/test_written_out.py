@@ -17,6 +17,7 @@ from torch.distributions import Independent, MultivariateNormal, Normal, kl_dive
 from advbayes import (
     APGD,
     L2,
+    PGD,
     AttackChannel,
     BayesianModel,
     Categorical,
@@ -24,7 +25,9 @@ from advbayes import (
     Ensemble,
     Gaussian,
     GaussianMixture,
+    HardLabel,
     HeteroscedasticGaussian,
+    Learned,
     Linf,
     LogitPairing,
     LowRank,
@@ -33,15 +36,19 @@ from advbayes import (
     Mixture,
     Noise,
     PointMass,
+    RandomSearch,
     Samples,
     Square,
     Trades,
     dlr,
     entropy,
+    entropy_pgd,
     margin,
     nll,
     one_step,
     pgd,
+    pgd_plus,
+    strong_suite,
 )
 from advbayes.attacks import (
     Exceeding,
@@ -50,11 +57,13 @@ from advbayes.attacks import (
     MeanOf,
     PerExample,
     Toward,
+    ball_of,
     deflate_variance,
     inflate_variance,
     lower_mean,
     raise_mean,
     squared_error,
+    steps_of,
 )
 from advbayes.attacks.ascent import step_length
 from advbayes.attacks.balls import Ball
@@ -531,6 +540,77 @@ def test_densities_do_not_depend_on_how_many_are_worked_on_at_once(
     )
     given = scale if scaled else 0.4
     torch.testing.assert_close(log_normal(x_adv, centres, given, limit), wanted)
+
+
+class Fixed(nn.Module):
+    """A shift of 3 and raw log-stds from -4 to 4."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.full_like(x, 3.0), torch.linspace(-4, 4, x.shape[1], dtype=x.dtype).expand_as(
+            x
+        )
+
+
+def test_moments_of_a_learned_channel() -> None:
+    x, y = torch.zeros(2, 5, dtype=FLOAT), torch.zeros(2)
+    centre, std = Learned(Fixed(), Linf(0.5), (0.02, 0.3)).moments(lambda x: None, x, y)  # type: ignore[arg-type, return-value]
+    raw = torch.linspace(-4, 4, 5, dtype=FLOAT)
+    share = 1 / (1 + (-raw).exp())
+    torch.testing.assert_close(centre, torch.full_like(x, 0.5))
+    torch.testing.assert_close(std, (0.02 * (0.3 / 0.02) ** share).expand_as(x))
+
+
+# --- What attacks are made of ---------------------------------------------------------------------
+
+
+def test_the_papers_attacks_are_settings() -> None:
+    ball = L2(0.5)
+    assert one_step(ball, margin) == PGD(ball, ((margin, 1),))
+    assert pgd(ball, 7, margin, step_size=0.1, restarts=3, stop_at_success=True) == PGD(
+        ball, ((margin, 7),), 0.1, 3, stop_at_success=True
+    )
+    assert pgd_plus(ball, 3, restarts=2) == PGD(ball, ((nll, 3), (entropy, 3)), restarts=2)
+    assert entropy_pgd(ball, 4, restarts=2) == PGD(ball, ((entropy, 4),), restarts=2)
+    assert pgd(ball).stages == ((nll, 50),)
+    assert pgd_plus(ball).stages == ((nll, 25), (entropy, 25))
+    assert entropy_pgd(ball).stages == ((entropy, 50),)
+
+
+@pytest.mark.parametrize("task", ["classification", "regression"])
+def test_settings_of_a_suite_reach_its_parts(task: str) -> None:
+    ball = Linf(0.2)
+    suite = strong_suite(ball, steps=7, restarts=3, targets=4, queries=11).in_task(task)
+    kinds = {
+        kind: [attack for attack in suite.attacks if isinstance(attack, kind)]
+        for kind in (APGD, PGD, Square, RandomSearch)
+    }
+    for attack in (*kinds[APGD], *kinds[PGD]):
+        assert steps_of(attack) == 7
+        assert attack.restarts == 3
+    assert [attack.num for attack in kinds[RandomSearch]] == [20]
+    assert [attack.queries for attack in kinds[Square]] == [11]
+    assert sorted(attack.targets for attack in kinds[APGD])[-2:] == [0, 4]
+    assert all(ball_of(attack) == ball for attack in suite.attacks)
+    later = [getattr(attack, "stop_at_success", False) for attack in suite.attacks[1:]]
+    assert all(later) == (task == "classification")  # only classes can be broken
+    assert not any(
+        isinstance(a, Square) for a in strong_suite(ball, queries=0).in_task(task).attacks
+    )
+
+
+@pytest.mark.parametrize("probes", [10, 16])
+def test_the_normal_is_asked_for_with_ever_more_probes(probes: int) -> None:
+    sizes: list[int] = []
+
+    def predict(x: Tensor) -> CategoricalDistribution:
+        sizes.append(len(x))
+        return CategoricalDistribution(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
+
+    x, y = torch.tensor([[1.0, 0.5]], dtype=FLOAT), torch.tensor([0])
+    attack = HardLabel(L2(0.1), rounds=4, probes=probes)
+    attack(predict, x, y, generator=generator(0))
+    wanted = [int(probes * math.sqrt(number)) for number in (1, 2, 3, 4)]
+    assert [size for size in sizes if size > 1] == wanted
 
 
 # --- Architectures ------------------------------------------------------------------------------
