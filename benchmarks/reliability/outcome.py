@@ -28,14 +28,14 @@ def machine() -> dict[str, object]:
 
 
 def commit() -> str:
-    """The commit of the working tree, with a mark when the package itself differs from it."""
+    """The commit of the working tree, with a mark when package or tests differ from it."""
     run = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     clean = subprocess.run(
-        ["git", "diff", "--quiet", "HEAD", "--", "src/advbayes/store"], cwd=ROOT, check=False
+        ["git", "diff", "--quiet", "HEAD", "--", "src", "tests"], cwd=ROOT, check=False
     )
-    return run.stdout.strip() + ("" if clean.returncode == 0 else " (store changed)")
+    return run.stdout.strip() + ("" if clean.returncode == 0 else " (changed)")
 
 
 def write(
