@@ -32,6 +32,7 @@ from advbayes import (
     Linf,
     LogitPairing,
     MinimumNorm,
+    MultiStart,
     Noise,
     PointMass,
     RandomSearch,
@@ -138,6 +139,10 @@ SETTINGS: dict[type, tuple[dict[str, Any], dict[str, Any]]] = {
             "momentum": 0.5,
             "progress": 0.2,
         },
+    ),
+    MultiStart: (
+        {"ball": BALL, "steps": 9, "restarts": 12},
+        {"ball": OTHER, "loss": margin, "steps": 8, "restarts": 11},
     ),
     RandomSearch: (
         {"ball": BALL, "num": 8},
@@ -247,11 +252,12 @@ def rugged_numbers(x: Tensor) -> Distribution:
         lambda loss: pgd(BALL, 4, loss, restarts=2),
         lambda loss: pgd(BALL, 4, loss, restarts=5),
         lambda loss: APGD(BALL, loss, 6, restarts=4),
+        lambda loss: MultiStart(BALL, loss, 6, 9),
         lambda loss: RandomSearch(BALL, 6, loss),
         lambda loss: Square(BALL, 12, loss, stop_at_success=False),
         lambda loss: Transfer(pgd(BALL, 3, loss), MANY),
     ],
-    ids=["two restarts", "five restarts", "APGD", "random", "Square", "transfer"],
+    ids=["two restarts", "five restarts", "APGD", "MultiStart", "random", "Square", "transfer"],
 )
 def test_an_attack_returns_the_worst_of_all_points_it_asked_about(
     make: Callable[[Any], Attack], predict: Predictor
