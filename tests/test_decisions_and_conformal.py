@@ -24,6 +24,8 @@ from advbayes import (
 )
 from advbayes.predictive import (
     Choices,
+    ConformalIntervals,
+    ConformalSets,
     Spoiling,
     conformal_intervals,
     conformal_quantile,
@@ -103,6 +105,21 @@ def test_conformal_quantiles_and_bad_input() -> None:
         conformal_intervals(classes, (torch.zeros(3, 4), torch.zeros(3)))
     with pytest.raises(TypeError, match="see conformal_intervals"):
         conformal_sets(line, (torch.zeros(3, 4), torch.zeros(3, dtype=torch.long)))
+
+
+def test_sets_are_never_empty_and_ends_belong_to_intervals() -> None:
+    x, y, _ = examples(0, 30)
+    probs: Tensor = classes(x).probs  # type: ignore[attr-defined]
+    for threshold in (0.0, 0.4, 1.0):
+        found = ConformalSets(classes, threshold, 0.9)(x)
+        wanted = probs >= 1 - threshold
+        wanted[torch.arange(30), probs.argmax(1)] = True
+        assert torch.equal(found, wanted)
+        covered = ConformalSets(classes, threshold, 0.9).covers(x, y)
+        assert torch.equal(covered, wanted[torch.arange(30), y])
+    flat = ConformalIntervals(lambda at: Normal(torch.zeros(len(at)), 0.5), 2.0, 0.9)
+    ends = torch.tensor([-1.01, -1.0, 1.0, 1.01])
+    assert flat.covers(torch.zeros(4, 1), ends).tolist() == [False, True, True, False]
 
 
 def test_the_action_of_largest_expected_utility_is_taken() -> None:

@@ -158,7 +158,7 @@ def test_a_sharded_reference_in_float32_gives_the_answers_of_the_whole(
     launched(2, work, tmp_path / "log")
     wanted, found = answers(Ranks()), load_file(tmp_path / "found")
     for name in wanted:
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-6, atol=1e-6)
 
 
 def test_what_goes_wrong_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@ is none."""
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +130,39 @@ def test_the_bandwidth_is_that_of_as_many_simulations(num: int) -> None:
     x = randn(600, 1, seed=4)
     choose_bandwidth(Counted(), None, x, num=num, generator=generator(0))  # type: ignore[arg-type]
     assert drawn == [256] + [344] * num
+
+
+def test_the_bandwidth_maximises_the_likelihood_and_shrinks_with_the_reference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a finer search over the same points, then by the rate N^(-1 / (4 + d))."""
+    monkeypatch.setattr("advbayes.purification.simulation._OTHERS", 200)
+    x = randn(1000, 2, seed=4)
+    order = torch.randperm(1000, generator=generator(0))
+    square = torch.cdist(x[order[:256]], x[order[256:456]]).square()
+    grid = torch.linspace(-4, 2, 4000, dtype=torch.float64).exp()
+    scores = [(square * (-0.5 / h**2)).logsumexp(1).mean() - 2 * h.log() for h in grid]
+    best = float(grid[int(torch.stack(scores).argmax())])
+    found = choose_bandwidth(Noise(0.0), None, x, generator=generator(0))  # type: ignore[arg-type]
+    assert found == pytest.approx(best * (200 / 1000) ** (1 / 6), rel=0.04)
+
+
+def test_options_reach_the_purifier_within(tmp_path: Path) -> None:
+    model = BayesianModel(nn.Linear(3, 3).to(FLOAT), Categorical())
+    thetas = randn(2, model.num_params)
+
+    class Standard:
+        def sample(self, n: int) -> Tensor:
+            return randn(n, 3, seed=11)
+
+    options: dict[str, Any] = {"bandwidth": 0.3, "num_simulations": 4, "num_samples": 30}
+    made = SimulatedPurifier(
+        model, Noise(0.2), thetas, Standard(), "offline", folder=tmp_path / "tables", **options
+    )
+    store = made.purifier.store
+    assert (made.purifier.update, store.num_reference, store.num_thetas) == ("offline", 30, 2)
+    assert store.folder == tmp_path / "tables"
+    weights = [bank.log_weight for bank in store.banks]  # type: ignore[union-attr]
+    assert weights == pytest.approx([-math.log(4)] * 4)
+    with pytest.raises(ValueError, match="memory_limit must be at least"):
+        SimulatedPurifier(model, Noise(0.2), thetas, Standard(), memory_limit=1, **options)
