@@ -1479,13 +1479,6 @@ _through = _Shared()""",
         "test_distributed",
     ),
     Bug(
-        "a convolution of x without its gradient is taken for one of x",
-        "accelerated/passes.py",
-        "is_x_itself = x.is_leaf and x.requires_grad",
-        "is_x_itself = x.is_leaf",
-        "test_accelerated",
-    ),
-    Bug(
         "threads forget that no gradient is wanted",
         "accelerated/passes.py",
         "pool.map(with_gradients(work), slices)",
