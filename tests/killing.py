@@ -63,6 +63,9 @@ def signalled(argv: Sequence[str], number: int, when: float) -> tuple[int, float
     """Send a signal after so many seconds; how the child ended and how long that took from the
     signal."""
     pid = start(argv)
+    if number != signal.SIGKILL:  # until it catches signals, the child is not yet the command
+        while not _catches(pid, signal.SIGTERM) and not _ended(pid):
+            time.sleep(0.0005)
     sent: list[float] = []
 
     def send() -> None:
@@ -100,6 +103,10 @@ def _catches(pid: int, number: int) -> bool:
     status = Path(f"/proc/{pid}/status").read_text()
     mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")), "0")
     return bool(int(mask, 16) >> (number - 1) & 1)
+
+
+def _ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def state_of(run: Path) -> dict[str, bytes]:
