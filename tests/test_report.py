@@ -703,6 +703,26 @@ def test_the_audit_of_a_run_is_told(run_folder: Path, tmp_path: Path) -> None:
     assert not any(row["dagger"] for row in document["table"])
 
 
+def test_what_an_audit_evaluates_is_no_second_predictor(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from advbayes.auditing import Verdict
+    from advbayes.runs import Run, load_trained, prepare, verdict
+
+    copy = tmp_path / "run"
+    shutil.copytree(run_folder, copy)
+    monkeypatch.setattr(verdict, "audit", lambda *_, tier, **__: Verdict((), tier))
+    run, trained = Run.open(copy), load_trained(copy)
+    with run.lock():
+        verdict.audit_run(run, trained, prepare(run.config), L2(0.7, box=(0, 1)), num=24, seed=3)
+    paths = report_run(copy, tmp_path / "out")
+    document = json.loads(paths.json.read_text())
+    assert document["predictors"] == ["mix"]
+    assert document["audit"].keys() == {"mix"}
+    command = f"advbayes audit {copy} --eps 0.7 --norm l2 --num 24 --thetas 20 --seed 3"
+    assert command in Page(paths.html.read_text()).words
+
+
 def test_several_runs_are_compared(run_folder: Path, tmp_path: Path) -> None:
     other = trained_run(tmp_path / "none", "none")
     document = json.loads(report_runs([run_folder, other], tmp_path / "out").json.read_text())

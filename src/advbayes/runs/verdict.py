@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from advbayes import store
-from advbayes.attacks import pgd
 from advbayes.attacks.balls import Ball
 from advbayes.auditing import Budget, Support, ThreatModel, Verdict, audit, audit_cost
 from advbayes.distributed import ranks
 from advbayes.evaluation import evaluate
 from advbayes.evaluation.files import fingerprint
 from advbayes.predictive import FreshPredictive
+from advbayes.runs.attacking import make_attack
 from advbayes.runs.building import Prepared
 from advbayes.runs.folder import Run
 from advbayes.runs.trained import Trained
@@ -67,15 +67,22 @@ def audit_run(
             / "evaluation"
             / f"audit-{type(ball).__name__}-{ball.eps:g}-{len(rows[0])}-{num_thetas}"
         )
+        # named as `advbayes evaluate` does, so that a report has one row for one predictor
         evaluate(
-            predict,
+            {trained.defense: predict},
             rows,
-            attacks={"PGD": pgd(ball)},
+            attacks={"pgd": make_attack("pgd", ball, task=trained.task)},
             radii=(ball.eps,),
             train_y=data.y_train,
             seed=seed,
             out=saved,
         )
+        if ranks().is_first:
+            options = {"eps": ball.eps, "norm": type(ball).__name__.lower(), "num": len(rows[0])}
+            options |= {"thetas": num_thetas, "seed": seed}
+            words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+            command = ["advbayes", "audit", str(run.path), *words]
+            store.write_document(saved / "command.json", command)
     verdict = audit(
         predict,
         rows,
