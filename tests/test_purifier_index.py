@@ -75,6 +75,48 @@ def test_what_is_left_out_is_no_more_than_told() -> None:
     assert float((found - wanted).abs().max()) > 1e-9
 
 
+@pytest.mark.parametrize("update", ["online", "offline"])
+def test_diagnoses_and_quantiles_are_those_of_all_centres(update: str) -> None:
+    """Also where an index finds fewer centres than it may give, near the first of them all."""
+    for num_nearest in (60, 1500):
+        exact, indexed, x = both(0, update, num_nearest=num_nearest)
+        x = torch.cat(
+            [x[::6], exact.store.banks[0].centres.block(slice(0, 1), slice(0, 3))[0] + 0.05]
+        )  # type: ignore[union-attr]
+        told, wanted = indexed.diagnose(x), exact.diagnose(x)
+        assert torch.equal(told.nearest, wanted.nearest)
+        for name in ("log_evidence", "ess_reference", "ess_theta", "distance"):
+            torch.testing.assert_close(
+                getattr(told, name), getattr(wanted, name), rtol=1e-4, atol=1e-4
+            )
+        found, prediction = indexed(x), exact(x)
+        y = prediction.mean + 0.1
+        torch.testing.assert_close(found.cdf(y), prediction.cdf(y), rtol=1e-4, atol=1e-5)
+        level = torch.tensor(0.3)
+        torch.testing.assert_close(found.icdf(level), prediction.icdf(level), rtol=1e-3, atol=1e-3)
+        draws = found.sample((500,), generator=generator(0))
+        error = (draws.mean(0) - prediction.mean) / (prediction.variance / 500).sqrt()
+        assert float(error.abs().max()) < 4.9
+
+
+def test_as_many_cells_are_visited_as_the_bound_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, query = points_of("everywhere")
+    model = BayesianModel(nn.Linear(6, 3).double(), Categorical())
+    thetas = torch.zeros(1, model.num_params, dtype=torch.float64)
+    purified = Purifier(model, Noise(0.1), thetas, x, index="faiss", num_nearest=40)
+    assert purified._index is not None
+
+    def proven(first: int, most: float) -> int:
+        monkeypatch.setattr("advbayes.purification.index._FIRST", first)
+        monkeypatch.setattr("advbayes.purification.index._MOST", most)
+        bound = purified._index.search(purified.store, query, 1e-6)[1]  # type: ignore[union-attr]
+        return int((bound <= 1e-6).sum())
+
+    few, many = proven(2, 0.0), proven(2, 0.5)
+    assert many > 1.5 * few
+    assert abs(many - proven(8, 0.5)) <= 2  # wherever the search began
+
+
 def points_of(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Centres and queries: clusters with some points twice, points all over, a line far away."""
     source = generator(4)

@@ -412,7 +412,14 @@ def weights(store: Store, query: Query, sums: Sums) -> Iterator[Block]:
         for number, (groups, rows) in enumerate(bank.tiles(len(query))):
             thetas = slice(0, store.num_thetas) if bank.groups == 1 else groups
             tile = groups, rows
-            terms = _terms(bank, part, query, number, tile, None, slice(None), rooms, torch.float64)
+            if query.nearest is None:
+                everyone = slice(None)
+                terms = _terms(
+                    bank, part, query, number, tile, None, everyone, rooms, torch.float64
+                )
+            else:  # all that there is are the leading ones
+                shape = groups.stop - groups.start, len(query), rows.stop - rows.start
+                terms = rooms[1].of(part.sums, torch.float64, *shape).zero_()
             _set_leading(terms, part, groups, rows, slice(None), leading)
             if not isinstance(bank, GaussianBank):  # all count alike where all exclude a query
                 excluded = (part.peak[groups] == -math.inf).unsqueeze(-1)
