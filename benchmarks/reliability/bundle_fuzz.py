@@ -1,5 +1,5 @@
-"""Load random bundles for a while: altered settings and bytes under correct hashes, and altered
-archives; typed errors only."""
+"""Load random bundles for a while, as a model, as a predictor of raw rows and as a run's: altered
+settings and bytes under correct hashes, and altered archives; typed errors only."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import outcome
 import torch
+from sklearn.preprocessing import StandardScaler
 from tests import faults
 
 from advbayes import (
@@ -28,8 +30,11 @@ from advbayes import (
     entropy,
     nll,
 )
+from advbayes.checks import InputError
+from advbayes.datasets import Encoding, Standardize
 from advbayes.networks import FullyConnectedGenerator, mlp
-from advbayes.store import StoreError, archive, load, read_manifest, save
+from advbayes.runs import load_trained
+from advbayes.store import archive, load, preprocessing, read_manifest, save
 
 SEED = 0
 
@@ -49,6 +54,8 @@ def main() -> None:
     attack = AttackChannel(PGD(ball, stages=((nll, 3), (entropy, 2))), 0.3)
     learned = Learned(FullyConnectedGenerator(3, num_classes=2, width=8), Linf(0.3))
     model = BayesianModel(mlp(3, 2), Categorical())
+    rows = np.array([[1.0, "red"], [2.0, "blue"]], object)
+    encoding = Encoding.fit(("size", "colour"), rows, numeric=(True, False))
     ended: Counter[str] = Counter()
     failures: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +67,21 @@ def main() -> None:
             posterior=MeanField(model),
             channel=channel,
             class_names="ab",
-            threat_model={"ball": ball},
+            scaling=Standardize.fit(torch.rand(4, 3)).to_dict(),
+            threat_model={
+                "ball": ball,
+                "norm": "l2",
+                "eps": 0.5,
+                "box": [-1, 1],
+                "mask": [True] * 3,
+            },
+            extra={
+                "event": [3],
+                "seed": 1,
+                "feature_names": list(encoding.feature_names),
+                "encoding": encoding.to_json(),
+                "steps": preprocessing.encode(StandardScaler().fit(torch.rand(4, 2).numpy())),
+            },
         )
         parts = {part.name: (base / part.file).read_bytes() for part in read_manifest(base).parts}
         while time.time() - start < seconds:
@@ -87,11 +108,12 @@ def main() -> None:
                     continue
             path.write_bytes(data)
             try:
-                load(path)
+                load(path).predictor(2)
+                load_trained(path)
                 ended[f"{kind}: loaded"] += 1
                 if kind == "archive":
                     failures.append("an altered archive was loaded")
-            except StoreError:
+            except InputError:
                 ended[f"{kind}: refused"] += 1
             except BaseException as error:
                 ended[f"{kind}: failed"] += 1
