@@ -108,9 +108,8 @@ def ball_for(
         mask = trained.mask
     elif trained.encoding is not None:  # text and what is missing stay out of reach
         mask = mask & trained.encoding.mask
-    return make_ball(
-        norm or trained.norm, eps, trained.box, mask, trained.scale if scale is None else scale
-    )
+    scale = trained.scale if scale is None else scale
+    return make_ball(norm or trained.norm, eps, trained.box, mask, scale)
 
 
 def budgets(entries: Sequence[str] | None, eps: float) -> dict[str, float]:

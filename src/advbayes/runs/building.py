@@ -150,8 +150,8 @@ def reach_of(
                 f"{key}: must name features of the data, got {', '.join(unknown)}; there are "
                 f"{there}"
             )
-    free = [not {*pair} & {*fixed} for pair in zip(names, columns, strict=True)]
-    mask = torch.tensor(free) if fixed else None
+    fixed = [name for name, column in zip(names, columns, strict=True) if {name, column} & {*fixed}]
+    mask = torch.tensor([name not in fixed for name in names]) if fixed else None
     if mask is not None and not bool(mask.any()):
         raise ConfigError(
             "fixed: must leave at least one feature that the attacker may change, got all of them"
