@@ -1044,7 +1044,7 @@ def test_e5_what_a_mask_leaves_to_the_attacker_has_a_say(
 ) -> None:
     found = case(ball=L2(0.5, mask=torch.arange(5) == 0), attacks={"a": Half(BALL)})
     found.memory |= {"radii": [(9.0, columns(100, 100))], "clean": columns(100, 0)}
-    monkeypatch.setattr(strength, "_at", lambda case, eps, free: columns(100, taken))
+    monkeypatch.setattr(strength, "_left_by", lambda *_: columns(100, taken))
     result = strength.unbounded(found)
     assert result.status == wanted
     assert result.figures["in_reach"] == 1 - taken / 100

@@ -67,6 +67,24 @@ def test_mcnemar_is_at_one_percent(more: int, wanted: bool) -> None:
     assert strength.breaks_more(case(), columns(50), columns(50 + more))[0] is False
 
 
+@pytest.mark.parametrize(
+    ("ball", "wanted"),
+    [
+        (L2(0.0101), None),
+        (L2(0.0099), [True, False, True]),
+        (L2(0.0101, scale=torch.tensor([1.0, 0.98, 1.0])), [True, False, True]),
+        (L2(0.0101, scale=torch.tensor([1.0, 2.0, 1.0])), None),
+        (L2(0.0101, mask=torch.tensor([False, True, True])), [False, True, True]),
+        # most of what varies is out of reach, the constant feature not counted: eps is small
+        (L2(0.0099, mask=torch.tensor([False, True, True])), [False, True, True]),
+        (L2(1e-9), None),
+    ],
+)
+def test_e5_within_reach_is_a_hundredth_of_the_extent(ball: Any, wanted: list[bool] | None) -> None:
+    reach = strength.within_reach(ball, torch.tensor([[0.0, 2.0, 1.0], [0.1, 3.0, 1.0]]))
+    assert (None if reach is None else reach.tolist()) == wanted
+
+
 @pytest.mark.parametrize(("more", "wanted"), [(6, "passed"), (7, "failed")])
 def test_e13_transfer(more: int, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = case(support=Support(siblings={"other": lambda x: predict(x)}))

@@ -104,7 +104,7 @@ def _class(value: type, memo: dict[int, Any]) -> type:
         return cast(type, memo.get(id(value), value))
     try:
         space = {"__slots__": (), "__module__": value.__module__}
-        made = cast(type, type(value)(value.__name__, (value,), space))
+        made = type(value)(value.__name__, (value,), space)
     except TypeError:  # an enumeration, a final class
         return value
     memo[id(value)] = made

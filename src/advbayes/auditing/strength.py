@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from advbayes import metrics
-from advbayes.attacks import loss_and_gradient, nll, one_step, squared_error
+from advbayes.attacks import loss_and_gradient, nll, one_step, squared_error, with_ball
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import score
 from advbayes.attacks.parts import losses_of, steps_of, with_eps, with_restarts, with_steps
 from advbayes.auditing.case import POINT, Case, finding, judged, not_applicable, not_run
@@ -97,20 +98,45 @@ def _radii(case: Case) -> list[tuple[float, Columns]]:
     def at(eps: float) -> Columns:
         if eps == case.ball.eps and case.claim is None:
             return worst(list(case.columns().values()), case.task)
-        return _at(case, eps, free=eps == whole)
+        attacks = {
+            name: with_eps(attack, eps, free=eps == whole) for name, attack in case.attacks.items()
+        }
+        return _left_by(case, attacks, f"eps {eps!r}")
 
     return case.once("radii", lambda: [(eps, at(eps)) for eps in radii])
 
 
-def _at(case: Case, eps: float, *, free: bool) -> Columns:
-    """What the attacks leave at another eps, each of them asked about the rest alone."""
-    attacks = {name: with_eps(attack, eps, free=free) for name, attack in case.attacks.items()}
-    purpose = f"eps {eps!r}{' in reach' * (not free and case.ball.mask is not None)}"
-    first = next(iter(attacks))
-    columns = case.union({first: attacks.pop(first)}, purpose)
-    for name, attack in attacks.items():
+def _left_by(case: Case, attacks: dict[str, Attack], purpose: str) -> Columns:
+    """What the attacks leave, each of them asked about the rest alone."""
+    (name, first), *others = attacks.items()
+    columns = case.union({name: first}, purpose)
+    for name, attack in others:
         columns = further(case, f"{purpose} {name}", attack, columns)
     return columns
+
+
+def within_reach(ball: Ball, x: Tensor) -> Tensor | None:  # (*event) bool
+    """The features that the mask leaves to the attacker, without the few that eps moves by less
+    than a hundredth of their extent; None where these are all.
+
+    >>> from advbayes import L2
+    >>> within_reach(L2(0.5, scale=torch.tensor([1.0, 0.01])), torch.tensor([[0.0, 0], [1, 1]]))
+    tensor([ True, False])
+    """
+    extent = x.amax(0) - x.amin(0)
+    scale = torch.ones(()) if ball.scale is None else torch.as_tensor(ball.scale)
+    allowed = torch.ones_like(extent, dtype=torch.bool)
+    allowed = allowed if ball.mask is None else allowed & ball.mask.to(x.device)
+    far = allowed & (ball.eps * scale.to(x) < 0.01 * extent)
+    if int(far.sum()) <= int((allowed & ~far & (extent > 0)).sum()):  # else eps is just small
+        allowed = allowed & ~far
+    return None if bool(allowed.all()) else allowed
+
+
+def _box_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The range of each feature; a constant one may move by one."""
+    low, high = x.amin(0), x.amax(0)
+    return low - (low == high).to(x), high + (low == high).to(x)
 
 
 def monotone(case: Case) -> Finding:
@@ -138,27 +164,34 @@ def monotone(case: Case) -> Finding:
 
 
 def unbounded(case: Case) -> Finding:
-    """E5: with the whole box to move in, nothing is left; and what a mask leaves to the attacker
-    has a say in the answers, or the labels may sit in what it keeps from it."""
+    """E5: with the whole box to move in, nothing is left; and where some features are out of the
+    attacker's reach, the others have a say in the answers, or the labels may sit in those."""
     case = case.calm()
-    if case.task == "regression":
-        return not_applicable("E5", "regression has no accuracy")
     if not case.attacks:
         return not_run("E5", "give the attacks, not only their arrays")
-    curve = _radii(case)
-    # points of a smaller ball are in the larger one
-    left = case.value(worst([columns for _, columns in curve], case.task))
+    figures: dict[str, float] = {}
+    bad = void = False
+    if case.task == "classification":
+        curve = _radii(case)
+        # points of a smaller ball are in the larger one
+        left = case.value(worst([columns for _, columns in curve], case.task))
+        figures, bad = {"eps": curve[-1][0], "accuracy": left}, left > 0.01
+    reach = within_reach(case.ball, case.x)
+    if reach is None and case.task == "regression":
+        return not_applicable("E5", "regression has no accuracy")
+    if reach is not None:
+        ball = replace(case.ball, mask=reach, box=case.ball.box or _box_of(case.x))
+        ball = replace(ball, eps=extent_of(ball, case.x))
+        attacks = {name: with_ball(each, ball) for name, each in case.attacks.items()}
+        reached = worst([case.clean, _left_by(case, attacks, "in reach")], case.task)
+        clean, kept = case.value(case.clean), case.value(reached)
+        figures |= {"clean": clean, "in_reach": kept}
+        void = clean - kept <= 0.01 + 1e-9 and (case.task == "regression" or clean > 0.01)
     advice = (
         "some of the answer does not come from what the attacker may touch (leaked labels, "
         "masked gradients)"
     )
-    figures = {"eps": curve[-1][0], "accuracy": left}
-    void = False
-    if case.ball.mask is not None:
-        reached = worst([case.clean, _at(case, curve[-1][0], free=False)], case.task)
-        figures |= {"clean": case.value(case.clean), "in_reach": case.value(reached)}
-        void = figures["clean"] - figures["in_reach"] <= 0.01 + 1e-9 < figures["clean"]
-    return judged("E5", left > 0.01 or void, advice, **figures)
+    return judged("E5", bad or void, advice, **figures)
 
 
 def further(
