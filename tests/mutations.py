@@ -1117,8 +1117,8 @@ _through = _Shared()""",
     Bug(
         "experiments: best with too few seeds",
         "experiments/scores.py",
-        "len(self.seeds(row)) < MIN_SEEDS for row in rows",
-        "len(self.seeds(row)) < 2 for row in rows",
+        "len(self.seeds(row)) >= MIN_SEEDS]",
+        "len(self.seeds(row)) >= 2]",
         "test_experiments",
     ),
     Bug(
