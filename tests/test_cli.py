@@ -124,7 +124,7 @@ def test_help_loads_little() -> None:
 
 def test_the_package_loads_little_beyond_torch() -> None:
     script = (
-        "import sys, torch\n"
+        "import sys, numpy, torch\n"
         "before = set(sys.modules)\n"
         "import advbayes\n"
         "for name in advbayes.__all__: getattr(advbayes, name)\n"
