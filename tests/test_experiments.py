@@ -271,7 +271,7 @@ def test_certified_records_are_certificates() -> None:
     """At most sigma Phi^-1(alpha^(1/n)), correct ones alone in the average."""
     settings = {"data": "digits", "epochs": 30, "lr": 0.01, "defense": "noise", "sigma": 0.25}
     rows = {"posterior": Row(Defense("", {}))}
-    experiment = Experiment("", settings, rows, num_test=30, steps=2, measure="certified")
+    experiment = Experiment("", settings, rows, num_test=30, draws=400, measure="certified")
     records, about = run_unit(Unit(experiment, "posterior", 0))
     longest = 0.25 * stats.norm.ppf(0.001 ** (1 / about["draws"]))
     assert about["draws"] == 400

@@ -16,6 +16,7 @@ from advbayes import (
     BayesianModel,
     Categorical,
     ChannelELBO,
+    Consistency,
     Gaussian,
     Linf,
     LogitPairing,
@@ -358,6 +359,44 @@ def test_18_logit_pairing() -> None:
         3 * (expected["adversarial"] - 0.4 * expected["pairing"]), theta
     )
     assert_exact(gradient, wanted)
+
+
+@pytest.mark.parametrize("entropy", [0.0, 0.7])
+@pytest.mark.parametrize("num_channel", [2, 3])
+def test_18_consistency(num_channel: int, entropy: float) -> None:
+    """The divergence of each sample's prediction from their mean, and the mean's entropy."""
+    model, noise = classifier(DIM, CLASSES), 0.8
+    posterior = PointMass(model, init=THETA)
+    objective = ChannelELBO(
+        18, num_channel=num_channel, penalty=Consistency(2.5, entropy), kl_weight=0.0
+    )
+    samples = objective.corrupt(
+        model, THETA[None], Noise(noise), INPUTS, LABELS, generator=generator(0)
+    )[0]
+    terms = objective.terms(model, posterior, posterior.rsample(1), INPUTS, samples[None], LABELS)
+    theta = THETA.clone().requires_grad_()
+    probs = torch.stack([model.at(theta)(one).probs for one in samples])  # type: ignore[attr-defined]
+    mean = probs.mean(0)
+    spread = (mean * (mean.log() - probs.log())).sum(-1).mean(0)  # (B,)
+    wanted = (2.5 * spread - entropy * (mean * mean.log()).sum(-1)).sum() * 3
+    assert float(spread.detach().sum()) > 0.01
+    assert_exact(terms.penalty, wanted)
+    assert_exact(
+        terms.log_likelihood,
+        3 * sum(model.log_likelihood(THETA, one, LABELS).sum() for one in samples) / num_channel,
+    )
+    (gradient,) = torch.autograd.grad(terms.penalty, posterior.theta)
+    assert_exact(gradient, torch.autograd.grad(wanted, theta)[0])
+
+
+def test_18_consistency_wants_samples_to_compare() -> None:
+    with pytest.raises(ValueError, match="num_channel must be >= 2 for a Consistency penalty"):
+        ChannelELBO(18, penalty=Consistency())
+    net = torch.nn.Linear(DIM, 1).double()
+    model = BayesianModel(net, Gaussian(1.0))
+    objective = ChannelELBO(18, num_channel=2, penalty=Consistency())
+    with pytest.raises(TypeError, match="regression, got Consistency"):
+        objective(model, PointMass(model), Noise(0.1), INPUTS, INPUTS[:, 0])
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,7 @@ KEYS: dict[str, tuple[str, dict[str, str], Callable[[Any], Any], Any]] = {
     "sigma": ("0.7", {"defense": "noise"}, lambda t: t.channel.sigma, 0.7),
     "attack_steps": ("2", {"defense": "pgd"}, lambda t: t.channel.attack.stages[0][1], 2),
     "beta": ("0.5", {"defense": "trades"}, None, None),
+    "precision": ("bfloat16", {}, None, None),
     "epochs": ("2", {}, lambda t: Run(t.path).manifest["steps"], 8),
     "batch_size": ("32", {}, lambda t: Run(t.path).manifest["steps"], 2),
     "lr": ("0.1", {}, None, None),

@@ -30,7 +30,7 @@ _HOMES = {
     "evaluation": "Evaluation evaluate load_evaluation rescore selective_task with_eps",
     "likelihoods": "Categorical Gaussian GaussianMixture HeteroscedasticGaussian",
     "model": "BayesianModel",
-    "objectives": "ChannelELBO LogitPairing Trades",
+    "objectives": "ChannelELBO Consistency LogitPairing Trades",
     "posteriors": "Ensemble LowRank MeanField PointMass Posterior Samples",
     "predictive": (
         "FreshPredictive PosteriorPredictive Smoothed certify conformal_intervals conformal_sets "
@@ -146,6 +146,7 @@ if TYPE_CHECKING:
     from advbayes.likelihoods import HeteroscedasticGaussian as HeteroscedasticGaussian
     from advbayes.model import BayesianModel as BayesianModel
     from advbayes.objectives import ChannelELBO as ChannelELBO
+    from advbayes.objectives import Consistency as Consistency
     from advbayes.objectives import LogitPairing as LogitPairing
     from advbayes.objectives import Trades as Trades
     from advbayes.posteriors import Ensemble as Ensemble

@@ -132,9 +132,16 @@ class BayesianModel:
         theta: Tensor | Parts,  # (P,)
         x: Tensor,  # (B, *event)
     ) -> tuple[Tensor, Tensor]:  # (B, O), (num_extra,)
-        """The network's raw output at one theta, and the likelihood's coordinates of theta."""
+        """The network's raw output at one theta, and the likelihood's coordinates of theta.
+
+        Under `torch.autocast` the layers compute in the lower precision, and the output is rounded
+        no further: losses and probabilities of bfloat16 would stand still near 0 and 1.
+        """
         parts = self.parts(theta) if isinstance(theta, Tensor) else theta
-        return _as_matrix(self._trees.run(parts, self.laid_out(x))), parts[-1]
+        output = _as_matrix(self._trees.run(parts, self.laid_out(x)))
+        if output.dtype != self.dtype and torch.is_autocast_enabled(x.device.type):
+            output = output.to(self.dtype)
+        return output, parts[-1]
 
     def laid_out(self, x: Tensor) -> Tensor:
         """x in the memory order in which the net is fastest."""

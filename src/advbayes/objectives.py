@@ -1,13 +1,14 @@
 """The variational objectives of the proactive defense (sections 3.3 and 3.4, SM-3, SM-4).
 
 One tensor, log p(y_b | x'_skb, theta_s) of shape (S, K, B), and its one-line reductions.
-Adversarial training, TRADES, logit pairing and the robust Gibbs posterior are settings
+Adversarial training, TRADES, logit pairing, consistency and the robust Gibbs posterior are settings
 (docs/defenses.md).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -95,6 +96,45 @@ class LogitPairing:
         return self.weight * (clean.output - adversarial.output).square().sum(-1)
 
 
+@dataclass(frozen=True)
+class Consistency:
+    """weight KL(p_mean || p(. | x'_k)) + entropy H(p_mean), p_mean = 1/K sum_k p(. | x'_k).
+
+    Over K >= 2 channel samples of a classifier: a smoothed one is sure where its votes agree (Jeong
+    and Shin 2020).
+
+    >>> Consistency(10.0)
+    Consistency(weight=10.0, entropy=0.5)
+    """
+
+    weight: float = 10.0
+    entropy: float = 0.5
+
+    def __post_init__(self) -> None:
+        checks.number("weight", self.weight, low=0)
+        checks.number("entropy", self.entropy, low=0)
+
+    @property
+    def likelihood(self) -> str:
+        return "adversarial"
+
+    def __call__(self, model: BayesianModel, clean: Outputs, adversarial: Outputs) -> Tensor:
+        """Of one sample x'_k; what takes the place of `clean` is the mean of all."""
+        mean, one = model.likelihood(*clean), model.likelihood(*adversarial)
+        if not predicts_classes(mean):
+            raise checks.InputTypeError(
+                "penalty must be Trades or LogitPairing for a regression, got Consistency"
+            )
+        spread = self.weight * divergence(mean, one)
+        return spread - self.entropy * (mean.probs * mean.logits).sum(-1)
+
+
+def _mean_prediction(samples: Sequence[Outputs]) -> Outputs:
+    """Outputs whose prediction is the mean of the samples' class probabilities."""
+    log_probs = torch.stack([each.output.log_softmax(-1) for each in samples])
+    return Outputs(torch.logsumexp(log_probs, 0) - math.log(len(samples)), samples[0].extra)
+
+
 def divergence(p: Distribution, q: Distribution) -> Tensor:
     """KL(p || q) of each example; finite for categoricals at any logits.
 
@@ -143,6 +183,11 @@ class ChannelELBO:
         checks.count("num_channel", self.num_channel)
         checks.choice("bound", self.bound, BOUNDS)
         checks.number("kl_weight", self.kl_weight, low=0)
+        if isinstance(self.penalty, Consistency) and self.num_channel < 2:
+            raise checks.InputError(
+                f"num_channel must be >= 2 for a Consistency penalty, which compares channel "
+                f"samples, got {self.num_channel}"
+            )
 
     def __call__(
         self,
@@ -274,8 +319,11 @@ class ChannelELBO:
         assert self.penalty is not None
         scores, omegas = [], []
         for theta, inputs in zip(thetas, x_adv, strict=True):
-            clean = Outputs(*model.output(theta, x))
             attacked = [Outputs(*model.output(theta, one)) for one in inputs]
+            if isinstance(self.penalty, Consistency):
+                clean = _mean_prediction(attacked)
+            else:
+                clean = Outputs(*model.output(theta, x))
             scored = (
                 attacked if self.penalty.likelihood == "adversarial" else [clean] * len(attacked)
             )

@@ -361,10 +361,11 @@ def _certified(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
     fresh = FreshPredictive(model, posterior, 1, generator=generator)
     every = len(data.x_test) // experiment.num_test
     x, y = data.x_test[::every], data.y_test[::every]
-    draws = 200 * experiment.steps
-    certificates = certify(
-        Smoothed(fresh, config.sigma), x, n=draws, alpha=0.001, generator=generator
-    )
+    draws, lower = experiment.draws, config.precision == "bfloat16"
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=lower):
+        certificates = certify(
+            Smoothed(fresh, config.sigma), x, n=draws, alpha=0.001, generator=generator
+        )
     records: list[Record] = [
         {"index": every * index, "correct": bool(right), "radius": float(radius)}
         for index, (right, radius) in enumerate(

@@ -92,6 +92,7 @@ UNAUDITED = (
 DEFENSES = {
     "none": "without any adversary in training",
     "noise": "through Gaussian noise on the inputs",
+    "consistency": "through Gaussian noise on the inputs, with a penalty where its draws disagree",
     "at": "by adversarial training (half of each batch under a one-step attack)",
     "os": "through a one-step attack followed by noise",
     "os50": "through a one-step attack followed by noise, on half of each batch",

@@ -25,7 +25,7 @@ from advbayes.evaluation.inputs import warn_units
 from advbayes.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian
 from advbayes.model import BayesianModel
 from advbayes.networks import ConvGenerator, FullyConnectedGenerator, conv_net, mlp
-from advbayes.objectives import ChannelELBO, LogitPairing, Penalty, Trades
+from advbayes.objectives import ChannelELBO, Consistency, LogitPairing, Penalty, Trades
 from advbayes.posteriors import Ensemble, LowRank, MeanField, PointMass, Posterior
 from advbayes.runs.config import ConfigError, RunConfig, parse_feature_eps
 from advbayes.seeds import GlobalStream, seed_for
@@ -355,7 +355,7 @@ def build_defense(
     """
     regression = data.dataset.task == "regression"
     ball = make_ball(config.norm, config.eps, mask=data.mask, scale=data.scale)
-    if config.defense not in ("none", "noise"):
+    if config.defense not in ("none", "noise", "consistency"):
         warn_units(ball, data.x_train, "the training adversary")
         if data.mask is not None and not bool(data.mask.any()):
             warnings.warn(
@@ -386,6 +386,7 @@ def build_defense(
     penalties: dict[str, Penalty] = {
         "trades": Trades(config.beta, likelihood="clean"),
         "alp": LogitPairing(config.beta),
+        "consistency": Consistency(config.beta),
     }
     penalty = penalties.get(config.defense)
     weights = None
@@ -428,7 +429,7 @@ def schedule(
     return epochs, LAST_LR ** (1 / max(epochs, usual)) if decay is None else decay
 
 
-NAMED_CHANNELS = ("none", "noise", "at", "os", "os50", "mix", "pgd", "trades", "alp")
+NAMED_CHANNELS = ("none", "noise", "at", "os", "os50", "mix", "pgd", "trades", "alp", "consistency")
 
 
 def named_channel(
@@ -445,7 +446,7 @@ def named_channel(
     match name:
         case "none":
             return Noise(0.0)
-        case "noise":
+        case "noise" | "consistency":
             return Noise(sigma)
         case "at":
             return Mixture([0.5, 0.5], [Noise(0.0), AttackChannel(one_step(ball, main))])

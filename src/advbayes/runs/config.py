@@ -101,7 +101,8 @@ class RunConfig(BaseModel):
     ] = "learned"
 
     defense: Annotated[
-        Literal["none", "noise", "at", "os", "os50", "mix", "pgd", "trades", "alp", "nn", "nn50"],
+        Literal["none", "noise", "consistency", "at", "os", "os50", "mix", "pgd"]
+        | Literal["trades", "alp", "nn", "nn50"],
         Field(description="The channel trained through; docs/defenses.md lists them"),
     ] = "mix"
     channel: Annotated[
@@ -128,7 +129,7 @@ class RunConfig(BaseModel):
     sigma: Annotated[NonNegative, Field(description="Noise of the channel")] = 0.1
     attack_steps: Annotated[Count, Field(le=10_000, description="Steps of the pgd defense")] = 7
     beta: Annotated[
-        NonNegative, Field(description="Weight of the TRADES or logit-pairing penalty")
+        NonNegative, Field(description="Weight of the TRADES, logit-pairing or consistency penalty")
     ] = 6.0
 
     epochs: Annotated[
@@ -162,6 +163,13 @@ class RunConfig(BaseModel):
     compile: Annotated[
         bool, Field(description="compile the step: slow to start, faster to run")
     ] = False
+    precision: Annotated[
+        Literal["float32", "bfloat16"],
+        Field(
+            description="Of the layers in training, weights stay float32: bfloat16 is faster where "
+            "the processor has it, slower where not"
+        ),
+    ] = "float32"
     own_thetas: Annotated[
         bool, Field(description="on several ranks, thetas for each of them: less variance")
     ] = False
@@ -222,9 +230,14 @@ class RunConfig(BaseModel):
             raise InputError(
                 f"network: must be auto or mlp for a table, got 'conv' for {self.data!r}"
             )
-        if self.defense in ("os", "os50", "mix", "noise") and self.sigma == 0:
+        if self.defense in ("os", "os50", "mix", "noise", "consistency") and self.sigma == 0:
             raise InputError(
                 f"sigma: must be > 0 for defense {self.defense!r} (its channel is noisy), got 0"
+            )
+        if self.defense == "consistency" and self.num_channel < 2:
+            raise InputError(
+                f"num_channel: must be >= 2 for defense 'consistency', which compares channel "
+                f"samples, got {self.num_channel}"
             )
         return self
 

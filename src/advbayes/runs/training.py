@@ -184,20 +184,22 @@ def fit_run(
 ) -> FitResult:
     """`fit` with the settings of a run."""
     epochs, decay = schedule(config.epochs, config.decay, len(data.x_train), config.batch_size)
-    return fit(
-        model,
-        posterior,
-        channel,
-        (data.x_train, data.y_train),
-        objective=objective,
-        epochs=epochs,
-        batch_size=config.batch_size,
-        lr=config.lr,
-        decay=decay,
-        adversary_lr=config.adversary_lr,
-        seed=config.seed,
-        **options,
-    )
+    lower = config.precision == "bfloat16"
+    with torch.autocast(data.x_train.device.type, torch.bfloat16, enabled=lower):
+        return fit(
+            model,
+            posterior,
+            channel,
+            (data.x_train, data.y_train),
+            objective=objective,
+            epochs=epochs,
+            batch_size=config.batch_size,
+            lr=config.lr,
+            decay=decay,
+            adversary_lr=config.adversary_lr,
+            seed=config.seed,
+            **options,
+        )
 
 
 def clean_metrics(
