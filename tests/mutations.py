@@ -351,7 +351,7 @@ _through = _Shared()""",
     ),
     Bug(
         "last iterate kept",
-        "attacks/gradients.py",
+        "attacks/search.py",
         """better = (other.broken & ~self.broken) | (
             (other.broken == self.broken) & (other.value >= self.value)
         )""",
@@ -360,7 +360,7 @@ _through = _Shared()""",
     ),
     Bug(
         "a broken iterate is given up for a larger loss",
-        "attacks/gradients.py",
+        "attacks/search.py",
         """better = (other.broken & ~self.broken) | (
             (other.broken == self.broken) & (other.value >= self.value)
         )""",
@@ -370,8 +370,8 @@ _through = _Shared()""",
     Bug(
         "no start at the one-step point",
         "attacks/ascent.py",
-        "edge = move(self.ball, point[:from_x], gradient[:from_x], self.ball.eps, x[:from_x])",
-        "edge = move(self.ball, point[:from_x], gradient[:from_x], 0.01 * size, x[:from_x])",
+        "edge = head.move(point[:from_x], gradient[:from_x], self.ball.eps)",
+        "edge = head.move(point[:from_x], gradient[:from_x], 0.01 * size)",
         "test_identities_limits",
     ),
     Bug(
@@ -1579,8 +1579,8 @@ _through = _Shared()""",
     Bug(
         "steps take the dtype that the predictor answers in",
         "attacks/balls.py",
-        "return value.to(like.dtype).view(-1, *[1] * (like.ndim - 1))",
-        "return value.view(-1, *[1] * (like.ndim - 1))",
+        "return per_row(value.to(like.dtype), like)",
+        "return per_row(value, like)",
         "test_attack_entries",
     ),
     Bug(

@@ -97,8 +97,8 @@ FIRST = (
     Bug(
         "PGD's step size is in units of eps",
         "attacks/ascent.py",
-        "                    else self.step_size\n",
-        "                    else self.step_size * self.ball.eps\n",
+        "size = self.step_size or step_length",
+        "size = self.step_size and self.step_size * self.ball.eps or step_length",
         "test_attacks test_attack_parts",
     ),
     Bug(

@@ -225,15 +225,15 @@ def test_a_move_is_a_dozen_gradients_a_defense(
     worlds: dict[str, World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What keeps it below 300 ms (`benchmarks/playground.py` measures the time itself)."""
-    from advbayes.attacks import ascent
+    from advbayes.attacks import search
 
-    asked, real = [], ascent.loss_and_gradient
+    asked, real = [], search.loss_and_gradient
 
     def counted(*given: Any, **options: Any) -> Any:
         asked.append(1)
         return real(*given, **options)
 
-    monkeypatch.setattr(ascent, "loss_and_gradient", counted)
+    monkeypatch.setattr(search, "loss_and_gradient", counted)
     move(worlds["digits"], *example(worlds["digits"]), attack="pgd", eps=0.5)
     assert 4 <= len(asked) <= 4 * 12
 

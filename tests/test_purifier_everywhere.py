@@ -31,9 +31,9 @@ from advbayes import (
     one_step,
     pgd,
 )
+from advbayes.attacks import search
 from advbayes.attacks.gradients import loss_and_gradient
 from advbayes.cli.threat import purifier_attacks
-from advbayes.purification import attacks as adaptive
 from advbayes.purification.banks import GaussianBank, Room
 from advbayes.purification.diagnosis import chi_square_limit
 from tests.oracles import generator
@@ -117,7 +117,7 @@ def test_settings_of_the_attacks_on_a_purifier_have_their_effect(
     y, ball = purifier(query).logits.argmax(1), L2(1e-4)  # type: ignore[attr-defined]
     asked: list[float] = []
     scored: list[int] = []
-    gradient, score = adaptive.attacks.loss_and_gradient, adaptive.score
+    gradient, score = search.loss_and_gradient, search.score
 
     def counted(predict: Any, loss: Any, at: Tensor, labels: Tensor) -> Any:
         asked.append(predict.store.banks[0].factor)
@@ -127,8 +127,8 @@ def test_settings_of_the_attacks_on_a_purifier_have_their_effect(
         scored.append(len(at))
         return score(predict, loss, at, labels)
 
-    monkeypatch.setattr(adaptive.attacks, "loss_and_gradient", counted)
-    monkeypatch.setattr(adaptive, "score", noted)
+    monkeypatch.setattr(search, "loss_and_gradient", counted)
+    monkeypatch.setattr(search, "score", noted)
     Annealed(ball, (3.0, 1.0), steps=2)(purifier, query, y)
     assert asked == [3.0, 3.0, 1.0, 1.0]
     Annealed(ball, (2.0, 1.0), steps=1, start=NearestCentre(ball, 1))(purifier, query, y)

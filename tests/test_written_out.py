@@ -67,8 +67,8 @@ from advbayes.attacks import (
 )
 from advbayes.attacks.ascent import step_length
 from advbayes.attacks.balls import Ball
-from advbayes.attacks.gradients import Best
 from advbayes.attacks.losses import num_rows
+from advbayes.attacks.search import Best
 from advbayes.channels.density import log_normal
 from advbayes.likelihoods import mix
 from advbayes.networks import (

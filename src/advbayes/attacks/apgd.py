@@ -9,33 +9,17 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from advbayes import checks
-from advbayes.attacks.ascent import check_ball
 from advbayes.attacks.balls import Ball
-from advbayes.attacks.gradients import (
-    Best,
-    config,
-    entry,
-    is_flat,
-    loss_and_gradient,
-    move,
-    score,
-    where_rows,
-)
-from advbayes.attacks.losses import (
-    MeanAlong,
-    MeanOf,
-    PerExample,
-    for_rows,
-    margin,
-    margins_to_wrong_classes,
-)
+from advbayes.attacks.gradients import is_flat, where_rows
+from advbayes.attacks.losses import MeanAlong, MeanOf, PerExample, margin, margins_to_wrong_classes
+from advbayes.attacks.search import Best, Problem, Search, check_ball, check_loss
 from advbayes.likelihoods import predicts_classes
 from advbayes.seeds import drawn
-from advbayes.types import Loss, Predictor
+from advbayes.types import Loss
 
 
 @dataclass(frozen=True, repr=False)
-class APGD:
+class APGD(Search):
     """Ascent with momentum from a step of 2 eps; an example that stops improving returns to its
     best point with half the step.
 
@@ -66,14 +50,9 @@ class APGD:
     # the share of steps between two checks that must improve, or else the step is halved
     progress: float = 0.75
 
-    __repr__ = config
-
     def __post_init__(self) -> None:
         check_ball(self.ball)
-        if not callable(self.loss):
-            raise checks.InputTypeError(
-                f"loss must be a loss such as nll, got {checks.describe(self.loss)}"
-            )
+        check_loss(self.loss)
         checks.count("steps", self.steps)
         checks.count("restarts", self.restarts, low=0)
         checks.count("targets", self.targets, low=0)
@@ -84,41 +63,20 @@ class APGD:
         checks.number("momentum", self.momentum, low=0, high=1, open_high=True)
         checks.number("progress", self.progress, low=0, high=1)
 
-    def __call__(
-        self,
-        predict: Predictor,
-        x: Tensor,  # (B, *event)
-        y: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        if self.ball.eps == 0 or not len(x):
-            return x.clone()
-        x, y = entry(predict, self.ball, x, y, self.loss)
-        best = Best(x, *score(predict, self.loss, x, y))
+    def _search(self, problem: Problem) -> Tensor:
+        best = problem.score(problem.x)
         for run in range(self.restarts):
             rows = self._open(best)
             if len(rows):
-                start = x[rows] if run == 0 else self.ball.random(x[rows], generator=generator)
-                reached = self._run(
-                    predict,
-                    for_rows(self.loss, rows),
-                    start,
-                    x[rows],
-                    y[rows],
-                    self.steps,
-                    generator,
-                )
-                best = best.put(rows, best.pick(rows).or_better(reached))
-        return (self._directed_runs(predict, best, x, y, generator) if self.targets else best).x
+                part = problem.rows(rows)
+                start = part.random() if run else part.x
+                best = best.improved(rows, self._run(part, start, self.steps))
+        return (self._directed_runs(problem, best) if self.targets else best).x
 
     def _open(self, best: Best) -> Tensor:
         """The rows that a further run sees."""
-        return (
-            (~best.broken if self.stop_at_success else torch.ones_like(best.broken))
-            .nonzero()
-            .squeeze(1)
-        )
+        everything = torch.arange(len(best.x), device=best.x.device)
+        return best.unbroken if self.stop_at_success else everything
 
     def _directed_losses(
         self, prediction: Distribution, y: Tensor, generator: torch.Generator | None
@@ -139,118 +97,95 @@ class APGD:
         directions = drawn(torch.randn, shape, generator, device=prediction.mean.device)
         return (*each, *map(MeanAlong, directions.unbind(1)))
 
-    def _directed_runs(
-        self,
-        predict: Predictor,
-        best: Best,
-        x: Tensor,
-        y: Tensor,
-        generator: torch.Generator | None,
-    ) -> Best:
+    def _directed_runs(self, problem: Problem, best: Best) -> Best:
         """A short run on each directed loss, then whole ones from the two that came nearest by this
         attack's own loss."""
         with torch.no_grad():
-            prediction = predict(x)
-        losses = self._directed_losses(prediction, y, generator)
+            prediction = problem.predict(problem.x)
+        losses = self._directed_losses(prediction, problem.y, problem.generator)
 
         def run(best: Best, loss: Loss, start: Tensor, steps: int) -> tuple[Best, Best]:
             rows = self._open(best)
             if not len(rows):
                 return best, best
-            reached = self._run(
-                predict, for_rows(loss, rows), start[rows], x[rows], y[rows], steps, generator
-            )
-            here = reached
+            part = problem.rows(rows)
+            end = self._run(part.on(loss), start[rows], steps)
             if loss is not self.loss:
-                own = for_rows(self.loss, rows)
-                here = Best(reached.x, *score(predict, own, reached.x, y[rows]))
-            return best.put(rows, best.pick(rows).or_better(here)), best.put(rows, here)
+                end = part.score(end.x)
+            return best.improved(rows, end), best.put(rows, end)
 
         if len(losses) <= 2:
             for directed in losses:
-                best, _ = run(best, directed, x, self.steps)
+                best, _ = run(best, directed, problem.x, self.steps)
             return best
         classes, ends = predicts_classes(prediction), []
         for directed in losses:
             if classes:
-                best, end = run(best, directed, x, max(1, self.steps // 3))
+                best, end = run(best, directed, problem.x, max(1, self.steps // 3))
             else:  # a direction says where to begin, not where to end
                 few = max(1, self.steps // 16)
-                begin = self._run(predict, directed, x, x, y, few, generator)
+                begin = self._run(problem.on(directed), problem.x, few)
                 best, end = run(best, self.loss, begin.x, few)
             ends.append(end)
-        points, each = torch.stack([end.x for end in ends]), torch.arange(len(x), device=x.device)
+        points = torch.stack([end.x for end in ends])
+        each = torch.arange(len(problem), device=points.device)
         for pick in torch.stack([end.value for end in ends]).topk(2, dim=0).indices:
             loss = PerExample(losses, pick) if classes else self.loss
             best, _ = run(best, loss, points[pick, each], self.steps)
         return best
 
-    def _run(
-        self,
-        predict: Predictor,
-        whole_loss: Loss,
-        start: Tensor,
-        x: Tensor,
-        y: Tensor,
-        steps: int,
-        generator: torch.Generator | None,
-    ) -> Best:
+    def _run(self, problem: Problem, start: Tensor, steps: int) -> Best:
         """One ascent from `start`; rows are dropped from every tensor of the state when their
         example is broken."""
-        loss, kept = whole_loss, torch.arange(len(x), device=x.device)
-        value, broken, gradient = loss_and_gradient(predict, loss, start, y)
-        best = Best(start, value, broken)  # what is returned: broken first
+        here, kept = problem, torch.arange(len(problem), device=start.device)
+        reached, gradient = here.climb(start)
+        best = reached  # what is returned: broken first
         # where to go back to: the largest loss alone
-        peak_x, peak, peak_gradient = (start, value, gradient)
+        peak_x, peak, peak_gradient = start, reached.value, gradient
         flat = is_flat(gradient)
-        point = (
-            where_rows(flat, self.ball.random(x, generator=generator), start)
-            if bool(flat.any())
-            else start
-        )
-        before, step = point, torch.full_like(value, 2 * self.ball.eps)
-        rises, last_value = torch.zeros_like(value), value
-        peak_at_check, halved_at_check = peak, torch.ones_like(broken)
+        point = where_rows(flat, here.random(), start) if bool(flat.any()) else start
+        before, step = point, torch.full_like(peak, 2 * self.ball.eps)
+        rises, last_value = torch.zeros_like(peak), peak
+        peak_at_check, halved_at_check = peak, torch.ones_like(best.broken)
         check, since = max(1, int(0.22 * steps)), 0
         for iteration in range(steps):
-            if self.stop_at_success and bool(broken.any()):
-                stay = (~best.broken[kept]).nonzero().squeeze(1)
+            if self.stop_at_success and bool(reached.broken.any()):
+                stay = best.pick(kept).unbroken
                 if not len(stay):
                     break
-                kept, x, y, step = kept[stay], x[stay], y[stay], step[stay]
-                point, before, gradient = point[stay], before[stay], gradient[stay]
-                rises, last_value = rises[stay], last_value[stay]
-                peak_x, peak, peak_gradient = peak_x[stay], peak[stay], peak_gradient[stay]
-                peak_at_check, halved_at_check = peak_at_check[stay], halved_at_check[stay]
-                loss = for_rows(whole_loss, kept)
-            proposal = move(self.ball, point, gradient, step, x)
+                kept, step, point, before, gradient, rises, last_value = (
+                    state[stay]
+                    for state in (kept, step, point, before, gradient, rises, last_value)
+                )
+                peak_x, peak, peak_gradient, peak_at_check, halved_at_check = (
+                    state[stay]
+                    for state in (peak_x, peak, peak_gradient, peak_at_check, halved_at_check)
+                )
+                here = problem.rows(kept)
+            proposal = here.move(point, gradient, step)
             if iteration and self.momentum:
                 mixed = (
                     point
                     + (1 - self.momentum) * (proposal - point)
                     + self.momentum * (point - before)
                 )
-                proposal = self.ball.project(mixed, x)
+                proposal = self.ball.project(mixed, here.x)
             point, before = proposal, point
-            value, broken, gradient = loss_and_gradient(predict, loss, point, y)
-            best = best.put(kept, best.pick(kept).or_better(Best(point, value, broken)))
-            rises, last_value = rises + (value > last_value), value
-            higher = value > peak
-            peak_x, peak_gradient = (
-                where_rows(higher, point, peak_x),
-                where_rows(higher, gradient, peak_gradient),
-            )
-            peak = torch.where(higher, value, peak)
+            reached, gradient = here.climb(point)
+            best = best.improved(kept, reached)
+            rises, last_value = rises + (reached.value > last_value), reached.value
+            higher = reached.value > peak
+            peak_x = where_rows(higher, point, peak_x)
+            peak_gradient = where_rows(higher, gradient, peak_gradient)
+            peak = torch.where(higher, reached.value, peak)
             since += 1
             if since == check:
                 stuck = (rises <= self.progress * since) | (
                     ~halved_at_check & (peak <= peak_at_check)
                 )
                 step = torch.where(stuck, step / 2, step)
-                point, gradient = (
-                    where_rows(stuck, peak_x, point),
-                    where_rows(stuck, peak_gradient, gradient),
-                )
+                point = where_rows(stuck, peak_x, point)
+                gradient = where_rows(stuck, peak_gradient, gradient)
                 peak_at_check, halved_at_check = peak, stuck
                 rises, since = torch.zeros_like(rises), 0
                 check = max(check - max(1, int(0.03 * steps)), max(1, int(0.06 * steps)))

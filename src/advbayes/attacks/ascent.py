@@ -10,24 +10,16 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks.balls import Ball
-from advbayes.attacks.gradients import (
-    Best,
-    config,
-    entry,
-    is_flat,
-    loss_and_gradient,
-    move,
-    score,
-    where_rows,
-)
-from advbayes.attacks.losses import entropy, for_rows, nll
-from advbayes.types import Loss, Predictor
+from advbayes.attacks.gradients import is_flat, where_rows
+from advbayes.attacks.losses import entropy, nll
+from advbayes.attacks.search import Best, Problem, Search, check_ball
+from advbayes.types import Loss
 
 _ROWS = 1024  # restarts share a batch up to this many rows
 
 
 @dataclass(frozen=True, repr=False)
-class PGD:
+class PGD(Search):
     """Projected gradient ascent on each stage's loss in turn; the best iterate is returned.
 
     The first step goes from x to the edge of the ball (the one-step point), so that more steps are
@@ -52,8 +44,6 @@ class PGD:
     step_size: float | None = None
     restarts: int = 1
     stop_at_success: bool = False
-
-    __repr__ = config
 
     def __post_init__(self) -> None:
         check_ball(self.ball)
@@ -80,156 +70,78 @@ class PGD:
         """Whether this is the paper's one-step attack."""
         return len(self.stages) == 1 and self.stages[0][1] == 1 and self.restarts == 1
 
-    def __call__(
-        self,
-        predict: Predictor,
-        x: Tensor,  # (B, *event)
-        y: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        if self.ball.eps == 0 or not len(x):
-            return x.clone()
-        x, y = entry(predict, self.ball, x, y, *(loss for loss, _ in self.stages))
+    @property
+    def _losses(self) -> tuple[Loss, ...]:
+        return tuple(loss for loss, _ in self.stages)
+
+    def _search(self, problem: Problem) -> Tensor:
         if self.is_one_step:
-            gradient = loss_and_gradient(predict, self.stages[0][0], x, y)[2]
-            return move(self.ball, x, gradient, self.ball.eps, x)
-        best: Best | None = None
-        if len(self.stages) > 1:  # iterates are ranked by the last stage's loss
-            best = Best(x, *score(predict, self.stages[-1][0], x, y))
-        together = max(1, _ROWS // len(x))
+            _, gradient = problem.climb(problem.x)
+            return problem.move(problem.x, gradient, self.ball.eps)
+        # iterates of several stages are ranked by the last one's loss
+        best = problem.score(problem.x) if len(self.stages) > 1 else None
+        together = max(1, _ROWS // len(problem))
         for first in range(0, self.restarts, together):
             num = min(together, self.restarts - first)
-            rows = torch.arange(len(x), device=x.device)
-            if self.stop_at_success and best is not None:
-                rows = rows[~best.broken]
-                if not len(rows):
-                    break
-            whole = len(rows) == len(x)
-            found = self._restarts(
-                predict,
-                x if whole else x[rows],
-                y if whole else y[rows],
-                rows,
-                first,
-                num,
-                generator,
-            )
-            if best is None:
-                best = found
-            elif whole:
-                best = best.or_better(found)
-            else:
-                best = best.put(rows, best.pick(rows).or_better(found))
+            if best is None or not self.stop_at_success:
+                reached = self._restarts(problem, first, num)
+                best = reached if best is None else best.or_better(reached)
+            elif len(rows := best.unbroken):
+                best = best.improved(rows, self._restarts(problem.rows(rows), first, num))
         assert best is not None
         return best.x
 
-    def _restarts(
-        self,
-        predict: Predictor,
-        x: Tensor,
-        y: Tensor,
-        rows: Tensor,
-        first: int,
-        num: int,
-        generator: torch.Generator | None,
-    ) -> Best:
+    def _restarts(self, problem: Problem, first: int, num: int) -> Best:
         """The best of `num` restarts run as one batch; restart 0 from x, the others at random."""
-        size = len(x)
-        tiled, targets = _tile(x, num), _tile(y, num)
-        if first == 0:
-            starts = (
-                torch.cat([x, self.ball.random(_tile(x, num - 1), generator=generator)])
-                if num > 1
-                else x
-            )
+        size, tiled = len(problem), problem.repeated(num)
+        if first:
+            reached = self._climb(tiled, tiled.random(), 0)
         else:
-            starts = self.ball.random(tiled, generator=generator)
-        from_x = size if first == 0 else 0
-        found = self._climb(predict, starts, tiled, targets, _tile(rows, num), from_x, generator)
-        best = found if num == 1 else found.pick(slice(0, size))
+            others = [problem.repeated(num - 1).random()] if num > 1 else []
+            reached = self._climb(tiled, torch.cat([problem.x, *others]), size)
+        best = reached.pick(slice(0, size))
         for k in range(1, num):
-            best = best.or_better(found.pick(slice(k * size, (k + 1) * size)))
+            best = best.or_better(reached.pick(slice(k * size, (k + 1) * size)))
         return best
 
-    def _climb(
-        self,
-        predict: Predictor,
-        start: Tensor,
-        x: Tensor,
-        y: Tensor,
-        owner: Tensor,
-        from_x: int,
-        generator: torch.Generator | None,
-    ) -> Best:
+    def _climb(self, problem: Problem, start: Tensor, from_x: int) -> Best:
         """All stages; the first `from_x` rows begin at x and take the one-step move first."""
-        best = Best(
-            start, start.new_zeros(len(x)), torch.zeros(len(x), dtype=torch.bool, device=x.device)
-        )
-        active = torch.arange(len(x), device=x.device)
-        for stage, (whole_loss, steps) in enumerate(self.stages):
-            loss = for_rows(whole_loss, owner[active])
-            whole = len(active) == len(x)
-            point, centre, target = (
-                (best.x, x, y) if whole else (best.x[active], x[active], y[active])
-            )
-            for step in range(steps + 1):
-                last = step == steps
-                if last:
-                    value, broken = score(predict, loss, point, target)
-                else:
-                    value, broken, gradient = loss_and_gradient(predict, loss, point, target)
-                here = Best(point, value, broken)
-                if len(active) == len(x):
-                    best = here if step == 0 else best.or_better(here)
-                else:
-                    best = best.put(
-                        active, here if step == 0 else best.pick(active).or_better(here)
-                    )
-                if last:
-                    break
-                size = (
-                    step_length(self.ball.eps, step, steps)
-                    if self.step_size is None
-                    else self.step_size
-                )
+        best = Best(start, start.new_zeros(len(start)), start.new_zeros(len(start)).bool())
+        active = torch.arange(len(start), device=start.device)
+        for stage, (loss, steps) in enumerate(self.stages):
+            here, point = problem.rows(active).on(loss), best.x[active]
+            for step in range(steps):
+                reached, gradient = here.climb(point)
+                best = best.improved(active, reached) if step else best.put(active, reached)
+                size = self.step_size or step_length(self.ball.eps, step, steps)
                 if stage == 0 and step == 0 and from_x:
-                    point = self._first(gradient, point, size, centre, from_x, generator)
+                    point = self._first(here, gradient, point, size, from_x)
                 else:
-                    point = move(self.ball, point, gradient, size, centre)
-                if self.stop_at_success and bool(broken.any()):
-                    stay = _still_whole(best.broken, owner)[active].nonzero().squeeze(1)
-                    active, point, centre, target = (
-                        active[stay],
-                        point[stay],
-                        centre[stay],
-                        target[stay],
-                    )
+                    point = here.move(point, gradient, size)
+                if self.stop_at_success and bool(reached.broken.any()):
+                    stay = _unbroken_examples(best.broken, problem.index)[active]
+                    active, point = active[stay], point[stay]
                     if not len(active):
                         return best
-                    loss = for_rows(whole_loss, owner[active])
+                    here = problem.rows(active).on(loss)
+            best = best.improved(active, here.score(point))
         return best
 
     def _first(
-        self,
-        gradient: Tensor,
-        point: Tensor,
-        size: float,
-        x: Tensor,
-        from_x: int,
-        generator: torch.Generator | None,
+        self, problem: Problem, gradient: Tensor, point: Tensor, size: float, from_x: int
     ) -> Tensor:
         """From x to the edge, or to a random point where there is no gradient; the other rows take
         a plain step."""
-        edge = move(self.ball, point[:from_x], gradient[:from_x], self.ball.eps, x[:from_x])
+        rows = torch.arange(len(point), device=point.device)
+        head = problem.rows(rows[:from_x])
+        edge = head.move(point[:from_x], gradient[:from_x], self.ball.eps)
         flat = is_flat(gradient[:from_x])
         if bool(flat.any()):
-            edge = where_rows(flat, self.ball.random(x[:from_x], generator=generator), edge)
+            edge = where_rows(flat, head.random(), edge)
         if from_x == len(point):
             return edge
-        return torch.cat(
-            [edge, move(self.ball, point[from_x:], gradient[from_x:], size, x[from_x:])]
-        )
+        tail = problem.rows(rows[from_x:])
+        return torch.cat([edge, tail.move(point[from_x:], gradient[from_x:], size)])
 
 
 def step_length(eps: float, step: int, steps: int) -> float:
@@ -245,17 +157,9 @@ def step_length(eps: float, step: int, steps: int) -> float:
     return eps * max(0.01, math.pow(0.5 * (1 + math.cos(math.pi * step / steps)), 1.5))
 
 
-def check_ball(ball: object) -> None:
-    """Refuse what is not a ball."""
-    checks.instance("ball", ball, Ball, "a ball such as L2(eps)")
-
-
-def _tile(x: Tensor, num: int) -> Tensor:
-    return x.repeat(num, *[1] * (x.ndim - 1)) if num != 1 else x
-
-
-def _still_whole(broken: Tensor, owner: Tensor) -> Tensor:
-    """Rows whose example no restart has broken yet."""
+def _unbroken_examples(broken: Tensor, owner: Tensor | None) -> Tensor:
+    """The rows whose example no restart has broken yet, (B,) bool."""
+    assert owner is not None
     done = torch.zeros(int(owner.max()) + 1, dtype=torch.bool, device=broken.device)
     done[owner[broken]] = True
     return ~done[owner]

@@ -96,10 +96,12 @@ class Ball(ABC):
 
     def _unit(self, x: Tensor) -> Tensor | float:
         """The length of one unit of the norm in each feature; zero where masked."""
-        unit: Tensor | float = 1.0 if self.scale is None else _on(self.scale, x)
-        if self.mask is None:
-            return unit
-        return unit * self.mask.to(device=x.device, dtype=x.dtype)
+        unit = self.units(x)
+        return unit if self.mask is None else unit * self.mask.to(device=x.device, dtype=x.dtype)
+
+    def units(self, x: Tensor) -> Tensor | float:
+        """`scale` as x has it, 1 where there is none."""
+        return 1.0 if self.scale is None else _on(self.scale, x)
 
     def _scaled(self, d: Tensor) -> Tensor:
         """d in units of the norm."""
@@ -150,7 +152,7 @@ class Ball(ABC):
             if not checks.known(outside.any(), otherwise=False):
                 return point
             nearer = torch.where(moved.abs() > d.abs(), torch.nextafter(point, x), point)
-            back = torch.where(outside.view(-1, *[1] * (x.ndim - 1)), nearer, point) - point
+            back = torch.where(per_row(outside, x), nearer, point) - point
         return point + back
 
     @abstractmethod
@@ -220,7 +222,7 @@ class L2(Ball):
         clips a few more and none ever overshoots.
         """
         norm = self.norm(d).clamp_min(max(self.eps, torch.finfo(d.dtype).tiny))
-        t = (self.eps / norm).view(-1, *[1] * (d.ndim - 1))
+        t = per_row(self.eps / norm, d)
         if self.box is None:
             return d * t
         low, high = (_on(side, x) - x for side in self.box)
@@ -302,10 +304,15 @@ def _or_infinite(size: Tensor) -> Tensor:
     return torch.where(size > 0, size, math.inf)
 
 
+def per_row(value: Tensor, like: Tensor) -> Tensor:  # (B,) -> (B, 1, ...)
+    """A number of each example, broadcastable against `like`."""
+    return value.view(-1, *[1] * (like.ndim - 1))
+
+
 def _each(value: float | Tensor, like: Tensor) -> float | Tensor:
     """A number of each example, in the dtype of `like` whatever the predictor answers in."""
     if isinstance(value, Tensor) and value.ndim:
-        return value.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
+        return per_row(value.to(like.dtype), like)
     return value
 
 

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from advbayes import checks
-from advbayes.attacks.ascent import check_ball
-from advbayes.attacks.balls import L2, Ball
-from advbayes.attacks.gradients import Best, config, entry, score, where_rows
-from advbayes.attacks.losses import for_rows, margin, nll
-from advbayes.types import Loss, Predictor
+from advbayes.attacks.balls import L2, Ball, per_row
+from advbayes.attacks.gradients import where_rows
+from advbayes.attacks.losses import margin, nll
+from advbayes.attacks.search import Problem, Search, check_ball, check_loss
+from advbayes.types import Loss
 
 
 @dataclass(frozen=True, repr=False)
-class RandomSearch:
+class RandomSearch(Search):
     """The best of `num` random points of the sphere: what any attack with a gradient must beat.
 
     >>> predict = lambda x: torch.distributions.Categorical(
@@ -39,28 +39,20 @@ class RandomSearch:
     loss: Loss = nll
     stop_at_success: bool = False
 
-    __repr__ = config
-
     def __post_init__(self) -> None:
         check_ball(self.ball)
+        check_loss(self.loss)
         checks.count("num", self.num)
 
-    def __call__(
-        self,
-        predict: Predictor,
-        x: Tensor,
-        y: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
+    def _search(self, problem: Problem) -> Tensor:
         def proposal(number: int, point: Tensor, centre: Tensor) -> Tensor:
-            return self.ball.sphere(centre, generator=generator)
+            return self.ball.sphere(centre, generator=problem.generator)
 
-        return _best_of(self, self.num, proposal, predict, x, y)
+        return _best_of(problem, proposal, self.num, self.stop_at_success)
 
 
 @dataclass(frozen=True, repr=False)
-class Square:
+class Square(Search):
     """Random square-shaped changes, kept where they help (after Andriushchenko et al.).
 
     Images (C, H, W) are changed in square windows, other inputs in random sets of features. The
@@ -85,29 +77,21 @@ class Square:
     share: float = 0.8
     stop_at_success: bool = True
 
-    __repr__ = config
-
     def __post_init__(self) -> None:
         check_ball(self.ball)
+        check_loss(self.loss)
         checks.count("queries", self.queries)
         checks.number("share", self.share, low=0, high=1, open_low=True)
 
-    def __call__(
-        self,
-        predict: Predictor,
-        x: Tensor,
-        y: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
+    def _search(self, problem: Problem) -> Tensor:
         changed = self._shift_mass if isinstance(self.ball, L2) else self._corners
 
         def proposal(query: int, point: Tensor, centre: Tensor) -> Tensor:
             if query == 0:
-                return self._stripes(centre, generator)
-            return changed(point, centre, self._share_at(query), generator)
+                return self._stripes(centre, problem.generator)
+            return changed(point, centre, self._share_at(query), problem.generator)
 
-        return _best_of(self, self.queries, proposal, predict, x, y)
+        return _best_of(problem, proposal, self.queries, self.stop_at_success)
 
     def _share_at(self, query: int) -> float:
         """Halved at fixed fractions of the queries: early on often, later rarely."""
@@ -136,11 +120,7 @@ class Square:
     ) -> Tensor:
         """L2: window 1 takes the budget that it, window 2 and the slack hold, in its old direction
         bent by a bump."""
-        unit = (
-            torch.ones_like(x[:1])
-            if self.ball.scale is None
-            else torch.as_tensor(self.ball.scale, dtype=x.dtype, device=x.device).expand_as(x[:1])
-        )
+        unit = self.ball.units(x)
         d = (point - x) / unit
         first, bump = _windows(x, share, generator)
         second, _ = _windows(x, share, generator)
@@ -157,28 +137,22 @@ class Square:
 
 
 def _best_of(
-    attack: RandomSearch | Square,
-    num: int,
+    problem: Problem,
     proposal: Callable[[int, Tensor, Tensor], Tensor],  # number, best points so far, x -> points
-    predict: Predictor,
-    x: Tensor,
-    y: Tensor | None,
+    num: int,
+    stop_at_success: bool,
 ) -> Tensor:
-    """The best of x and `num` proposals, one after the other; where the attack stops at success,
-    broken examples leave."""
-    if attack.ball.eps == 0 or not len(x):
-        return x.clone()
-    x, y = entry(predict, attack.ball, x, y, attack.loss)
-    best = Best(x, *score(predict, attack.loss, x, y))
-    rows = torch.arange(len(x), device=x.device)
+    """The best of x and `num` proposals, one after the other; with `stop_at_success` broken
+    examples leave."""
+    best = problem.score(problem.x)
+    rows = torch.arange(len(problem), device=problem.x.device)
     for number in range(num):
-        if attack.stop_at_success:
-            rows = rows[~best.broken[rows]]
+        if stop_at_success:
+            rows = best.unbroken
             if not len(rows):
                 break
-        point = proposal(number, best.x[rows], x[rows])
-        here = Best(point, *score(predict, for_rows(attack.loss, rows), point, y[rows]))
-        best = best.put(rows, best.pick(rows).or_better(here))
+        part = problem.rows(rows)
+        best = best.improved(rows, part.score(proposal(number, best.x[rows], part.x)))
     return best.x
 
 
@@ -221,7 +195,7 @@ def _signs(
 
 def _square(d: Tensor) -> Tensor:
     """|d|^2 of each example, broadcastable against d."""
-    return d.flatten(1).square().sum(1).view(-1, *[1] * (d.ndim - 1))
+    return per_row(d.flatten(1).square().sum(1), d)
 
 
 def _floor(norm: Tensor) -> Tensor:

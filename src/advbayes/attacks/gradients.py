@@ -1,4 +1,4 @@
-"""The input gradient of a loss through a Predictor, and the best iterate so far."""
+"""The loss of a Predictor's answer and its input gradient, all arguments checked."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
 from advbayes import checks
-from advbayes.attacks.balls import Ball
+from advbayes.attacks.balls import Ball, per_row
 from advbayes.attacks.losses import mode, num_rows, success
 from advbayes.likelihoods import predicts_classes
 from advbayes.types import Loss, Predictor
@@ -233,53 +232,4 @@ def is_flat(gradient: Tensor) -> Tensor:
 
 def where_rows(rows: Tensor, this: Tensor, other: Tensor) -> Tensor:
     """`this` in the rows that are True."""
-    return torch.where(rows.view(-1, *[1] * (this.ndim - 1)), this, other)
-
-
-@dataclass(frozen=True)
-class Best:
-    """A point of each example with its loss and whether it is broken."""
-
-    x: Tensor  # (B, *event)
-    value: Tensor  # (B,)
-    broken: Tensor  # (B,)
-
-    def or_better(self, other: Best) -> Best:
-        """Broken beats not broken, then the larger loss wins, then the later point (a flat loss
-        must not keep the clean one)."""
-        better = (other.broken & ~self.broken) | (
-            (other.broken == self.broken) & (other.value >= self.value)
-        )
-        return Best(
-            where_rows(better, other.x, self.x),
-            torch.where(better, other.value, self.value),
-            self.broken | other.broken,
-        )
-
-    def put(self, rows: Tensor, part: Best) -> Best:
-        """With the given rows replaced."""
-        return Best(
-            self.x.index_copy(0, rows, part.x),
-            self.value.index_copy(0, rows, part.value.to(self.value.dtype)),
-            self.broken.index_copy(0, rows, part.broken),
-        )
-
-    def pick(self, rows: Tensor | slice) -> Best:
-        """Some rows."""
-        return Best(self.x[rows], self.value[rows], self.broken[rows])
-
-
-def config(attack: Any) -> str:
-    """The repr of an attack: its settings, functions by name, so that equal settings read equal."""
-    shown = ", ".join(
-        f"{field.name}={_named(getattr(attack, field.name))}" for field in fields(attack)
-    )
-    return f"{type(attack).__name__}({shown})"
-
-
-def _named(value: object) -> str:
-    if isinstance(value, tuple):
-        return f"({', '.join(map(_named, value))}{',' if len(value) == 1 else ''})"
-    if callable(value) and hasattr(value, "__qualname__"):
-        return str(value.__qualname__)
-    return repr(value)
+    return torch.where(per_row(rows, this), this, other)

@@ -10,18 +10,9 @@ import torch
 from torch import Tensor
 
 from advbayes import checks
-from advbayes.attacks.ascent import check_ball, pgd
-from advbayes.attacks.balls import Ball
-from advbayes.attacks.gradients import (
-    Best,
-    config,
-    entry,
-    is_flat,
-    loss_and_gradient,
-    score,
-    targets,
-    where_rows,
-)
+from advbayes.attacks.ascent import pgd
+from advbayes.attacks.balls import Ball, per_row
+from advbayes.attacks.gradients import is_flat, score, targets, where_rows
 from advbayes.attacks.losses import (
     ByLoss,
     DivergenceFrom,
@@ -29,17 +20,17 @@ from advbayes.attacks.losses import (
     MarginTo,
     PerExample,
     Toward,
-    for_rows,
     margin,
     margins_to_wrong_classes,
     nll,
 )
+from advbayes.attacks.search import Best, Problem, Search, check_ball, check_loss
 from advbayes.likelihoods import predicts_classes
 from advbayes.types import Loss, Predictor
 
 
 @dataclass(frozen=True, repr=False)
-class MinimumNorm:
+class MinimumNorm(Search):
     """The nearest broken input within the ball, whose `eps` is the largest radius searched.
 
     Ascent on the loss inside a radius that shrinks while the example is broken and grows while it
@@ -68,14 +59,9 @@ class MinimumNorm:
     targets: int = 9  # at most; there are no more than the wrong classes
     shrink: float = 0.05  # how fast the radius follows, first; falls to a fiftieth of it
 
-    __repr__ = config
-
     def __post_init__(self) -> None:
         check_ball(self.ball)
-        if not callable(self.loss):
-            raise checks.InputTypeError(
-                f"loss must be a loss such as margin, got {checks.describe(self.loss)}"
-            )
+        check_loss(self.loss)
         checks.count("steps", self.steps)
         checks.count("restarts", self.restarts)
         checks.count("targets", self.targets, low=0)
@@ -89,50 +75,33 @@ class MinimumNorm:
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:  # (B,)
-        """The norm of the smallest change found that breaks each example: 0 if it needs none,
-        infinity if none was found."""
+        """The norm of the smallest change that breaks each example: 0 if it needs none, infinity
+        if the search met none."""
         y = targets(predict, x, y)
         x_adv = self(predict, x, y, generator=generator)
         if not len(x):
             return x.new_zeros(0)
         _, broken = score(predict, self.loss, x_adv, y)
-        return torch.where(
-            broken, self.ball.norm(x_adv - x.detach()), torch.full_like(self.ball.norm(x), math.inf)
-        )
+        return self.ball.norm(x_adv - x.detach()).masked_fill(~broken, math.inf)
 
-    def __call__(
-        self,
-        predict: Predictor,
-        x: Tensor,  # (B, *event)
-        y: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        if self.ball.eps == 0 or not len(x):
-            return x.clone()
-        x, y = entry(predict, self.ball, x, y, self.loss)
-        self._refuse_unbreakable(predict, x)
-        value, broken, gradient = loss_and_gradient(predict, self.loss, x, y)
-        best = Best(x, value, broken)
-        rows = (~broken).nonzero().squeeze(1)  # what is broken as it stands has radius 0
-        for restart in range(self.restarts):
-            if not len(rows):
-                break
-            centre, loss = x[rows], for_rows(self.loss, rows)
-            start = centre if restart == 0 else self.ball.random(centre, generator=generator)
+    def _search(self, problem: Problem) -> Tensor:
+        self._refuse_unbreakable(problem.predict, problem.x)
+        best, gradient = problem.climb(problem.x)
+        rows = best.unbroken  # what is broken as it stands has radius 0
+        whole = problem.rows(rows)
+        for restart in range(self.restarts if len(rows) else 0):
             flat = is_flat(gradient[rows])
-            if restart == 0 and bool(flat.any()):
-                start = where_rows(flat, self.ball.random(centre, generator=generator), centre)
-            reached = self._run(predict, loss, start, centre, y[rows])
-            best = best.put(rows, _nearer(self.ball, best.pick(rows), reached, centre))
-        for loss in self._directed_losses(predict, x[rows], y[rows]):
-            reached = self._run(predict, loss, x[rows], x[rows], y[rows])
+            if restart:
+                start = whole.random()
+            else:
+                start = where_rows(flat, whole.random(), whole.x) if bool(flat.any()) else whole.x
+            reached = self._run(whole, start)
+            best = best.put(rows, _nearer(best.pick(rows), reached, whole))
+        for loss in self._directed_losses(whole):
             # compared by this attack's loss
-            value, hit = score(predict, self.loss, reached.x, y[rows])
-            best = best.put(
-                rows, _nearer(self.ball, best.pick(rows), Best(reached.x, value, hit), x[rows])
-            )
-        return self._from_far(predict, best, x, y, generator).x
+            reached = whole.score(self._run(replace(whole, loss=loss), whole.x).x)
+            best = best.put(rows, _nearer(best.pick(rows), reached, whole))
+        return self._from_far(problem, best).x
 
     def _refuse_unbreakable(self, predict: Predictor, x: Tensor) -> None:
         """A loss by which nothing is ever broken would call every example safe."""
@@ -145,54 +114,48 @@ class MinimumNorm:
                 f"{type(prediction).__name__}"
             )
 
-    def _from_far(
-        self,
-        predict: Predictor,
-        best: Best,
-        x: Tensor,
-        y: Tensor,
-        generator: torch.Generator | None,
-    ) -> Best:
+    def _from_far(self, problem: Problem, best: Best) -> Best:
         """What no search broke is tried with the whole budget, then followed back from there."""
-        for whole_loss in (self.loss, nll) if self.loss is margin else (self.loss,):
-            rows = (~best.broken).nonzero().squeeze(1)
+        for loss in (self.loss, nll) if self.loss is margin else (self.loss,):
+            rows = best.unbroken
             if not len(rows):
                 break
-            attack = pgd(self.ball, self.steps, for_rows(whole_loss, rows), stop_at_success=True)
-            far = attack(predict, x[rows], y[rows], generator=generator)
-            found = Best(far, *score(predict, for_rows(self.loss, rows), far, y[rows]))
-            best = best.put(rows, _nearer(self.ball, best.pick(rows), found, x[rows]))
-            rows = rows[found.broken]
+            whole = problem.rows(rows)
+            attack = pgd(self.ball, self.steps, whole.on(loss).loss, stop_at_success=True)
+            far = whole.score(
+                attack(problem.predict, whole.x, whole.y, generator=problem.generator)
+            )
+            best = best.put(rows, _nearer(best.pick(rows), far, whole))
+            rows = rows[far.broken]
             if len(rows):
-                loss, centre = for_rows(self.loss, rows), x[rows]
-                near = self._bisect(predict, loss, best.pick(rows), centre, y[rows])
-                reached = self._run(predict, loss, near.x, centre, y[rows])
-                best = best.put(rows, _nearer(self.ball, near, reached, centre))
+                broken = problem.rows(rows)
+                near = self._bisect(broken, best.pick(rows))
+                best = best.put(rows, _nearer(near, self._run(broken, near.x), broken))
         return best
 
-    def _directed_losses(self, predict: Predictor, x: Tensor, y: Tensor) -> list[MarginTo]:
+    def _directed_losses(self, problem: Problem) -> list[MarginTo]:
         """Margins to the likeliest wrong classes; with two classes that is the margin itself."""
-        if self.loss is not margin or not self.targets or not len(x):
+        if self.loss is not margin or not self.targets or not len(problem):
             return []
         with torch.no_grad():
-            prediction = predict(x)
+            prediction = problem.predict(problem.x)
         assert predicts_classes(prediction)  # margin has refused everything else
         if prediction.logits.shape[1] == 2:
             return []
-        return margins_to_wrong_classes(prediction, y, self.targets)
+        return margins_to_wrong_classes(prediction, problem.y, self.targets)
 
-    def _run(self, predict: Predictor, loss: Loss, start: Tensor, x: Tensor, y: Tensor) -> Best:
+    def _run(self, problem: Problem, start: Tensor) -> Best:
         """One search; the smallest broken point, or the one of largest loss."""
-        point, limit = start, x.new_full((len(x),), self.ball.eps)
-        radius, smallest = limit, torch.full_like(limit, math.inf)
+        x, point = problem.x, start
+        radius = limit = x.new_full((len(x),), self.ball.eps)
+        smallest = torch.full_like(limit, math.inf)
         best: Best | None = None
         for step in range(self.steps):
             fading = 0.5 * (1 + math.cos(math.pi * step / self.steps))
-            value, broken, gradient = loss_and_gradient(predict, loss, point, y)
+            here, gradient = problem.climb(point)
             norm = self.ball.norm(point - x)
-            here = Best(point, value, broken)
-            best = here if best is None else _nearer(self.ball, best, here, x)
-            smallest = torch.where(broken, torch.minimum(smallest, norm), smallest)
+            best = here if best is None else _nearer(best, here, problem)
+            smallest = torch.where(here.broken, torch.minimum(smallest, norm), smallest)
             rate = self.shrink * (0.02 + 0.98 * fading)
             # Features at the box that would leave it take their share of the steepest move and gain
             # nothing; per unit of the rest a step gains <gradient, free> / |free|. They stay in the
@@ -202,9 +165,9 @@ class MinimumNorm:
             kept = self.ball.norm(free)
             gain = (gradient * free).flatten(1).sum(1) / kept
             # no gain: nowhere near
-            guess = norm + torch.nan_to_num(value.abs() / gain, nan=math.inf)
+            guess = norm + torch.nan_to_num(here.value.abs() / gain, nan=math.inf)
             outward = torch.where(smallest.isinf(), guess, radius) * (1 + rate)
-            radius = torch.where(broken, torch.minimum(radius, smallest) * (1 - rate), outward)
+            radius = torch.where(here.broken, torch.minimum(radius, smallest) * (1 - rate), outward)
             radius = torch.minimum(
                 torch.nan_to_num(radius, nan=self.ball.eps), torch.minimum(limit, smallest)
             )
@@ -212,46 +175,33 @@ class MinimumNorm:
             point = point + self.ball.ascend(gradient, size / kept.clamp_min(0.01))
             point = _of_radius(self.ball, radius, x).project(point, x)
         assert best is not None
-        best = _nearer(self.ball, best, Best(point, *score(predict, loss, point, y)), x)
-        return self._bisect(predict, loss, best, x, y)
+        return self._bisect(problem, _nearer(best, problem.score(point), problem))
 
-    def _bisect(
-        self, predict: Predictor, loss: Loss, best: Best, x: Tensor, y: Tensor, rounds: int = 12
-    ) -> Best:
+    def _bisect(self, problem: Problem, best: Best, rounds: int = 12) -> Best:
         """Between x and the broken point, on the straight line."""
-        low, high, far = x.new_zeros(len(x)), x.new_ones(len(x)), best.x
+        x, far = problem.x, best.x
+        low, high = x.new_zeros(len(x)), x.new_ones(len(x))
         for _ in range(rounds):
             middle = 0.5 * (low + high)
-            point = self.ball.project(x + middle.view(-1, *[1] * (x.ndim - 1)) * (far - x), x)
-            here = Best(point, *score(predict, loss, point, y))
-            best = _nearer(self.ball, best, here, x)
-            high, low = (
-                torch.where(here.broken, middle, high),
-                torch.where(here.broken, low, middle),
-            )
+            here = problem.score(self.ball.project(x + per_row(middle, x) * (far - x), x))
+            best = _nearer(best, here, problem)
+            high = torch.where(here.broken, middle, high)
+            low = torch.where(here.broken, low, middle)
         return best
 
 
-def _nearer(ball: Ball, this: Best, other: Best, x: Tensor) -> Best:
+def _nearer(this: Best, other: Best, problem: Problem) -> Best:
     """Broken first, then the smaller norm; among the unbroken the larger loss."""
-    near = ball.norm(other.x - x) < ball.norm(this.x - x)
+    near = problem.ball.norm(other.x - problem.x) < problem.ball.norm(this.x - problem.x)
     better = (other.broken & ~this.broken) | (other.broken & this.broken & near)
     better |= ~other.broken & ~this.broken & (other.value > this.value)
-    return Best(
-        where_rows(better, other.x, this.x),
-        torch.where(better, other.value, this.value),
-        this.broken | other.broken,
-    )
+    return this.replaced(better, other)
 
 
 def _of_radius(ball: Ball, radius: Tensor, x: Tensor) -> Ball:
     """The ball with a radius of its own for each example: their units differ in place of eps."""
-    unit = radius.clamp_min(torch.finfo(radius.dtype).tiny).view(-1, *[1] * (x.ndim - 1))
-    return replace(
-        ball,
-        eps=1.0,
-        scale=unit if ball.scale is None else unit * torch.as_tensor(ball.scale).to(x),
-    )
+    unit = per_row(radius.clamp_min(torch.finfo(radius.dtype).tiny), x)
+    return replace(ball, eps=1.0, scale=unit * ball.units(x))
 
 
 def _can_break(loss: Loss, classes: bool) -> bool:

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from advbayes import checks
-from advbayes.attacks.ascent import check_ball, step_length
+from advbayes.attacks.ascent import step_length
 from advbayes.attacks.balls import Ball
-from advbayes.attacks.gradients import Best, config, entry, loss_and_gradient, move, score
-from advbayes.attacks.losses import for_rows, nll
-from advbayes.types import Loss, Predictor
+from advbayes.attacks.losses import nll
+from advbayes.attacks.search import Best, Problem, Search, check_ball, check_loss
+from advbayes.types import Loss
 
 _KEEP = 4  # of so many starts one goes on to the next round
 _LAST = 4  # a round of at most so many starts is the last
@@ -20,7 +20,7 @@ _NUMBERS, _ROWS = 2**20, 1024  # of x in one pass: so many numbers, or so many r
 
 
 @dataclass(frozen=True, repr=False)
-class MultiStart:
+class MultiStart(Search):
     """Projected ascent from x and from random points of the ball, of which after every round the
     best quarter goes on (successive halving, Jamieson and Talwalkar 2016).
 
@@ -42,14 +42,9 @@ class MultiStart:
     steps: int = 32
     restarts: int = 128
 
-    __repr__ = config
-
     def __post_init__(self) -> None:
         check_ball(self.ball)
-        if not callable(self.loss):
-            raise checks.InputTypeError(
-                f"loss must be a loss such as nll, got {checks.describe(self.loss)}"
-            )
+        check_loss(self.loss)
         checks.count("steps", self.steps)
         checks.count("restarts", self.restarts)
 
@@ -75,33 +70,23 @@ class MultiStart:
         """Gradients for each example."""
         return sum(starts * steps for starts, steps in self.rounds)
 
-    def __call__(
-        self,
-        predict: Predictor,
-        x: Tensor,  # (B, *event)
-        y: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        if self.ball.eps == 0 or not len(x):
-            return x.clone()
-        x, y = entry(predict, self.ball, x, y, self.loss)
-        best = Best(x, *score(predict, self.loss, x, y))
-        together = max(1, max(_ROWS, _NUMBERS // x[0].numel()) // len(x))
+    def _search(self, problem: Problem) -> Tensor:
+        x, size = problem.x, len(problem)
+        best = problem.score(x)
+        together = max(1, max(_ROWS, _NUMBERS // x[0].numel()) // size)
         points = torch.empty(0)  # (starts, B, *event), of the round to come
         first = 0
         for number, (starts, steps) in enumerate(self.rounds):
             ends: list[Best] = []
             for begin in range(0, starts, together):
                 num = min(together, starts - begin)
-                centres = x.repeat(num, *[1] * (x.ndim - 1))
                 if number:
                     begins = points[begin : begin + num].flatten(0, 1)
                 else:  # drawn start by start, so that passes of another size draw the same
-                    drawn = (self.ball.random(x, generator=generator) for _ in range(num))
+                    drawn = (problem.random() for _ in range(num))
                     begins = torch.cat([x if begin + k == 0 else b for k, b in enumerate(drawn)])
-                end = self._climb(predict, begins, centres, y, first, steps)
-                ends += [end.pick(slice(k * len(x), (k + 1) * len(x))) for k in range(num)]
+                end = self._climb(problem.repeated(num), begins, first, steps)
+                ends += [end.pick(slice(k * size, (k + 1) * size)) for k in range(num)]
             for end in ends:
                 best = best.or_better(end)
             first += steps
@@ -109,22 +94,14 @@ class MultiStart:
                 points = _foremost(ends, self.rounds[number + 1][0])
         return best.x
 
-    def _climb(
-        self, predict: Predictor, point: Tensor, x: Tensor, y: Tensor, first: int, steps: int
-    ) -> Best:
-        """The steps `first` to `first + steps` of a run from each point; x's rows are repeated for
-        each start, y's are not."""
-        num = len(x) // len(y)
-        loss = for_rows(self.loss, torch.arange(len(y), device=x.device).repeat(num))
-        y = y.repeat(num, *[1] * (y.ndim - 1))
+    def _climb(self, problem: Problem, point: Tensor, first: int, steps: int) -> Best:
+        """The steps `first` to `first + steps` of a run from each point."""
         best = None
         for step in range(first, first + steps):
-            value, broken, gradient = loss_and_gradient(predict, loss, point, y)
-            here = Best(point, value, broken)
+            here, gradient = problem.climb(point)
             best = here if best is None else best.or_better(here)
-            length = step_length(self.ball.eps, step, self.steps)
-            point = move(self.ball, point, gradient, length, x)
-        here = Best(point, *score(predict, loss, point, y))
+            point = problem.move(point, gradient, step_length(self.ball.eps, step, self.steps))
+        here = problem.score(point)
         return here if best is None else best.or_better(here)
 
 

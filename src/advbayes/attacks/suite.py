@@ -13,7 +13,7 @@ from advbayes.attacks.apgd import APGD
 from advbayes.attacks.ascent import pgd
 from advbayes.attacks.balls import L2, Ball
 from advbayes.attacks.black_box import RandomSearch, Square
-from advbayes.attacks.gradients import Best, config, entry, score
+from advbayes.attacks.gradients import entry
 from advbayes.attacks.losses import (
     ByLoss,
     DivergenceFrom,
@@ -22,13 +22,13 @@ from advbayes.attacks.losses import (
     PerExample,
     Toward,
     dlr,
-    for_rows,
     margin,
     nll,
     squared_error,
 )
 from advbayes.attacks.multi_start import MultiStart
 from advbayes.attacks.parts import A, applies_to, inner_attacks, on_rows, rebuilt, settings
+from advbayes.attacks.search import Problem, config
 from advbayes.likelihoods import predicts_classes
 from advbayes.types import Attack, Loss, Predictor
 
@@ -106,16 +106,15 @@ class Suite:
                 f"attacks must hold one that applies to this predictor, got none for "
                 f"{checks.describe(predict)}"
             )
-        best = Best(x, *score(predict, rank, x, y))
+        problem = Problem(predict, rank, _UNBOUNDED, x, y, generator)
+        best = problem.score(x)
         for number, attack in enumerate(attacks):
-            rows = torch.arange(len(x), device=x.device)
-            if number:
-                rows = rows[~best.broken]
-                if not len(rows):
-                    break
-            x_adv = on_rows(attack, rows)(predict, x[rows], y[rows], generator=generator)
-            found = Best(x_adv, *score(predict, for_rows(rank, rows), x_adv, y[rows]))
-            best = best.put(rows, best.pick(rows).or_better(found))
+            rows = best.unbroken if number else torch.arange(len(x), device=x.device)
+            if not len(rows):
+                break
+            part = problem.rows(rows)
+            x_adv = on_rows(attack, rows)(predict, part.x, part.y, generator=generator)
+            best = best.improved(rows, part.score(x_adv))
         return best.x
 
     def in_task(self, task: str) -> Suite:
@@ -193,10 +192,11 @@ class Transfer:
             return x.clone()
         x, y = entry(predict, _UNBOUNDED, x, y)
         rank = _rank_of("attack", (self.attack,)) if self.rank is None else self.rank
-        best = Best(x, *score(predict, rank, x, y))
+        problem = Problem(predict, rank, _UNBOUNDED, x, y, generator)
+        best = problem.score(x)
         for source in self.sources:
             x_adv = self.attack(source, x, y, generator=generator)
-            best = best.or_better(Best(x_adv, *score(predict, rank, x_adv, y)))
+            best = best.or_better(problem.score(x_adv))
         return best.x
 
     def applies_to(self, predict: Predictor) -> bool:

@@ -10,18 +10,18 @@ to 0 is all that counts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 from torch.nn import functional
 
-from advbayes import attacks, checks
-from advbayes.attacks import for_rows, margin, nll
-from advbayes.attacks.ascent import check_ball
-from advbayes.attacks.balls import Ball
-from advbayes.attacks.gradients import Best, entry, move, score
+from advbayes import checks
+from advbayes.attacks import loss_and_gradient, margin, nll
+from advbayes.attacks.balls import Ball, per_row
+from advbayes.attacks.gradients import score
+from advbayes.attacks.search import Best, Problem, Search, check_ball
 from advbayes.distributed import Ranks
 from advbayes.purification.banks import GaussianBank, Room
 from advbayes.purification.purifier import Purifier
@@ -60,12 +60,12 @@ class StraightThrough:
         base = self.base or self.purifier.base
         assert base is not None
         value, wrong = score(self.purifier, loss, x, y)
-        _, _, gradient = attacks.loss_and_gradient(base, loss, self.purifier.denoise(x.detach()), y)
+        _, _, gradient = loss_and_gradient(base, loss, self.purifier.denoise(x.detach()), y)
         return value, wrong, gradient
 
 
 @dataclass(frozen=True)
-class Annealed:
+class Annealed(Search):
     """Projected ascent through the purifier with its noise widened by each factor in turn, the last
     one 1; best point kept.
 
@@ -96,55 +96,43 @@ class Annealed:
                 f"factors must end with 1, the purifier itself, got {self.factors}"
             )
 
-    def __call__(
-        self,
-        predict: Predictor,
-        x: Tensor,
-        y: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        purifier = _purifier(predict)
-        if self.ball.eps == 0 or not len(x):
-            return x.clone()
+    @property
+    def _losses(self) -> tuple[Loss, ...]:
+        return (self.loss or margin,)
+
+    def _search(self, problem: Problem) -> Tensor:
+        purifier = _purifier(problem.predict)
         loss = self.loss or (nll if purifier.store.num_outputs else margin)
-        x, y = entry(purifier, self.ball, x, y, loss)
-        best = Best(x, *score(purifier, loss, x, y))
-        starts = [x]
+        problem = replace(problem, predict=purifier, loss=loss)
+        best, starts = problem.score(problem.x), [problem.x]
         if self.start is not None:
-            begun = self.start(purifier, x, y, generator=generator)
-            best = best.or_better(Best(begun, *score(purifier, loss, begun, y)))
-            starts.append(begun)
-        for start in starts:
-            rows = torch.nonzero(~best.broken).squeeze(1)  # what is broken is done with
+            starts.append(self.start(purifier, problem.x, problem.y, generator=problem.generator))
+            best = best.or_better(problem.score(starts[1]))
+        for number, start in enumerate(starts):
+            rows = best.unbroken  # what is broken is done with
             if len(rows):
-                part = self._climb(
-                    purifier, for_rows(loss, rows), start[rows], x[rows], y[rows], start is x
-                )
-                best = best.put(rows, best.pick(rows).or_better(part))
+                part = self._climb(purifier, problem.rows(rows), start[rows], fresh=number == 0)
+                best = best.improved(rows, part)
         return best.x
 
-    def _climb(
-        self, purifier: Purifier, loss: Loss, start: Tensor, x: Tensor, y: Tensor, fresh: bool
-    ) -> Best:
+    def _climb(self, purifier: Purifier, problem: Problem, start: Tensor, fresh: bool) -> Best:
         point, size = start, 2.5 * self.ball.eps / self.steps
-        best = Best(start, *score(purifier, loss, start, y))
+        best = problem.score(start)
         for stage, factor in enumerate(self.factors):
-            rows = torch.nonzero(~best.broken).squeeze(1)
+            rows = best.unbroken
             if not len(rows):
                 break
-            wide = purifier if factor == 1 else purifier.widened(factor)
-            here, origin, labels, mine = point[rows], x[rows], y[rows], for_rows(loss, rows)
-            kept = best.pick(rows)
+            here, narrow, kept = point[rows], problem.rows(rows), best.pick(rows)
+            wide = narrow if factor == 1 else replace(narrow, predict=purifier.widened(factor))
             for step in range(self.steps):
-                value, broken, gradient = attacks.loss_and_gradient(wide, mine, here, labels)
+                reached, gradient = wide.climb(here)
                 if factor == 1:
-                    kept = kept.or_better(Best(here, value, broken))
+                    kept = kept.or_better(reached)
                 # From x itself the first step goes to the edge, as one step would.
                 length = self.ball.eps if fresh and stage == 0 and step == 0 else size
-                here = move(self.ball, here, gradient, length, origin)
-            kept = kept.or_better(Best(here, *score(purifier, mine, here, labels)))
-            best, point = best.put(rows, kept), point.index_copy(0, rows, here)
+                here = wide.move(here, gradient, length)
+            best = best.put(rows, kept.or_better(narrow.score(here)))
+            point = point.index_copy(0, rows, here)
         return best
 
     def applies_to(self, predict: Predictor) -> bool:
@@ -153,7 +141,7 @@ class Annealed:
 
 
 @dataclass(frozen=True)
-class NearestCentre:
+class NearestCentre(Search):
     """Moves to the edge of the ball towards each of the `num` nearest centres of another class, by
     the two directions that the limit sigma to 0 knows: straight at the centre, and across the plane
     between it and the nearest centre of the own class.
@@ -173,29 +161,23 @@ class NearestCentre:
         check_ball(self.ball)
         checks.count("num", self.num)
 
+    @property
+    def _losses(self) -> tuple[Loss, ...]:
+        return (margin,)
+
     @torch.no_grad()
-    def __call__(
-        self,
-        predict: Predictor,
-        x: Tensor,
-        y: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        purifier = _purifier(predict)
-        if self.ball.eps == 0 or not len(x):
-            return x.clone()
-        x, y = entry(purifier, self.ball, x, y)
-        best = Best(x, *score(purifier, margin, x, y))
-        same, others = neighbours(purifier, x, y, self.num)
+    def _search(self, problem: Problem) -> Tensor:
+        purifier, x = _purifier(problem.predict), problem.x
+        problem = replace(problem, predict=purifier)
+        best = problem.score(x)
+        same, others = neighbours(purifier, x, problem.y, self.num)
         for k in range(others.shape[1]):
             for direction, whole in ((others[:, k] - x, False), (others[:, k] - same[:, 0], True)):
-                norm = self.ball.norm(direction).clamp_min(1e-12)
-                length = self.ball.eps / norm
+                length = self.ball.eps / self.ball.norm(direction).clamp_min(1e-12)
                 length = length if whole else length.clamp_max(1.0)  # not past the centre
-                moved = x + direction * length.view(-1, *[1] * (x.ndim - 1))
+                moved = x + direction * per_row(length, x)
                 point = self.ball.project(torch.where(torch.isfinite(moved), moved, x), x)
-                best = best.or_better(Best(point, *score(purifier, margin, point, y)))
+                best = best.or_better(problem.score(point))
         return best.x
 
     def applies_to(self, predict: Predictor) -> bool:
