@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from advbayes.runs.building import build_defense, prepare
 from advbayes.runs.config import (
     DATA_SETS,
     ConfigError,
@@ -128,3 +129,11 @@ def test_a_written_configuration_is_read_back_the_same(given: dict[str, object])
 def test_whatever_comes_is_accepted_or_refused_by_the_one_error(given: dict[str, object]) -> None:
     with suppress(ConfigError):
         assert make_config(given) == make_config(make_config(given).model_dump())
+
+
+def test_consistency_wants_samples_to_compare_and_classes_that_vote() -> None:
+    with pytest.raises(ConfigError, match="num_channel: must be >= 2 for defense 'consistency'"):
+        make_config({"defense": "consistency"})
+    config = make_config({"data": "diabetes", "defense": "consistency", "num_channel": 2})
+    with pytest.raises(ConfigError, match="defense: must be another than consistency"):
+        build_defense(config, prepare(config))

@@ -49,7 +49,7 @@ PANELS = {
             "class_weight",
             "kl_weight",
         ),
-        *("seed", "compile", "own_thetas", "threads", "checkpoint_every"),
+        *("seed", "compile", "precision", "own_thetas", "threads", "checkpoint_every"),
     ),
 }
 HELP = """Train a model through an adversarial channel, into a run folder that survives a kill at

@@ -166,6 +166,10 @@ _MULTI_STEP = 7
 DEFENSES: dict[str, Defense] = {
     "BL": Defense("undefended mean-field posterior, clean data", {"defense": "none"}),
     "noise": Defense("noise alone", {"defense": "noise"}),
+    "consistency": Defense(
+        "noise alone, and a penalty where two draws of it disagree",
+        {"defense": "consistency", "num_channel": 2},
+    ),
     "OS": Defense("one-step attack plus noise", {"defense": "os"}),
     "OS50": Defense(
         "half noisy identity, half one-step attack plus noise (SM-5)",

@@ -389,6 +389,11 @@ def build_defense(
         "consistency": Consistency(config.beta),
     }
     penalty = penalties.get(config.defense)
+    if regression and config.defense == "consistency":
+        raise ConfigError(
+            "defense: must be another than consistency for regression, where no classes vote, got "
+            "'consistency'"
+        )
     weights = None
     if config.class_weight is not None:
         if data.dataset.task != "classification":

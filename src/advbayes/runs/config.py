@@ -101,8 +101,20 @@ class RunConfig(BaseModel):
     ] = "learned"
 
     defense: Annotated[
-        Literal["none", "noise", "consistency", "at", "os", "os50", "mix", "pgd"]
-        | Literal["trades", "alp", "nn", "nn50"],
+        Literal[
+            "none",
+            "noise",
+            "consistency",
+            "at",
+            "os",
+            "os50",
+            "mix",
+            "pgd",
+            "trades",
+            "alp",
+            "nn",
+            "nn50",
+        ],
         Field(description="The channel trained through; docs/defenses.md lists them"),
     ] = "mix"
     channel: Annotated[
