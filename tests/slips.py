@@ -125,8 +125,8 @@ FIRST = (
     Bug(
         "a threshold is lost when examples leave the batch",
         "attacks/losses.py",
-        "return Exceeding(for_rows(self.loss, index), self.threshold)",
-        "return Exceeding(for_rows(self.loss, index), 0.0)",
+        "    return for_rows(value, index)\n",
+        "    return for_rows(value, index) if callable(value) else 0.0\n",
         "test_attack_parts test_minimum_norm_and_suites test_attacks",
     ),
     Bug(

@@ -7,9 +7,9 @@ has a method `rows` that picks some of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from types import FunctionType
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch.distributions import Categorical, Distribution  # noqa: F401 (for the
 from advbayes import checks
 from advbayes.likelihoods import predicts_classes, targets_like
 from advbayes.types import Loss
+
+R = TypeVar("R", bound="_Rowwise")
 
 
 @runtime_checkable
@@ -42,6 +44,10 @@ def succeeded(prediction: Distribution, y: Tensor) -> Tensor:
     """
     if predicts_classes(prediction):
         return prediction.logits.argmax(-1) != y
+    return _never(prediction, y)
+
+
+def _never(prediction: Distribution, y: Tensor) -> Tensor:
     return torch.zeros(prediction.batch_shape[:1], dtype=torch.bool, device=y.device)
 
 
@@ -51,11 +57,8 @@ def success(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
     >>> success(nll, Categorical(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([0]))
     tensor([True])
     """
-    if not isinstance(loss, FunctionType) and isinstance(
-        loss, HasSuccess
-    ):  # functions first: they are the fast path
-        return loss.succeeded(prediction, y)
-    return succeeded(prediction, y)
+    broken: Tensor = getattr(loss, "succeeded", succeeded)(prediction, y)
+    return broken
 
 
 def for_rows(loss: Loss, index: Tensor | slice) -> Loss:
@@ -64,11 +67,8 @@ def for_rows(loss: Loss, index: Tensor | slice) -> Loss:
     >>> for_rows(PerExample((nll, margin), torch.tensor([0, 1])), torch.tensor([1])).index
     tensor([1])
     """
-    return (
-        loss.rows(index)
-        if not isinstance(loss, FunctionType) and isinstance(loss, HasRows)
-        else loss
-    )
+    rows = getattr(loss, "rows", None)
+    return loss if rows is None else rows(index)
 
 
 def num_rows(loss: Loss) -> int | None:
@@ -79,6 +79,34 @@ def num_rows(loss: Loss) -> int | None:
     """
     num: int | None = getattr(loss, "num_rows", None)
     return num
+
+
+class _Rowwise:
+    """A loss, a dataclass, whose tensors have an entry for each example, as may its own losses."""
+
+    def _held(self) -> dict[str, Any]:
+        """What may have an entry for each example, by the name of its field."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+
+    @property
+    def num_rows(self) -> int | None:
+        sizes = (
+            len(value) if isinstance(value, Tensor) else num_rows(value)
+            for value in self._held().values()
+        )
+        return next((size for size in sizes if size is not None), None)
+
+    def rows(self: R, index: Tensor | slice) -> R:
+        return replace(self, **{name: _cut(value, index) for name, value in self._held().items()})  # type: ignore[type-var]
+
+
+def _cut(value: Any, index: Tensor | slice) -> Any:
+    match value:
+        case Tensor():
+            return value[index]
+        case tuple():
+            return tuple(for_rows(loss, index) for loss in value)
+    return for_rows(value, index)
 
 
 def mode(prediction: Distribution) -> Tensor:
@@ -187,7 +215,7 @@ def lower_mean(prediction: Distribution, y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class MeanAlong:
+class MeanAlong(_Rowwise):
     """u . E[y], the mean of several outputs along a direction of each example's own.
 
     >>> two = torch.distributions.Normal(torch.tensor([[2.0, 3.0]]), 1.0)
@@ -200,13 +228,6 @@ class MeanAlong:
     def __call__(self, prediction: Distribution, y: Tensor) -> Tensor:
         mean = _moment(prediction, "MeanAlong").mean
         return (mean.reshape(len(mean), -1) * self.directions.to(mean)).sum(1)
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.directions)
-
-    def rows(self, index: Tensor | slice) -> MeanAlong:
-        return MeanAlong(self.directions[index])
 
 
 @dataclass(frozen=True)
@@ -245,7 +266,7 @@ def deflate_variance(prediction: Distribution, y: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class DivergenceFrom:
+class DivergenceFrom(_Rowwise):
     """-KL(target | prediction): how near the predictive comes to a distribution of the attacker's
     choosing.
 
@@ -318,35 +339,23 @@ class DivergenceFrom:
         return value.expand_as(like)
 
     def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
-        return torch.zeros(prediction.batch_shape[:1], dtype=torch.bool, device=y.device)
+        return _never(prediction, y)
 
-    def _is_batched(self, value: Tensor | float | None) -> bool:
+    def _held(self) -> dict[str, Any]:
         least = 2 if self.scale is None else 1
-        return isinstance(value, Tensor) and value.ndim >= least and len(value) > 1
-
-    @property
-    def num_rows(self) -> int | None:
-        sizes = {
-            len(value)
-            for value in (self.target, self.scale)
-            if isinstance(value, Tensor) and self._is_batched(value)
+        both = {"target": torch.as_tensor(self.target)}
+        if self.scale is not None:
+            both["scale"] = torch.as_tensor(self.scale)
+        return {
+            name: value for name, value in both.items() if value.ndim >= least and len(value) > 1
         }
-        return max(sizes, default=None)
-
-    def rows(self, index: Tensor | slice) -> DivergenceFrom:
-        target, scale = (
-            value[index] if isinstance(value, Tensor) and self._is_batched(value) else value
-            for value in (self.target, self.scale)
-        )
-        assert target is not None
-        return DivergenceFrom(target, scale)
 
 
 # --- Combinators: a loss in, a loss out ---------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class PerExample:
+class PerExample(_Rowwise):
     """A loss for each example, `losses[index[b]]`: one gradient pass serves them all.
 
     >>> both = PerExample((nll, margin), torch.tensor([0, 1]))
@@ -367,16 +376,9 @@ class PerExample:
         each = torch.stack([success(loss, prediction, y) for loss in self.losses], dim=1)
         return each.gather(1, self.index.unsqueeze(1)).squeeze(1)
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.index)
-
-    def rows(self, index: Tensor | slice) -> PerExample:
-        return PerExample(tuple(for_rows(loss, index) for loss in self.losses), self.index[index])
-
 
 @dataclass(frozen=True)
-class Toward:
+class Toward(_Rowwise):
     """Targeted: y is what the prediction should become, the loss is minimised, and an example is
     broken once its class is y.
 
@@ -393,18 +395,11 @@ class Toward:
     def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
         if predicts_classes(prediction):
             return prediction.logits.argmax(-1) == y
-        return torch.zeros(prediction.batch_shape[:1], dtype=torch.bool, device=y.device)
-
-    @property
-    def num_rows(self) -> int | None:
-        return num_rows(self.loss)
-
-    def rows(self, index: Tensor | slice) -> Toward:
-        return Toward(for_rows(self.loss, index))
+        return _never(prediction, y)
 
 
 @dataclass(frozen=True)
-class ByLoss:
+class ByLoss(_Rowwise):
     """The same loss, but no example ever counts as broken: iterates are ranked by the loss alone
     (attacks on a score).
 
@@ -420,18 +415,11 @@ class ByLoss:
         return self.loss(prediction, y)
 
     def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
-        return torch.zeros(prediction.batch_shape[:1], dtype=torch.bool, device=y.device)
-
-    @property
-    def num_rows(self) -> int | None:
-        return num_rows(self.loss)
-
-    def rows(self, index: Tensor | slice) -> ByLoss:
-        return ByLoss(for_rows(self.loss, index))
+        return _never(prediction, y)
 
 
 @dataclass(frozen=True)
-class Exceeding:
+class Exceeding(_Rowwise):
     """loss - threshold, broken where positive: gives regression a notion of success.
 
     >>> far = Exceeding(squared_error, 1.0)
@@ -451,16 +439,9 @@ class Exceeding:
     def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
         return self(prediction, y) > 0
 
-    @property
-    def num_rows(self) -> int | None:
-        return num_rows(self.loss)
-
-    def rows(self, index: Tensor | slice) -> Exceeding:
-        return Exceeding(for_rows(self.loss, index), self.threshold)
-
 
 @dataclass(frozen=True, eq=False)
-class MarginTo:
+class MarginTo(_Rowwise):
     """log p(c) - log p(y) for one chosen class c of each example: away from y, by way of c. Exact
     on linear models.
 
@@ -475,13 +456,6 @@ class MarginTo:
     def __call__(self, prediction: Distribution, y: Tensor) -> Tensor:
         pair = _logits(prediction, "MarginTo").gather(1, torch.stack([self.classes, y], dim=1))
         return pair[:, 0] - pair[:, 1]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.classes)
-
-    def rows(self, index: Tensor | slice) -> MarginTo:
-        return MarginTo(self.classes[index])
 
 
 def margins_to_wrong_classes(prediction: Distribution, y: Tensor, num: int) -> list[MarginTo]:
