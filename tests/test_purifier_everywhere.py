@@ -80,7 +80,7 @@ def test_float32_products_are_no_farther_off_than_allowed_for() -> None:
         assert isinstance(bank, GaussianBank)
         query = replace(purifier.query(x), dtype=torch.float32)
         every = torch.arange(300).expand(50, -1)
-        exact = bank.exact_at(query.points, 0, every)
+        exact = bank.exact_at(query, 0, every)
         products = bank.logits(query, slice(0, 1), slice(0, 300), Room())[0].double()
         error = products + bank.offset(query).unsqueeze(1) - exact
         error = (error - error.mean(1, keepdim=True)).abs().amax(1)  # what all share is no weight

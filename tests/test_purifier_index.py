@@ -109,7 +109,7 @@ def test_as_many_cells_are_visited_as_the_bound_wants(monkeypatch: pytest.Monkey
     def proven(first: int, most: float) -> int:
         monkeypatch.setattr("advbayes.purification.index._FIRST", first)
         monkeypatch.setattr("advbayes.purification.index._MOST", most)
-        bound = purified._index.search(purified.store, query, 1e-6)[1]  # type: ignore[union-attr]
+        bound = purified._index.search(purified.store, purified.query(query), 1e-6)[1]  # type: ignore[union-attr]
         return int((bound <= 1e-6).sum())
 
     few, many = proven(2, 0.0), proven(2, 0.5)
@@ -171,8 +171,9 @@ def test_the_bound_is_one_whatever_it_is_asked_for(kind: str) -> None:
         assert purified._index is not None
         log_p = log_densities(purified.store, query)  # (S, N, B)
         for left_out in (0.0, 1e-6, 1e-2):
-            rows, bound = purified._index.search(purified.store, query, left_out)
-            kept = purified._index._evidence(purified.store, query, [*rows[0], *rows[1]])
+            asked = purified.query(query)
+            rows, bound = purified._index.search(purified.store, asked, left_out)
+            kept = purified._index._evidence(purified.store, asked, [*rows[0], *rows[1]])
             share = 1.0 - (kept - log_p.logsumexp(1)).exp()  # (S, B)
             assert bool((share <= bound + 1e-7).all())  # the rounding of log-densities of 1e7
             proven += int((bound <= left_out).sum())

@@ -158,8 +158,8 @@ def log_densities(store: Store, x: Tensor) -> Tensor:  # (S, N, B) float64
         centres = bank.centres.block(slice(None), slice(None)).double()
         scale = (
             bank.scale
-            if isinstance(bank.scale, float)
-            else bank.scale.block(slice(None), slice(None)).double()
+            if bank.scales is None
+            else bank.scales.block(slice(None), slice(None)).double()
         )
         scales = torch.as_tensor(scale, dtype=torch.float64).expand_as(centres) * bank.factor
         away = (x - centres.unsqueeze(2)) / scales.unsqueeze(2)  # (G, N, B, d)

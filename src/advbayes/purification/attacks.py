@@ -214,19 +214,18 @@ def _classes(
 def _unfit(purifier: Purifier) -> bool:
     """Whether the nearest centre means nothing: regression, another channel, or noise in another
     space."""
-    gaussian = all(isinstance(bank, GaussianBank) for bank in purifier.store.banks)
-    return bool(purifier.store.num_outputs) or not gaussian or purifier.features is not None
+    store = purifier.store
+    return bool(store.num_outputs) or not store.gaussians or purifier.features is not None
 
 
-def _banks(purifier: Purifier) -> list[GaussianBank]:
-    banks = [bank for bank in purifier.store.banks if isinstance(bank, GaussianBank)]
+def _banks(purifier: Purifier) -> tuple[GaussianBank, ...]:
     if _unfit(purifier):
         raise checks.InputError(
             "the nearest-centre attack is for classification with a Gaussian channel in the space "
             "of x, "
             f"got {checks.describe(purifier)}"
         )
-    return banks
+    return purifier.store.gaussians
 
 
 @torch.no_grad()
@@ -273,7 +272,7 @@ def neighbours(
 
 def _fetch(
     purifier: Purifier,
-    banks: list[GaussianBank],
+    banks: tuple[GaussianBank, ...],
     kept: list[tuple[Tensor, Tensor]],
     x: Tensor,
     num: int,
@@ -333,8 +332,7 @@ def nearest_centre_radius(
     tensor([1.5000])
     """
     banks = _banks(purifier)
-    scales = {bank.scale * bank.factor for bank in banks if isinstance(bank.scale, float)}
-    if len(scales) != 1 or any(not isinstance(bank.scale, float) for bank in banks):
+    if len({bank.sigma for bank in banks}) > 1 or any(bank.scales is not None for bank in banks):
         raise checks.InputError("the closed form needs one noise for all centres, got several")
     if purifier.update == "offline" and any(bank.groups > 1 for bank in banks):
         raise checks.InputError(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -44,6 +45,7 @@ class Query:
     dtype: torch.dtype
     # (G, B, k) for each bank: rows to answer from, -1 for none
     nearest: tuple[Tensor, ...] | None = None
+    y: Tensor | None = None  # (B, D) float64: outputs that come with x', around the store's middle
 
     def __len__(self) -> int:
         return len(self.flat)
@@ -58,7 +60,8 @@ class Query:
 
     def take(self, rows: Tensor | slice) -> Query:
         nearest = None if self.nearest is None else tuple(index[:, rows] for index in self.nearest)
-        return replace(self, x=self.x[rows], flat=self.flat[rows], nearest=nearest)
+        y = None if self.y is None else self.y[rows]
+        return replace(self, x=self.x[rows], flat=self.flat[rows], nearest=nearest, y=y)
 
 
 class Room:
@@ -74,23 +77,64 @@ class Room:
         return self.buffer[:size].view(shape)
 
 
+class Bank(ABC):
+    """log p(x' | x_n, theta) of one component of the channel, for blocks of thetas and points."""
+
+    # whether the log-densities of single points can be computed from differences x' - centre
+    has_centres: bool = True
+
+    @property
+    @abstractmethod
+    def groups(self) -> int:
+        """G: 1 where all thetas share the densities, else their number."""
+
+    @abstractmethod
+    def tiles(self, batch: int) -> Iterator[Tile]:
+        """Blocks that together hold every theta and reference point once."""
+
+    @abstractmethod
+    def logits(self, query: Query, groups: slice, rows: slice, room: Room) -> Tensor:
+        """(g, B, n), the log-densities without `offset`; may lie in `room`."""
+
+    @abstractmethod
+    def offset(self, query: Query) -> Tensor:
+        """(B,) float64: what is the same for all reference points."""
+
+    @abstractmethod
+    def gradient(self, query: Query, groups: slice, rows: slice, coefficients: Tensor) -> Tensor:
+        """sum over g, n of coefficients (g, B, n) * d log-density / d x', (B, d) float64."""
+
+    def exact_at(self, query: Query, group: int, index: Tensor) -> Tensor:
+        """The log-densities (B, k) of a few reference points, exact to rounding in float64."""
+        raise NotImplementedError
+
+    def gradient_at(self, query: Query, group: int, index: Tensor, coefficients: Tensor) -> Tensor:
+        """sum over k of coefficients (B, k) * d log-density / d x', (B, d) float64."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False)
-class GaussianBank:
-    """w N(x'; centres, scale^2) one scale for all, or one for each reference point and feature."""
+class GaussianBank(Bank):
+    """w N(x'; centres, scale^2): one scale for all, or one for each reference point and feature."""
 
     log_weight: float
     centres: Rows  # (G, N, d)
-    scale: float | Rows  # (G, N, d)
+    scales: Rows | None  # (G, N, d), or one for all
     half_norms: Tensor  # (G, N) float64: |centre - origin|^2 / 2
     # over the reference points of all ranks
     reach: float  # the largest |centre|
     spread: float  # the largest |centre - origin|
-    least_scale: float
+    scale: float  # the least
     factor: float = 1.0  # on the scale: annealed attacks use the same centres and a wider channel
 
     @property
     def groups(self) -> int:
         return self.centres.shape[0]
+
+    @property
+    def sigma(self) -> float:
+        """The noise, or the least of it."""
+        return self.scale * self.factor
 
     def tiles(self, batch: int) -> Iterator[Tile]:
         groups, num, _ = self.centres.shape
@@ -105,27 +149,22 @@ class GaussianBank:
     def rounding(self, norms: Tensor) -> Tensor:  # (B,): |x' - origin| -> (B,)
         """How far float32 `logits` may be off: the products' rounding over the variance."""
         size = norms.clamp_min(self.spread)
-        if not isinstance(self.scale, float):
+        if self.scales is not None:
             size = size * size / max(self.reach, 1e-300)
         eps = torch.finfo(torch.float32).eps
-        return 4.0 * eps * self.reach / (self.least_scale * self.factor) ** 2 * size
+        return 4.0 * eps * self.reach / self.sigma**2 * size
 
-    def _precision(self, groups: slice, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """1/scale^2 and sum log scale, (g, n, d) and (g, n), of per-feature scales."""
-        assert not isinstance(self.scale, float)
-        scale = self.scale.block(groups, rows).to(dtype) * self.factor
-        return scale.square().reciprocal(), scale.log().sum(-1)
-
-    def logits(self, query: Query, groups: slice, rows: slice, room: Room) -> Tensor:  # (g, B, n)
+    def logits(self, query: Query, groups: slice, rows: slice, room: Room) -> Tensor:
         points, dtype = query.around, query.dtype
         centres = self.centres.block(groups, rows).to(dtype)
-        if isinstance(self.scale, float):
-            gain = 1.0 / (self.scale * self.factor) ** 2
+        if self.scales is None:
+            gain = 1.0 / self.sigma**2
             bias = (self.half_norms[groups, rows] * -gain).to(dtype)
         else:
-            precision, log_scale = self._precision(groups, rows, dtype)
+            scale = self.scales.block(groups, rows).to(dtype) * self.factor
+            precision = scale.square().reciprocal()
             centres = centres - query.origin.to(dtype)
-            bias = -0.5 * (centres.square() * precision).sum(-1) - log_scale
+            bias = -0.5 * (centres.square() * precision).sum(-1) - scale.log().sum(-1)
             centres = torch.cat([centres * precision, precision * -0.5], -1)
             points, gain = torch.cat([points, points.square()], -1), 1.0
         out = room.of(points, dtype, len(centres), len(points), centres.shape[1])
@@ -135,76 +174,54 @@ class GaussianBank:
         left = points.expand(len(centres), -1, -1)
         return torch.baddbmm(bias.unsqueeze(1), left, centres.mT, alpha=gain, out=out)
 
-    def offset(self, query: Query) -> Tensor:  # (B,) float64
+    def offset(self, query: Query) -> Tensor:
         width = query.points.shape[1]
         constant = self.log_weight - 0.5 * width * LOG_TWO_PI
-        if not isinstance(self.scale, float):
+        if self.scales is not None:
             return query.points.new_full((len(query),), constant)
-        scale = self.scale * self.factor
         around = query.points - query.origin
         square = -0.5 * around.square().sum(1) - around @ query.origin
-        return square / scale**2 + (constant - width * math.log(scale))
+        return square / self.sigma**2 + (constant - width * math.log(self.sigma))
 
     def _differences(
         self,
         points: Tensor,  # (B, d) float64
         group: int,
         index: Tensor,  # (B, k)
-    ) -> Iterator[tuple[slice, Tensor, float | Tensor]]:
+    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """centre - x' and scales of a few reference points, in float64, some queries at a time."""
+        one = points.new_full((1,), self.sigma)
         size = max(1, _DIFFERENCES // max(1, index.shape[1] * points.shape[1]))
         for start, stop in spans(len(points), size):
             part = slice(start, stop)
             away = self.centres.pick(group, index[part]) - points[part].unsqueeze(1)
-            if isinstance(self.scale, float):
-                yield part, away, self.scale * self.factor
+            if self.scales is None:
+                yield part, away, one
             else:
-                yield part, away, self.scale.pick(group, index[part]).double() * self.factor
+                yield part, away, self.scales.pick(group, index[part]).double() * self.factor
 
-    def exact_at(
-        self, points: Tensor, group: int, index: Tensor
-    ) -> Tensor:  # (B, d), (B, k) -> (B, k) float64
-        """The log-densities of a few reference points from differences, exact to rounding: logits +
-        offset."""
-        width, out = points.shape[1], points.new_empty(index.shape)
-        for part, away, scale in self._differences(points, group, index):
-            log_scale = width * math.log(scale) if isinstance(scale, float) else scale.log().sum(-1)
-            out[part] = -0.5 * _norm(away, scale).square() - log_scale
+    def exact_at(self, query: Query, group: int, index: Tensor) -> Tensor:
+        width, out = query.points.shape[1], query.points.new_empty(index.shape)
+        for part, away, scale in self._differences(query.points, group, index):
+            log_scale = scale.log().sum(-1) * (width / scale.shape[-1])
+            out[part] = -0.5 * _square(away / scale) - log_scale
         return out + (self.log_weight - 0.5 * width * LOG_TWO_PI)
 
-    def gradient_at(
-        self,
-        query: Query,
-        group: int,
-        index: Tensor,  # (B, k)
-        coefficients: Tensor,  # (B, k) float64
-    ) -> Tensor:  # (B, d) float64
-        """sum over k of coefficients * d log-density / d x', from differences."""
+    def gradient_at(self, query: Query, group: int, index: Tensor, coefficients: Tensor) -> Tensor:
         out = torch.zeros_like(query.points)
         for part, away, scale in self._differences(query.points, group, index):
-            if isinstance(scale, float):
-                out[part] = torch.einsum("bk,bkd->bd", coefficients[part] / scale**2, away)
-            else:
-                out[part] = torch.einsum("bk,bkd->bd", coefficients[part], away / scale.square())
+            out[part] = torch.einsum("bk,bkd->bd", coefficients[part], away / scale.square())
         return out
 
-    def gradient(
-        self,
-        query: Query,
-        groups: slice,
-        rows: slice,
-        coefficients: Tensor,  # (g, B, n)
-    ) -> Tensor:  # (B, d) float64
-        """sum over g, n of coefficients * d log-density / d x'."""
+    def gradient(self, query: Query, groups: slice, rows: slice, coefficients: Tensor) -> Tensor:
         rounded = coefficients.to(query.dtype)
         centres = self.centres.block(groups, rows).to(query.dtype)
-        if isinstance(self.scale, float):
+        if self.scales is None:
             total = rounded.sum((0, 2), dtype=torch.float64).unsqueeze(1)
-            moved = (
-                torch.matmul(rounded, centres).sum(0, dtype=torch.float64) - total * query.points
-            )
-            return moved / (self.scale * self.factor) ** 2
-        precision, _ = self._precision(groups, rows, query.dtype)
+            moved = torch.matmul(rounded, centres).sum(0, dtype=torch.float64)
+            return (moved - total * query.points) / self.sigma**2
+        scale = self.scales.block(groups, rows).to(query.dtype) * self.factor
+        precision = scale.square().reciprocal()
         total = torch.matmul(rounded, precision).sum(0, dtype=torch.float64)
         moved = torch.matmul(rounded, centres * precision).sum(0, dtype=torch.float64)
         return moved - total * query.points
@@ -218,23 +235,22 @@ class GaussianBank:
         """Euclidean, and in units of the channel's noise."""
         plain, scaled = (query.points.new_empty(index.shape) for _ in range(2))
         for part, away, scale in self._differences(query.points, group, index):
-            plain[part], scaled[part] = _norm(away, 1.0).square(), _norm(away, scale).square()
+            plain[part], scaled[part] = _square(away), _square(away / scale)
         return plain, scaled
 
 
-def _norm(away: Tensor, scale: float | Tensor) -> Tensor:
-    """|away / scale| over the last axis."""
-    plain = isinstance(scale, float)
-    norm: Tensor = torch.linalg.vector_norm(away if plain else away / scale, dim=-1)
-    return norm / scale if plain else norm
+def _square(away: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(away, dim=-1)
+    return norm.square()
 
 
 @dataclass(frozen=True, eq=False)
-class FunctionBank:
+class FunctionBank(Bank):
     """A channel density of any other kind, for each theta and each block of reference points."""
 
     densities: tuple[tuple[ChannelDensity, ...], ...]  # (G, blocks)
     edges: tuple[int, ...]  # where the blocks begin, and N
+    has_centres = False
 
     @property
     def groups(self) -> int:
@@ -245,10 +261,7 @@ class FunctionBank:
             for start, stop in itertools.pairwise(self.edges):
                 yield slice(group, group + 1), slice(start, stop)
 
-    def widened(self, factor: float) -> FunctionBank:
-        raise InputError("widened needs a channel with a Gaussian density, got one of another kind")
-
-    def logits(self, query: Query, groups: slice, rows: slice, room: Room | None = None) -> Tensor:
+    def logits(self, query: Query, groups: slice, rows: slice, room: Room) -> Tensor:
         density = self.densities[groups.start][self.edges.index(rows.start)]
         log_prob = density.log_prob(query.x)
         wanted = (rows.stop - rows.start, len(query))
@@ -267,13 +280,10 @@ class FunctionBank:
     def gradient(self, query: Query, groups: slice, rows: slice, coefficients: Tensor) -> Tensor:
         with torch.enable_grad():
             x = query.x.detach().requires_grad_()
-            logits = self.logits(replace(query, x=x), groups, rows)
+            logits = self.logits(replace(query, x=x), groups, rows, Room())
             if not logits.requires_grad:
                 return torch.zeros_like(query.points)
             # An impossible reference point has no say, and minus infinity no gradient.
             possible = torch.where(logits > -math.inf, logits, torch.zeros_like(logits))
             (gradient,) = torch.autograd.grad((possible * coefficients).sum(), x)
         return torch.nan_to_num(gradient, nan=0.0).flatten(1).double()
-
-
-Bank = GaussianBank | FunctionBank

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from advbayes.purification.banks import GaussianBank, Query
+from advbayes.purification.banks import Query
 from advbayes.purification.rows import spans
 from advbayes.purification.store import Store
 from advbayes.purification.sweep import Sums, sweep, weights
@@ -112,9 +112,7 @@ def _support(store: Store, query: Query, nearest: Tensor, source: Tensor) -> tup
     distance = query.points.new_full((len(query),), math.inf)
     far = torch.zeros(len(query), dtype=torch.bool, device=distance.device)
     limit = chi_square_limit(query.points.shape[1])
-    for k, bank in enumerate(store.banks):
-        if not isinstance(bank, GaussianBank):
-            continue
+    for k, bank in enumerate(store.gaussians):
         for group in range(bank.groups):
             rows = torch.nonzero((source[0] == k) & (source[1] == group)).squeeze(1)
             if len(rows):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from advbayes.checks import InputError
-from advbayes.purification.banks import GaussianBank
+from advbayes.purification.banks import GaussianBank, Query
 from advbayes.purification.rows import spans
 from advbayes.purification.store import Store
 
@@ -134,21 +134,18 @@ class NearestIndex:
             self.cells.append(Cells.of(centres - self.origin))
 
     def search(
-        self,
-        store: Store,
-        points: Tensor,  # (B, d) float64
-        left_out: float,
+        self, store: Store, query: Query, left_out: float
     ) -> tuple[tuple[Tensor, ...], Tensor]:
         """Rows for each bank, (G, B, k), and a bound on the share of the evidence that they leave
         out, (B,): as many cells are visited as it takes to bring it below `left_out`."""
-        around = points.cpu() - self.origin
+        around = query.points.cpu() - self.origin
         near = [cells.nearest_possible(around) for cells in self.cells]
         first = [cells.nearest(around, _FIRST) for cells in self.cells]
         rows, _ = self._visit(around, first)
         # what a cell may weigh without being visited
         num_cells = sum(len(cells.counts) for cells in self.cells)
         share = math.log(left_out / (4 * num_cells)) if left_out else -math.inf
-        limit = self._evidence(store, points, rows) + share  # (S, B)
+        limit = self._evidence(store, query, rows) + share  # (S, B)
         visited = []
         for weight, cells, seen, (bank, group) in zip(
             self._weights(store, near), self.cells, first, _groups(store), strict=True
@@ -163,9 +160,10 @@ class NearestIndex:
             for seen, each, farther in zip(visited, near, last, strict=True)
         ]
         left = _over_banks(store, [each.logsumexp(1) for each in self._weights(store, near)])
-        bound = (left - self._evidence(store, points, rows)).amax(0).exp()
-        bound = bound.nan_to_num(nan=math.inf).to(points.device)
-        return tuple(index.to(points.device) for index in _by_bank(store, rows)), bound
+        bound = (left - self._evidence(store, query, rows)).amax(0).exp()
+        device = query.points.device
+        bound = bound.nan_to_num(nan=math.inf).to(device)
+        return tuple(index.to(device) for index in _by_bank(store, rows)), bound
 
     def _visit(
         self, around: Tensor, visited: list[Tensor]
@@ -180,26 +178,26 @@ class NearestIndex:
         """The log of the most that each cell can weigh, if its centres are no nearer than this."""
         out = []
         for (bank, _), cells, bound in zip(_groups(store), self.cells, near, strict=True):
-            scale, width = bank.least_scale * bank.factor, len(self.origin)
-            peak = bank.log_weight - width * math.log(scale * math.sqrt(2.0 * math.pi))
-            out.append(peak + cells.counts.log() - 0.5 * (bound / scale).square())
+            width = len(self.origin)
+            peak = bank.log_weight - width * math.log(bank.sigma * math.sqrt(2.0 * math.pi))
+            out.append(peak + cells.counts.log() - 0.5 * (bound / bank.sigma).square())
         return out
 
-    def _evidence(self, store: Store, points: Tensor, rows: list[Tensor]) -> Tensor:  # (S, B)
+    def _evidence(self, store: Store, query: Query, rows: list[Tensor]) -> Tensor:  # (S, B)
         """log sum p(x' | x_n, theta_s) over these rows alone."""
         parts = []
         for (bank, group), index in zip(_groups(store), rows, strict=True):
-            each = bank.exact_at(points, group, index.clamp_min(0).to(points.device)).cpu()
+            each = bank.exact_at(query, group, index.clamp_min(0).to(query.points.device)).cpu()
             parts.append(each.masked_fill(index < 0, -math.inf).logsumexp(1))
         return _over_banks(store, parts)
 
 
 def _groups(store: Store) -> Iterator[tuple[GaussianBank, int]]:
-    for bank in store.banks:
-        if not isinstance(bank, GaussianBank) or not isinstance(bank.scale, float):
-            raise InputError(
-                "index needs a Gaussian channel with one noise for all centres, got another"
-            )
+    if not store.gaussians or any(bank.scales is not None for bank in store.gaussians):
+        raise InputError(
+            "index needs a Gaussian channel with one noise for all centres, got another"
+        )
+    for bank in store.gaussians:
         for group in range(bank.groups):
             yield bank, group
 

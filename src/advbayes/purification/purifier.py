@@ -19,15 +19,15 @@ from advbayes.model import BayesianModel
 from advbayes.posteriors import Posterior
 from advbayes.predictive import PosteriorPredictive
 from advbayes.purification import saving
-from advbayes.purification import store as stores
 from advbayes.purification import sweep as sweeps
-from advbayes.purification.banks import GaussianBank, Query
+from advbayes.purification.banks import Query
 from advbayes.purification.diagnosis import Diagnosis, diagnose, merge
 from advbayes.purification.index import NearestIndex
+from advbayes.purification.joint import log_outputs
 from advbayes.purification.regression import PurifiedMixture
 from advbayes.purification.rows import spans
 from advbayes.purification.small import Small
-from advbayes.purification.store import Features, Store
+from advbayes.purification.store import Builder, Features, Store
 from advbayes.purification.sweep import Evidence, Sums, sweep, weights
 from advbayes.types import Channel
 
@@ -110,17 +110,11 @@ class Purifier:
         if ranks.size > 1 and index is not None:
             raise checks.InputError(f"index must be None for a sharded reference, got {index!r}")
         thetas = ranks.same(thetas)
-        store = stores.build(
-            model,
-            channel,
-            thetas.detach(),
-            x,
-            y,
-            features=features,
-            memory_limit=int(memory_limit),
-            folder=None if folder is None else Path(folder),
-            ranks=ranks,
+        place = None if folder is None else Path(folder)
+        tables = Builder(
+            model, channel, thetas.detach(), x, y, features, int(memory_limit), place, ranks
         )
+        store = tables.store()
         base = PosteriorPredictive(model, thetas)
         note = (
             f"Purifier({model}, {channel}, num_thetas={len(thetas)}, "
@@ -135,16 +129,20 @@ class Purifier:
         if posterior is not None:
 
             def redraw(num: int, generator: torch.Generator | None) -> Purifier:
-                fresh = posterior.sample(num, generator=generator)
-                given = x if y is None else (x, y)
-                options: dict[str, Any] = {
-                    "memory_limit": memory_limit,
-                    "features": features,
-                    "posterior": posterior,
-                }
-                options |= {"index": index, "num_nearest": num_nearest, "left_out": left_out}
-                options |= {"sharded": sharded}
-                return Purifier(model, channel, fresh, given, update, **options)
+                return Purifier(
+                    model,
+                    channel,
+                    posterior.sample(num, generator=generator),
+                    x if y is None else (x, y),
+                    update,
+                    memory_limit=memory_limit,
+                    features=features,
+                    posterior=posterior,
+                    index=index,
+                    num_nearest=num_nearest,
+                    left_out=left_out,
+                    sharded=sharded,
+                )
 
             self._redraw = redraw
 
@@ -156,24 +154,15 @@ class Purifier:
         base: PosteriorPredictive | None,
         note: str,
     ) -> Purifier:
-        self.store, self.update, self.features, self.base, self._note = (
-            store,
-            update,
-            features,
-            base,
-            note,
-        )
-        self._redraw = None
-        self._index = None
-        self._left_out = 0.0
-        gaussians = [bank for bank in store.banks if isinstance(bank, GaussianBank)]
-        self._reach = max((bank.reach for bank in gaussians), default=0.0)
+        self.store, self.update, self.features, self.base = store, update, features, base
+        self._note, self._redraw, self._index, self._left_out = note, None, None, 0.0
+        self._reach = max((bank.reach for bank in store.gaussians), default=0.0)
         largest = torch.finfo(store.dtype).max
-        for bank in gaussians:
-            scale = bank.least_scale * bank.factor
-            if _FARTHEST * max(self._reach, 1.0) ** 2 > 1e-2 * largest * scale**2:
+        for bank in store.gaussians:
+            if _FARTHEST * max(self._reach, 1.0) ** 2 > 1e-2 * largest * bank.sigma**2:
                 raise checks.InputError(
-                    f"sigma must be large enough for {store.dtype} to hold 1/sigma^2, got {scale:g}"
+                    f"sigma must be large enough for {store.dtype} to hold 1/sigma^2, got "
+                    f"{bank.sigma:g}"
                 )
         self._exact = store.is_small or store.dtype == torch.float64
         self._small = Small.of(store) if store.ranks.size == 1 else None
@@ -201,22 +190,22 @@ class Purifier:
         return log_mean(averages.log(), self.log_shares(log_evidence)).log_softmax(-1)
 
     def evidence(
-        self, query: Query, tilt: Any = None, *, values: bool = True, num: int | None = None
+        self, query: Query, *, values: bool = True, num: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """log sum_n p(x' | x_n, theta_s), (S, B), and the weighted averages of the values, (S, B,
-        V), in float64.
+        V), in float64; p(x', y | x_n, theta_s) where outputs y come with the query.
 
         The query may be a block of `num` ones that share a graph, and the memory for its backward
         pass.
         """
-        num = len(query) if num is None else num
+        num, store = len(query) if num is None else num, self.store
         if self._small is not None and self._small.fits(num):
-            return self._small.evidence(query.flat, tilt, values)
-        each = self.store.num_reference * sum(
-            self.store.num_thetas if tilt else bank.groups for bank in self.store.banks
-        )
-        keep = each * num <= sweeps.KEPT
-        log_evidence, averages = Evidence.apply(query.flat, query, self.store, tilt, values, keep)  # type: ignore[no-untyped-call]
+            whole = slice(0, store.num_thetas), slice(0, store.num_reference)
+            log_y = None if query.y is None else log_outputs(store, query.y, *whole)
+            return self._small.evidence(query.flat, log_y, values)
+        groups = (bank.groups if query.y is None else store.num_thetas for bank in store.banks)
+        keep = store.num_reference * sum(groups) * num <= sweeps.KEPT
+        log_evidence, averages = Evidence.apply(query.flat, query, store, values, keep)  # type: ignore[no-untyped-call]
         return log_evidence, averages
 
     def averages(self, query: Query, *, num: int | None = None) -> tuple[Tensor, Tensor | None]:
@@ -260,14 +249,16 @@ class Purifier:
         nearest: tuple[Tensor, ...] | None = None
         left_out = flat.new_zeros(len(flat))
         if self._index is not None:
-            found = [
-                self._index.search(self.store, part, self._left_out)
-                for part in torch.split(flat.detach(), _QUERIES)
+            each = [
+                self._index.search(
+                    self.store, Query(x[rows], flat[rows], origin, torch.float64), self._left_out
+                )
+                for rows in _slices(len(x))
             ]
             nearest = tuple(
-                torch.cat(rows, 1) for rows in zip(*(rows for rows, _ in found), strict=True)
+                torch.cat(rows, 1) for rows in zip(*(rows for rows, _ in each), strict=True)
             )
-            bound = torch.cat([part for _, part in found])
+            bound = torch.cat([part for _, part in each])
             within = bound <= self._left_out
             kinds, left_out = torch.where(within, _INDEXED, kinds), left_out.where(~within, bound)
         present = sorted(set(kinds.tolist()))
@@ -293,17 +284,11 @@ class Purifier:
     def _precisions(self, points: Tensor) -> Tensor:  # (B, d) -> (B,)
         """The precision of each row's products: float32 where that will do for a large store."""
         kinds = torch.full((len(points),), _WIDE, device=points.device)
-        if self._exact:
+        if self._exact or not self.store.gaussians:
             return kinds
         norms = torch.linalg.vector_norm(points - self.store.origin, dim=1)
-        rounding = [
-            bank.rounding(norms) for bank in self.store.banks if isinstance(bank, GaussianBank)
-        ]
-        return (
-            torch.where(torch.stack(rounding).amax(0) > _TOLERATED, kinds, _NARROW)
-            if rounding
-            else kinds
-        )
+        rounding = torch.stack([bank.rounding(norms) for bank in self.store.gaussians])
+        return torch.where(rounding.amax(0) > _TOLERATED, kinds, _NARROW)
 
     def query(self, x: Tensor) -> Query:
         """All inputs at once, in float64."""
@@ -318,13 +303,13 @@ class Purifier:
             raise checks.InputError(
                 "denoise needs centres in the space of x, got a purifier with features"
             )
+        self.store.check_gaussian("denoise")
+        if not len(x):
+            return x.clone()
         with torch.no_grad():
             queries = self.queries(x)
-            return (
-                queries.join([self._denoise(query) for query in queries]).to(x.dtype).view_as(x)
-                if len(x)
-                else x.clone()
-            )
+            means = queries.join([self._denoise(query) for query in queries])
+        return means.to(x.dtype).view_as(x)
 
     def _denoise(self, query: Query) -> Tensor:  # (B, d) float64
         sums = sweep(self.store, query, values=False)
@@ -332,22 +317,18 @@ class Purifier:
         if query.nearest is not None:
             return self._nearest_mean(query, sums, shares)
         for block in weights(self.store, query, sums):
-            if not isinstance(block.bank, GaussianBank):
-                raise checks.InputError(
-                    "denoise needs a channel with a Gaussian density, got one of another kind"
-                )
             factor = block.factor * shares[block.thetas]
             factor = factor.sum(0, keepdim=True) if len(block.terms) == 1 else factor
             each = (block.terms * factor.unsqueeze(-1)).to(query.dtype)
-            centres = block.bank.centres.block(block.groups, block.rows).to(query.dtype)
+            bank = self.store.gaussians[block.bank]
+            centres = bank.centres.block(block.groups, block.rows).to(query.dtype)
             mean += torch.matmul(each, centres).sum(0)
         return self.store.ranks.sum(mean)
 
     def _nearest_mean(self, query: Query, sums: Sums, shares: Tensor) -> Tensor:  # (B, d) float64
         """E[centre | x'] over the centres of an index's answer."""
         mean = torch.zeros_like(query.points)
-        for bank, part, of_bank in zip(self.store.banks, sums.banks, sums.shares, strict=True):
-            assert isinstance(bank, GaussianBank)
+        for bank, part, of_bank in zip(self.store.gaussians, sums.banks, sums.shares, strict=True):
             factor = of_bank * shares / part.total  # (S, B)
             factor = factor if bank.groups > 1 else factor.sum(0, keepdim=True)
             each = part.leading_terms * factor.unsqueeze(-1)  # (G, B, k)

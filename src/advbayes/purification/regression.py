@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,43 +14,14 @@ from torch.distributions import Distribution, constraints
 from advbayes import checks
 from advbayes.likelihoods import LOG_TWO_PI, targets_like
 from advbayes.purification.banks import Query
+from advbayes.purification.joint import log_outputs
 from advbayes.purification.rows import spans
-from advbayes.purification.store import Store
 from advbayes.purification.sweep import Sums, sweep, weights
 
 if TYPE_CHECKING:
     from advbayes.purification.purifier import Purifier, Queries
 
 _LEVELS = 150  # turns at most: fifty halvings; Newton's steps need about ten
-
-
-@dataclass(frozen=True, eq=False)
-class _Target:
-    """log N(y_b; mean_sn, scale_sn^2), summed over outputs: the tilt that makes evidence a joint
-    density."""
-
-    store: Store
-    y: Tensor  # (B, D) float64, around the store's middle
-
-    def block(self, thetas: slice, rows: slice) -> Tensor:  # (s, B, n)
-        """One product: -(y^2 / 2 - y m + m^2 / 2) / s^2 - log s."""
-        # (s, n, D)
-        mean, variance, square = (
-            self.store.value_block(rows)[:, thetas].transpose(0, 1).chunk(3, -1)
-        )
-        constant = (-0.5 * square / variance - 0.5 * variance.log() - 0.5 * LOG_TWO_PI).sum(-1)
-        right = torch.cat([-0.5 / variance, mean / variance], -1)  # (s, n, 2 D)
-        left = torch.cat([self.y.square(), self.y], -1)
-        return torch.matmul(left, right.mT) + constant.unsqueeze(1)
-
-    def at(self, theta: int, values: Tensor) -> Tensor:  # (B, k, V) -> (B, k)
-        mean, variance, _ = values.chunk(3, -1)
-        each = (
-            -0.5 * (self.y.unsqueeze(1) - mean).square() / variance
-            - 0.5 * variance.log()
-            - 0.5 * LOG_TWO_PI
-        )
-        return each.sum(-1)
 
 
 class PurifiedMixture(Distribution):
@@ -141,23 +112,25 @@ class PurifiedMixture(Distribution):
         y = self._columns(value).double() - self._purifier.store.middle
         parts = []
         for block, (rows, query) in enumerate(zip(self._queries.rows, self._queries, strict=True)):
-            target = _Target(self._purifier.store, y[rows])
-            joint, _ = self._purifier.evidence(query, target, values=False, num=len(self._x))
+            both = replace(query, y=y[rows])
+            joint, _ = self._purifier.evidence(both, values=False, num=len(self._x))
             evidence = self._log_evidence(block, query)
             shares = self._purifier.log_shares(evidence)
             lost = evidence == -math.inf
             if bool(lost.any()):  # thetas that exclude x' know nothing of it: their plain average
-                joint = torch.where(lost, self._blind(target), joint)
+                joint = torch.where(lost, self._blind(y[rows]), joint)
                 evidence = evidence.masked_fill(lost, 0.0)
             parts.append(torch.logsumexp(shares + joint - evidence, 0))
         return self._queries.join(parts).to(self._x.dtype)
 
-    def _blind(self, target: _Target) -> Tensor:  # (S, B)
-        num, thetas = target.store.num_reference, slice(0, target.store.num_thetas)
+    def _blind(self, y: Tensor) -> Tensor:  # (b, D) -> (S, b)
+        """log mean_n p(y | x_n, theta_s)."""
+        store = self._purifier.store
+        thetas = slice(0, store.num_thetas)
         parts = [
-            target.block(thetas, slice(a, min(b, num))).logsumexp(-1) for a, b in spans(num, 1000)
+            log_outputs(store, y, thetas, slice(start, stop)).logsumexp(-1)
+            for start, stop in spans(store.num_reference, 1000)
         ]
-        store = target.store
         own = torch.logsumexp(torch.stack(parts), 0)
         return store.ranks.logsumexp(own) - math.log(store.num_whole)
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from advbayes.checks import InputError
-from advbayes.purification.banks import FunctionBank, GaussianBank
 from advbayes.purification.rows import DiskRows, MemoryRows, Rows, num_bytes, spans
 from advbayes.purification.store import Store, gaussian_bank
 
@@ -28,7 +27,7 @@ def save(store: Store, folder: Path, update: str, note: str, features: bool) -> 
     """Tables, vectors and one document, replaced in one step."""
     from advbayes.store.tables import write_tables
 
-    if any(isinstance(bank, FunctionBank) for bank in store.banks):
+    if not store.gaussians:
         raise InputError(
             "only channels with a Gaussian density can be saved, got one of another kind"
         )
@@ -37,19 +36,12 @@ def save(store: Store, folder: Path, update: str, note: str, features: bool) -> 
     folder.parent.mkdir(parents=True, exist_ok=True)
     tables = {"values": _table(store.values, store.dtype)}
     banks: list[dict[str, object]] = []
-    for k, bank in enumerate(store.banks):
-        assert isinstance(bank, GaussianBank)
+    for k, bank in enumerate(store.gaussians):
         tables[f"centres-{k}"] = _table(bank.centres, store.dtype)
-        entry: dict[str, object] = {
-            "log_weight": bank.log_weight,
-            "factor": bank.factor,
-            "scale": None,
-        }
-        if isinstance(bank.scale, float):
-            entry["scale"] = bank.scale
-        else:
-            tables[f"scales-{k}"] = _table(bank.scale, store.dtype)
-        banks.append(entry)
+        scale = bank.scale if bank.scales is None else None
+        if bank.scales is not None:
+            tables[f"scales-{k}"] = _table(bank.scales, store.dtype)
+        banks.append({"log_weight": bank.log_weight, "factor": bank.factor, "scale": scale})
     text = {
         "update": update,
         "note": note,
@@ -177,16 +169,14 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
 
         wanted = f"shape (1 or {num_thetas}, {num}, {len(origin)})"
         centres = table(f"centres-{k}", wanted, fits)
-        spread = (
-            table(f"scales-{k}", wanted, lambda s, c=centres: s == c.shape)
-            if scale is None
-            else scale
-        )
-        for rows in (centres, spread):
-            if not isinstance(rows, float) and _dtype(rows) != dtype:
+        scales = None
+        if scale is None:
+            scales = table(f"scales-{k}", wanted, lambda s, c=centres: s == c.shape)
+        for rows in (centres, scales or centres):
+            if _dtype(rows) != dtype:
                 raise refuse(f"tables of one dtype, {dtype}", _dtype(rows))
         try:
-            banks.append(gaussian_bank(log_weight, centres, spread, origin, factor))
+            banks.append(gaussian_bank(log_weight, centres, scale, scales, origin, factor))
         except ValueError as error:
             raise refuse("finite centres and positive scales", str(error)) from None
     if bundle.tables:

@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from advbayes.likelihoods import LOG_TWO_PI
-from advbayes.purification.banks import GaussianBank
 from advbayes.purification.rows import MemoryRows
 from advbayes.purification.store import Store
-from advbayes.purification.sweep import Tilt
 
 _BIT = math.log(2.0)
 # bits: exp2 is many times slower where it underflows
@@ -58,26 +56,18 @@ class Small:
     @classmethod
     def of(cls, store: Store) -> Small | None:
         """None where the store is too large for it, on disk, or not of plain Gaussians."""
-        if not store.is_small:
+        if not store.is_small or not store.gaussians:
             return None
         banks = []
-        for bank in store.banks:
-            if (
-                not isinstance(bank, GaussianBank)
-                or not isinstance(bank.scale, float)
-                or not isinstance(bank.centres, MemoryRows)
-            ):
+        for bank in store.gaussians:
+            if bank.scales is not None or not isinstance(bank.centres, MemoryRows):
                 return None
             centres = bank.centres.data.double().flatten(0, 1) - store.origin
-            scale = bank.scale * bank.factor
-            gain, width = 1.0 / scale**2, centres.shape[-1]
-            constant = bank.log_weight - width * (math.log(scale) + 0.5 * LOG_TWO_PI)
+            gain, width = 1.0 / bank.sigma**2, centres.shape[-1]
+            constant = bank.log_weight - width * (math.log(bank.sigma) + 0.5 * LOG_TWO_PI)
             bias = constant - 0.5 * gain * centres.square().sum(-1)
-            banks.append(
-                SmallBank(
-                    torch.cat([gain * centres, bias.unsqueeze(1)], 1).T.contiguous() / _BIT, gain
-                )
-            )
+            slope = torch.cat([gain * centres, bias.unsqueeze(1)], 1).T.contiguous() / _BIT
+            banks.append(SmallBank(slope, gain))
         num = store.num_reference
         values = functional.pad(store.value_block(slice(0, num)), (0, 1), value=1.0)
         values = values.permute(1, 2, 0)  # (S, V + 1, N)
@@ -99,8 +89,9 @@ class Small:
     def _tables(self, terms: Tensor) -> tuple[Tensor, Tensor]:
         return (self.values, self.joint) if terms.dtype == torch.float64 else self._narrow
 
-    def evidence(self, flat: Tensor, tilt: Tilt | None, values: bool) -> tuple[Tensor, Tensor]:
-        """(B, d) -> log evidence (S, B) and averages (S, B, V), as the sweep gives them."""
+    def evidence(self, flat: Tensor, log_y: Tensor | None, values: bool) -> tuple[Tensor, Tensor]:
+        """(B, d) -> log evidence (S, B) and averages (S, B, V), as the sweep gives them; jointly
+        with log p(y | x_n, theta_s), (S, B, N), if there is a y."""
         around = flat - self.origin
         points = functional.pad(around, (0, 1), value=1.0)
         square = around.square().sum(1)  # (B,)
@@ -113,9 +104,8 @@ class Small:
                 here = torch.add(here, square.view(-1, 1, 1), alpha=-0.5 * bank.gain / _BIT)
             logits = here if logits is None else torch.logaddexp2(logits, here)
         assert logits is not None
-        if tilt is not None:
-            tilted = tilt.block(slice(0, num_thetas), slice(0, num)).transpose(0, 1)  # (B, S, N)
-            logits = torch.add(logits, tilted, alpha=1.0 / _BIT)
+        if log_y is not None:
+            logits = torch.add(logits, log_y.transpose(0, 1), alpha=1.0 / _BIT)
         peak, terms = _terms(logits, self.dtype)
         right = terms.permute(1, 2, 0)  # (G, N, B)
         if values:

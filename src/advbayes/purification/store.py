@@ -15,6 +15,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +78,22 @@ class Store:
         """N, of all ranks together."""
         return sum(self.counts) or self.num_reference
 
+    @cached_property
+    def gaussians(self) -> tuple[GaussianBank, ...]:
+        """The banks, or none where they are of another kind."""
+        return tuple(bank for bank in self.banks if isinstance(bank, GaussianBank))
+
+    def check_gaussian(self, name: str) -> None:
+        """Refuse what only a Gaussian channel can do, by its name."""
+        if not self.gaussians:
+            raise checks.InputError(
+                f"{name} needs a channel with a Gaussian density, got one of another kind"
+            )
+
     @property
     def is_small(self) -> bool:
         """Whether float64 products cost next to nothing."""
-        size = sum(
-            bank.groups * bank.centres.shape[2]
-            for bank in self.banks
-            if isinstance(bank, GaussianBank)
-        )
+        size = sum(bank.groups * bank.centres.shape[2] for bank in self.gaussians)
         return size * self.num_whole <= _SMALL
 
     @property
@@ -114,7 +123,8 @@ class Store:
         return self._read(self.values.pick(0, index, slice(theta * width, (theta + 1) * width)))
 
     def widened(self, factor: float) -> Store:
-        return replace(self, banks=tuple(bank.widened(factor) for bank in self.banks))
+        self.check_gaussian("widened")
+        return replace(self, banks=tuple(bank.widened(factor) for bank in self.gaussians))
 
 
 def _values(prediction: Distribution) -> tuple[Tensor, int]:
@@ -133,40 +143,26 @@ def _values(prediction: Distribution) -> tuple[Tensor, int]:
     return torch.cat([mean, variance], 1), mean.shape[1]
 
 
-def build(
-    model: BayesianModel,
-    channel: Channel,
-    thetas: Tensor,  # (S, P)
-    x: Tensor,  # (N, *event)
-    y: Tensor | None,
-    *,
-    features: Features | None,
-    memory_limit: int,
-    folder: Path | None,
-    ranks: Ranks = ALONE,
-) -> Store:
-    """Centres and predictions at all reference points, block by block."""
-    if not callable(getattr(channel, "density", None)):
-        raise checks.InputTypeError(
-            f"channel must have a density to purify with, got {checks.describe(channel)}; a "
-            f"channel that can only be sampled "
-            "is purified by simulation (SimulatedPurifier)"
-        )
-    with torch.no_grad():
-        return _Builder(model, channel, thetas, x, y, features, memory_limit, folder, ranks).run()
-
-
 @dataclass(frozen=True, eq=False)
-class _Builder:
+class Builder:
+    """Centres and predictions at all reference points, computed block by block."""
+
     model: BayesianModel
     channel: Channel
-    thetas: Tensor
-    x: Tensor
+    thetas: Tensor  # (S, P)
+    x: Tensor  # (N, *event)
     y: Tensor | None
     features: Features | None
     memory_limit: int
     folder: Path | None
-    ranks: Ranks
+    ranks: Ranks = ALONE
+
+    def __post_init__(self) -> None:
+        if not callable(getattr(self.channel, "density", None)):
+            raise checks.InputTypeError(
+                f"channel must have a density to purify with, got {checks.describe(self.channel)}; "
+                "a channel that can only be sampled is purified by simulation (SimulatedPurifier)"
+            )
 
     def _density(self, predict: Any, rows: slice) -> tuple[ChannelDensity, Tensor]:
         x = self.x[rows]
@@ -176,15 +172,13 @@ class _Builder:
         except NotImplementedError as error:
             raise checks.InputError(
                 f"channel must have a density to purify with, got {self.channel} ({error}); a "
-                f"channel that can only be "
-                "sampled is purified by simulation (SimulatedPurifier)"
+                "channel that can only be sampled is purified by simulation (SimulatedPurifier)"
             ) from error
         except (TypeError, AttributeError) as error:
             if y is None:
                 raise checks.InputError(
                     f"reference must hold labels, (x, y), for this channel, got x alone: without "
-                    f"labels it failed with "
-                    f"{type(error).__name__}: {error}"
+                    f"labels it failed with {type(error).__name__}: {error}"
                 ) from error
             raise
 
@@ -200,7 +194,8 @@ class _Builder:
     def _flat(self, x: Tensor) -> Tensor:
         return (x if self.features is None else self.features(x)).flatten(1)
 
-    def run(self) -> Store:
+    @torch.no_grad()
+    def store(self) -> Store:
         num, num_thetas = len(self.x), len(self.thetas)
         shared = self._shared()
         first, x = self._density(_refuse if shared else self.model.at(self.thetas[0]), slice(0, 1))
@@ -226,8 +221,7 @@ class _Builder:
         if self.memory_limit < needed:
             raise checks.InputError(
                 f"memory_limit must be at least {needed} bytes, one block of {FEWEST_ROWS} "
-                f"reference points, "
-                f"got {self.memory_limit}"
+                f"reference points, got {self.memory_limit}"
             )
         folder = self.folder
         if folder is None and total > self.memory_limit:
@@ -287,7 +281,8 @@ class _Builder:
                 gaussian_bank(
                     float(weight),
                     centres[k],
-                    scales[k] or float(first.scales[k]),
+                    None if scales[k] else float(first.scales[k]),
+                    scales[k],
                     origin,
                     ranks=self.ranks,
                 )
@@ -325,23 +320,25 @@ def _check_space(folder: Path, needed: int) -> None:
 def gaussian_bank(
     log_weight: float,
     centres: Rows,
-    scale: float | Rows,
+    scale: float | None,
+    scales: Rows | None,
     origin: Tensor,
     factor: float = 1.0,
     ranks: Ranks = ALONE,
 ) -> GaussianBank:
-    """The bank of these tables, with what is known of them in advance."""
+    """The bank of these tables, with one scale or a table of them, and what is known of them in
+    advance."""
     groups, num, _ = centres.shape
     half_norms = origin.new_empty(groups, num)
-    reach, least = 0.0, math.inf if not isinstance(scale, float) else scale
+    reach, least = 0.0, math.inf if scale is None else scale
     for group in range(groups):
         for start, stop in spans(num, _BLOCK):
             tile = slice(group, group + 1), slice(start, stop)
             block = centres.block(*tile)[0].double()
             half_norms[group, start:stop] = 0.5 * (block - origin).square().sum(1)
             reach = max(reach, float(block.square().sum(1).max()) ** 0.5)
-            if not isinstance(scale, float):
-                low, high = (float(value) for value in torch.aminmax(scale.block(*tile)))
+            if scales is not None:
+                low, high = (float(value) for value in torch.aminmax(scales.block(*tile)))
                 least = min(least, low) if math.isfinite(high) else math.nan
     if not (0 < least < math.inf and math.isfinite(float(half_norms.sum()))):
         raise checks.InputError(
@@ -351,4 +348,4 @@ def gaussian_bank(
     spread = math.sqrt(2.0 * float(half_norms.max()))
     # What decides on far queries and on precisions must be the same on all ranks.
     reach, spread, least = ranks.max(origin.new_tensor([reach, spread, -least])).tolist()
-    return GaussianBank(log_weight, centres, scale, half_norms, reach, spread, -least, factor)
+    return GaussianBank(log_weight, centres, scales, half_norms, reach, spread, -least, factor)

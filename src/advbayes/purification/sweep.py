@@ -19,28 +19,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from advbayes.purification.banks import Bank, GaussianBank, Query, Room
+from advbayes.purification.banks import Bank, Query, Room, Tile
+from advbayes.purification.joint import JointBank
 from advbayes.purification.store import Store
 
 # exp is many times slower where it underflows
 _LEAST = {torch.float32: -87.0, torch.float64: -700.0}
 _LEADING = 8  # terms of each theta and query that are computed from differences
 KEPT = 1 << 25  # terms of one prediction kept for the backward pass: 128 MB of float32
-
-
-class Tilt(Protocol):
-    """log p(y_b | x_n, theta_s): turns the evidence of x' into that of x' and y together."""
-
-    def block(self, thetas: slice, rows: slice) -> Tensor: ...  # (s, B, n) float64
-
-    def at(self, theta: int, values: Tensor) -> Tensor: ...  # (B, k, V) -> (B, k) float64
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +67,7 @@ class Kept:
 class BankSums:
     """A bank's share: relative to `peak` (the largest logit), without the bank's offset."""
 
+    bank: Bank
     peak: Tensor  # (G, B), minus infinity where the bank excludes a query
     sums: Tensor  # (G, B, W + 1) float64: sum exp(logits - peak) v, and of 1
     offset: Tensor  # (B,) float64
@@ -135,24 +129,17 @@ def _values(store: Store, groups: slice, rows: slice, shared: bool, wanted: bool
     return functional.pad(right, (0, 1), value=1.0)
 
 
-def _sweep_bank(
-    store: Store, bank: Bank, query: Query, tilt: Tilt | None, values: bool, keep: bool
-) -> BankSums:
-    batch = len(query)
-    # A tilt differs from theta to theta even if the centres do not.
-    own = bank.groups if tilt is None else store.num_thetas
-    width = 1 + (store.width * (store.num_thetas if own == 1 else 1) if values else 0)
-    peak = query.around.new_full((own, batch), -math.inf)
-    sums = query.points.new_zeros((own, batch, width))
+def _sweep_bank(store: Store, bank: Bank, query: Query, values: bool, keep: bool) -> BankSums:
+    batch, shared = len(query), bank.groups == 1
+    width = 1 + (store.width * (store.num_thetas if shared else 1) if values else 0)
+    peak = query.around.new_full((bank.groups, batch), -math.inf)
+    sums = query.points.new_zeros((bank.groups, batch, width))
     leading: dict[int, Leading] = {}  # by the first group
     kept: list[Kept] = []
     peaks: list[Tensor] = []
     room, narrow = Room(), _value_dtype(store, query)
     for groups, rows in bank.tiles(batch):
         logits = bank.logits(query, groups, rows, Room() if keep else room)
-        if tilt is not None:
-            groups = slice(0, own) if bank.groups == 1 else groups
-            logits = logits + tilt.block(groups, rows).to(logits.dtype)
         top, index = logits.topk(min(_LEADING, logits.shape[-1]), dim=-1, sorted=False)
         highest = top.amax(-1)
         peaks.append(highest)
@@ -161,11 +148,11 @@ def _sweep_bank(
         # Where nothing was possible so far, `before` counts for nothing once something is.
         fade = torch.where(after == before, torch.zeros_like(after), before - level).double().exp()
         terms = _exp(logits.sub_(level.unsqueeze(-1)))
-        if isinstance(bank, GaussianBank):  # of which none is impossible
+        if bank.has_centres:  # of which none is impossible
             terms = _without_clamped(terms, terms.dtype)
         if keep:
             kept.append(Kept(terms, level))
-        right = _values(store, groups, rows, own == 1, values)
+        right = _values(store, groups, rows, shared, values)
         stood = terms.gather(-1, index)
         rest = torch.matmul(terms.scatter_(-1, index, 0.0).to(narrow), right.to(narrow))
         terms.scatter_(-1, index, stood)
@@ -178,49 +165,36 @@ def _sweep_bank(
         peak[groups] = after
     first = list(leading.values())
     lead = Leading(
-        *(
-            torch.cat([getattr(part, name) for part in first])
-            for name in ("logits", "index", "values")
-        )
+        torch.cat([part.logits for part in first]),
+        torch.cat([part.index for part in first]),
+        torch.cat([part.values for part in first]),
     )
     offset = bank.offset(query)
-    if isinstance(bank, GaussianBank) and query.dtype != torch.float64:
-        exact = []
-        for group in range(own):
-            logits = bank.exact_at(
-                query.points, group if bank.groups > 1 else 0, lead.index[group]
-            ) - offset.unsqueeze(1)
-            exact.append(
-                logits
-                if tilt is None
-                else logits + tilt.at(group, store.value_of(group, lead.index[group]))
-            )
-        lead = Leading(torch.stack(exact), lead.index, lead.values)
-    part = BankSums(peak, sums, offset, peaks, lead, kept if keep else None)
+    if bank.has_centres and query.dtype != torch.float64:
+        exact = [bank.exact_at(query, group, index) for group, index in enumerate(lead.index)]
+        lead = Leading(torch.stack(exact) - offset.unsqueeze(1), lead.index, lead.values)
+    part = BankSums(bank, peak, sums, offset, peaks, lead, kept if keep else None)
     sums += torch.einsum("gbk,gbkw->gbw", part.leading_terms, lead.values)
     return part
 
 
 def _nearest_bank(
-    store: Store, bank: GaussianBank, query: Query, tilt: Tilt | None, values: bool, nearest: Tensor
+    store: Store, bank: Bank, query: Query, values: bool, nearest: Tensor
 ) -> BankSums:
     """The sums over the nearest centres alone, which all count as leading."""
-    own, offset = bank.groups if tilt is None else store.num_thetas, bank.offset(query)
-    parts = []
-    for group in range(own):
-        at = group if bank.groups > 1 else 0
-        index = nearest[at].clamp_min(0)
-        logits = bank.exact_at(query.points, at, index) - offset.unsqueeze(1)
-        if tilt is not None:
-            logits = logits + tilt.at(group, store.value_of(group, index))
+    offset, parts = bank.offset(query), []
+    for group, rows in enumerate(nearest.expand(bank.groups, -1, -1)):
+        index = rows.clamp_min(0)
+        logits = bank.exact_at(query, group, index) - offset.unsqueeze(1)
         right = query.points.new_zeros(*index.shape, 0)
         if values:
-            right = store.value_at(index).flatten(2) if own == 1 else store.value_of(group, index)
+            shared = bank.groups == 1
+            right = store.value_at(index).flatten(2) if shared else store.value_of(group, index)
         right = functional.pad(right, (0, 1), value=1.0)
-        parts.append((logits.masked_fill(nearest[at] < 0, -math.inf), index, right))
+        parts.append((logits.masked_fill(rows < 0, -math.inf), index, right))
     lead = Leading(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
-    sums = query.points.new_zeros(own, len(query), lead.values.shape[-1])
-    part = BankSums(lead.logits.amax(-1), sums, offset, [], lead, None)
+    sums = query.points.new_zeros(bank.groups, len(query), lead.values.shape[-1])
+    part = BankSums(bank, lead.logits.amax(-1), sums, offset, [], lead, None)
     sums += torch.einsum("gbk,gbkw->gbw", part.leading_terms, lead.values)
     return part
 
@@ -240,18 +214,17 @@ def _merge(before: Leading | None, fresh: Leading) -> tuple[Leading, Tensor]:
     return fresh, fresh.logits.topk(min(_LEADING, fresh.logits.shape[-1]), dim=-1)[1]
 
 
-def sweep(
-    store: Store, query: Query, *, tilt: Tilt | None = None, values: bool = True, keep: bool = False
-) -> Sums:
-    """All banks, added up; `keep` holds on to what `vjp` would compute again."""
+def sweep(store: Store, query: Query, *, values: bool = True, keep: bool = False) -> Sums:
+    """All banks, added up, jointly with the outputs that the query comes with; `keep` holds on to
+    what `vjp` would compute again."""
+    banks: tuple[Bank, ...] = store.banks
+    if query.y is not None:
+        banks = tuple(JointBank(bank, store) for bank in banks)
     if query.nearest is None:
-        parts = [_sweep_bank(store, bank, query, tilt, values, keep) for bank in store.banks]
+        parts = [_sweep_bank(store, bank, query, values, keep) for bank in banks]
     else:
-        gaussians = [bank for bank in store.banks if isinstance(bank, GaussianBank)]
-        pairs = zip(gaussians, query.nearest, strict=True)
-        parts = [
-            _nearest_bank(store, bank, query, tilt, values, nearest) for bank, nearest in pairs
-        ]
+        pairs = zip(banks, query.nearest, strict=True)
+        parts = [_nearest_bank(store, bank, query, values, nearest) for bank, nearest in pairs]
     num_thetas, batch = store.num_thetas, len(query)
     # Offsets may be so large that float64 leaves little beside them: only their differences count
     # here.
@@ -298,7 +271,6 @@ def vjp(
     sums: Sums,
     of_evidence: Tensor,  # (S, B) float64: d / d log_evidence
     of_averages: Tensor | None,  # (S, B, V) float64: d / d averages
-    tilt: Tilt | None = None,
 ) -> Tensor:  # (B, d) float64
     """sum_s of_evidence_s d log L_s + of_averages_s . dA_s, block by block."""
     constant = of_evidence
@@ -306,48 +278,42 @@ def vjp(
         constant = constant - (of_averages * sums.averages).sum(-1)
     gradient = torch.zeros_like(query.points)
     rooms, narrow = (Room(), Room()), _value_dtype(store, query)
-    for bank, part, share in zip(store.banks, sums.banks, sums.shares, strict=True):
-        own = len(part.peak)
+    for part, share in zip(sums.banks, sums.shares, strict=True):
+        bank, shared = part.bank, part.bank.groups == 1
         scale = share / part.total  # (S, B): exp(logits - peak) -> p(n | x', theta)
         scale = torch.where(sums.log_evidence > -math.inf, scale, torch.zeros_like(scale))
         slope = (constant * scale).unsqueeze(-1)  # (S, B, 1)
         if of_averages is not None:
             slope = torch.cat([of_averages * scale.unsqueeze(-1), slope], -1)  # (S, B, V + 1)
-        if own == 1 and store.num_thetas > 1:
+        if shared and store.num_thetas > 1:
             lift = slope[..., -1:].sum(0)
             slope = torch.cat([slope[..., :-1].transpose(0, 1).flatten(1), lift], -1).unsqueeze(0)
-        if isinstance(bank, GaussianBank):
+        if bank.has_centres:
             lead = part.leading
             ahead = _without_clamped(part.leading_terms, torch.float64)
             ahead = ahead * torch.einsum("gbw,gbkw->gbk", slope, lead.values)
-            for group in range(own):
-                at = group if bank.groups > 1 else 0
-                gradient += bank.gradient_at(query, at, lead.index[group], ahead[group])
+            for group, (index, each) in enumerate(zip(lead.index, ahead, strict=True)):
+                gradient += bank.gradient_at(query, group, index, each)
         for number, (groups, rows) in enumerate(bank.tiles(len(query)) if part.tile_peaks else ()):
-            places = slice(0, own) if tilt is not None and bank.groups == 1 else groups
-            near = part.tile_peaks[number] - part.level[places] > _LEAST[query.dtype]
+            near = part.tile_peaks[number] - part.level[groups] > _LEAST[query.dtype]
             live = torch.nonzero(near.any(0)).squeeze(1)  # for the others the block is nothing
             if not len(live):
                 continue
             pick = slice(None) if len(live) == len(query) else live
-            terms = _terms(bank, part, query, number, (groups, rows), tilt, pick, rooms, narrow)
-            if isinstance(bank, GaussianBank):
-                _set_leading(terms, part, places, rows, pick, None)
-            right = _values(store, places, rows, own == 1, of_averages is not None)
-            terms *= torch.matmul(slope[places][:, pick].to(narrow), right.mT.to(narrow))
-            if tilt is not None and bank.groups == 1:
-                terms = terms.sum(0, keepdim=True)
+            terms = _terms(part, query, number, (groups, rows), pick, rooms, narrow)
+            if bank.has_centres:
+                _set_leading(terms, part, groups, rows, pick, None)
+            right = _values(store, groups, rows, shared, of_averages is not None)
+            terms *= torch.matmul(slope[groups][:, pick].to(narrow), right.mT.to(narrow))
             gradient[pick] += bank.gradient(query.take(pick), groups, rows, terms)
     return gradient
 
 
 def _terms(
-    bank: Bank,
     part: BankSums,
     query: Query,
     number: int,
-    tile: tuple[slice, slice],
-    tilt: Tilt | None,
+    tile: Tile,
     pick: Tensor | slice,
     rooms: tuple[Room, Room],
     dtype: torch.dtype,
@@ -355,17 +321,14 @@ def _terms(
     """exp(logits - peak) of one block for the queries in `pick`, from the forward pass or computed
     again."""
     groups, rows = tile
-    places = slice(0, len(part.peak)) if tilt is not None and bank.groups == 1 else groups
-    level = part.level[places][:, pick].unsqueeze(-1)
+    level = part.level[groups][:, pick].unsqueeze(-1)
     if part.kept is not None:
         kept = part.kept[number]
         # Above 0 only where nothing was possible yet.
         fade = (kept.level[:, pick].unsqueeze(-1) - level).clamp_max(0.0).double().exp()
         terms = kept.terms[:, pick]
     else:
-        logits = bank.logits(query.take(pick), groups, rows, rooms[0])
-        if tilt is not None:
-            logits = logits + tilt.block(places, rows)[:, pick].to(logits.dtype)
+        logits = part.bank.logits(query.take(pick), groups, rows, rooms[0])
         terms, fade = _exp(logits.sub_(level)), None
     out = _without_clamped(rooms[1].of(terms, dtype, *terms.shape).copy_(terms), terms.dtype)
     return out if fade is None else out.mul_(fade)
@@ -396,7 +359,7 @@ class Block:
     Where all thetas share a bank, one group of terms (g = 1) serves all of them.
     """
 
-    bank: Bank
+    bank: int  # its place among the store's
     groups: slice
     thetas: slice
     rows: slice
@@ -407,24 +370,21 @@ class Block:
 def weights(store: Store, query: Query, sums: Sums) -> Iterator[Block]:
     """The posterior of the clean input, block by block; use the terms before the next block."""
     rooms = Room(), Room()
-    for bank, part, share in zip(store.banks, sums.banks, sums.shares, strict=True):
-        factor, leading = share / part.total, part.leading_terms
-        for number, (groups, rows) in enumerate(bank.tiles(len(query))):
+    for k, (part, share) in enumerate(zip(sums.banks, sums.shares, strict=True)):
+        bank, factor, leading = part.bank, share / part.total, part.leading_terms
+        for number, tile in enumerate(bank.tiles(len(query))):
+            groups, rows = tile
             thetas = slice(0, store.num_thetas) if bank.groups == 1 else groups
-            tile = groups, rows
             if query.nearest is None:
-                everyone = slice(None)
-                terms = _terms(
-                    bank, part, query, number, tile, None, everyone, rooms, torch.float64
-                )
+                terms = _terms(part, query, number, tile, slice(None), rooms, torch.float64)
             else:  # all that there is are the leading ones
                 shape = groups.stop - groups.start, len(query), rows.stop - rows.start
                 terms = rooms[1].of(part.sums, torch.float64, *shape).zero_()
             _set_leading(terms, part, groups, rows, slice(None), leading)
-            if not isinstance(bank, GaussianBank):  # all count alike where all exclude a query
+            if not bank.has_centres:  # all count alike where all exclude a query
                 excluded = (part.peak[groups] == -math.inf).unsqueeze(-1)
                 terms.masked_fill_(excluded, math.exp(_LEAST[torch.float64]))
-            yield Block(bank, groups, thetas, rows, terms, factor[thetas])
+            yield Block(k, groups, thetas, rows, terms, factor[thetas])
 
 
 class Evidence(torch.autograd.Function):
@@ -432,21 +392,15 @@ class Evidence(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        flat: Tensor,
-        query: Query,
-        store: Store,
-        tilt: Tilt | None,
-        values: bool,
-        keep: bool,
+        ctx: Any, flat: Tensor, query: Query, store: Store, values: bool, keep: bool
     ) -> tuple[Tensor, Tensor]:
-        sums = sweep(store, query, tilt=tilt, values=values, keep=keep and ctx.needs_input_grad[0])
-        ctx.query, ctx.sums, ctx.store, ctx.tilt, ctx.values = query, sums, store, tilt, values
+        sums = sweep(store, query, values=values, keep=keep and ctx.needs_input_grad[0])
+        ctx.query, ctx.sums, ctx.store, ctx.values = query, sums, store, values
         return sums.log_evidence.clone(), sums.averages.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_evidence: Tensor, of_averages: Tensor) -> tuple[Tensor | None, ...]:
         slope = of_averages if ctx.values else None
-        gradient = vjp(ctx.store, ctx.query, ctx.sums, of_evidence, slope, ctx.tilt)
-        return ctx.store.ranks.sum(gradient), None, None, None, None, None
+        gradient = vjp(ctx.store, ctx.query, ctx.sums, of_evidence, slope)
+        return ctx.store.ranks.sum(gradient), None, None, None, None
