@@ -50,7 +50,7 @@ def pack(members: Mapping[str, bytes], name: str) -> bytes:
                 archive.writestr(info, content)
     except zipfile.LargeZipFile:
         raise StoreError(
-            name, wanted=f"at most {MAX_FILE} bytes in one file (save to a folder)", got="more"
+            name, f"at most {MAX_FILE} bytes in one file (save to a folder)", "more"
         ) from None
     return buffer.getvalue()
 
@@ -65,23 +65,17 @@ def unpack(path: Path, *, limit: int) -> dict[str, bytes]:
     """
     with opened(path) as (descriptor, size), os.fdopen(os.dup(descriptor), "rb") as stream:
         if size > min(limit, MAX_FILE):
-            raise StoreError(
-                path, wanted=f"a bundle of at most {min(limit, MAX_FILE)} bytes", got=f"{size}"
-            )
+            raise StoreError(path, f"a bundle of at most {min(limit, MAX_FILE)} bytes", f"{size}")
         num, length = directory_size(stream, size)
         if not 0 < num <= MAX_MEMBERS or length > 256 * num:
             wanted = f"an archive as save writes it, of at most {MAX_MEMBERS} members"
             raise StoreError(
-                path,
-                wanted=wanted,
-                got=f"{num} in {length} bytes, or another end (a truncated file)",
+                path, wanted, f"{num} in {length} bytes, or another end (a truncated file)"
             )
         try:
             with zipfile.ZipFile(stream) as archive:
                 if (total := sum(info.file_size for info in archive.infolist())) > size:
-                    raise StoreError(
-                        path, wanted=f"at most {size} bytes in its members", got=f"{total}"
-                    )
+                    raise StoreError(path, f"at most {size} bytes in its members", f"{total}")
                 members = {
                     info.filename: archive.read(_plain(path, info, size))
                     for info in archive.infolist()
@@ -90,14 +84,14 @@ def unpack(path: Path, *, limit: int) -> dict[str, bytes]:
             raise
         except FAULTS as error:
             raise StoreError(
-                path, wanted="an intact archive", got=str(error) or type(error).__name__
+                path, "an intact archive", str(error) or type(error).__name__
             ) from None
         packed = memoryview(pack(members, os.fspath(path)))
         stream.seek(0)
         for start in range(0, max(size, len(packed)), _PIECE):
             if stream.read(_PIECE) != packed[start : start + _PIECE]:
                 raise StoreError(
-                    path, wanted="an archive as save writes it", got=f"another byte after {start}"
+                    path, "an archive as save writes it", f"another byte after {start}"
                 )
     return members
 
@@ -125,9 +119,9 @@ def _plain(path: Path, info: zipfile.ZipInfo, size: int) -> zipfile.ZipInfo:
     """A member as `pack` makes them; what a hostile archive would try is named."""
     name = info.orig_filename
     if info.compress_type != zipfile.ZIP_STORED or not info.compress_size == info.file_size <= size:
-        raise StoreError(path, wanted="stored members", got=f"{name:.80} compressed or too large")
+        raise StoreError(path, "stored members", f"{name:.80} compressed or too large")
     if (info.external_attr >> 16) & 0o170000 == 0o120000:
-        raise StoreError(path, wanted="regular files", got=f"a symbolic link {name:.80}")
+        raise StoreError(path, "regular files", f"a symbolic link {name:.80}")
     if (
         not name.isascii()
         or not name.isprintable()
@@ -135,5 +129,5 @@ def _plain(path: Path, info: zipfile.ZipInfo, size: int) -> zipfile.ZipInfo:
         or "\\" in name
         or name[:1] in ("", ".")
     ):
-        raise StoreError(path, wanted="plain member names", got=f"{name!r:.80}")
+        raise StoreError(path, "plain member names", f"{name!r:.80}")
     return info

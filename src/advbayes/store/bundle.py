@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from advbayes import posteriors
-from advbayes.likelihoods import Likelihood
 from advbayes.model import BayesianModel
 from advbayes.predictive import PosteriorPredictive
 from advbayes.types import Channel
@@ -61,33 +61,39 @@ class Bundle:
         """
         from advbayes.datasets import Encoding, Standardize  # stand below this module in the layout
 
-        extra = self.extra if isinstance(self.extra, dict) else {}
-        if isinstance(said := extra.get("estimator"), dict) and said.get("purified"):
-            wanted = (
-                "a model that predicts by itself (advbayes.estimators.load_pipeline loads this one)"
-            )
-            raise StoreError(
-                "predictor", wanted=wanted, got="an estimator that purifies its inputs"
-            )
-        key = extra.get("seed", 0) if seed is None else seed
-        names = {
-            name: tuple(map(str, value)) if isinstance(value := extra.get(name), list) else ()
-            for name in ("feature_names", "target_names")
-        }
+        match self.extra:
+            case {"estimator": {"purified": True}}:
+                wanted = "a model that predicts by itself"
+                hint = " (advbayes.estimators.load_pipeline loads this one)"
+                raise StoreError(
+                    "predictor", wanted + hint, "an estimator that purifies its inputs"
+                )
+            case dict() as extra:
+                pass
+            case _:
+                extra = {}
+        match seed if seed is not None else extra.get("seed", 0):
+            case int(key):
+                thetas = thetas_of(self.posterior, num, key)
+            case _:
+                thetas = thetas_of(self.posterior, num, 0)
+        steps, encoding = extra.get("steps"), extra.get("encoding")
         return RawPredictor(
-            PosteriorPredictive(
-                self.model, thetas_of(self.posterior, num, key if isinstance(key, int) else 0)
-            ),
+            PosteriorPredictive(self.model, thetas),
             None if self.scaling is None else Standardize.from_dict(self.scaling),
             self.class_names or (),
-            steps=None
-            if extra.get("steps") is None
-            else preprocessing.decode(extra["steps"], "steps"),
-            encoding=None
-            if extra.get("encoding") is None
-            else Encoding.from_json(extra["encoding"]),
-            **names,
+            _texts(extra.get("feature_names")),
+            _texts(extra.get("target_names")),
+            None if encoding is None else Encoding.from_json(encoding),
+            None if steps is None else preprocessing.decode(steps, "steps"),
         )
+
+
+def _texts(value: JSON) -> tuple[str, ...]:
+    match value:
+        case list():
+            return tuple(map(str, value))
+    return ()
 
 
 def model_file(path: str | os.PathLike[str]) -> Path:
@@ -101,7 +107,7 @@ def model_file(path: str | os.PathLike[str]) -> Path:
         return place
     if not (place / _MODEL).exists():
         wanted = f"a finished run (`advbayes train --resume {place}` goes on with it)"
-        raise StoreError(place, wanted=wanted, got=f"no {_MODEL} in it")
+        raise StoreError(place, wanted, f"no {_MODEL} in it")
     return place / _MODEL
 
 
@@ -159,7 +165,7 @@ def save(
     documents["threat_model"] = kinds.encode_document(
         threat_model, "threat_model", parts["threat_model"]
     )
-    documents["class_names"] = None if class_names is None else [str(name) for name in class_names]
+    documents["class_names"] = None if class_names is None else list(map(str, class_names))
     documents |= {"audit": audit, "extra": extra}
     parts["extra"] = dict(tensors or {})
     if scaling is not None:
@@ -195,21 +201,19 @@ def load(
     for name in ("model", "channel", "threat_model"):
         kinds.check_number(documents.get(name), f"{place}:{name}")
     tensors = {
-        part: {key: value.to(device) for key, value in held.items()}
-        for part, held in tensors.items()
+        part: {key: value.to(device) for key, value in values.items()}
+        for part, values in tensors.items()
     }
-    model = _decode_model(documents.get("model"), tensors.get("net", {}), net, place)
-    names = documents.get("class_names")
-    if names is not None and not (
-        isinstance(names, list) and all(isinstance(name, str) for name in names)
-    ):
-        raise StoreError(f"{place}:class_names", wanted="a list of names", got=f"{names!r:.80}")
-    channel, threat_model = (
-        _decode_part(name, documents.get(name), tensors.get(name, {}), place, own)
-        for name in ("channel", "threat_model")
-    )
-    if channel is not None and not isinstance(channel, Channel):
-        raise StoreError(f"{place}:channel", wanted="a channel", got=type(channel).__name__)
+    with _named(place):
+        # a part's name is also the beginning of its tensors' names
+        channel = kinds.decode(documents.get("channel"), "channel", tensors.get("channel", {}), own)
+        threat_model = kinds.decode_document(
+            documents.get("threat_model"), "threat_model", tensors.get("threat_model", {}), own
+        )
+        if channel is not None and not isinstance(channel, Channel):
+            raise StoreError("channel", "a channel", type(channel).__name__)
+        class_names = _class_names(documents.get("class_names"))
+        model = _decode_model(documents.get("model"), tensors.get("net", {}), net)
     return Bundle(
         model=model,
         posterior=decode_posterior(
@@ -217,7 +221,7 @@ def load(
         ),
         channel=channel,
         scaling=tensors.get("scaling"),
-        class_names=None if names is None else tuple(str(name) for name in names),
+        class_names=class_names,
         threat_model=threat_model,
         audit=documents.get("audit"),
         extra=documents.get("extra"),
@@ -227,21 +231,27 @@ def load(
     )
 
 
-def _decode_part(
-    name: str, document: JSON, tensors: dict[str, Tensor], place: str, own: Sequence[type]
-) -> Any:
-    try:  # a part's name is also the beginning of its tensors' names, so the file's is added here
-        return (kinds.decode_document if name == "threat_model" else kinds.decode)(
-            document, name, tensors, own
-        )
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Add the file's name to what is said of a part."""
+    try:
+        yield
     except StoreError as error:
-        raise StoreError(f"{place}:{error.file}", wanted=error.wanted, got=error.got) from None
+        raise StoreError(f"{place}:{error.file}", error.wanted, error.got) from None
+
+
+def _class_names(document: JSON) -> tuple[str, ...] | None:
+    match document:
+        case None:
+            return None
+        case list() if all(type(name) is str for name in document):
+            return _texts(document)
+    raise StoreError("class_names", "a list of names", f"{document!r:.80}")
 
 
 def _decode_model(
-    document: JSON, state: dict[str, Tensor], given: nn.Module | None, place: str
+    document: JSON, state: dict[str, Tensor], given: nn.Module | None
 ) -> BayesianModel:
-    part = f"{place}:model"
     match document:
         case {
             "net": description,
@@ -253,94 +263,60 @@ def _decode_model(
             pass
         case _:
             wanted = "net, likelihood, prior_scale and parameters"
-            raise StoreError(part, wanted=wanted, got=f"{document!r:.200}")
+            raise StoreError("model", wanted, f"{document!r:.200}")
     if given is not None:
         net = copy.deepcopy(given)
     elif description is None:
         wanted = "load(path, net=...): this network has code of its own, which a file cannot bring"
-        raise StoreError(part, wanted=wanted, got="no net")
+        raise StoreError("model", wanted, "no net")
     else:
-        net = build_net(description, part)
-    fill_net(net, state, part)
-    recorded = [(name, tuple(shape)) for name, shape in _pairs(parameters, part)]
-    named = dict(net.named_parameters())
-    for name, value in named.items():
-        value.requires_grad_(name in dict(recorded))
-    built = [(name, tuple(value.shape)) for name, value in named.items() if value.requires_grad]
-    if built != recorded or not recorded:
-        raise StoreError(part, wanted=f"parameters {recorded!r:.200}", got=f"{built!r:.200}")
-    try:
-        chosen: Likelihood = kinds.decode(likelihood, f"{place}:likelihood", {})
-        if not isinstance(chosen, kinds.LIKELIHOODS):
-            raise StoreError(
-                f"{place}:likelihood", wanted="a likelihood", got=type(chosen).__name__
-            )
-        return BayesianModel(net, chosen, kinds.decode(prior_scale, f"{place}:prior_scale", {}))
-    except StoreError:
-        raise
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise StoreError(
-            part, wanted="a network that fits a BayesianModel", got=f"{error!s:.200}"
-        ) from None
-
-
-def _pairs(parameters: list[JSON], part: str) -> list[tuple[str, list[int]]]:
-    pairs = []
+        net = build_net(description, "model")
+    fill_net(net, state, "model")
+    recorded: dict[str, tuple[Any, ...]] = {}
     for entry in parameters:
         match entry:
-            case [str(name), list(shape)] if all(isinstance(size, int) for size in shape):
-                pairs.append((name, [size for size in shape if isinstance(size, int)]))
+            case [str(name), list(shape)] if all(type(size) is int for size in shape):
+                recorded[name] = tuple(shape)
             case _:
-                raise StoreError(part, wanted="parameters as [name, shape]", got=f"{entry!r:.80}")
-    return pairs
+                raise StoreError("model", "parameters as [name, shape]", f"{entry!r:.80}")
+    for name, value in net.named_parameters():
+        value.requires_grad_(name in recorded)
+    built = [(name, tuple(v.shape)) for name, v in net.named_parameters() if v.requires_grad]
+    if built != list(recorded.items()) or not recorded:
+        wanted = f"parameters {list(recorded.items())!r:.200}"
+        raise StoreError("model", wanted, f"{built!r:.200}")
+    chosen = kinds.decode(likelihood, "likelihood", {})
+    if type(chosen) not in kinds.LIKELIHOODS:
+        raise StoreError("likelihood", "a likelihood", type(chosen).__name__)
+    scale = kinds.decode(prior_scale, "prior_scale", {})
+    try:
+        return BayesianModel(net, chosen, scale)
+    except (ValueError, TypeError, RuntimeError) as error:
+        wanted = "a network that fits a BayesianModel"
+        raise StoreError("model", wanted, f"{error!s:.200}") from None
 
 
-# Each posterior: its class, its tensors with their axes (P: the model's parameters, others: at
-# least one), how it is made.
-_POSTERIORS: dict[
-    str, tuple[Any, dict[str, str], Callable[[BayesianModel, dict[str, Tensor]], nn.Module]]
-] = {
-    "MeanField": (
-        posteriors.MeanField,
-        {"mu": "P", "rho": "P"},
-        lambda model, state: posteriors.MeanField(model, init=state["mu"]),
-    ),
-    "PointMass": (
-        posteriors.PointMass,
-        {"theta": "P"},
-        lambda model, state: posteriors.PointMass(model, init=state["theta"]),
-    ),
-    "Ensemble": (
-        posteriors.Ensemble,
-        {"thetas": "SP"},
-        lambda model, state: posteriors.Ensemble(model, init=state["thetas"]),
-    ),
-    "LowRank": (
-        posteriors.LowRank,
-        {"mu": "P", "rho": "P", "factor": "PR"},
-        lambda model, state: posteriors.LowRank(
-            model, rank=state["factor"].shape[1], init=state["mu"]
-        ),
-    ),
-    "Samples": (
-        posteriors.Samples,
-        {"thetas": "SP"},
-        lambda model, state: posteriors.Samples(state["thetas"]),
-    ),
+# Each posterior's tensors with their axes (P: the model's parameters, others: at least one); the
+# first is what it is made from.
+_POSTERIORS: dict[str, tuple[Any, dict[str, str]]] = {
+    "MeanField": (posteriors.MeanField, {"mu": "P", "rho": "P"}),
+    "PointMass": (posteriors.PointMass, {"theta": "P"}),
+    "Ensemble": (posteriors.Ensemble, {"thetas": "SP"}),
+    "LowRank": (posteriors.LowRank, {"mu": "P", "rho": "P", "factor": "PR"}),
+    "Samples": (posteriors.Samples, {"thetas": "SP"}),
 }
 
 
 def encode_posterior(
-    posterior: object, model: BayesianModel, place: str
+    posterior: Any, model: BayesianModel, place: str
 ) -> tuple[dict[str, JSON], dict[str, Tensor]]:
     """A posterior's kind and its tensors."""
     kind = type(posterior).__name__
     if kind not in _POSTERIORS or type(posterior) is not _POSTERIORS[kind][0]:
-        raise StoreError(f"{place}:posterior", wanted=f"one of {', '.join(_POSTERIORS)}", got=kind)
-    assert isinstance(posterior, nn.Module)
+        raise StoreError(f"{place}:posterior", f"one of {', '.join(_POSTERIORS)}", kind)
     if posterior.num_params != model.num_params:
         wanted = f"a posterior over the model's {model.num_params} parameters"
-        raise StoreError(f"{place}:posterior", wanted=wanted, got=f"{posterior.num_params}")
+        raise StoreError(f"{place}:posterior", wanted, f"{posterior.num_params}")
     return {"kind": kind}, dict(posterior.state_dict())
 
 
@@ -348,34 +324,32 @@ def decode_posterior(
     document: JSON, state: dict[str, Tensor], model: BayesianModel, place: str
 ) -> Any:
     """Back from `encode_posterior`."""
-    part = f"{place}:posterior"
-    kind = document.get("kind") if isinstance(document, dict) and len(document) == 1 else None
-    if not isinstance(kind, str) or kind not in _POSTERIORS:
-        raise StoreError(part, wanted=f"one of {', '.join(_POSTERIORS)}", got=f"{document!r:.80}")
-    _, axes, build = _POSTERIORS[kind]
+    part, size = f"{place}:posterior", model.num_params
+    match document:
+        case {"kind": str(kind), **rest} if kind in _POSTERIORS and not rest:
+            made, axes = _POSTERIORS[kind]
+        case _:
+            raise StoreError(part, f"one of {', '.join(_POSTERIORS)}", f"{document!r:.80}")
     if state.keys() != axes.keys():
-        raise StoreError(
-            part, wanted=f"the tensors {', '.join(axes)}", got=f"{sorted(state)!r:.200}"
-        )
-    for (
-        name,
-        letters,
-    ) in axes.items():  # before anything is built: a constructor allocates what the shapes say
-        shape, size = tuple(state[name].shape), model.num_params
+        raise StoreError(part, f"the tensors {', '.join(axes)}", f"{sorted(state)!r:.200}")
+    for name, letters in axes.items():  # before a constructor allocates what the shapes say
+        shape = tuple(state[name].shape)
         fits = len(shape) == len(letters) and 0 not in shape
         if not fits or any(
-            axis != size for axis, letter in zip(shape, letters, strict=True) if letter == "P"
+            s != size for s, axis in zip(shape, letters, strict=True) if axis == "P"
         ):
-            wanted = (
-                f"{name} of shape ({', '.join(letters).replace('P', str(size))}), no axis of "
-                f"length 0"
-            )
-            raise StoreError(part, wanted=wanted, got=f"{shape}")
+            axes_wanted = ", ".join(letters).replace("P", str(size))
+            wanted = f"{name} of shape ({axes_wanted}), no axis of length 0"
+            raise StoreError(part, wanted, f"{shape}")
+    first = state[next(iter(axes))]
     try:
-        posterior = build(model, state)
+        if kind == "Samples":
+            posterior = made(first)
+        else:
+            rank = {"rank": state["factor"].shape[1]} if kind == "LowRank" else {}
+            posterior = made(model, init=first, **rank)
         posterior.load_state_dict(state)
         return posterior
     except (ValueError, TypeError, RuntimeError, LookupError) as error:
-        raise StoreError(
-            part, wanted=f"tensors that fit {kind} and the model", got=f"{error!s:.200}"
-        ) from None
+        wanted = f"tensors that fit {kind} and the model"
+        raise StoreError(part, wanted, f"{error!s:.200}") from None

@@ -41,9 +41,7 @@ def encode(document: object, name: str = "document") -> bytes:
     check(document, name)
     data = json.dumps(document, allow_nan=False, sort_keys=True, indent=1).encode("ascii") + b"\n"
     if len(data) > MAX_BYTES:
-        raise StoreError(
-            name, wanted=f"a document of at most {MAX_BYTES} bytes", got=f"{len(data)}"
-        )
+        raise StoreError(name, f"a document of at most {MAX_BYTES} bytes", f"{len(data)}")
     check_values(name, data)
     return data
 
@@ -57,7 +55,7 @@ def decode(data: bytes, name: str = "document", *, limit: int = MAX_BYTES) -> JS
     advbayes.store.errors.StoreError: document: wanted each key once, got 'a' twice
     """
     if len(data) > limit:
-        raise StoreError(name, wanted=f"a document of at most {limit} bytes", got=f"{len(data)}")
+        raise StoreError(name, f"a document of at most {limit} bytes", f"{len(data)}")
     check_values(name, data)
 
     def unique(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
@@ -65,11 +63,11 @@ def decode(data: bytes, name: str = "document", *, limit: int = MAX_BYTES) -> JS
         if len(result) < len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise StoreError(name, wanted="each key once", got=f"{twice[:80]!r} twice")
+            raise StoreError(name, "each key once", f"{twice[:80]!r} twice")
         return result
 
     def constant(text: str) -> JSON:
-        raise StoreError(name, wanted="finite numbers", got=text)
+        raise StoreError(name, "finite numbers", text)
 
     try:
         document = json.loads(
@@ -78,13 +76,9 @@ def decode(data: bytes, name: str = "document", *, limit: int = MAX_BYTES) -> JS
     except StoreError:
         raise
     except RecursionError:
-        raise StoreError(
-            name, wanted=f"JSON at most {MAX_DEPTH} deep", got="a deeper one"
-        ) from None
+        raise StoreError(name, f"JSON at most {MAX_DEPTH} deep", "a deeper one") from None
     except ValueError as error:  # bad UTF-8, bad JSON, numbers of thousands of digits
-        raise StoreError(
-            name, wanted="JSON", got=f"{type(error).__name__}: {str(error)[:120]}"
-        ) from None
+        raise StoreError(name, "JSON", f"{type(error).__name__}: {str(error)[:120]}") from None
     check(document, name)
     return document  # type: ignore[no-any-return]
 
@@ -100,40 +94,36 @@ def check_values(name: str, *documents: bytes) -> None:
     """
     num = sum(data.count(sign) for data in documents for sign in (b",", b"[", b"{"))
     if num > MAX_VALUES:
-        raise StoreError(name, wanted=f"at most {MAX_VALUES} values", got=f"{num}")
+        raise StoreError(name, f"at most {MAX_VALUES} values", f"{num}")
 
 
 def check(value: object, name: str, *, depth: int = 0) -> None:
     """Refuse what JSON cannot hold exactly, naming the place."""
     if depth > MAX_DEPTH:
-        raise StoreError(name, wanted=f"JSON at most {MAX_DEPTH} deep", got="a deeper one")
+        raise StoreError(name, f"JSON at most {MAX_DEPTH} deep", "a deeper one")
     match value:
         case None | bool():
             pass
         case int():
             if not -_MAX_INT <= value < _MAX_INT:
-                raise StoreError(
-                    name, wanted="an integer of 64 bits", got=f"one of {value.bit_length()} bits"
-                )
+                raise StoreError(name, "an integer of 64 bits", f"one of {value.bit_length()} bits")
         case float():
             if not math.isfinite(value):
-                raise StoreError(name, wanted="a finite number", got=f"{value}")
+                raise StoreError(name, "a finite number", f"{value}")
         case str():
             if _SURROGATE.search(value):
-                raise StoreError(name, wanted="valid Unicode", got="a lone surrogate")
+                raise StoreError(name, "valid Unicode", "a lone surrogate")
         case list() | tuple():
             for index, child in enumerate(value):
                 check(child, f"{name}[{index}]", depth=depth + 1)
         case dict():
             for key, child in value.items():
                 if not isinstance(key, str):
-                    raise StoreError(name, wanted="text keys", got=f"{key!r:.80}")
+                    raise StoreError(name, "text keys", f"{key!r:.80}")
                 check(key, name, depth=depth)
                 check(child, f"{name}.{key[:40]}", depth=depth + 1)
         case _:
-            raise StoreError(
-                name, wanted="text, numbers, lists and dictionaries", got=type(value).__name__
-            )
+            raise StoreError(name, "text, numbers, lists and dictionaries", type(value).__name__)
 
 
 def seal(data: bytes) -> bytes:
@@ -167,7 +157,7 @@ def write_document(path: str | os.PathLike[str], document: object) -> None:
     data = encode(document, Path(path).name)
     match document:
         case {"sha256": _}:
-            raise StoreError(path, wanted="other names than sha256", got="sha256")
+            raise StoreError(path, "other names than sha256", "sha256")
         case dict() if document:
             data = seal(data)
     write_bytes(path, data)
@@ -186,8 +176,6 @@ def read_document(path: str | os.PathLike[str]) -> JSON:
     match document := decode(data if body is None else body, os.fspath(path)):
         case {"sha256": _}:  # it had one
             raise StoreError(
-                path,
-                wanted="a document that ends in its own SHA-256",
-                got="another end (damaged or altered)",
+                path, "a document that ends in its own SHA-256", "another end (damaged or altered)"
             )
     return document

@@ -11,13 +11,13 @@ from advbayes.checks import InputError, printable
 class StoreError(InputError):
     r"""A file that cannot be trusted or written.
 
-    >>> str(StoreError("a/manifest.json", wanted="schema 1", got="schema 9"))
+    >>> str(StoreError("a/manifest.json", "schema 1", "schema 9"))
     'a/manifest.json: wanted schema 1, got schema 9'
-    >>> str(StoreError("run", wanted="a name", got="\x1b[31mred"))
+    >>> str(StoreError("run", "a name", "\x1b[31mred"))
     'run: wanted a name, got \\x1b[31mred'
     """
 
-    def __init__(self, file: str | os.PathLike[str], *, wanted: str, got: str) -> None:
+    def __init__(self, file: str | os.PathLike[str], wanted: str, got: str) -> None:
         self.file = os.fspath(file)
         self.wanted, self.got = printable(wanted), printable(got)
         super().__init__(str(self))
@@ -29,12 +29,12 @@ class StoreError(InputError):
 class MissingError(StoreError, FileNotFoundError):
     """Nothing is there.
 
-    >>> isinstance(MissingError("run", wanted="a bundle"), FileNotFoundError)
-    True
+    >>> str(MissingError("run", "a bundle"))
+    'run: wanted a bundle, got nothing (no such file)'
     """
 
-    def __init__(self, file: str | os.PathLike[str], *, wanted: str) -> None:
-        super().__init__(file, wanted=wanted, got="nothing (no such file)")
+    def __init__(self, file: str | os.PathLike[str], wanted: str) -> None:
+        super().__init__(file, wanted, "nothing (no such file)")
 
 
 class DiskFullError(StoreError, OSError):

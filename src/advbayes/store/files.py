@@ -13,7 +13,8 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,8 +26,10 @@ except ImportError:  # Windows: what killed writers leave behind stays
     fcntl = None  # type: ignore[assignment]
 
 _PIECE = 1 << 20
-_PLAIN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_WARY = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+if sys.platform == "win32":
+    _PLAIN, _WARY = os.O_BINARY, os.O_RDONLY
+else:
+    _PLAIN, _WARY = os.O_CLOEXEC, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -44,7 +47,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     target = Path(os.path.realpath(path))
     sweep(target)
     with room(target, len(data)), staged(target) as temporary:
-        create(temporary, data)
+        create(temporary, [data])
         os.replace(temporary, target)
         sync_folder(target.parent)
 
@@ -62,7 +65,7 @@ def read_bytes(path: Path, *, limit: int) -> bytes:
     """
     with opened(path) as (descriptor, size):
         if size > limit:
-            raise StoreError(path, wanted=f"at most {limit} bytes", got=f"{size}")
+            raise StoreError(path, f"at most {limit} bytes", f"{size}")
         return read_at(path, descriptor, 0, size)
 
 
@@ -73,14 +76,14 @@ def opened(path: Path) -> Iterator[tuple[int, int]]:
     try:
         descriptor = os.open(path, _WARY | _PLAIN)
     except FileNotFoundError:
-        raise MissingError(path, wanted="a file") from None
+        raise MissingError(path, "a file") from None
     except OSError as error:
         got = "a symbolic link" if error.errno == errno.ELOOP else error.strerror or str(error)
-        raise StoreError(path, wanted="a readable regular file", got=got) from None
+        raise StoreError(path, "a readable regular file", got) from None
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise StoreError(path, wanted="a regular file", got=stat.filemode(status.st_mode))
+            raise StoreError(path, "a regular file", stat.filemode(status.st_mode))
         yield descriptor, status.st_size
     finally:
         os.close(descriptor)
@@ -98,9 +101,7 @@ def pieces_at(path: Path, descriptor: int, offset: int, size: int) -> Iterator[b
     while left:
         piece = os.read(descriptor, min(left, _PIECE))
         if not piece:
-            raise StoreError(
-                path, wanted=f"{offset + size} bytes", got=f"{offset + size - left} (truncated)"
-            )
+            raise StoreError(path, f"{offset + size} bytes", f"{offset + size - left} (truncated)")
         left -= len(piece)
         yield piece
 
@@ -108,17 +109,34 @@ def pieces_at(path: Path, descriptor: int, offset: int, size: int) -> Iterator[b
 def check_digest(file: str | os.PathLike[str], wanted: str, got: str) -> None:
     """Two SHA-256, or an error that names the file."""
     if wanted != got:
-        raise StoreError(file, wanted=f"SHA-256 {wanted}", got=f"{got} (damaged or altered)")
+        raise StoreError(file, f"SHA-256 {wanted}", f"{got} (damaged or altered)")
 
 
-def create(path: Path, data: bytes) -> None:
-    """Write a file that has nothing in it yet and flush it to the disk."""
+def create(path: Path, pieces: Iterable[bytes], *, reserve: int = 0) -> int:
+    """Write a file that has nothing in it yet and flush it to the disk; the bytes written.
+
+    The space of `reserve` bytes is taken first: a full disk says so now, not by a signal later.
+    """
+    written = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _PLAIN, 0o666)
     try:
-        write_all(descriptor, data)
+        _reserve(descriptor, reserve)
+        for data in pieces:
+            write_all(descriptor, data)
+            written += len(data)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    return written
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    if size and sys.platform == "linux":
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:  # some file systems cannot
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -176,8 +194,10 @@ def _locked(path: Path, *, surely: bool = False) -> int | None:
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (OSError, AttributeError) as error:
-            if surely or isinstance(error, BlockingIOError):
+        except BlockingIOError:
+            return None
+        except (OSError, AttributeError):
+            if surely:
                 return None
         with suppress(FileNotFoundError):
             there = os.stat(path, follow_symlinks=False)
@@ -214,7 +234,7 @@ def room(target: Path, needed: int) -> Iterator[None]:
     the way; name the target where nothing may be written."""
     parent = target.parent
     if not parent.is_dir():
-        raise MissingError(parent, wanted="a folder to write to")
+        raise MissingError(parent, "a folder to write to")
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise DiskFullError(target, needed=needed, free=free)

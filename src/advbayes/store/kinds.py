@@ -62,15 +62,6 @@ _NUMBERS = {"inf": math.inf, "-inf": -math.inf}
 MAX_KINDS = 2048  # layers and settings in one document; a layer takes some ten kilobytes of memory
 
 
-def is_kind(value: object) -> bool:
-    """Whether `encode` writes the value as a kind of its own.
-
-    >>> is_kind(balls.L2(1.0)), is_kind({"eps": 1.0})
-    (True, False)
-    """
-    return type(value) in _KINDS.values() or any(value is loss for loss in _LOSSES.values())
-
-
 def own_name(kind: type) -> str:
     """What a class of somebody's own is called in a file: `module:name`."""
     return f"{kind.__module__}:{kind.__qualname__}"
@@ -93,7 +84,7 @@ def check_number(document: JSON, place: str) -> None:
             case list() as node:
                 left += node
     if num > MAX_KINDS:
-        raise StoreError(place, wanted=f"at most {MAX_KINDS} layers and settings", got=f"{num}")
+        raise StoreError(place, f"at most {MAX_KINDS} layers and settings", f"{num}")
 
 
 def encode(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:
@@ -116,7 +107,7 @@ def encode(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:
             described = describe_net(value)
             if described is None:
                 wanted = "a network of plain layers or a built-in one"
-                raise StoreError(place, wanted=wanted, got=type(value).__name__)
+                raise StoreError(place, wanted, type(value).__name__)
             state = value.state_dict()
             tensors.update({f"{place}/{name}": tensor for name, tensor in state.items()})
             return {"kind": "net", "net": described}
@@ -125,15 +116,11 @@ def encode(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:
     for name, loss in _LOSSES.items():
         if value is loss:
             return {"kind": "loss", "name": name}
-    if (
-        is_dataclass(value)
-        and not isinstance(value, type)
-        and "<locals>" not in own_name(type(value))
-    ):
-        inner = _settings(value, place, tensors)
-        return {"kind": "own", "name": own_name(type(value)), "settings": inner}
+    name = own_name(type(value))
+    if is_dataclass(type(value)) and "<locals>" not in name:
+        return {"kind": "own", "name": name, "settings": _settings(value, place, tensors)}
     wanted = f"one of {', '.join([*_KINDS, *_LOSSES])}"
-    raise StoreError(place, wanted=wanted, got=f"{value!r:.80} ({type(value).__name__})")
+    raise StoreError(place, wanted, f"{value!r:.80} ({type(value).__name__})")
 
 
 def decode(
@@ -163,9 +150,7 @@ def decode(
         case {"kind": "tensor", "name": str(name), **rest} if not rest and name in tensors:
             if not tensors[name].numel():  # nothing in the file, and axes of any length
                 raise StoreError(
-                    place,
-                    wanted="a tensor with numbers in it",
-                    got=f"shape {tuple(tensors[name].shape)}",
+                    place, "a tensor with numbers in it", f"shape {tuple(tensors[name].shape)}"
                 )
             return tensors[name]
         case {"kind": "loss", "name": str(name), **rest} if not rest and name in _LOSSES:
@@ -179,27 +164,17 @@ def decode(
             }
             return fill_net(build_net(description, place), state, place)
         case {"kind": str(kind), **arguments} if kind in _KINDS:
-            return _construct(
-                _KINDS[kind],
-                {str(key): item for key, item in arguments.items()},
-                place,
-                tensors,
-                own,
-            )
-        case {"kind": "own", "name": str(name), "settings": dict() as held, **rest} if not rest:
+            named = {str(key): item for key, item in arguments.items()}
+            return _construct(_KINDS[kind], named, place, tensors, own)
+        case {"kind": "own", "name": str(name), "settings": dict(settings), **rest} if not rest:
             for each in own:
                 if own_name(each) == name and is_dataclass(each):
-                    return _construct(
-                        each, {str(key): item for key, item in held.items()}, place, tensors, own
-                    )
-            raise StoreError(
-                place,
-                wanted="a known kind, or its class by load(..., own=(...,))",
-                got=f"{name!r:.80}",
-            )
+                    return _construct(each, settings, place, tensors, own)
+            wanted = "a known kind, or its class by load(..., own=(...,))"
+            raise StoreError(place, wanted, f"{name!r:.80}")
         case {"kind": kind}:
-            raise StoreError(place, wanted="a known kind", got=f"{kind!r:.80}")
-    raise StoreError(place, wanted="a setting", got=f"{value!r:.80}")
+            raise StoreError(place, "a known kind", f"{kind!r:.80}")
+    raise StoreError(place, "a setting", f"{value!r:.80}")
 
 
 def _construct(
@@ -207,7 +182,7 @@ def _construct(
     arguments: dict[str, Any],
     place: str,
     tensors: Mapping[str, Tensor],
-    own: Sequence[type] = (),
+    own: Sequence[type],
 ) -> Any:
     known = {field.name: field for field in fields(kind) if field.init}
     needed = {
@@ -217,12 +192,10 @@ def _construct(
     }
     if unknown := arguments.keys() - known.keys():
         raise StoreError(
-            place,
-            wanted=f"{kind.__name__} with {', '.join(known) or 'no fields'}",
-            got=f"{min(unknown):.80}",
+            place, f"{kind.__name__} with {', '.join(known) or 'no fields'}", f"{min(unknown):.80}"
         )
     if missing := needed - arguments.keys():
-        raise StoreError(place, wanted=f"{kind.__name__} with {min(missing)}", got="none")
+        raise StoreError(place, f"{kind.__name__} with {min(missing)}", "none")
     decoded = {
         name: decode(item, f"{place}/{name}", tensors, own) for name, item in arguments.items()
     }
@@ -230,7 +203,7 @@ def _construct(
         return kind(**decoded)
     except (ValueError, TypeError, RuntimeError) as error:
         raise StoreError(
-            place, wanted=f"settings that {kind.__name__} accepts", got=f"{error!s:.200}"
+            place, f"settings that {kind.__name__} accepts", f"{error!s:.200}"
         ) from None
 
 
@@ -245,15 +218,16 @@ def encode_document(value: object, place: str, tensors: dict[str, Tensor]) -> JS
     >>> encode_document({"loss": attacks.nll, "who": "white box"}, "threat", {})
     {'loss': {'kind': 'loss', 'name': 'nll'}, 'who': 'white box'}
     """
-    if is_kind(value):
+    match value:
+        case {"kind": _}:
+            raise StoreError(place, "other names than kind", "kind")
+        case Mapping():
+            return {
+                str(key): encode_document(item, f"{place}/{key}", tensors)
+                for key, item in value.items()
+            }
+    if type(value) in _KINDS.values() or any(value is loss for loss in _LOSSES.values()):
         return encode(value, place, tensors)
-    if isinstance(value, Mapping):
-        if "kind" in value:
-            raise StoreError(place, wanted="other names than kind", got="kind")
-        return {
-            str(key): encode_document(item, f"{place}/{key}", tensors)
-            for key, item in value.items()
-        }
     return value  # type: ignore[return-value]  # checked where it is written
 
 
@@ -267,11 +241,12 @@ def decode_document(
     ... ] is attacks.nll
     True
     """
-    if isinstance(value, dict):
-        if "kind" in value:
+    match value:
+        case {"kind": _}:
             return decode(value, place, tensors, own)
-        return {
-            key: decode_document(item, f"{place}/{key}", tensors, own)
-            for key, item in value.items()
-        }
+        case dict():
+            return {
+                key: decode_document(item, f"{place}/{key}", tensors, own)
+                for key, item in value.items()
+            }
     return value

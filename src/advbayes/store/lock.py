@@ -53,11 +53,11 @@ class Lock:
 
     def __enter__(self) -> Lock:
         if not Path(self.folder).is_dir():
-            raise MissingError(self.folder, wanted="a folder to lock")
+            raise MissingError(self.folder, "a folder to lock")
         with _named(self.path), suppress(FileNotFoundError):
             mode = self.path.lstat().st_mode
             if not stat.S_ISREG(mode):
-                raise StoreError(self.path, wanted="a lock file", got=stat.filemode(mode))
+                raise StoreError(self.path, "a lock file", stat.filemode(mode))
         lock = FileLock(self.path, timeout=self.wait, poll_interval=0.02, thread_local=False)
         with _named(self.path):
             lock.acquire()
@@ -97,7 +97,7 @@ def claim(path: str | os.PathLike[str]) -> Lock:
         except FileExistsError:
             tries += 1
         except FileNotFoundError:
-            raise MissingError(folder.parent, wanted="a folder to write to") from None
+            raise MissingError(folder.parent, "a folder to write to") from None
 
 
 @contextmanager
@@ -111,8 +111,7 @@ def _named(path: Path) -> Iterator[None]:
     except StoreError:
         raise
     except (OSError, NotImplementedError) as error:
-        got = getattr(error, "strerror", None) or str(error)
-        raise StoreError(path, wanted="a lock file", got=got) from error
+        raise StoreError(path, "a lock file", str(error)) from error
 
 
 def _owner(path: Path) -> tuple[int, str]:

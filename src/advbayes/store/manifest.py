@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
@@ -83,52 +84,39 @@ def decode(data: bytes, file: Path) -> Manifest:
     """Check the seal, then parse."""
     if (body := documents.unseal(data, file)) is None:
         raise StoreError(
-            file,
-            wanted="a manifest that ends in its own SHA-256",
-            got="another end (damaged or altered)",
+            file, "a manifest that ends in its own SHA-256", "another end (damaged or altered)"
         )
-    fields = documents.decode(body, os.fspath(file), limit=MAX_BYTES)
-    if not isinstance(fields, dict) or fields.pop("format", None) != FORMAT:
-        raise StoreError(file, wanted=f"format {FORMAT}", got="something else")
-    schema = fields.pop("schema", None)
-    if not isinstance(schema, int) or isinstance(schema, bool) or schema not in _READERS:
-        hint = (
-            " (written by a newer advbayes: update it)"
-            if isinstance(schema, int) and schema > SCHEMA
-            else ""
-        )
-        raise StoreError(
-            file, wanted=f"schema {', '.join(map(str, _READERS))}", got=f"{schema!r:.80}{hint}"
-        )
-    return _READERS[schema](fields, file)
+    fields: Any = documents.decode(body, os.fspath(file), limit=MAX_BYTES)
+    match fields:
+        case {"format": format, "schema": schema, **rest} if format == FORMAT:
+            if type(schema) is int and schema in _READERS:
+                return _READERS[schema](rest, file)
+            newer = type(schema) is int and schema > SCHEMA
+            hint = " (written by a newer advbayes: update it)" if newer else ""
+            wanted = f"schema {', '.join(map(str, _READERS))}"
+            raise StoreError(file, wanted, f"{schema!r:.80}{hint}")
+    raise StoreError(file, f"format {FORMAT} and a schema", "something else")
 
 
 def _manifest_1(fields: Mapping[str, JSON], file: Path) -> Manifest:
     match fields:
         case {"parts": dict(parts), "versions": dict(libraries), **rest} if not rest:
             if len(parts) > MAX_PARTS:
-                raise StoreError(file, wanted=f"at most {MAX_PARTS} parts", got=f"{len(parts)}")
+                raise StoreError(file, f"at most {MAX_PARTS} parts", f"{len(parts)}")
             described = tuple(_part_1(name, entry, file) for name, entry in parts.items())
             return Manifest(1, {key: str(value) for key, value in libraries.items()}, described)
-    raise StoreError(file, wanted="the fields parts and versions", got=f"{sorted(fields)!r:.200}")
+    raise StoreError(file, "the fields parts and versions", f"{sorted(fields)!r:.200}")
 
 
 def _part_1(name: str, entry: JSON, file: Path) -> Part:
     match entry:
-        case {"bytes": int(size), "sha256": str(digest), **rest} if not rest:
+        case {"bytes": size, "sha256": str(digest), **rest} if not rest and type(size) is int:
             part = Part(name, digest, size)
-            well = (
-                re.fullmatch(r"[0-9a-f]{64}", digest)
-                and PART.fullmatch(part.file)
-                and not isinstance(size, bool)
-            )
-            if well and size >= 0:
+            hexadecimal = re.fullmatch(r"[0-9a-f]{64}", digest)
+            if size >= 0 and hexadecimal and PART.fullmatch(part.file):
                 return part
-    raise StoreError(
-        file,
-        wanted="NAME.safetensors or NAME.json with bytes and sha256",
-        got=f"{name!r:.80}: {entry!r:.80}",
-    )
+    wanted = "NAME.safetensors or NAME.json with bytes and sha256"
+    raise StoreError(file, wanted, f"{name!r:.80}: {entry!r:.80}")
 
 
 # One reader for each schema that was ever written.

@@ -15,64 +15,40 @@ from torch import Tensor, nn
 from .documents import JSON
 from .errors import StoreError
 
-_CONV = (
-    "in_channels",
-    "out_channels",
-    "kernel_size",
-    "stride",
-    "padding",
-    "dilation",
-    "groups",
-    "bias",
-    "padding_mode",
-)
+_CONV = "in_channels out_channels kernel_size stride padding dilation groups bias padding_mode"
 # Each layer with the arguments of its constructor that are also its attributes.
-_LAYERS: dict[type[nn.Module], tuple[str, ...]] = {
-    nn.Linear: ("in_features", "out_features", "bias"),
+_LAYERS: dict[type[nn.Module], str] = {
+    nn.Linear: "in_features out_features bias",
     nn.Conv1d: _CONV,
     nn.Conv2d: _CONV,
-    nn.AvgPool2d: (
-        "kernel_size",
-        "stride",
-        "padding",
-        "ceil_mode",
-        "count_include_pad",
-        "divisor_override",
-    ),
-    nn.MaxPool2d: ("kernel_size", "stride", "padding", "dilation", "return_indices", "ceil_mode"),
-    nn.AdaptiveAvgPool2d: ("output_size",),
-    nn.Flatten: ("start_dim", "end_dim"),
-    nn.Identity: (),
-    nn.Dropout: ("p", "inplace"),
-    nn.GroupNorm: ("num_groups", "num_channels", "eps", "affine"),
-    nn.LayerNorm: ("normalized_shape", "eps", "elementwise_affine"),
-    nn.ReLU: ("inplace",),
-    nn.LeakyReLU: ("negative_slope", "inplace"),
-    nn.ELU: ("alpha", "inplace"),
-    nn.GELU: ("approximate",),
-    nn.SiLU: ("inplace",),
-    nn.Softplus: ("beta", "threshold"),
-    nn.Tanh: (),
-    nn.Sigmoid: (),
+    nn.AvgPool2d: "kernel_size stride padding ceil_mode count_include_pad divisor_override",
+    nn.MaxPool2d: "kernel_size stride padding dilation return_indices ceil_mode",
+    nn.AdaptiveAvgPool2d: "output_size",
+    nn.Flatten: "start_dim end_dim",
+    nn.Identity: "",
+    nn.Dropout: "p inplace",
+    nn.GroupNorm: "num_groups num_channels eps affine",
+    nn.LayerNorm: "normalized_shape eps elementwise_affine",
+    nn.ReLU: "inplace",
+    nn.LeakyReLU: "negative_slope inplace",
+    nn.ELU: "alpha inplace",
+    nn.GELU: "approximate",
+    nn.SiLU: "inplace",
+    nn.Softplus: "beta threshold",
+    nn.Tanh: "",
+    nn.Sigmoid: "",
 }
-_FAULTS = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError)
-_FLAGS = {
-    "bias",
-    "ceil_mode",
-    "count_include_pad",
-    "return_indices",
-    "inplace",
-    "affine",
-    "elementwise_affine",
-}
-_NUMBERS = {"p", "eps", "negative_slope", "alpha", "beta", "threshold"}
-_SIZES = {"kernel_size", "stride", "padding", "dilation", "output_size", "normalized_shape"}
-_OPTIONAL = {"stride", "output_size", "divisor_override", "num_classes"}
+# What an argument may be, where that is not one whole number.
+_FLAGS = "bias ceil_mode count_include_pad return_indices inplace affine elementwise_affine"
+_NUMBERS = "p eps negative_slope alpha beta threshold"
+_SIZES = "kernel_size stride padding dilation output_size normalized_shape"
+_OPTIONAL = "stride output_size divisor_override num_classes"
 _WORDS = {
     "padding": ("same", "valid"),
     "padding_mode": ("zeros", "reflect", "replicate", "circular"),
     "approximate": ("none", "tanh"),
 }
+_FAULTS = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError)
 
 
 def describe_net(net: nn.Module) -> dict[str, JSON] | None:
@@ -101,31 +77,27 @@ def build_net(description: object, name: str) -> nn.Module:
                     case [str(key), layer] if key and "." not in key and not hasattr(net, key):
                         net.add_module(key, build_net(layer, f"{name}.{key}"))
                     case _:
-                        raise StoreError(
-                            name, wanted="layers as [name, layer]", got=f"{entry!r:.80}"
-                        )
+                        raise StoreError(name, "layers as [name, layer]", f"{entry!r:.80}")
             return net
         case {"kind": str(kind), **arguments} if kind in _known():
             layer_type, wanted = _known()[kind]
             if arguments.keys() != set(wanted):
                 raise StoreError(
-                    name, wanted=f"{kind} with {', '.join(wanted)}", got=f"{list(arguments)!r:.200}"
+                    name, f"{kind} with {', '.join(wanted)}", f"{list(arguments)!r:.200}"
                 )
-            for setting, value in arguments.items():
-                _check_setting(f"{name}.{setting}", str(setting), value)
+            checked = {
+                str(key): _setting(f"{name}.{key}", str(key), value)
+                for key, value in arguments.items()
+            }
             try:
                 with torch.device("meta"), warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch comments on layers of size zero
-                    built: nn.Module = layer_type(
-                        **{str(key): _setting(value) for key, value in arguments.items()}
-                    )
+                    built: nn.Module = layer_type(**checked)
                 return built
             except _FAULTS as error:
-                raise StoreError(
-                    name, wanted=f"settings that {kind} accepts", got=f"{error!s:.200}"
-                ) from None
+                raise StoreError(name, f"settings that {kind} accepts", f"{error!s:.200}") from None
     kinds = ", ".join(["Sequential", *_known()])
-    raise StoreError(name, wanted=f"a layer of kind {kinds}", got=f"{description!r:.200}")
+    raise StoreError(name, f"a layer of kind {kinds}", f"{description!r:.200}")
 
 
 def fill_net(net: nn.Module, state: Mapping[str, Tensor], name: str) -> nn.Module:
@@ -135,13 +107,13 @@ def fill_net(net: nn.Module, state: Mapping[str, Tensor], name: str) -> nn.Modul
     for key in sorted(wanted.keys() | came.keys()):
         if wanted.get(key) != came.get(key):
             shape, other = wanted.get(key, "no such tensor"), came.get(key, "none")
-            raise StoreError(name, wanted=f"{key} of shape {shape}", got=f"{other}")
+            raise StoreError(name, f"{key} of shape {shape}", f"{other}")
         if 0 in came[key]:  # a file of no size could name layers of any width
-            raise StoreError(name, wanted=f"{key} with numbers in it", got=f"shape {came[key]}")
+            raise StoreError(name, f"{key} with numbers in it", f"shape {came[key]}")
     try:
         net.load_state_dict(dict(state), strict=True, assign=True)
     except _FAULTS as error:  # a weight of whole numbers, for instance
-        raise StoreError(name, wanted="weights that fit the net", got=f"{error!s:.200}") from None
+        raise StoreError(name, "weights that fit the net", f"{error!s:.200}") from None
     return net
 
 
@@ -160,10 +132,19 @@ def _describe(net: nn.Module) -> dict[str, JSON] | None:
     if kind not in _known() or type(net) is not _known()[kind][0]:
         return None
     if type(net) in _LAYERS:
-        return {"kind": kind, **{name: _plain(getattr(net, name)) for name in _LAYERS[type(net)]}}
+        return {"kind": kind, **{name: _plain(getattr(net, name)) for name in _known()[kind][1]}}
+    made: Any = net
+    classes = made.num_classes
+    if kind == "ConvGenerator":
+        channels = made.mean.out_channels
+        size = math.isqrt(made.label.out_features // channels)
+        return {"kind": kind, "num_classes": classes, "channels": channels, "size": size}
     return {
         "kind": kind,
-        **(_conv_generator(net) if kind == "ConvGenerator" else _full_generator(net)),
+        "num_features": made.mean.out_features,
+        "num_outputs": made.label.in_features if classes is None else 1,
+        "num_classes": classes,
+        "width": made.mean.in_features,
     }
 
 
@@ -174,7 +155,7 @@ def _known() -> dict[str, tuple[Any, tuple[str, ...]]]:
     from advbayes.networks import ConvGenerator, FullyConnectedGenerator
 
     return {
-        **{layer.__name__: (layer, names) for layer, names in _LAYERS.items()},
+        **{layer.__name__: (layer, tuple(names.split())) for layer, names in _LAYERS.items()},
         "ConvGenerator": (ConvGenerator, ("num_classes", "channels", "size")),
         "FullyConnectedGenerator": (
             FullyConnectedGenerator,
@@ -184,54 +165,34 @@ def _known() -> dict[str, tuple[Any, tuple[str, ...]]]:
 
 
 def _plain(value: Any) -> JSON:
-    if isinstance(value, Tensor):
-        return True  # a bias that is there
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+    match value:
+        case Tensor():
+            return True  # a bias that is there
+        case tuple():
+            return [_plain(item) for item in value]
     return value  # type: ignore[no-any-return]
 
 
-def _check_setting(place: str, key: str, value: object) -> None:
-    """Types are checked here: a layer's constructor takes almost anything and fails when called."""
-    if key in _WORDS and isinstance(value, str):
+def _setting(place: str, key: str, value: object) -> object:
+    """An argument of a layer, its type checked: a constructor takes almost anything and fails when
+    called."""
+    listed = value if type(value) is list else [value]
+    if key in _WORDS and type(value) is str:
         wanted, fits = f"one of {', '.join(_WORDS[key])}", value in _WORDS[key]
-    elif key in _FLAGS:
+    elif key in _FLAGS.split():
         wanted, fits = "true or false", type(value) is bool or (value is None and key == "bias")
-    elif key in _NUMBERS:
+    elif key in _NUMBERS.split():
         wanted, fits = "a number", type(value) in (int, float)
     else:
-        listed = value if key in _SIZES and isinstance(value, list) else [value]
-        wanted = "whole numbers" if key in _SIZES else "a whole number"
-        fits = all(type(item) is int or (item is None and key in _OPTIONAL) for item in listed)
+        sizes, optional = key in _SIZES.split(), key in _OPTIONAL.split()
+        wanted = "whole numbers" if sizes else "a whole number"
+        whole = all(type(item) is int or (item is None and optional) for item in listed)
+        fits = whole and (sizes or listed is not value)
     if not fits:
-        raise StoreError(place, wanted=wanted, got=f"{value!r:.80}")
+        raise StoreError(place, wanted, f"{value!r:.80}")
+    return tuple(listed) if listed is value else value
 
 
-def _setting(value: object) -> object:
-    return tuple(map(_setting, value)) if isinstance(value, list) else value
-
-
-def _signature(
-    net: nn.Module,
-) -> tuple[list[tuple[str, tuple[int, ...]]], list[tuple[str, tuple[int, ...]]], str]:
-    parameters = [(name, tuple(value.shape)) for name, value in net.named_parameters()]
-    return (
-        parameters,
-        [(name, tuple(value.shape)) for name, value in net.state_dict().items()],
-        repr(net),
-    )
-
-
-def _conv_generator(net: Any) -> dict[str, JSON]:
-    channels = net.mean.out_channels
-    size = math.isqrt(net.label.out_features // channels)
-    return {"num_classes": net.num_classes, "channels": channels, "size": size}
-
-
-def _full_generator(net: Any) -> dict[str, JSON]:
-    return {
-        "num_features": net.mean.out_features,
-        "num_outputs": net.label.in_features if net.num_classes is None else 1,
-        "num_classes": net.num_classes,
-        "width": net.mean.in_features,
-    }
+def _signature(net: nn.Module) -> tuple[object, ...]:
+    named = (net.named_parameters(), net.state_dict().items())
+    return *([(name, tuple(value.shape)) for name, value in each] for each in named), repr(net)

@@ -1,9 +1,10 @@
 """Bundles: named tensors and documents under one manifest, as a folder or as one file.
 
 A folder holds `manifest.json` and parts named by their content (`posterior.3f0c….safetensors`). A
-new version adds its parts, then replaces the manifest in one rename, then drops the parts that
-nothing names any more: the old bundle or the new one, at every instant, with no more than POSIX
-    `rename` promises.
+new version is written beside it, then adds its parts, then replaces the manifest in one rename,
+then drops the parts that nothing names any more: the old bundle or the new one, at every instant,
+with no more than POSIX
+`rename` promises.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import errno
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -42,12 +46,22 @@ MAX_BYTES = 1 << 33
 _MANIFEST = "manifest.json"
 _LARGE = 1 << 26  # parts above this are hashed once before they are held in memory
 _WAIT = 60.0  # seconds to wait for another writer of the same folder
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Content:
+    """What goes into a part: so many bytes, which come in pieces."""
+
+    size: int
+    pieces: Iterable[bytes]
 
 
 def write_bundle(
     path: str | os.PathLike[str],
     parts: Mapping[str, Mapping[str, Tensor]],
     texts: Mapping[str, object],
+    more: Mapping[str, Content] | None = None,  # safetensors too large for memory; folders only
 ) -> None:
     """Save tensors (`NAME.safetensors`) and documents (`NAME.json`), atomically and durably.
 
@@ -64,31 +78,99 @@ def write_bundle(
     ({'theta': {'mean': tensor([0., 0.])}}, {'config': {'epochs': 5}})
     """
     target = Path(os.path.realpath(path))
-    contents: dict[str, bytes] = {}
-    for name, values in parts.items():
-        contents[f"{_plain(target, name)}.safetensors"] = tensors.encode(values, f"{target}:{name}")
-    for name, document in texts.items():
-        contents[f"{_plain(target, name)}.json"] = documents.encode(document, f"{target}:{name}")
+    for name in (*parts, *texts, *(more or {})):
+        if not NAME.fullmatch(str(name)) or name == "manifest":
+            wanted = "part names of letters, digits, _ and - (not manifest)"
+            raise StoreError(target, wanted, f"{name!r:.80}")
+    encoded = {
+        f"{name}.safetensors": tensors.encode(values, f"{target}:{name}")
+        for name, values in parts.items()
+    }
+    encoded |= {f"{name}.json": documents.encode(texts[name], f"{target}:{name}") for name in texts}
+    _check_values(target, encoded)
+    contents = {f"{name}.safetensors": content for name, content in (more or {}).items()}
+    contents |= {name: Content(len(data), (data,)) for name, data in encoded.items()}
     if len({name.lower() for name in contents}) < len(contents) or len(contents) > MAX_PARTS:
         wanted = f"at most {MAX_PARTS} parts that differ by more than case"
-        raise StoreError(target, wanted=wanted, got=f"{sorted(contents)!r:.200}")
-    documents.check_values(
-        os.fspath(target), *(data for name, data in contents.items() if name.endswith(".json"))
-    )
-    described = {
-        name: Part(name, hashlib.sha256(data).hexdigest(), len(data))
-        for name, data in contents.items()
-    }
-    files = {described[name].file: data for name, data in contents.items()}
-    manifest = manifests.encode(
-        Manifest(SCHEMA, versions(), tuple(described.values())), target / _MANIFEST
-    )
+        raise StoreError(target, wanted, f"{sorted(contents)!r:.200}")
     sweep(target)
-    with room(target, sum(map(len, files.values())) + len(manifest)):
-        if target.suffix == SUFFIX:
-            _write_file(target, manifest, files)
-        else:
-            _write_folder(target, manifest, files)
+    # each part also has an entry of some 200 bytes in the manifest
+    with room(target, sum(content.size + 256 for content in contents.values())):
+        (_write_file if target.suffix == SUFFIX else _write_folder)(target, contents)
+
+
+def _write_file(target: Path, contents: Mapping[str, Content]) -> None:
+    if target.is_dir():
+        raise StoreError(target, f"a file to write (the name ends in {SUFFIX})", "a folder")
+    files, described = {}, []
+    for name, content in contents.items():
+        data = b"".join(content.pieces)
+        described.append(Part(name, hashlib.sha256(data).hexdigest(), len(data)))
+        files[described[-1].file] = data
+    members = {_MANIFEST: _sealed(target, described), **files}
+    with staged(target) as temporary:
+        create(temporary, [archive.pack(members, os.fspath(target))])
+        os.replace(temporary, target)
+        sync_folder(target.parent)
+
+
+def _write_folder(target: Path, contents: Mapping[str, Content]) -> None:
+    if target.exists() and not target.is_dir():
+        raise StoreError(target, f"a folder to write (or a name that ends in {SUFFIX})", "a file")
+    with staged(target, folder=True) as temporary:
+        described = [_stage(temporary, target, *each) for each in contents.items()]
+        create(temporary / _MANIFEST, [_sealed(target, described)])
+        sync_folder(temporary)
+        try:
+            os.rename(temporary, target)
+            sync_folder(target.parent)
+            return
+        except OSError as error:  # something is there: its parts stay until its manifest goes
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        with Lock(target, wait=_WAIT):
+            before = _own_files(target)
+            for part in described:
+                os.replace(temporary / part.file, target / part.file)
+            # the parts' names reach the disk before the manifest that needs them
+            sync_folder(target)
+            os.replace(temporary / _MANIFEST, target / _MANIFEST)
+            sync_folder(target)
+            for name in before - {part.file for part in described} - {_MANIFEST}:
+                discard(target / name)
+
+
+def _stage(folder: Path, target: Path, name: str, content: Content) -> Part:
+    """Write a part, piece by piece, and name it by what was written."""
+    digest = hashlib.sha256()
+
+    def hashed() -> Iterator[bytes]:
+        for piece in content.pieces:
+            digest.update(piece)
+            yield piece
+
+    written = create(folder / name, hashed(), reserve=content.size)
+    if written != content.size:
+        raise StoreError(f"{target}:{name}", f"{content.size} bytes of rows", f"{written}")
+    part = Part(name, digest.hexdigest(), written)
+    os.rename(folder / name, folder / part.file)
+    return part
+
+
+def _sealed(target: Path, described: list[Part]) -> bytes:
+    return manifests.encode(Manifest(SCHEMA, versions(), tuple(described)), target / _MANIFEST)
+
+
+def _own_files(target: Path) -> set[str]:
+    """The files of the bundle in a folder and of writers that died in it; a folder of something
+    else is refused."""
+    names = {entry.name for entry in os.scandir(target) if entry.name != ".lock"}
+    if names and _MANIFEST not in names:
+        raise StoreError(target, "an empty folder or a bundle", f"{len(names)} other entries")
+    if names:
+        read_manifest(target)
+    left = re.compile(rf"\.({re.escape(_MANIFEST)}|{PART.pattern})\.[0-9a-z-]+\.tmp")
+    return {name for name in names if PART.fullmatch(name) or left.fullmatch(name)}
 
 
 def read_bundle(
@@ -112,33 +194,39 @@ def read_all(
     known: Set[str] | None = None,  # the parts that may be there; absent: any
 ) -> tuple[Manifest, dict[str, dict[str, Tensor]], dict[str, JSON]]:
     """Manifest, tensors and documents of one version of a bundle; see `read_bundle`."""
+    place = Path(path)
+
+    def read(manifest: Manifest, members: dict[str, bytes] | None) -> dict[str, bytes]:
+        if known is not None and (unknown := {part.name for part in manifest.parts} - known):
+            raise StoreError(path, "the parts of a model", f"a part {min(unknown)}")
+        if (total := sum(part.size for part in manifest.parts)) > max_bytes:
+            raise StoreError(path, f"at most {max_bytes} bytes", f"{total}")
+        return {part.name: verified(place, part, members) for part in manifest.parts}
+
     try:
-        return _parsed(path, *_read(Path(path), max_bytes, known))
+        manifest, contents = one_version(place, read, max_bytes)
+        _check_values(place, contents)
+        return manifest, *parsed(place, contents)
     except MemoryError:
-        needed = sum(
-            file.stat().st_size
-            for file in (Path(path).iterdir() if Path(path).is_dir() else [Path(path)])
-        )
-        raise StoreError(
-            path, wanted=f"some {2 * needed} bytes of memory to load {needed} bytes", got="less"
-        ) from None
+        files = place.iterdir() if place.is_dir() else [place]
+        needed = sum(file.stat().st_size for file in files)
+        wanted = f"some {2 * needed} bytes of memory to load {needed} bytes"
+        raise StoreError(path, wanted, "less") from None
 
 
-def _parsed(
-    path: str | os.PathLike[str], manifest: Manifest, contents: dict[str, bytes]
-) -> tuple[Manifest, dict[str, dict[str, Tensor]], dict[str, JSON]]:
-    documents.check_values(
-        os.fspath(path), *(data for name, data in contents.items() if name.endswith(".json"))
-    )
+def parsed(
+    path: Path, contents: Mapping[str, bytes]
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, JSON]]:
+    """Tensors and documents from the bytes of their parts."""
     loaded: dict[str, dict[str, Tensor]] = {}
     texts: dict[str, JSON] = {}
     for name, data in contents.items():
         stem, _, suffix = name.rpartition(".")
         if suffix == "json":
-            texts[stem] = documents.decode(data, f"{os.fspath(path)}:{name}")
+            texts[stem] = documents.decode(data, f"{path}:{name}")
         else:
-            loaded[stem] = tensors.decode(data, f"{os.fspath(path)}:{name}")
-    return manifest, loaded, texts
+            loaded[stem] = tensors.decode(data, f"{path}:{name}")
+    return loaded, texts
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
@@ -153,88 +241,16 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     return _opened(Path(path), MAX_BYTES)[0]
 
 
-def _plain(target: Path, name: str) -> str:
-    if not isinstance(name, str) or not NAME.fullmatch(name) or name == "manifest":
-        raise StoreError(
-            target,
-            wanted="part names of letters, digits, _ and - (not manifest)",
-            got=f"{name!r:.80}",
-        )
-    return name
-
-
-def _write_file(target: Path, manifest: bytes, files: Mapping[str, bytes]) -> None:
-    if target.is_dir():
-        raise StoreError(
-            target, wanted=f"a file to write (the name ends in {SUFFIX})", got="a folder"
-        )
-    with staged(target) as temporary:
-        create(temporary, archive.pack({_MANIFEST: manifest, **files}, os.fspath(target)))
-        os.replace(temporary, target)
-        sync_folder(target.parent)
-
-
-def _write_folder(target: Path, manifest: bytes, files: Mapping[str, bytes]) -> None:
-    if not target.exists():
-        with staged(target, folder=True) as temporary:
-            for name, data in {**files, _MANIFEST: manifest}.items():
-                create(temporary / name, data)
-            sync_folder(temporary)
-            try:
-                os.rename(temporary, target)
-                sync_folder(target.parent)
-                return
-            except OSError as error:  # another process was quicker: replace what it wrote
-                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                    raise
-    if not target.is_dir():
-        raise StoreError(
-            target, wanted=f"a folder to write (or a name that ends in {SUFFIX})", got="a file"
-        )
-    with Lock(target, wait=_WAIT):
-        kept = _own_files(target)
-        for name, data in files.items():
-            _put(target / name, data)
-        sync_folder(target)  # the parts' names reach the disk before the manifest that needs them
-        _put(target / _MANIFEST, manifest)
-        sync_folder(target)
-        for name in kept - {*files, _MANIFEST}:
-            discard(target / name)
-
-
-def _put(path: Path, data: bytes) -> None:
-    with staged(path) as temporary:
-        create(temporary, data)
-        os.replace(temporary, path)
-
-
-def _own_files(target: Path) -> set[str]:
-    """The files of the bundle in a folder and of writers that died in it; a folder of something
-    else is refused."""
-    names = {entry.name for entry in os.scandir(target) if entry.name != ".lock"}
-    if names and _MANIFEST not in names:
-        raise StoreError(
-            target, wanted="an empty folder or a bundle", got=f"{len(names)} other entries"
-        )
-    if names:
-        read_manifest(target)
-    left = re.compile(rf"\.({re.escape(_MANIFEST)}|{PART.pattern})\.[0-9a-z-]+\.tmp")
-    return {name for name in names if PART.fullmatch(name) or left.fullmatch(name)}
-
-
-def _read(path: Path, max_bytes: int, known: Set[str] | None) -> tuple[Manifest, dict[str, bytes]]:
-    """The manifest and the verified bytes of every part, all of one version of the bundle."""
+def one_version(
+    path: Path, read: Callable[[Manifest, dict[str, bytes] | None], T], max_bytes: int = MAX_BYTES
+) -> tuple[Manifest, T]:
+    """The manifest and what `read` makes of it and of a file's members, again where the bundle was
+    replaced in between."""
     while True:
         manifest, members = _opened(path, max_bytes)
-        if known is not None and (unknown := {part.name for part in manifest.parts} - known):
-            raise StoreError(path, wanted="the parts of a model", got=f"a part {min(unknown)}")
-        if (total := sum(part.size for part in manifest.parts)) > max_bytes:
-            raise StoreError(path, wanted=f"at most {max_bytes} bytes", got=f"{total}")
         try:
-            return manifest, {part.name: _verified(path, part, members) for part in manifest.parts}
-        except (
-            MissingError
-        ):  # replaced while we read it? then the manifest is another one by now: read that
+            return manifest, read(manifest, members)
+        except MissingError:  # a new version has another manifest, without the part
             if members is not None or read_manifest(path) == manifest:
                 raise
 
@@ -242,43 +258,55 @@ def _read(path: Path, max_bytes: int, known: Set[str] | None) -> tuple[Manifest,
 def _opened(path: Path, max_bytes: int) -> tuple[Manifest, dict[str, bytes] | None]:
     """The manifest of a bundle, and the other members where it is one file."""
     if not path.exists():
-        raise MissingError(path, wanted="a bundle")
+        raise MissingError(path, "a bundle")
+    file = path / _MANIFEST
     if path.is_dir():
-        if not (path / _MANIFEST).exists():
-            raise MissingError(path / _MANIFEST, wanted="the manifest of a bundle")
-        return manifests.decode(
-            read_bytes(path / _MANIFEST, limit=manifests.MAX_BYTES), path / _MANIFEST
-        ), None
+        if not file.exists():
+            raise MissingError(file, "the manifest of a bundle")
+        return manifests.decode(read_bytes(file, limit=manifests.MAX_BYTES), file), None
     members = archive.unpack(Path(os.path.realpath(path)), limit=max_bytes)
-    manifest = manifests.decode(members.pop(_MANIFEST, b""), path / _MANIFEST)
+    manifest = manifests.decode(members.pop(_MANIFEST, b""), file)
     if unlisted := members.keys() - {part.file for part in manifest.parts}:
-        raise StoreError(
-            path, wanted="no member that the manifest does not name", got=min(unlisted)[:80]
-        )
+        raise StoreError(path, "no member that the manifest does not name", min(unlisted)[:80])
     return manifest, members
 
 
-def _verified(path: Path, part: Part, members: dict[str, bytes] | None) -> bytes:
+def verified(path: Path, part: Part, members: dict[str, bytes] | None = None) -> bytes:
     """A part's bytes, of the size and the SHA-256 that the manifest says."""
     file = path / part.file
     if members is not None:
         if part.file not in members:
-            raise MissingError(file, wanted="a part that the manifest names")
+            raise MissingError(file, "a part that the manifest names")
         data = members[part.file]
         _check_size(file, part, len(data))
     else:
+        if part.size > _LARGE:  # a false giant costs time, not memory
+            with hashed_part(file, part):
+                pass
         with opened(file) as (descriptor, size):
             _check_size(file, part, size)
-            if size > _LARGE:  # a false giant costs time, not memory
-                digest = hashlib.sha256()
-                for piece in pieces_at(file, descriptor, 0, size):
-                    digest.update(piece)
-                check_digest(file, part.sha256, digest.hexdigest())
             data = read_at(file, descriptor, 0, size)
     check_digest(file, part.sha256, hashlib.sha256(data).hexdigest())
     return data
 
 
+@contextmanager
+def hashed_part(file: Path, part: Part) -> Iterator[int]:
+    """The descriptor of a part, every byte of which was hashed, none held."""
+    with opened(file) as (descriptor, size):
+        _check_size(file, part, size)
+        digest = hashlib.sha256()
+        for piece in pieces_at(file, descriptor, 0, size):
+            digest.update(piece)
+        check_digest(file, part.sha256, digest.hexdigest())
+        yield descriptor
+
+
 def _check_size(file: Path, part: Part, size: int) -> None:
     if size != part.size:
-        raise StoreError(file, wanted=f"{part.size} bytes", got=f"{size}")
+        raise StoreError(file, f"{part.size} bytes", f"{size}")
+
+
+def _check_values(path: Path, contents: Mapping[str, bytes]) -> None:
+    texts = (data for name, data in contents.items() if name.endswith(".json"))
+    documents.check_values(os.fspath(path), *texts)

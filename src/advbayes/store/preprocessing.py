@@ -22,15 +22,8 @@ from .errors import StoreError
 _MAX_COLUMNS = 100_000
 _MAX_BYTES = 1 << 24  # of all arrays together; a document holds 2 MB
 _DTYPE = re.compile(r"[<|]([bif]\d|U\d{1,4}|O)")
-_FAULTS = (
-    ValueError,
-    TypeError,
-    RuntimeError,
-    ArithmeticError,
-    LookupError,
-    AttributeError,
-    MemoryError,
-)
+_FAULTS = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError)
+_PLAIN_STEPS = ("drop", "passthrough")
 
 
 @functools.cache
@@ -61,13 +54,12 @@ def encode(transformer: Any, place: str = "transformer") -> dict[str, JSON]:
     {'dtype': '<f8', 'values': [2.0]}
     """
     described = _describe(transformer, place)
-    rebuilt, probe = decode(described, place), _example(described, place)
-    if not _equal(dense(rebuilt.transform(probe)), dense(transformer.transform(probe))):
-        raise StoreError(
-            place,
-            wanted="a transformer that its settings and fitted arrays determine",
-            got=repr(transformer),
-        )
+    probe = _example(described, place)
+    before, after = (dense(t.transform(probe)) for t in (transformer, decode(described, place)))
+    same = before.shape == after.shape
+    if not same or not ((before == after) | ((before != before) & (after != after))).all():
+        wanted = "a transformer that its settings and fitted arrays determine"
+        raise StoreError(place, wanted, repr(transformer))
     return described
 
 
@@ -86,9 +78,9 @@ def decode(described: Any, place: str = "transformer") -> Any:
             return _rebuild(described, place)
     except StoreError:
         raise
-    except _FAULTS as error:
+    except (*_FAULTS, MemoryError) as error:
         raise StoreError(
-            place, wanted="settings and arrays that fit together", got=f"{error!s:.200}"
+            place, "settings and arrays that fit together", f"{error!s:.200}"
         ) from None
 
 
@@ -96,51 +88,39 @@ def _describe(transformer: Any, place: str) -> dict[str, JSON]:
     kind = type(transformer).__name__
     if kind == "Pipeline":
         steps: list[JSON] = [
-            [name, step if isinstance(step, str) else _describe(step, f"{place}/{name}")]
+            [name, step if step in _PLAIN_STEPS else _describe(step, f"{place}/{name}")]
             for name, step in transformer.steps
         ]
         return {"kind": kind, "steps": steps}
+    if kind not in ("ColumnTransformer", *_known()):
+        wanted = f"one of {', '.join([*_known(), 'ColumnTransformer', 'Pipeline'])}"
+        raise StoreError(place, wanted, f"{transformer!r:.80}")
+    fitted, num = vars(transformer), int(transformer.n_features_in_)
+    names = list(fitted.get("feature_names_in_", ()))
+    common = {"kind": kind, "columns": num, "names": plain(names, place) or None}
     if kind == "ColumnTransformer":
-        names = list(getattr(transformer, "feature_names_in_", ()))
+        if transformer.remainder not in _PLAIN_STEPS:
+            wanted = "drop or passthrough"
+            raise StoreError(f"{place}/remainder", wanted, repr(transformer.remainder))
         asked = {name: inner for name, inner, _ in transformer.transformers}
         parts: list[JSON] = [
             [
                 name,
-                asked[name]
-                if isinstance(asked[name], str)
-                else _describe(inner, f"{place}/{name}"),
-                _columns(columns, names, transformer.n_features_in_, place),
+                asked[name] if asked[name] in _PLAIN_STEPS else _describe(inner, f"{place}/{name}"),
+                _columns(columns, names, num, place),
             ]
             for name, inner, columns in transformer.transformers_
             if name != "remainder"
         ]
-        if not isinstance(transformer.remainder, str):
-            raise StoreError(
-                f"{place}/remainder", wanted="drop or passthrough", got=repr(transformer.remainder)
-            )
-        return {
-            "kind": kind,
-            "transformers": parts,
-            "remainder": transformer.remainder,
-            "columns": int(transformer.n_features_in_),
-            "names": plain(names, place) if names else None,
-        }
-    if kind not in _known() or type(transformer) is not _known()[kind][0]:
-        wanted = f"one of {', '.join([*_known(), 'ColumnTransformer', 'Pipeline'])}"
-        raise StoreError(place, wanted=wanted, got=f"{transformer!r:.80}")
-    settings = {
-        name: value
-        for name, value in transformer.get_params().items()
-        if name not in ("categories", "dtype")
-    }
+        return {**common, "transformers": parts, "remainder": transformer.remainder}
     described: dict[str, JSON] = {
-        "kind": kind,
-        "settings": {name: plain(value, f"{place}.{name}") for name, value in settings.items()},
-        "state": {
-            name: plain(getattr(transformer, name), f"{place}.{name}") for name in _known()[kind][1]
+        **common,
+        "settings": {
+            name: plain(value, f"{place}.{name}")
+            for name, value in transformer.get_params().items()
+            if name not in ("categories", "dtype")
         },
-        "columns": int(transformer.n_features_in_),
-        "names": plain(list(getattr(transformer, "feature_names_in_", ())), place) or None,
+        "state": {name: plain(fitted[name], f"{place}.{name}") for name in _known()[kind][1]},
     }
     if kind == "SimpleImputer" and transformer.add_indicator:
         described["missing"] = plain(transformer.indicator_.features_.tolist(), place)
@@ -149,90 +129,93 @@ def _describe(transformer: Any, place: str) -> dict[str, JSON]:
 
 def _columns(columns: Any, names: list[str], num: int, place: str) -> list[JSON]:
     """Places of a ColumnTransformer's columns, however they were given."""
-    if isinstance(columns, slice):
-        if isinstance(columns.start, str) or isinstance(columns.stop, str):
-            raise StoreError(place, wanted="columns by place or name", got=f"{columns}")
-        return list(range(num))[columns]  # type: ignore[return-value]
-    listed = np.asarray([columns] if isinstance(columns, (int, str)) else columns)
+    match columns:
+        case slice(start=str()) | slice(stop=str()):
+            raise StoreError(place, "columns by place or name", f"{columns}")
+        case slice():
+            return list(range(num))[columns]  # type: ignore[return-value]
+        case int() | str():
+            columns = [columns]
+    listed = np.asarray(columns)
     if listed.dtype == bool:
         listed = np.flatnonzero(listed)
-    return [
-        names.index(item) if isinstance(item, str) else int(item) % num for item in listed.tolist()
-    ]
+    return [names.index(item) if item in names else int(item) % num for item in listed.tolist()]
 
 
 def _rebuild(described: Any, place: str) -> Any:
     match described:
+        case "drop" | "passthrough":
+            return described
         case {"kind": "Pipeline", "steps": list(steps)} if len(described) == 2 and steps:
             from sklearn.pipeline import Pipeline
 
             return Pipeline(
-                [(str(name), _rebuild_inner(step, f"{place}/{name}")) for name, step in steps]
+                [(str(name), _rebuild(step, f"{place}/{name}")) for name, step in steps]
             )
-        case {
-            "kind": "ColumnTransformer",
-            "transformers": list(parts),
-            "remainder": str(remainder),
-        }:
+        case {"kind": "ColumnTransformer", "transformers": list(parts), "remainder": str(rest)}:
             from sklearn.compose import ColumnTransformer
 
             named = [
-                (str(name), _rebuild_inner(inner, f"{place}/{name}"), columns)
+                (str(name), _rebuild(inner, f"{place}/{name}"), columns)
                 for name, inner, columns in parts
             ]
-            whole = ColumnTransformer(named, remainder=remainder, sparse_threshold=0).fit(
-                _example(described, place)
-            )
-            fitted = {name: inner for name, inner, _ in named if not isinstance(inner, str)}
+            whole = ColumnTransformer(named, remainder=rest, sparse_threshold=0)
+            whole.fit(_example(described, place))
+            ready = {name: inner for name, inner, _ in named if inner not in _PLAIN_STEPS}
             whole.transformers_ = [
-                (name, fitted.get(name, inner), columns)
+                (name, ready.get(name, inner), columns)
                 for name, inner, columns in whole.transformers_
             ]
-            return _with_names(whole, described)
         case {"kind": str(kind), "settings": dict(settings), "state": dict(state)} if (
             kind in _known()
         ):
-            values = {name: array(value, f"{place}.{name}") for name, value in state.items()}
-            options = {name: _option(value, f"{place}.{name}") for name, value in settings.items()}
-            if values.keys() != set(_known()[kind][1]):
-                raise StoreError(
-                    place, wanted=f"{', '.join(_known()[kind][1])}", got=f"{sorted(values)!r:.200}"
-                )
-            if kind == "OneHotEncoder":
-                options["categories"] = values["categories_"]
-            for name, value in values.items():
-                if isinstance(value, (list, np.ndarray)) and len(value) != described.get("columns"):
-                    wanted = f"one for each of {described.get('columns')} columns"
-                    raise StoreError(f"{place}.{name}", wanted=wanted, got=f"{len(value)}")
-            leaf = _known()[kind][0](**options).fit(_example(described, place))
-            for name, value in values.items():
-                setattr(leaf, name, value)
-            return _with_names(leaf, described)
-    raise StoreError(place, wanted="a known transformer", got=f"{described!r:.80}")
-
-
-def _rebuild_inner(described: Any, place: str) -> Any:
-    return described if described in ("drop", "passthrough") else _rebuild(described, place)
-
-
-def _with_names(transformer: Any, described: dict[str, Any]) -> Any:
+            whole = _rebuild_leaf(described, kind, settings, state, place)
+        case _:
+            raise StoreError(place, "a known transformer", f"{described!r:.80}")
     if described.get("names"):
-        transformer.feature_names_in_ = np.array(described["names"], object)
-    return transformer
+        whole.feature_names_in_ = np.array(described["names"], object)
+    return whole
+
+
+def _rebuild_leaf(
+    described: dict[str, Any],
+    kind: str,
+    settings: dict[str, Any],
+    state: dict[str, Any],
+    place: str,
+) -> Any:
+    made, attributes = _known()[kind]
+    num = described.get("columns")
+    values = {name: array(value, f"{place}.{name}") for name, value in state.items()}
+    options = {name: array(value, f"{place}.{name}") for name, value in settings.items()}
+    options = {
+        name: tuple(value) if type(value) is list else value for name, value in options.items()
+    }
+    if values.keys() != set(attributes):
+        raise StoreError(place, ", ".join(attributes), f"{sorted(values)!r:.200}")
+    for name, value in values.items():
+        if type(value) in (list, np.ndarray) and len(value) != num:
+            raise StoreError(f"{place}.{name}", f"one for each of {num} columns", f"{len(value)}")
+    if kind == "OneHotEncoder":
+        options["categories"] = values["categories_"]
+    leaf = made(**options).fit(_example(described, place))
+    for name, value in values.items():
+        setattr(leaf, name, value)
+    return leaf
 
 
 def _example(described: Any, place: str) -> npt.NDArray[Any]:
     """Two rows that a transformer of this description could have been fitted on."""
     num = described.get("columns", 0)
-    if not isinstance(num, int) or not 0 <= num <= _MAX_COLUMNS:
-        raise StoreError(place, wanted=f"at most {_MAX_COLUMNS} columns", got=f"{num!r:.80}")
+    if type(num) is not int or not 0 <= num <= _MAX_COLUMNS:
+        raise StoreError(place, f"at most {_MAX_COLUMNS} columns", f"{num!r:.80}")
     rows: npt.NDArray[Any] = np.zeros((2, num), object)
     match described:
         case {"kind": "Pipeline", "steps": [[_, dict(first)], *_]}:
             return _example(first, place)
         case {"kind": "ColumnTransformer", "transformers": list(parts)}:
             for _, inner, columns in parts:
-                if isinstance(inner, dict):
+                if inner not in _PLAIN_STEPS:
                     rows[:, columns] = _example(inner, place)
         case {"kind": "OneHotEncoder", "state": {"categories_": categories}}:
             rows[:] = [values[0] for values in array(categories, place)]
@@ -256,7 +239,7 @@ def plain(value: Any, place: str) -> Any:
     match value:
         case np.ndarray():
             if not _DTYPE.fullmatch(value.dtype.str):
-                raise StoreError(place, wanted="numbers or text", got=f"{value.dtype}")
+                raise StoreError(place, "numbers or text", f"{value.dtype}")
             listed = [plain(item, place) for item in value.tolist()]
             return {"dtype": value.dtype.str, "values": listed}
         case np.generic():
@@ -267,7 +250,7 @@ def plain(value: Any, place: str) -> Any:
             return value
         case list() | tuple():
             return [plain(item, place) for item in value]
-    raise StoreError(place, wanted="a plain setting", got=f"{value!r:.80}")
+    raise StoreError(place, "a plain setting", f"{value!r:.80}")
 
 
 def array(value: Any, place: str) -> Any:
@@ -284,7 +267,7 @@ def array(value: Any, place: str) -> Any:
             return [array(item, place) for item in value]
         case None | bool() | int() | float() | str():
             return value
-    raise StoreError(place, wanted="numbers or text", got=f"{value!r:.80}")
+    raise StoreError(place, "numbers or text", f"{value!r:.80}")
 
 
 def _check_size(value: Any, place: str) -> None:
@@ -301,21 +284,9 @@ def _check_size(value: Any, place: str) -> None:
             case list() as node:
                 left += node
     if size > _MAX_BYTES:
-        raise StoreError(place, wanted=f"at most {_MAX_BYTES} bytes of arrays", got=f"{size}")
-
-
-def _option(value: Any, place: str) -> Any:
-    decoded = array(value, place)
-    return tuple(decoded) if isinstance(decoded, list) else decoded
+        raise StoreError(place, f"at most {_MAX_BYTES} bytes of arrays", f"{size}")
 
 
 def dense(values: Any) -> npt.NDArray[Any]:
     """What a transformer gives, as an array."""
     return np.asarray(values.toarray() if hasattr(values, "toarray") else values)
-
-
-def _equal(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
-    return one.shape == other.shape and all(
-        a == b or (a != a and b != b)
-        for a, b in zip(one.ravel().tolist(), other.ravel().tolist(), strict=True)
-    )

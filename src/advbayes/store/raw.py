@@ -31,9 +31,11 @@ def thetas_of(posterior: Any, num: int, seed: int) -> Tensor:
     >>> thetas_of(PointMass(BayesianModel(nn.Linear(2, 2), Categorical())), 20, seed=0).shape
     torch.Size([1, 6])
     """
-    if isinstance(posterior, (Ensemble, Samples)):
-        return posterior.thetas.detach().clone()
-    num = 1 if isinstance(posterior, PointMass) else num
+    match posterior:
+        case Ensemble() | Samples():
+            return posterior.thetas.detach().clone()
+        case PointMass():
+            num = 1
     thetas: Tensor = posterior.sample(num, generator=generator_for(seed, "predict"))
     return thetas
 
@@ -70,10 +72,11 @@ class RawPredictor:
         For a table with text or missing values, or with transformers in front of the model: rows as
         they come, or a tensor of what the transformers give.
         """
-        if self.steps is not None and not isinstance(x, Tensor):
-            x = preprocessing.dense(self.steps.transform(np.asarray(x))).astype(np.float64)
-        if self.encoding is not None and not isinstance(x, Tensor):
-            x = self.encoding.transform(x)
+        if not isinstance(x, Tensor):
+            if self.steps is not None:
+                x = preprocessing.dense(self.steps.transform(np.asarray(x))).astype(np.float64)
+            if self.encoding is not None:
+                x = self.encoding.transform(x)
         rows = torch.as_tensor(x).to(self.predict.model.device, self.predict.model.dtype)
         if self.scaling is None:
             return self.predict(rows)

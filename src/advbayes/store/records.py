@@ -84,7 +84,7 @@ class RecordLog:
         records, ends = _scan(Path(self.path))
         wanted = len(records) if num is None else count("num", num, low=0)
         if wanted > len(records):
-            raise StoreError(self.path, wanted=f"{wanted} records", got=f"{len(records)}")
+            raise StoreError(self.path, f"{wanted} records", f"{len(records)}")
         end = ends[wanted]
         if Path(self.path).exists() and Path(self.path).stat().st_size != end.offset:
             descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
@@ -103,9 +103,7 @@ def _encode(
     for record in records:
         body = dict(record)
         if not body or _KEY in body:
-            raise StoreError(
-                name, wanted=f"a record with fields, none of them {_KEY!r}", got=f"{body!r:.80}"
-            )
+            raise StoreError(name, f"a record with fields, none of them {_KEY!r}", f"{body!r:.80}")
         check(body, name)
         text = json.dumps(body, allow_nan=False).encode("ascii")[:-1]
         previous = _digest(previous, text)
@@ -133,9 +131,7 @@ def _scan(path: Path) -> tuple[list[dict[str, JSON]], list[_End]]:
         else:
             wanted = "a record that continues the line before"
             raise StoreError(
-                f"{path}:{len(records) + 1}",
-                wanted=wanted,
-                got="a damaged, altered or misplaced one",
+                f"{path}:{len(records) + 1}", wanted, "a damaged, altered or misplaced one"
             )
     return records, ends
 

@@ -33,16 +33,17 @@ def encode(tensors: Mapping[str, Tensor], name: str = "tensors") -> bytes:
     """  # noqa: E501
     plain: dict[str, Tensor] = {}
     for key, value in tensors.items():
-        plain_type = isinstance(value, Tensor) and value.dtype in _DTYPES and not value.is_sparse
-        if not isinstance(key, str) or not plain_type or value.ndim > MAX_DIMS:
-            raise StoreError(
-                name,
-                wanted="named dense tensors of a plain type",
-                got=f"{key!r:.80}: {describe(value)}",
-            )
+        match key, value:
+            case str(), Tensor() if value.dtype in _DTYPES and value.ndim <= MAX_DIMS:
+                dense = not value.is_sparse
+            case _:
+                dense = False
+        if not dense:
+            wanted = "named dense tensors of a plain type"
+            raise StoreError(name, wanted, f"{key!r:.80}: {describe(value)}")
         if key == "__metadata__" or not key.isprintable():
             raise StoreError(
-                name, wanted="a printable tensor name other than __metadata__", got=f"{key!r:.80}"
+                name, "a printable tensor name other than __metadata__", f"{key!r:.80}"
             )
         plain[key] = value.detach().to("cpu", memory_format=torch.contiguous_format, copy=True)
         _check_finite(name, key, plain[key])
@@ -64,13 +65,11 @@ def decode(data: bytes, name: str = "tensors") -> dict[str, Tensor]:
     try:
         tensors = from_safetensors(data)
     except (safetensors.SafetensorError, ValueError, RuntimeError, KeyError) as error:
-        raise StoreError(name, wanted="safetensors", got=f"{str(error)[:120]}") from None
+        raise StoreError(name, "safetensors", f"{str(error)[:120]}") from None
     for key, value in tensors.items():
         if value.dtype not in _DTYPES or value.ndim > MAX_DIMS:
             raise StoreError(
-                name,
-                wanted=f"plain types and at most {MAX_DIMS} axes",
-                got=f"{key:.80}: {describe(value)}",
+                name, f"plain types and at most {MAX_DIMS} axes", f"{key:.80}: {describe(value)}"
             )
         _check_finite(name, key, value)
     return tensors
@@ -81,7 +80,7 @@ def _check_finite(name: str, key: str, value: Tensor) -> None:
         finite(key, value)
     except ValueError as error:
         counts = str(error).partition("got ")[2].partition(" in ")[0]
-        raise StoreError(name, wanted="finite tensors", got=f"{counts} in {key}") from None
+        raise StoreError(name, "finite tensors", f"{counts} in {key}") from None
 
 
 def _check_header(data: bytes, name: str) -> None:
@@ -90,12 +89,16 @@ def _check_header(data: bytes, name: str) -> None:
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or not 2 <= length <= min(MAX_HEADER, len(data) - 8):
         wanted = f"a safetensors header of 2 to {MAX_HEADER} bytes within the file"
-        raise StoreError(name, wanted=wanted, got=f"{length} in a file of {len(data)}")
-    header = decode_document(data[8 : 8 + length], name, limit=MAX_HEADER)
-    for key, entry in header.items() if isinstance(header, dict) else [("", header)]:
-        if key != "__metadata__" and not (isinstance(entry, dict) and entry.keys() == _FIELDS):
-            raise StoreError(
-                name,
-                wanted=f"tensors with {', '.join(sorted(_FIELDS))}",
-                got=f"{key:.80}: {entry!r:.80}",
-            )
+        raise StoreError(name, wanted, f"{length} in a file of {len(data)}")
+    match decode_document(data[8 : 8 + length], name, limit=MAX_HEADER):
+        case dict() as header:
+            pass
+        case other:
+            raise StoreError(name, "a safetensors header", f"{other!r:.80}")
+    for key, entry in header.items():
+        match entry:
+            case dict() if key == "__metadata__" or entry.keys() == _FIELDS:
+                pass
+            case _:
+                wanted = f"tensors with {', '.join(sorted(_FIELDS))}"
+                raise StoreError(name, wanted, f"{key:.80}: {entry!r:.80}")
