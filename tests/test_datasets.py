@@ -39,8 +39,7 @@ from advbayes.datasets import (
 )
 from advbayes.datasets.containers import read_gzip, read_plain, read_tar_gzip
 from advbayes.datasets.fetching import fetch_source
-from advbayes.datasets.formats import parse_cifar, parse_idx
-from advbayes.datasets.npz import read_npz
+from advbayes.datasets.formats import parse_cifar, parse_idx, read_npz
 from advbayes.datasets.tables import parse_table
 from tests import faults
 from tests.data_fixtures import (

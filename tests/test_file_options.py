@@ -15,7 +15,7 @@ import torch
 from advbayes import store
 from advbayes.datasets import DataError, from_csv, from_npz, split_rows
 from advbayes.datasets.containers import read_plain
-from advbayes.datasets.npz import read_npz
+from advbayes.datasets.formats import read_npz
 from advbayes.datasets.tables import parse_table
 from advbayes.store import archive, documents, tensors
 from tests import faults

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.distributions import Categorical
 from advbayes import metrics
 from advbayes.datasets.containers import read_plain
 from advbayes.datasets.encoding import read_rows
-from advbayes.datasets.npz import read_npz
+from advbayes.datasets.formats import read_npz
 from advbayes.datasets.own import MAX_CSV_BYTES, MAX_NPZ_BYTES
 from advbayes.datasets.tables import parse_table
 from advbayes.likelihoods import predicts_classes
@@ -32,50 +33,45 @@ Columns = dict[str, list[Any]]
 
 def read_inputs(trained: Trained, path: Path) -> Tensor:  # (N, *event), as the model sees them
     """Rows of a file, checked against what the model was trained on, standardised as it was."""
-    if path.suffix.lower() == ".csv":
-        if not trained.feature_names:
-            raise ConfigError(
-                f"INPUT: must be an .npz file for a model of inputs of shape {trained.event}, got "
-                f"{path}"
-            )
-        data = read_plain(path, MAX_CSV_BYTES)
-        if trained.encoding is not None:
-            x = trained.encoding.read(data, str(path))
-        elif trained.steps is not None:
-            x = torch.from_numpy(read_rows(data, str(path), trained.feature_names, trained.steps))
-        else:
-            # Text columns (a label, a name) are left out: only the model's own columns must be
-            # numbers.
-            table = parse_table(data, str(path), numbers=trained.feature_names)
-            order = [table.columns.index(name) for name in trained.feature_names]
-            x = torch.from_numpy(table.numbers[:, order].astype(np.float32))
-    else:
-        arrays = read_npz(path, ("x", "y", "class_names", "feature_names"), MAX_NPZ_BYTES)
-        if "x" not in arrays:
-            raise ConfigError(
-                f"INPUT: must hold an array x, got {path} with "
-                f"{', '.join(sorted(arrays)) or 'none'}"
-            )
-        values = arrays["x"]
-        x = torch.from_numpy(np.ascontiguousarray(values.astype(np.float32)))
-        if trained.steps is not None:
-            x = torch.from_numpy(np.asarray(trained.steps.transform(values), np.float64))
-        if values.dtype == np.uint8 and trained.box == (0.0, 1.0):
-            x = x / 255
-        if (
-            x.ndim == len(trained.event) and len(trained.event) == 3
-        ):  # images without a channel axis
-            x = x.unsqueeze(1)
+    x = (_read_csv if path.suffix.lower() == ".csv" else _read_npz)(trained, path)
     if trained.event and tuple(x.shape[1:]) != trained.event:
-        raise ConfigError(
-            f"INPUT: must hold inputs of shape {trained.event}, got {tuple(x.shape[1:])} in {path}"
-        )
+        wanted = f"INPUT: must hold inputs of shape {trained.event}"
+        raise ConfigError(f"{wanted}, got {tuple(x.shape[1:])} in {path}")
     if not len(x) or not bool(torch.isfinite(x).all()):
-        raise ConfigError(
-            f"INPUT: must hold at least one row of finite numbers, got {tuple(x.shape)} in {path}"
-        )
+        wanted = "INPUT: must hold at least one row of finite numbers"
+        raise ConfigError(f"{wanted}, got {tuple(x.shape)} in {path}")
     x = x.to(trained.model.dtype)
     return x if trained.scaling is None else trained.scaling.transform(x)
+
+
+def _read_csv(trained: Trained, path: Path) -> Tensor:
+    names = trained.feature_names
+    if not names:
+        wanted = f"INPUT: must be an .npz file for a model of inputs of shape {trained.event}"
+        raise ConfigError(f"{wanted}, got {path}")
+    data = read_plain(path, MAX_CSV_BYTES)
+    if trained.encoding is not None:
+        return trained.encoding.read(data, str(path))
+    if trained.steps is not None:
+        return torch.from_numpy(read_rows(data, str(path), names, trained.steps))
+    # Text columns (a label, a name) are left out: only the model's own columns must be numbers.
+    table = parse_table(data, str(path), numbers=names)
+    return torch.from_numpy(table.select(names).astype(np.float32))
+
+
+def _read_npz(trained: Trained, path: Path) -> Tensor:
+    arrays = read_npz(path, ("x", "y", "class_names", "feature_names"), MAX_NPZ_BYTES)
+    if "x" not in arrays:
+        there = ", ".join(sorted(arrays)) or "none"
+        raise ConfigError(f"INPUT: must hold an array x, got {path} with {there}")
+    values = arrays["x"]
+    if trained.steps is not None:
+        return torch.from_numpy(np.asarray(trained.steps.transform(values), np.float64))
+    x = torch.from_numpy(np.ascontiguousarray(values.astype(np.float32)))
+    if values.dtype == np.uint8 and trained.box == (0.0, 1.0):
+        x = x / 255
+    # images without a channel axis
+    return x.unsqueeze(1) if x.ndim == len(trained.event) == 3 else x
 
 
 def tabulate(trained: Trained, x: Tensor, *, num_thetas: int = 20, level: float = 0.9) -> Columns:
@@ -115,10 +111,9 @@ def decide(columns: Columns, names: tuple[str, ...], positive: str, threshold: f
     ['no', 'yes']
     """
     if len(names) != 2 or positive not in names:
-        raise ConfigError(
-            f"positive: must be one of two classes, got {positive!r}; the model's are "
-            f"{', '.join(names) or 'none'}"
-        )
+        known = ", ".join(names) or "none"
+        wanted = "positive: must be one of two classes"
+        raise ConfigError(f"{wanted}, got {positive!r}; the model's are {known}")
     other = names[1 - names.index(positive)]
     columns["class"] = [
         positive if value >= threshold else other for value in columns[f"p({positive})"]
@@ -129,32 +124,22 @@ def _numbers(prediction: Any, trained: Trained, level: float) -> Columns:
     """Mean, standard deviation and the central interval from the predictive's own quantiles, in the
     target's unit."""
     edges = [metrics.quantile(prediction, 0.5 + sign * level / 2).cpu() for sign in (-1, 1)]
-    # each (B, D)
-    numbers = [
-        value.reshape(len(value), -1)
-        for value in (prediction.mean.cpu(), prediction.variance.sqrt().cpu(), *edges)
-    ]
-    shift, spread = (
-        (None, None)
-        if trained.scaling is None
-        else (trained.scaling.target_mean, trained.scaling.target_std)
-    )
-    if shift is not None and spread is not None:
-        shift, spread = shift.reshape(-1), spread.reshape(-1)
-        numbers = [
-            value * spread + (0 if index == 1 else shift) for index, value in enumerate(numbers)
-        ]
-    num = numbers[0].shape[1]
-    names = (
-        trained.target_names
-        if len(trained.target_names) == num
-        else [f"y{index}" for index in range(num)]
-    )
-    suffixes = ("", " std", f" {100 * level:g}% low", f" {100 * level:g}% high")
+    moments = prediction.mean.cpu(), prediction.variance.sqrt().cpu()
+    mean, std, low, high = (value.reshape(len(value), -1) for value in (*moments, *edges))  # (B, D)
+    scaling = trained.scaling
+    if scaling is not None and scaling.target_mean is not None and scaling.target_std is not None:
+        shift, spread = scaling.target_mean.reshape(-1), scaling.target_std.reshape(-1)
+        mean, low, high = (value * spread + shift for value in (mean, low, high))
+        std = std * spread
+    names: Sequence[str] = trained.target_names
+    if len(names) != mean.shape[1]:
+        names = [f"y{index}" for index in range(mean.shape[1])]
+    percent = f"{100 * level:g}%"
+    by_suffix = {"": mean, " std": std, f" {percent} low": low, f" {percent} high": high}
     return {
         f"{name}{suffix}": values[:, index].tolist()
         for index, name in enumerate(names)
-        for suffix, values in zip(suffixes, numbers, strict=True)
+        for suffix, values in by_suffix.items()
     }
 
 
@@ -172,20 +157,19 @@ def as_csv(columns: Columns) -> str:
 
 
 def _inert(cell: Any) -> Any:
-    return (
-        f"'{cell}"
-        if isinstance(cell, str) and cell[:1] in ("=", "+", "-", "@", "\t", "\r", "\n")
-        else cell
-    )
+    risky = type(cell) is str and cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n"))
+    return f"'{cell}" if risky else cell
 
 
 def write_columns(path: Path, columns: Columns) -> None:
     """A .csv, .json or .npz file, at once or not at all."""
-    if path.suffix.lower() == ".csv":
-        write_bytes(path, as_csv(columns).encode())
-    elif path.suffix.lower() == ".json":
-        write_bytes(path, json.dumps(columns, indent=1).encode())
-    else:
-        buffer = io.BytesIO()
-        np.savez(buffer, **{name: np.array(values) for name, values in columns.items()})  # type: ignore[arg-type]
-        write_bytes(path, buffer.getvalue())
+    match path.suffix.lower():
+        case ".csv":
+            data = as_csv(columns).encode()
+        case ".json":
+            data = json.dumps(columns, indent=1).encode()
+        case _:
+            buffer = io.BytesIO()
+            np.savez(buffer, **{name: np.array(values) for name, values in columns.items()})  # type: ignore[arg-type]
+            data = buffer.getvalue()
+    write_bytes(path, data)

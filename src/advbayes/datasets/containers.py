@@ -12,21 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from advbayes.datasets.errors import DataError, DataMissingError, problem
+from advbayes.datasets.errors import DataError, DataMissingError
 
 _CHUNK = 1 << 20
-_REFETCH = "Delete it and fetch it again."
+REFETCH = "Delete it and fetch it again."
 # Deflate never grows data by more than 5 bytes in 16 KiB; the rest is room for headers and padding.
 _OVERHEAD = 1 << 20
-
-
-def archived(name: str) -> bool:
-    """Whether a file of this name is a compressed tar archive.
-
-    >>> archived("cifar-10-binary.tar.gz"), archived("train-images-idx3-ubyte.gz")
-    (True, False)
-    """
-    return name.endswith((".tar.gz", ".tgz"))
 
 
 def file_size(path: Path) -> int:
@@ -41,13 +32,11 @@ def file_size(path: Path) -> int:
     try:
         status = path.stat()
     except FileNotFoundError:
-        raise DataMissingError(problem(path, "a file", "nothing", "Check the path.")) from None
+        raise DataMissingError(path, "a file", "nothing", "Check the path.") from None
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        raise DataError(problem(path, "a readable file", str(error), "Check the path.")) from None
+        raise DataError(path, "a readable file", str(error), "Check the path.") from None
     if not stat.S_ISREG(status.st_mode):
-        raise DataError(
-            problem(path, "a regular file", "something else", "Give the path of a file.")
-        )
+        raise DataError(path, "a regular file", "something else", "Give the path of a file.")
     return status.st_size
 
 
@@ -62,22 +51,17 @@ def read_plain(path: Path, limit: int, *, exact: bool = False) -> bytes:
     size = file_size(path)
     if size > limit or (exact and size != limit):
         wanted = f"{'exactly' if exact else 'at most'} {limit} bytes"
-        remedy = _REFETCH if exact else "Give a smaller file or raise the limit."
-        raise DataError(problem(path, wanted, f"{size} bytes", remedy))
+        remedy = REFETCH if exact else "Give a smaller file or raise the limit."
+        raise DataError(path, wanted, f"{size} bytes", remedy)
     try:
         with _opened(path) as stream:
             data = stream.read(size + 1)  # the buffer is as large as what is asked for
     except MemoryError:
         remedy = "Give a smaller file, or free some memory."
-        raise DataError(
-            problem(path, f"{size} bytes of memory to read it", "less", remedy)
-        ) from None
+        raise DataError(path, f"{size} bytes of memory to read it", "less", remedy) from None
     if len(data) != size:
-        raise DataError(
-            problem(
-                path, f"{size} bytes", f"{len(data)} bytes: it changes while it is read", _REFETCH
-            )
-        )
+        got = f"{len(data)} bytes: it changes while it is read"
+        raise DataError(path, f"{size} bytes", got, REFETCH)
     return data
 
 
@@ -96,7 +80,7 @@ def read_gzip(path: Path, size: int) -> bytes:
         data = stream.read(size + 1)
     if len(data) != size:
         got = "more" if len(data) > size else f"{len(data)}"
-        raise DataError(problem(path, f"exactly {size} bytes of content", got, _REFETCH))
+        raise DataError(path, f"exactly {size} bytes of content", got, REFETCH)
     return data
 
 
@@ -124,34 +108,20 @@ def read_tar_gzip(path: Path, sizes: Mapping[str, int]) -> dict[str, bytes]:
                     base = PurePosixPath(member.name).name
                     if not member.isreg() or base not in sizes:
                         continue
-                    if member.size != sizes[base] or base in contents:
+                    content = archive.extractfile(member) if member.size == sizes[base] else None
+                    data = b"" if content is None else content.read()
+                    if base in contents or len(data) != sizes[base]:
+                        wanted = f"one member of {sizes[base]} bytes"
                         got = "a second one" if base in contents else f"{member.size} bytes"
-                        raise DataError(
-                            problem(
-                                f"{path}: {base!r}",
-                                f"one member of {sizes[base]} bytes",
-                                got,
-                                _REFETCH,
-                            )
-                        )
-                    content = archive.extractfile(member)
-                    contents[base] = b"" if content is None else content.read()
-                    if len(contents[base]) != member.size:
-                        got = f"{len(contents[base])} bytes"
-                        raise DataError(
-                            problem(f"{path}: {base}", f"{member.size} bytes", got, _REFETCH)
-                        )
+                        raise DataError(f"{path}: {base!r}", wanted, got, REFETCH)
+                    contents[base] = data
         except tarfile.TarError as error:
-            raise DataError(problem(path, "an intact tar archive", str(error), _REFETCH)) from None
+            raise DataError(path, "an intact tar archive", str(error), REFETCH) from None
         while stream.read(_CHUNK):  # to the end, where gzip keeps its checksum
             pass
-    absent = sorted(set(sizes) - set(contents))
-    if absent:
-        raise DataError(
-            problem(
-                path, f"the members {', '.join(sorted(sizes))}", f"none named {absent[0]}", _REFETCH
-            )
-        )
+    if absent := sorted(set(sizes) - set(contents)):
+        wanted = f"the members {', '.join(sorted(sizes))}"
+        raise DataError(path, wanted, f"none named {absent[0]}", REFETCH)
     return contents
 
 
@@ -167,9 +137,7 @@ class _Bounded:
         piece = self.stream.read(min(num, _CHUNK))
         self.left -= len(piece)
         if self.left < 0:
-            raise DataError(
-                problem(self.path, "an archive of this data set", "more in it", _REFETCH)
-            )
+            raise DataError(self.path, "an archive of this data set", "more in it", REFETCH)
         return piece
 
 
@@ -177,22 +145,17 @@ class _Bounded:
 def _inflated(path: Path, size: int) -> Iterator[gzip.GzipFile]:
     """A gzip stream of at most about `size` bytes, its faults as DataError."""
     if (packed := file_size(path)) > size + _OVERHEAD:
-        raise DataError(
-            problem(
-                path, f"a gzip file of {size} bytes of content", f"{packed} packed bytes", _REFETCH
-            )
-        )
+        wanted = f"a gzip file of {size} bytes of content"
+        raise DataError(path, wanted, f"{packed} packed bytes", REFETCH)
     try:
         with _opened(path) as raw, gzip.GzipFile(fileobj=raw, mode="rb") as stream:
             yield stream
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(problem(path, "an intact gzip file", str(error), _REFETCH)) from None
+        raise DataError(path, "an intact gzip file", str(error), REFETCH) from None
 
 
 def _opened(path: Path) -> AbstractContextManager[IO[bytes]]:
     try:
         return path.open("rb")
     except OSError as error:
-        raise DataError(
-            problem(path, "a readable file", str(error), "Check its permissions.")
-        ) from None
+        raise DataError(path, "a readable file", str(error), "Check its permissions.") from None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from advbayes.checks import InputError, InputTypeError, choice, describe, finite, number
+from advbayes.checks import InputError, InputTypeError, choice, describe, number
 from advbayes.datasets.encoding import Encoding
 from advbayes.datasets.errors import DataError
 from advbayes.datasets.scaling import Standardize
@@ -55,53 +55,37 @@ class Dataset:
 
     def __post_init__(self) -> None:
         choice("task", self.task, ("classification", "regression"))
-        wanted = torch.int64 if self.task == "classification" else torch.float32
-        for part in ("train", "test"):
-            x, y = getattr(self, f"x_{part}"), getattr(self, f"y_{part}")
-            if x.dtype != torch.float32 or x.ndim < 2:
-                raise InputTypeError(
-                    f"x_{part} must be a float32 tensor (N, *event), got {describe(x)}"
-                )
-            if y.dtype != wanted or y.ndim not in (
-                (1,) if self.task == "classification" else (1, 2)
-            ):
-                raise InputTypeError(
-                    f"y_{part} must be a {wanted} tensor for {self.task}, got {describe(y)}"
-                )
-            if x.numel() == 0 or y.numel() == 0 or len(x) != len(y):
-                got = f"shapes {tuple(x.shape)} and {tuple(y.shape)}"
-                raise DataError(
-                    f"{self.name}: x_{part} and y_{part} must have as many rows, at least one, "
-                    f"got {got}"
-                )
-            for label, value in ((f"x_{part}", x), (f"y_{part}", y)):
-                try:
-                    finite(label, value)
-                except ValueError as error:
-                    raise DataError(f"{self.name}: {error}") from None
-            low, high = (float(edge) for edge in x.aminmax())
-            if self.box is not None and not (self.box[0] <= low and high <= self.box[1]):
-                raise DataError(
-                    f"{self.name}: x_{part} must be within {self.box}, got {low:g} to {high:g}"
-                )
-            if self.task == "classification" and not (
-                int(y.min()) >= 0 and int(y.max()) < len(self.class_names)
-            ):
-                got = f"{int(y.min())} to {int(y.max())}"
-                raise DataError(
-                    f"{self.name}: y_{part} must be from 0 to {len(self.class_names) - 1}, got "
-                    f"{got}"
-                )
-        if (
-            self.x_train.shape[1:] != self.x_test.shape[1:]
-            or self.y_train.shape[1:] != self.y_test.shape[1:]
-        ):
-            raise DataError(
-                f"{self.name}: train and test rows must have one shape, got x "
-                f"{tuple(self.x_train.shape[1:])} and "
-                f"{tuple(self.x_test.shape[1:])}, y {tuple(self.y_train.shape[1:])} and "
-                f"{tuple(self.y_test.shape[1:])}"
+        self._check("x_train", self.x_train, "y_train", self.y_train)
+        self._check("x_test", self.x_test, "y_test", self.y_test)
+        shapes = [tuple(part.shape[1:]) for part in (self.x_train, self.x_test)]
+        shapes += [tuple(part.shape[1:]) for part in (self.y_train, self.y_test)]
+        if shapes[0] != shapes[1] or shapes[2] != shapes[3]:
+            got = f"x {shapes[0]} and {shapes[1]}, y {shapes[2]} and {shapes[3]}"
+            raise DataError(self.name, "train and test rows of one shape", got)
+
+    def _check(self, x_name: str, x: Tensor, y_name: str, y: Tensor) -> None:
+        classes = self.task == "classification"
+        if x.dtype != torch.float32 or x.ndim < 2:
+            raise InputTypeError(
+                f"{x_name} must be a float32 tensor (N, *event), got {describe(x)}"
             )
+        dtype, axes = (torch.int64, (1,)) if classes else (torch.float32, (1, 2))
+        if y.dtype != dtype or y.ndim not in axes:
+            wanted = f"a {dtype} tensor for {self.task}"
+            raise InputTypeError(f"{y_name} must be {wanted}, got {describe(y)}")
+        if x.numel() == 0 or y.numel() == 0 or len(x) != len(y):
+            wanted = f"as many rows in {x_name} as in {y_name}, at least one"
+            raise DataError(self.name, wanted, f"shapes {tuple(x.shape)} and {tuple(y.shape)}")
+        for name, value in ((x_name, x), (y_name, y)):
+            if not bool(value.isfinite().all()):
+                raise DataError(self.name, f"finite numbers in {name}", "NaN or infinity")
+        low, high = (float(edge) for edge in x.aminmax())
+        if self.box is not None and not (self.box[0] <= low and high <= self.box[1]):
+            raise DataError(self.name, f"{x_name} within {self.box}", f"{low:g} to {high:g}")
+        first, last = (int(edge) for edge in y.aminmax())
+        if classes and not (first >= 0 and last < len(self.class_names)):
+            wanted = f"{y_name} from 0 to {len(self.class_names) - 1}"
+            raise DataError(self.name, wanted, f"{first} to {last}")
 
     @property
     def mask(self) -> Tensor | None:
@@ -110,11 +94,9 @@ class Dataset:
 
     def __repr__(self) -> str:
         event = tuple(self.x_train.shape[1:])
-        outputs = (
-            f"{len(self.class_names)} classes"
-            if self.class_names
-            else f"target {', '.join(self.target_names)}"
-        )
+        outputs = f"target {', '.join(self.target_names)}"
+        if self.class_names:
+            outputs = f"{len(self.class_names)} classes"
         rows = f"{len(self.x_train)} train, {len(self.x_test)} test"
         return f"Dataset({self.name!r}, {self.task}, {rows}, x {event}, {outputs})"
 
@@ -149,7 +131,7 @@ def split_rows(
     """
     number("test_fraction", test_fraction, low=0, high=1, open_low=True, open_high=True)
     if num < 2:
-        raise DataError(f"a training and a test set need at least 2 rows, got {num}")
+        raise DataError("the data", "at least 2 rows, to train and to test on", f"{num}")
     order = torch.randperm(num, generator=generator_for(seed, "datasets/split"))
     if labels is None:
         cut = min(max(1, round(num * test_fraction)), num - 1)

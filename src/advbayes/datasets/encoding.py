@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from advbayes.checks import InputError
-from advbayes.datasets.errors import INSTALL, DataError, problem
-from advbayes.datasets.tables import finite_number, parse_table
+from advbayes.datasets.errors import INSTALL, DataError
+from advbayes.datasets.tables import decimal_comma, finite_number, float32, parse_table
 from advbayes.store import StoreError
-from advbayes.store.preprocessing import decode, encode
+from advbayes.store.preprocessing import decode, dense, encode
 
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
 MAX_CATEGORIES = 50
@@ -102,28 +102,17 @@ class Encoding:
         word is no category."""
         values = np.array(rows, object)
         if values.ndim != 2 or values.shape[1] != len(self.columns):
-            raise InputError(
-                f"rows must have the columns {', '.join(self.columns)}, got shape {values.shape}"
-            )
+            wanted = f"rows must have the columns {', '.join(self.columns)}"
+            raise InputError(f"{wanted}, got shape {values.shape}")
         for index, is_number in enumerate(self.numeric):
             column = values[:, index]
             if is_number:
                 values[:, index] = [_number(self.columns[index], cell) for cell in column]
             else:
-                values[:, index] = ["" if _missing(cell) else str(cell).strip() for cell in column]
-        with np.errstate(all="ignore"):  # what does not survive is not finite, and refused below
-            encoded = np.asarray(self.transformer.transform(values), np.float64).astype(np.float32)
-        if not np.isfinite(encoded).all():
-            row = int(np.argwhere(~np.isfinite(encoded))[0][0]) + 1
-            raise DataError(
-                problem(
-                    "the rows",
-                    "finite numbers within float32",
-                    f"others in row {row}",
-                    "Rescale or drop it.",
-                )
-            )
-        return torch.from_numpy(encoded)
+                values[:, index] = [_word(cell) for cell in column]
+        with np.errstate(all="ignore"):
+            encoded = np.asarray(self.transformer.transform(values), np.float64)
+        return float32("the rows", "the table", encoded)
 
     def read(self, data: bytes, name: str) -> Tensor:
         """The rows of a CSV file, by the names of its columns."""
@@ -148,26 +137,16 @@ class Encoding:
                 "columns": list(columns),
                 "numeric": list(numeric),
                 "movable": list(movable),
-                "transformer": described,
-            }:
-                encoding = cls(
+                "transformer": {"kind": "ColumnTransformer", "columns": int(num)} as described,
+            } if len(columns) == len(numeric) == num:
+                return cls(
                     tuple(map(str, columns)),
                     tuple(map(bool, numeric)),
                     tuple(map(str, movable)),
                     decode(described, place),
                 )
-                fits = (
-                    len(columns)
-                    == len(numeric)
-                    == getattr(encoding.transformer, "n_features_in_", None)
-                )
-                if fits and hasattr(encoding.transformer, "transformers_"):
-                    return encoding
-        raise StoreError(
-            place,
-            wanted="columns, numeric, movable and a transformer over them",
-            got=f"{document!r:.80}",
-        )
+        wanted = "columns, numeric, movable and a transformer over them"
+        raise StoreError(place, wanted, f"{document!r:.80}")
 
 
 def read_rows(
@@ -175,7 +154,7 @@ def read_rows(
 ) -> npt.NDArray[np.float64]:
     """The rows of a CSV file, by the names of its columns, through a fitted transformer."""
     text = parse_table(data, name, text=columns, numbers=()).text
-    cells = [["" if _missing(cell) else cell for cell in text[column]] for column in columns]
+    cells = [[_word(cell) for cell in text[column]] for column in columns]
     numeric = [
         all(not cell or finite_number(cell) is not None for cell in column) for column in cells
     ]
@@ -187,33 +166,26 @@ def read_rows(
         np.float64 if all(numeric) else object,
     ).T
     try:
-        values = transformer.transform(rows)
+        return dense(transformer.transform(rows)).astype(np.float64)
     except ValueError as error:
-        raise DataError(
-            problem(name, "rows that the saved steps take", f"{error!s:.200}", "Check its columns.")
-        ) from None
-    return np.asarray(values.toarray() if hasattr(values, "toarray") else values, np.float64)
+        wanted = "rows that the saved steps take"
+        raise DataError(name, wanted, f"{error!s:.200}", "Check its columns.") from None
 
 
 def _missing(cell: object) -> bool:
-    return (
-        cell is None or cell != cell or (isinstance(cell, str) and cell.strip().lower() in MISSING)
-    )
+    return cell is None or cell != cell or str(cell).strip().lower() in MISSING
+
+
+def _word(cell: object) -> str:
+    return "" if _missing(cell) else str(cell).strip()
 
 
 def _number(column: str, cell: object) -> float:
     if _missing(cell):
         return float("nan")
-    value = finite_number(str(cell))
-    if value is None:
-        raise DataError(
-            problem(
-                "the rows",
-                f"a number in column {column!r}",
-                f"{cell!r:.80}",
-                "Correct it, or leave it empty.",
-            )
-        )
+    if (value := finite_number(str(cell))) is None:
+        remedy = "Correct it, or leave it empty."
+        raise DataError("the rows", f"a number in column {column!r}", f"{cell!r:.80}", remedy)
     return value
 
 
@@ -225,43 +197,31 @@ def sort_columns(
 
     A column is one of numbers if every cell that is not missing is one. A column of which half are
     numbers is taken for one with a mistake in it, and one of more than `MAX_CATEGORIES` words for a
-        name or an identifier: both are refused.
+    name or an identifier: both are refused.
     """
-    num = len(next(iter(table.values())))
-    rows = np.empty((num, len(table)), object)
+    rows = np.empty((len(next(iter(table.values()))), len(table)), object)
     numeric = []
     for index, (name, cells) in enumerate(table.items()):
-        present = [cell for cell in cells if not _missing(cell)]
-        wrong = [cell for cell in present if finite_number(cell) is None]
+        drop = f"Leave it out: drop {name!r}."
+        present = [(row, cell) for row, cell in enumerate(cells, 1) if not _missing(cell)]
+        wrong = [(row, cell) for row, cell in present if finite_number(cell) is None]
         if not present:
-            raise DataError(
-                problem(file, f"values in column {name!r}", "none", f"Leave it out: drop {name!r}.")
-            )
-        comma = sum(finite_number(cell.replace(",", ".", 1)) is not None for cell in wrong)
-        if wrong and (2 * len(wrong) <= len(present) or 2 * comma > len(wrong)):
-            row = next(
-                row
-                for row, cell in enumerate(cells, 1)
-                if not _missing(cell) and finite_number(cell) is None
-            )
-            remedy = (
-                "Write a decimal point, not a comma."
-                if comma
-                else "Correct it, or leave the cell empty."
-            )
-            got = f"{cells[row - 1][:80]!r}"
-            raise DataError(
-                problem(
-                    file, f"a number in row {row} below the header, column {name!r}", got, remedy
-                )
-            )
-        words = {cell.strip() for cell in cells} if wrong else set()
+            raise DataError(file, f"values in column {name!r}", "none", drop)
+        commas = sum(decimal_comma(cell) for _, cell in wrong)
+        if wrong and (2 * len(wrong) <= len(present) or 2 * commas > len(wrong)):
+            row, cell = wrong[0]
+            remedy = "Correct it, or leave the cell empty."
+            if commas:
+                remedy = "Write a decimal point, not a comma."
+            wanted = f"a number in row {row} below the header, column {name!r}"
+            raise DataError(file, wanted, f"{cell[:80]!r}", remedy)
+        numeric.append(not wrong)
+        if not wrong:
+            rows[:, index] = [_number(name, cell) for cell in cells]
+            continue
+        words = {cell.strip() for cell in cells}
         if len(words) > MAX_CATEGORIES:
             wanted = f"at most {MAX_CATEGORIES} different words in the text column {name!r}"
-            raise DataError(problem(file, wanted, f"{len(words)}", f"Leave it out: drop {name!r}."))
-        numeric.append(not wrong)
-        if wrong:
-            rows[:, index] = ["" if _missing(cell) else cell.strip() for cell in cells]
-        else:
-            rows[:, index] = [float("nan") if _missing(cell) else float(cell) for cell in cells]
+            raise DataError(file, wanted, f"{len(words)}", drop)
+        rows[:, index] = [_word(cell) for cell in cells]
     return rows, tuple(numeric)

@@ -12,10 +12,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from advbayes.checks import InputError
-from advbayes.datasets.errors import DataError, DownloadError, problem
+from advbayes.datasets.errors import DataError, DownloadError
 from advbayes.datasets.places import check_contents, read_file
 from advbayes.datasets.sources import Remote, Source
 from advbayes.store import Lock, LockedError
@@ -57,60 +58,48 @@ def fetch_source(
         home.mkdir(parents=True, exist_ok=True)
         with Lock(home, wait=deadline):  # others wait, and find the file there
             for remote in source.remotes:
-                _fetch_first(source, remote, home, mirror, progress, timeout, deadline)
+                _fetch(source, remote, home, mirror, _Limits(progress, timeout, deadline))
     except LockedError as error:
-        raise DownloadError(
-            f"{error}. Wait for it, or set ADVBAYES_CACHE to another folder."
-        ) from None
+        remedy = "Wait for it, or set ADVBAYES_CACHE to another folder."
+        raise DownloadError(error.file, error.wanted, error.got, remedy) from None
     except OSError as error:  # DownloadError is none: these are the disk's
         free = shutil.disk_usage(next(p for p in (home, *home.parents) if p.exists())).free
-        wanted = f"to write up to {source.limit} bytes"
-        remedy = "Make room or set ADVBAYES_CACHE."
-        raise DownloadError(problem(home, wanted, f"{error} ({free} bytes free)", remedy)) from None
+        wanted, got = f"to write up to {source.limit} bytes", f"{error} ({free} bytes free)"
+        raise DownloadError(home, wanted, got, "Make room or set ADVBAYES_CACHE.") from None
 
 
-def _fetch_first(
-    source: Source,
-    remote: Remote,
-    home: Path,
-    mirror: str | None,
-    progress: Progress | None,
-    timeout: float,
-    deadline: float,
-) -> None:
+@dataclass(frozen=True)
+class _Limits:
+    progress: Progress | None
+    timeout: float
+    deadline: float
+
+
+def _fetch(source: Source, remote: Remote, home: Path, mirror: str | None, limits: _Limits) -> None:
     """A file from the first of its addresses that has it."""
-    candidates = _candidates(source, remote, mirror)
+    candidates = [(remote.file, url) for url in remote.urls]
+    if mirror is not None:  # which may have the plain file, where there is one content
+        plain = remote.contents if len(remote.contents) == 1 else ()
+        names = dict.fromkeys((remote.file, *plain))
+        candidates = [(file, f"{mirror.rstrip('/')}/{source.folders[0]}/{file}") for file in names]
     if any((home / file).is_file() for file, _ in candidates):
         return
-    faults: list[DataError] = []
+    faults = []
     for file, url in candidates:
         try:
-            _Download(
-                source, remote, home / file, url, progress, timeout, time.monotonic() + deadline
-            ).run()
+            _Download(source, remote, home / file, url, limits).run()
             break
         except DataError as error:
-            faults.append(error)
+            faults.append(str(error))
     else:
-        reasons = " ".join(str(fault) for fault in faults)
         remedy = (
-            f"Or put {remote.file} into {home} yourself (from {source.homepage}). {source.hint}"
-        ).strip()
-        raise DownloadError(f"{reasons} {remedy}")
+            "Try again (it continues where it stopped), or give another mirror= address. Or put "
+            f"{remote.file} into {home} yourself (from {source.homepage}). {source.hint}"
+        )
+        wanted = f"{remote.file} from one of its addresses"
+        raise DownloadError(f"data set {source.name!r}", wanted, "; ".join(faults), remedy.strip())
     for file, _ in candidates:
         (home / f"{file}.part").unlink(missing_ok=True)
-
-
-def _candidates(source: Source, remote: Remote, mirror: str | None) -> list[tuple[str, str]]:
-    """File names and addresses to try: a mirror may have a packed file or, where it is one content,
-    the plain one."""
-    if mirror is None:
-        return [(remote.file, url) for url in remote.urls]
-    files = [
-        remote.file,
-        *(name for name in remote.contents if len(remote.contents) == 1 and name != remote.file),
-    ]
-    return [(file, f"{mirror.rstrip('/')}/{source.folders[0]}/{file}") for file in files]
 
 
 class _Download:
@@ -118,33 +107,25 @@ class _Download:
     (HTTP Range)."""
 
     def __init__(
-        self,
-        source: Source,
-        remote: Remote,
-        path: Path,
-        url: str,
-        progress: Progress | None,
-        timeout: float,
-        end: float,  # by time.monotonic
+        self, source: Source, remote: Remote, path: Path, url: str, limits: _Limits
     ) -> None:
         self.source, self.remote, self.path, self.url = source, remote, path, url
-        self.progress, self.timeout, self.end = progress, timeout, end
+        self.progress, self.timeout = limits.progress, limits.timeout
+        self.end = time.monotonic() + limits.deadline
         self.part = path.with_name(f"{path.name}.part")
 
     def run(self) -> None:
         resumed = self._size() > 0
         self._complete()
         try:
-            contents = read_file(
-                self.source, self.part, self.remote.contents, kept_as=self.path.name
-            )
+            names = self.remote.contents
+            contents = read_file(self.source, self.part, names, kept_as=self.path.name)
             check_contents(self.source, contents, dict.fromkeys(contents, self.url), verify=True)
         except DataError as error:
             self.part.unlink(missing_ok=True)
             if not resumed:
-                raise DownloadError(
-                    f"what came from {self.url} is not the data set: {error}"
-                ) from None
+                got = f"what is not the data set: {error}"
+                raise DownloadError(self.url, "the file", got) from None
             # the part may have been of another version of the file: once more from the start
             self.run()
             return
@@ -173,14 +154,13 @@ class _Download:
                 fault = str(error.reason)
                 if isinstance(error.reason, socket.gaierror) or "unknown url type" in fault:
                     break
-            except (http.client.HTTPException, OSError) as error:
-                if isinstance(error, OSError) and (
-                    error.filename is not None or error.errno in _DISK
-                ):
+            except http.client.HTTPException as error:
+                fault = f"{type(error).__name__} after {self._size()} bytes"
+            except OSError as error:
+                if error.filename is not None or error.errno in _DISK:
                     raise
                 fault = f"{type(error).__name__} after {self._size()} bytes"
-        remedy = "Try again (it continues where it stopped), or give another mirror= address."
-        raise DownloadError(problem(self.url, "the file", fault, remedy))
+        raise DownloadError(self.url, "the file", fault)
 
     def _transfer(self) -> bool:
         """Ask for what is missing and append it; whether the file is then complete."""
@@ -189,21 +169,17 @@ class _Download:
         if have:
             headers["Range"] = f"bytes={have}-"
         request = urllib.request.Request(self.url, headers=headers)
-        with _OPENER.open(
-            request, timeout=min(self.timeout, max(0.1, self.end - time.monotonic()))
-        ) as response:
-            if (
-                response.status != 206
-                or _range_start(response.headers.get("Content-Range", "")) != have
-            ):
+        timeout = min(self.timeout, max(0.1, self.end - time.monotonic()))
+        with _OPENER.open(request, timeout=timeout) as response:
+            start = _range_start(response.headers.get("Content-Range", ""))
+            if response.status != 206 or start != have:
                 have = 0  # the server sends the whole file
             length = response.headers.get("Content-Length", "")
             total = have + int(length) if length.isdecimal() and len(length) < 20 else None
             self._bound(total or 0)
             with self.part.open("ab" if have else "wb") as stream:
-                while piece := response.read1(
-                    _CHUNK
-                ):  # as it comes: a trickle must not outlast the deadline
+                # as it comes: a trickle must not outlast the deadline
+                while piece := response.read1(_CHUNK):
                     have += len(piece)
                     self._bound(have)
                     stream.write(piece)
@@ -216,15 +192,9 @@ class _Download:
     def _bound(self, num: int) -> None:
         if num > self.source.limit:
             self.part.unlink(missing_ok=True)
-            wanted = f"at most {self.source.limit} bytes"
-            raise DownloadError(
-                problem(self.url, wanted, f"{num} or more", "Give another mirror= address.")
-            )
+            raise DownloadError(self.url, f"at most {self.source.limit} bytes", f"{num} or more")
         if time.monotonic() > self.end:
-            remedy = "Try again (it continues where it stopped), or give another mirror= address."
-            raise DownloadError(
-                problem(self.url, "the file in time", f"{num} bytes by the deadline", remedy)
-            )
+            raise DownloadError(self.url, "the file in time", f"{num} bytes by the deadline")
 
 
 def _range_start(content_range: str) -> int | None:

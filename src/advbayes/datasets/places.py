@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from advbayes.datasets.containers import archived, read_gzip, read_plain, read_tar_gzip
+from advbayes.datasets.containers import read_gzip, read_plain, read_tar_gzip
 from advbayes.datasets.dataset import Provenance
-from advbayes.datasets.errors import INSTALL, DataError, DataMissingError, problem
+from advbayes.datasets.errors import INSTALL, DataError, DataMissingError
 from advbayes.datasets.formats import values_sha256
 from advbayes.datasets.sources import Content, Source
 from advbayes.datasets.tables import parse_table
@@ -63,34 +63,30 @@ def find_contents(source: Source, root: Path) -> dict[str, Path]:
     for folder in source.folders:
         paths: dict[str, Path] = {}
         for content in source.contents:
-            names = [
-                content.name,
-                f"{content.name}.gz",
-                *([source.archive] if source.archive else []),
-            ]
-            files = [root / folder / name for name in names]
-            present = next((file for file in files if file.is_file()), None)
-            if present is not None:
+            names = (content.name, f"{content.name}.gz", *filter(None, [source.archive]))
+            files = (root / folder / name for name in names)
+            if (present := next(filter(Path.is_file, files), None)) is not None:
                 paths[content.name] = present
-        if len(paths) > len(best):
-            best = paths
+        best = max(best, paths, key=len)
     return best
 
 
 def read_file(
-    source: Source, path: Path, names: tuple[str, ...], kept_as: str | None = None
+    source: Source, path: Path, names: Collection[str], kept_as: str | None = None
 ) -> dict[str, bytes]:
     """The named contents out of one file; `kept_as` names its kind when the path does not."""
-    wanted = {content.name: content for content in source.contents if content.name in names}
+    wanted = [content for content in source.contents if content.name in names]
     kind = kept_as or path.name
-    if archived(kind):
-        return read_tar_gzip(path, {name: content.size for name, content in wanted.items()})
-    (content,) = wanted.values()
+    if kind.endswith((".tar.gz", ".tgz")):
+        return read_tar_gzip(path, {content.name: content.size for content in wanted})
+    (content,) = wanted
     if kind.endswith(".gz"):
-        return {content.name: read_gzip(path, content.size)}
-    if content.decimals is not None:
-        return {content.name: read_plain(path, 8 * content.size)}
-    return {content.name: read_plain(path, content.size, exact=True)}
+        data = read_gzip(path, content.size)
+    elif content.decimals is not None:
+        data = read_plain(path, 8 * content.size)
+    else:
+        data = read_plain(path, content.size, exact=True)
+    return {content.name: data}
 
 
 def check_contents(
@@ -109,32 +105,21 @@ def check_contents(
     bad = [
         content
         for content in source.contents
-        if content.name in contents and not _published(content, contents)
+        if content.name in contents and not _published(content, contents[content.name])
     ]
     origin = str(where[next(iter(contents))])
     if not bad:
         return Provenance(origin, hashes, verified=True, note="the published content")
-    if verify is False or (
-        verify is None and source.other_copies and len(bad) == len(contents) > 1
-    ):
-        return Provenance(
-            origin,
-            hashes,
-            note="unverified content: of the right form, but not the published bytes",
-        )
-    first = bad[0]
-    got = hashes[first.name]
-    if first.decimals is not None:
+    other_copy = source.other_copies and len(bad) == len(contents) > 1
+    if verify is False or (verify is None and other_copy):
+        note = "unverified content: of the right form, but not the published bytes"
+        return Provenance(origin, hashes, note=note)
+    file, got = bad[0].name, hashes[bad[0].name]
+    if bad[0].decimals is not None:
         got = f"other numbers (file {got})"
-    raise DataError(
-        problem(
-            where[first.name],
-            f"the published {first.name} of {source.homepage} (SHA-256 {first.sha256})",
-            got,
-            f"Delete it and fetch it again, or pass verify=False to use it all the same. "
-            f"{source.hint}".strip(),
-        )
-    )
+    wanted = f"the published {file} of {source.homepage} (SHA-256 {bad[0].sha256})"
+    remedy = "Delete it and fetch it again, or pass verify=False to use it all the same."
+    raise DataError(where[file], wanted, got, f"{remedy} {source.hint}".strip())
 
 
 def read_contents(
@@ -143,9 +128,7 @@ def read_contents(
     """Every content of a set from the files that hold them, each file opened once, checked."""
     contents: dict[str, bytes] = {}
     for path in dict.fromkeys(files.values()):
-        contents |= read_file(
-            source, path, tuple(name for name, file in files.items() if file == path)
-        )
+        contents |= read_file(source, path, [name for name, file in files.items() if file == path])
     return contents, check_contents(source, contents, files, verify)
 
 
@@ -154,28 +137,20 @@ def missing(
 ) -> DataMissingError:
     """The error for a set that is not there, or not all there."""
     absent = [content.name for content in source.contents if content.name not in paths]
-    where = ", ".join(str(place / source.folders[0]) for place in looked)
-    file = " or ".join(
-        dict.fromkeys(
-            [remote.file for remote in source.remotes if absent[0] in remote.contents] + absent[:1]
-        )
+    packed = [remote.file for remote in source.remotes if absent[0] in remote.contents]
+    file = " or ".join(dict.fromkeys([*packed, absent[0]]))
+    folder = source.folders[0]
+    where = ", ".join(str(place / folder) for place in looked)
+    remedy = (
+        f"Put it there from {source.homepage}, set ADVBAYES_DATA to the folder that has {folder}/, "
+        f"or pass download=True (with mirror= for another address). {source.hint}".strip()
     )
-    return DataMissingError(
-        problem(
-            f"data set {source.name!r}",
-            f"{file} in {where}",
-            f"no such file ({len(absent)} of {len(source.contents)} missing)",
-            f"Put it there from {source.homepage}, set ADVBAYES_DATA to the folder that has "
-            f"{source.folders[0]}/, "
-            f"or pass download=True (with mirror= for another address). {source.hint}".strip(),
-        )
-    )
+    got = f"no such file ({len(absent)} of {len(source.contents)} missing)"
+    return DataMissingError(f"data set {source.name!r}", f"{file} in {where}", got, remedy)
 
 
-def _published(content: Content, contents: Mapping[str, bytes]) -> bool:
-    data = contents[content.name]
+def _published(content: Content, data: bytes) -> bool:
     if content.decimals is None:
         return hashlib.sha256(data).hexdigest() == content.sha256
-    return (
-        values_sha256(parse_table(data, content.name).numbers, content.decimals) == content.sha256
-    )
+    values = parse_table(data, content.name).numbers
+    return values_sha256(values, content.decimals) == content.sha256

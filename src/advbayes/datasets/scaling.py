@@ -31,25 +31,11 @@ class Standardize:
     target_std: Tensor | None = None  # () or (D,), positive
 
     def __post_init__(self) -> None:
-        if (self.target_mean is None) != (self.target_std is None):
+        _check("mean", self.mean, "std", self.std)
+        if self.target_mean is not None and self.target_std is not None:
+            _check("target_mean", self.target_mean, "target_std", self.target_std)
+        elif self.target_mean is not None or self.target_std is not None:
             raise InputError("target_mean and target_std must be given together or not at all")
-        for prefix in ("", "target_"):
-            mean, std = getattr(self, f"{prefix}mean"), getattr(self, f"{prefix}std")
-            if mean is None:
-                continue
-            for name, value in ((f"{prefix}mean", mean), (f"{prefix}std", std)):
-                if not isinstance(value, Tensor) or not value.is_floating_point():
-                    raise InputTypeError(f"{name} must be a floating tensor, got {describe(value)}")
-                finite(name, value)
-            if mean.shape != std.shape:
-                raise InputError(
-                    f"{prefix}std must have {prefix}mean's shape, got {describe(std)} for "
-                    f"{describe(mean)}"
-                )
-            if not bool((std > 0).all()):
-                raise InputError(
-                    f"{prefix}std must be positive, got a smallest value of {float(std.min()):g}"
-                )
 
     @classmethod
     def fit(
@@ -77,8 +63,7 @@ class Standardize:
         >>> Standardize(torch.tensor([1.0]), torch.tensor([2.0])).transform(torch.tensor([[5.0]]))
         tensor([[2.]])
         """
-        _match("x", x, self.mean)
-        return (x - self.mean.to(x)) / self.std.to(x)
+        return _scaled("x", x, self.mean, self.std)
 
     def inverse(self, z: Tensor) -> Tensor:
         """Standardised to raw features; differentiable.
@@ -86,8 +71,7 @@ class Standardize:
         >>> Standardize(torch.tensor([1.0]), torch.tensor([2.0])).inverse(torch.tensor([[2.0]]))
         tensor([[5.]])
         """
-        _match("z", z, self.mean)
-        return z * self.std.to(z) + self.mean.to(z)
+        return _unscaled("z", z, self.mean, self.std)
 
     def transform_target(self, y: Tensor) -> Tensor:
         """Raw to standardised targets; unchanged where the target is not scaled.
@@ -97,8 +81,7 @@ class Standardize:
         """
         if self.target_mean is None or self.target_std is None:
             return y
-        _match("y", y, self.target_mean)
-        return (y - self.target_mean.to(y)) / self.target_std.to(y)
+        return _scaled("y", y, self.target_mean, self.target_std)
 
     def inverse_target(self, z: Tensor) -> Tensor:
         """Standardised to raw targets; unchanged where the target is not scaled.
@@ -111,8 +94,7 @@ class Standardize:
         """
         if self.target_mean is None or self.target_std is None:
             return z
-        _match("z", z, self.target_mean)
-        return z * self.target_std.to(z) + self.target_mean.to(z)
+        return _unscaled("z", z, self.target_mean, self.target_std)
 
     def raw_eps(self, eps: float | Tensor) -> Tensor:  # (*event)
         """What a radius `eps` of standardised units is in each feature's own unit: `eps * std`.
@@ -160,21 +142,30 @@ class Standardize:
         unknown = sorted(set(values) - set(_FIELDS))
         missing = sorted({"mean", "std"} - set(values))
         if unknown or missing:
-            raise InputError(
-                f"scaling must have {', '.join(_FIELDS)}, got unknown {unknown} and missing "
-                f"{missing}"
-            )
+            wanted = f"scaling must have {', '.join(_FIELDS)}"
+            raise InputError(f"{wanted}, got unknown {unknown} and missing {missing}")
         tensors = {}
         for name, value in values.items():
             try:
-                tensors[name] = (
-                    value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
-                )
+                tensors[name] = torch.as_tensor(value)
+                if not tensors[name].is_floating_point():
+                    tensors[name] = tensors[name].float()
             except (TypeError, ValueError, RuntimeError, OverflowError):
-                raise InputTypeError(
-                    f"scaling {name} must be numbers, got {describe(value)}"
-                ) from None
+                wanted = f"scaling {name} must be numbers"
+                raise InputTypeError(f"{wanted}, got {describe(value)}") from None
         return cls(**tensors)
+
+
+def _check(mean_name: str, mean: Tensor, std_name: str, std: Tensor) -> None:
+    for name, value in ((mean_name, mean), (std_name, std)):
+        if not torch.is_floating_point(value):
+            raise InputTypeError(f"{name} must be a floating tensor, got {describe(value)}")
+        finite(name, value)
+    if mean.shape != std.shape:
+        wanted = f"{std_name} must have {mean_name}'s shape"
+        raise InputError(f"{wanted}, got {describe(std)} for {describe(mean)}")
+    if not bool((std > 0).all()):
+        raise InputError(f"{std_name} must be positive, got a smallest value of {std.min():g}")
 
 
 def _moments(name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,6 +176,16 @@ def _moments(name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
     # Rounding leaves a constant column a spread of about 1e-16 of its value: that is no scale.
     constant = std <= 1e-12 * mean.abs().clamp_min(1e-300)
     return mean.float(), torch.where(constant, torch.ones_like(std), std).float()
+
+
+def _scaled(name: str, value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    _match(name, value, mean)
+    return (value - mean.to(value)) / std.to(value)
+
+
+def _unscaled(name: str, value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    _match(name, value, mean)
+    return value * std.to(value) + mean.to(value)
 
 
 def _match(name: str, value: Tensor, mean: Tensor) -> None:

@@ -2,7 +2,7 @@
 they come from.
 
 Hashes are of the content, not of the container: the same MNIST is about in many differently packed
-    `.gz` files.
+`.gz` files.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Content:
-    """The bytes of one file, unpacked. With `decimals`, the numbers decide, not their spelling.
-
-    >>> Content("a.csv", 3, "0" * 64).name
-    'a.csv'
-    """
+    """The bytes of one file, unpacked. With `decimals`, the numbers decide, not their spelling."""
 
     name: str
     size: int
@@ -26,11 +22,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Remote:
-    """A file to fetch: the name it is kept under, its addresses, and the contents inside.
-
-    >>> Remote("a.csv", ("https://example.org/a.csv",), ("a.csv",)).file
-    'a.csv'
-    """
+    """A file to fetch: the name it is kept under, its addresses, and the contents inside."""
 
     file: str
     urls: tuple[str, ...]
@@ -54,9 +46,14 @@ class Source:
     folders: tuple[str, ...]  # below a root; the first is where downloads go and what a mirror has
     contents: tuple[Content, ...]
     remotes: tuple[Remote, ...]
-    archive: str | None = None  # a .tar.gz that may stand for the contents
     other_copies: bool = False
     hint: str = ""
+
+    @property
+    def archive(self) -> str | None:
+        """A .tar.gz that may stand for the contents."""
+        files = (remote.file for remote in self.remotes)
+        return next((file for file in files if file.endswith((".tar.gz", ".tgz"))), None)
 
     @property
     def limit(self) -> int:
@@ -90,7 +87,6 @@ def _idx(
 
 def _wine(name: str, colour: str, rows: int, size: int, sha256: str) -> Source:
     file = f"winequality-{colour}.csv"
-    url = f"https://archive.ics.uci.edu/ml/machine-learning-databases/wine-quality/{file}"
     return Source(
         name,
         "regression",
@@ -99,10 +95,15 @@ def _wine(name: str, colour: str, rows: int, size: int, sha256: str) -> Source:
         "https://archive.ics.uci.edu/dataset/186/wine+quality",
         ("wine-quality", "."),
         (Content(file, size, sha256),),
-        (Remote(file, (url,), (file,)),),
+        (Remote(file, (f"{_UCI}/ml/machine-learning-databases/wine-quality/{file}",), (file,)),),
     )
 
 
+_UCI = "https://archive.ics.uci.edu"
+_WINE = "4a402cf041b025d4566d954c3b9ba8635a3a8a01e039005d97d6a710278cf05e"
+_WHITE = "76c3f809815c17c07212622f776311faeb31e87610d52c26d87d6e361b169836"
+_ENERGY = "4c80b7dc02a0df1760aadef599ac6f02848d486b2a618c672b53004db7c57f07"
+_HOUSING = "a2b44dcc7e1c9091b43c4f458b25cbd1f7e8068d08edd26bc4703108d3fa6214"
 # Of the members of the official archive (MD5 c32a1d4ab5d03f1284b67883e8d87530 on its page), as
 # other libraries check them.
 _CIFAR_HASHES = {
@@ -160,25 +161,12 @@ _TABLE = (
                 tuple(_CIFAR_HASHES),
             ),
         ),
-        archive="cifar-10-binary.tar.gz",
         other_copies=True,
         hint="The binary version is read (cifar-10-binary.tar.gz or its data_batch_*.bin), not "
         "the pickled Python one.",
     ),
-    _wine(
-        "wine",
-        "red",
-        1_599,
-        84_199,
-        "4a402cf041b025d4566d954c3b9ba8635a3a8a01e039005d97d6a710278cf05e",
-    ),
-    _wine(
-        "wine-white",
-        "white",
-        4_898,
-        264_426,
-        "76c3f809815c17c07212622f776311faeb31e87610d52c26d87d6e361b169836",
-    ),
+    _wine("wine", "red", 1_599, 84_199, _WINE),
+    _wine("wine-white", "white", 4_898, 264_426, _WHITE),
     Source(
         "energy",
         "regression",
@@ -186,24 +174,14 @@ _TABLE = (
         "CC BY 4.0",
         "https://archive.ics.uci.edu/dataset/242/energy+efficiency",
         ("energy-efficiency", "."),
-        (
-            Content(
-                "ENB2012_data.csv",
-                33_488,
-                "4c80b7dc02a0df1760aadef599ac6f02848d486b2a618c672b53004db7c57f07",
-                decimals=2,
-            ),
-        ),
+        (Content("ENB2012_data.csv", 33_488, _ENERGY, decimals=2),),
         (
             Remote(
-                "ENB2012_data.csv",
-                ("https://archive.ics.uci.edu/static/public/242/data.csv",),
-                ("ENB2012_data.csv",),
+                "ENB2012_data.csv", (f"{_UCI}/static/public/242/data.csv",), ("ENB2012_data.csv",)
             ),
         ),
         hint="Its published file is a spreadsheet: save the sheet as ENB2012_data.csv with the "
-        "header "
-        "X1,X2,X3,X4,X5,X6,X7,X8,Y1,Y2 and the 768 rows.",
+        "header X1,X2,X3,X4,X5,X6,X7,X8,Y1,Y2 and the 768 rows.",
     ),
     Source(
         "california",
@@ -212,13 +190,7 @@ _TABLE = (
         "not stated by its authors (StatLib)",
         "https://www.dcc.fc.up.pt/~ltorgo/Regression/cal_housing.html",
         ("california-housing", "CaliforniaHousing", "."),
-        (
-            Content(
-                "cal_housing.data",
-                2_071_484,
-                "a2b44dcc7e1c9091b43c4f458b25cbd1f7e8068d08edd26bc4703108d3fa6214",
-            ),
-        ),
+        (Content("cal_housing.data", 2_071_484, _HOUSING),),
         (
             Remote(
                 "cal_housing.tgz",
@@ -229,7 +201,6 @@ _TABLE = (
                 ("cal_housing.data",),
             ),
         ),
-        archive="cal_housing.tgz",
     ),
 )
 

@@ -8,13 +8,17 @@ import io
 import math
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from advbayes.checks import InputError, describe
-from advbayes.datasets.errors import DataError, problem
+from advbayes.datasets.errors import DataError
 
 DELIMITERS = (",", ";", "\t")
 _MAX_LINE = 1 << 20
@@ -37,6 +41,10 @@ class Table:
     numbers: npt.NDArray[np.float64]  # (N, len(columns))
     text: dict[str, list[str]]
 
+    def select(self, names: Sequence[str]) -> npt.NDArray[np.float64]:  # (N, len(names))
+        """Numeric columns by name."""
+        return self.numbers[:, [self.columns.index(name) for name in names]]
+
 
 def parse_table(
     data: bytes,
@@ -55,23 +63,55 @@ def parse_table(
     advbayes.datasets.tables.NotANumberError: t.csv: wanted a number in line 2, column 'b', got 'x'. Encode text as numbers...
     """  # noqa: E501
     lines = _Lines(data, name)
-    try:
-        if delimiter is None:
-            delimiter = _sniffed(_Lines(data, name))
-        elif len(delimiter) != 1 or delimiter in '"\r\n':
-            raise InputError(
-                f"delimiter must be one character, no quote and no line end, got "
-                f"{describe(delimiter)}"
-            )
-        reader = csv.reader(lines, delimiter=delimiter, skipinitialspace=True)
-        return _parse(lines, reader, name, header, text, numbers)
-    except csv.Error as error:
-        raise DataError(
-            problem(name, "delimited text", f"{error} in line {lines.num}", "Check that line.")
-        ) from None
-    except UnicodeDecodeError as error:
-        got = f"byte {error.object[error.start]:#04x} after line {lines.num}"
-        raise DataError(problem(name, "text in UTF-8", got, "Save it as UTF-8.")) from None
+    with lines.faults():
+        rows = lines.rows(_sniffed(_Lines(data, name)) if delimiter is None else delimiter)
+        columns = [cell.strip() for cell in (header if header is not None else next(rows, []))]
+        _check_header(name, columns, given=header is not None)
+        text = columns if text is None else text
+        position = {column: index for index, column in enumerate(columns)}
+        for column in (*text, *(numbers or ())):
+            if column not in position:
+                near = difflib.get_close_matches(column, columns[:1000], 1)
+                remedy = f"Did you mean {near[0]!r}?" if near else "Check the name."
+                got = f"the columns {', '.join(columns[:50])[:300]}"
+                raise DataError(name, f"a column {column!r}", got, remedy)
+        words: dict[str, list[str]] = {column: [] for column in text}
+        asked = columns if numbers is None else numbers
+        numeric = [column for column in asked if column not in words]
+        values = array("d")
+        num = 0
+        for row in rows:
+            num += 1
+            if len(row) != len(columns):
+                wanted = f"{len(columns)} cells in line {lines.num}"
+                raise DataError(name, wanted, f"{len(row)}", "Check that line.")
+            for column in numeric:
+                cell = row[position[column]]
+                if (value := finite_number(cell)) is None:
+                    wanted = f"a number in line {lines.num}, column {column!r}"
+                    raise NotANumberError(name, wanted, describe(cell), _remedy(cell))
+                values.append(value)
+            for column, cells in words.items():
+                cells.append(row[position[column]].strip())
+    if num == 0:
+        raise DataError(name, "rows below the header", "none", "Check the file.")
+    matrix = np.frombuffer(values, np.float64) if numeric else np.empty(0)
+    return Table(tuple(numeric), matrix.reshape(num, len(numeric)), words)
+
+
+def _check_header(name: str, columns: list[str], *, given: bool) -> None:
+    if not 0 < len(columns) <= _MAX_COLUMNS:
+        got = f"{len(columns)} columns" if columns else "an empty file"
+        raise DataError(name, f"a table of 1 to {_MAX_COLUMNS} columns", got, "Check the file.")
+    if not given and all(finite_number(cell) is not None for cell in columns):
+        wanted = "a first line that names the columns"
+        raise DataError(name, wanted, "numbers", "Add one, or pass header=.")
+    seen = {""}
+    for index, column in enumerate(columns, 1):
+        if column in seen:
+            got = f"{describe(column)} for column {index}"
+            raise DataError(name, "a name of its own for each column", got, "Rename it.")
+        seen.add(column)
 
 
 class _Lines:
@@ -80,7 +120,7 @@ class _Lines:
     def __init__(self, data: bytes, name: str) -> None:
         self.name = name
         self.num = 0  # lines given out
-        self.rows = 0  # lines whose row is complete
+        self.complete = 0  # lines whose row is complete
         self.stream = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig", newline="")
 
     def __iter__(self) -> Iterator[str]:
@@ -88,112 +128,51 @@ class _Lines:
             self.num += 1
             if len(line) > _MAX_LINE:
                 wanted = f"at most {_MAX_LINE} characters in line {self.num}"
-                raise DataError(problem(self.name, wanted, "more", "Check that it is a table."))
-            if self.num > self.rows + 1:
-                # A row that goes on over lines could go on for ever, and no number has a line end
-                # in it.
+                raise DataError(self.name, wanted, "more", "Check that it is a table.")
+            if self.num > self.complete + 1:
+                # A row over several lines could go on for ever, and no number has a line end in it.
                 wanted = f"the quote opened in line {self.num - 1} closed there"
-                raise DataError(
-                    problem(self.name, wanted, "a line end inside it", "Check that line.")
-                )
+                raise DataError(self.name, wanted, "a line end inside it", "Check that line.")
             yield line
 
-    def complete(self) -> None:
-        self.rows = self.num
+    def rows(self, delimiter: str) -> Iterator[list[str]]:
+        """The cells of each line that is not blank."""
+        if len(delimiter) != 1 or delimiter in '"\r\n':
+            wanted = "delimiter must be one character, no quote and no line end"
+            raise InputError(f"{wanted}, got {describe(delimiter)}")
+        for row in csv.reader(self, delimiter=delimiter, skipinitialspace=True):
+            self.complete = self.num
+            if any(cell.strip() for cell in row):
+                yield row
 
-
-def _parse(
-    lines: _Lines,
-    reader: Iterator[list[str]],
-    name: str,
-    header: Sequence[str] | None,
-    text: Sequence[str] | None,
-    numbers: Sequence[str] | None,
-) -> Table:
-    rows = _rows(lines, reader)
-    columns = [cell.strip() for cell in (header if header is not None else next(rows, []))]
-    if not 0 < len(columns) <= _MAX_COLUMNS:
-        got = f"{len(columns)} columns" if columns else "an empty file"
-        raise DataError(
-            problem(name, f"a table of 1 to {_MAX_COLUMNS} columns", got, "Check the file.")
-        )
-    if header is None and all(finite_number(cell) is not None for cell in columns):
-        raise DataError(
-            problem(
-                name, "a first line that names the columns", "numbers", "Add one, or pass header=."
-            )
-        )
-    seen = {""}
-    for index, column in enumerate(columns, 1):
-        if column in seen:
-            got = f"{describe(column)} for column {index}"
-            raise DataError(problem(name, "a name of its own for each column", got, "Rename it."))
-        seen.add(column)
-    position = {column: index for index, column in enumerate(columns)}
-    text = columns if text is None else text
-    for column in (*text, *(numbers or ())):
-        if column not in position:
-            near = difflib.get_close_matches(column, columns[:1000], 1)
-            remedy = f"Did you mean {near[0]!r}?" if near else "Check the name."
-            got = f"the columns {', '.join(columns[:50])[:300]}"
-            raise DataError(problem(name, f"a column {column!r}", got, remedy))
-    left = {column: position[column] for column in text}
-    kept = [
-        position[column]
-        for column in (columns if numbers is None else numbers)
-        if column not in left
-    ]
-    words: dict[str, list[str]] = {column: [] for column in text}
-    values = array("d")
-    num = 0
-    for row in rows:
-        if len(row) != len(columns):
-            raise DataError(
-                problem(
-                    name,
-                    f"{len(columns)} cells in line {lines.num}",
-                    f"{len(row)}",
-                    "Check that line.",
-                )
-            )
-        for index in kept:
-            value = finite_number(row[index])
-            if value is None:
-                raise NotANumberError(_not_a_number(name, lines.num, columns[index], row[index]))
-            values.append(value)
-        for column, index in left.items():
-            words[column].append(row[index].strip())
-        num += 1
-    if num == 0:
-        raise DataError(problem(name, "rows below the header", "none", "Check the file."))
-    cells = (
-        np.frombuffer(values, np.float64).reshape(num, len(kept)) if kept else np.empty((num, 0))
-    )
-    return Table(tuple(columns[index] for index in kept), cells, words)
-
-
-def _rows(lines: _Lines, reader: Iterator[list[str]]) -> Iterator[list[str]]:
-    for row in reader:
-        lines.complete()
-        if any(cell.strip() for cell in row):
-            yield row
+    @contextmanager
+    def faults(self) -> Iterator[None]:
+        """What the readers of text raise, as errors that name the file and the line."""
+        try:
+            yield
+        except csv.Error as error:
+            got = f"{error} in line {self.num}"
+            raise DataError(self.name, "delimited text", got, "Check that line.") from None
+        except UnicodeDecodeError as error:
+            got = f"byte {error.object[error.start]:#04x} after line {self.num}"
+            raise DataError(self.name, "text in UTF-8", got, "Save it as UTF-8.") from None
 
 
 def _sniffed(lines: _Lines) -> str:
     """The delimiter that divides the first line that is not blank into the most cells."""
     first = ""
     for first in lines:
-        lines.complete()
+        lines.complete = lines.num
         if first.strip():
             break
-    return max(DELIMITERS, key=lambda candidate: len(_cells(first, candidate)))
 
+    def num_cells(delimiter: str) -> int:
+        try:
+            return len(next(csv.reader([first], delimiter=delimiter), []))
+        except csv.Error:
+            return 0
 
-def _cells(line: str, delimiter: str) -> list[str]:
-    try:
-        return next(csv.reader([line], delimiter=delimiter), [])
-    except csv.Error:
-        return []
+    return max(DELIMITERS, key=num_cells)
 
 
 def finite_number(cell: str) -> float | None:
@@ -209,12 +188,31 @@ def finite_number(cell: str) -> float | None:
     return value if math.isfinite(value) and "_" not in cell else None
 
 
-def _not_a_number(name: str, line: int, column: str, cell: str) -> str:
-    remedy = "Encode text as numbers, or leave the column out."
+def decimal_comma(cell: str) -> bool:
+    """Whether a cell would be a number with a decimal point for its comma.
+
+    >>> decimal_comma("2,5"), decimal_comma("a,b")
+    (True, False)
+    """
+    return finite_number(cell.replace(",", ".", 1)) is not None
+
+
+def _remedy(cell: str) -> str:
     if not cell.strip():
-        remedy = "Fill in the missing value, or drop the line."
-    elif finite_number(cell.replace(",", ".", 1)) is not None:
-        remedy = "Write a decimal point, not a comma."
-    elif cell.strip().lower().lstrip("+-") in ("nan", "inf", "infinity", "na", "null"):
-        remedy = "Only finite values can be used: fill it in, or drop the line."
-    return problem(name, f"a number in line {line}, column {column!r}", describe(cell), remedy)
+        return "Fill in the missing value, or drop the line."
+    if decimal_comma(cell):
+        return "Write a decimal point, not a comma."
+    if cell.strip().lower().lstrip("+-") in ("nan", "inf", "infinity", "na", "null"):
+        return "Only finite values can be used: fill it in, or drop the line."
+    return "Encode text as numbers, or leave the column out."
+
+
+def float32(file: object, what: str, values: npt.NDArray[Any]) -> Tensor:
+    """A copy in float32; what is not finite there is refused."""
+    with np.errstate(all="ignore"):  # what does not survive is not finite
+        narrow = np.array(values, np.float32, order="C")  # a copy: tensors must own what they hold
+    if not np.isfinite(narrow).all():
+        got = f"others in row {int(np.argwhere(~np.isfinite(narrow))[0][0]) + 1}"
+        wanted = f"finite numbers within float32 in {what}"
+        raise DataError(file, wanted, got, "Rescale or drop it.")
+    return torch.from_numpy(narrow)
