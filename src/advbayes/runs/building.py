@@ -22,7 +22,7 @@ from advbayes.attacks.parts import is_attack
 from advbayes.channels import AttackChannel, Learned, Mixture, Noise
 from advbayes.datasets import Dataset, Standardize, class_weights, from_csv, from_npz, load_dataset
 from advbayes.evaluation.inputs import warn_units
-from advbayes.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian
+from advbayes.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 from advbayes.model import BayesianModel
 from advbayes.networks import ConvGenerator, FullyConnectedGenerator, conv_net, mlp
 from advbayes.objectives import ChannelELBO, Consistency, LogitPairing, Penalty, Trades
@@ -53,6 +53,11 @@ class Prepared:
     scale: Tensor | None = None  # how much more or less than eps each may change; None: all alike
 
     @property
+    def num_outputs(self) -> int:
+        """Classes, or targets of a regression."""
+        return len(self.dataset.class_names) or max(1, self.y_train[0].numel())
+
+    @property
     def box(self) -> tuple[float, float] | None:
         return self.dataset.box
 
@@ -69,46 +74,38 @@ def prepare(config: RunConfig, *, downloading: Downloading | None = None) -> Pre
     >>> prepare(make_config({"data": "digits", "num_train": 100})).x_train.shape
     torch.Size([100, 1, 8, 8])
     """
-    path = config.file
-    if path is None:
-        dataset = load_dataset(
-            config.data, config.root, target=config.target, seed=config.seed, progress=downloading
-        )
-    elif path.suffix.lower() == ".csv":
-        assert config.target is not None
-        target = config.target if "," not in config.target else config.target.split(",")
-        dataset = from_csv(
-            path,
-            target=target,
-            task=config.task,
-            features=config.features,
-            drop=config.drop,
-            seed=config.seed,
-        )
-    else:
-        dataset = from_npz(path, task=config.task, seed=config.seed)
-    scaling = dataset.scaling
-    num = config.num_train
-    x_train, y_train, x_test, y_test = (
-        dataset.x_train[:num],
-        dataset.y_train[:num],
-        dataset.x_test,
-        dataset.y_test,
-    )
+    dataset = _load(config, downloading)
+    num, scaling = config.num_train, dataset.scaling
+    x_train, y_train = dataset.x_train[:num], dataset.y_train[:num]
+    x_test, y_test = dataset.x_test, dataset.y_test
     if scaling is not None:
         x_train, x_test = scaling.transform(x_train), scaling.transform(x_test)
         if dataset.task == "regression":
             y_train, y_test = scaling.transform_target(y_train), scaling.transform_target(y_test)
-    mask, scale = reach_of(
-        dataset.feature_names,
-        scaling,
-        config.eps,
-        config.fixed,
-        parse_feature_eps(config.feature_eps),
-    )
+    each = parse_feature_eps(config.feature_eps)
+    mask, scale = reach_of(dataset.feature_names, scaling, config.eps, config.fixed, each)
     if dataset.mask is not None:
         mask = dataset.mask if mask is None else mask & dataset.mask
     return Prepared(dataset, x_train, y_train, x_test, y_test, scaling, mask, scale)
+
+
+def _load(config: RunConfig, downloading: Downloading | None) -> Dataset:
+    path, target = config.file, config.target
+    if path is None:
+        return load_dataset(
+            config.data, config.root, target=target, seed=config.seed, progress=downloading
+        )
+    if path.suffix.lower() != ".csv":
+        return from_npz(path, task=config.task, seed=config.seed)
+    assert target is not None
+    return from_csv(
+        path,
+        target.split(",") if "," in target else target,
+        task=config.task,
+        features=config.features,
+        drop=config.drop,
+        seed=config.seed,
+    )
 
 
 def numbers_of_rows(dataset: Dataset) -> list[str]:
@@ -146,16 +143,13 @@ def reach_of(
         known = {*names, *columns} if key == "fixed" else names
         if unknown := [name for name in given if name not in known]:
             there = ", ".join(names[:20]) if names else "none with a name"
-            raise ConfigError(
-                f"{key}: must name features of the data, got {', '.join(unknown)}; there are "
-                f"{there}"
-            )
+            wanted = f"{key}: must name features of the data"
+            raise ConfigError(f"{wanted}, got {', '.join(unknown)}; there are {there}")
     fixed = [name for name, column in zip(names, columns, strict=True) if {name, column} & {*fixed}]
     mask = torch.tensor([name not in fixed for name in names]) if fixed else None
     if mask is not None and not bool(mask.any()):
-        raise ConfigError(
-            "fixed: must leave at least one feature that the attacker may change, got all of them"
-        )
+        wanted = "fixed: must leave at least one feature that the attacker may change"
+        raise ConfigError(f"{wanted}, got all of them")
     if not feature_eps:
         return mask, None
     std = torch.ones(len(names)) if scaling is None else scaling.std.reshape(-1).float()
@@ -175,27 +169,19 @@ def build_net(config: RunConfig, data: Prepared, *, trusted: bool = False) -> nn
     >>> [tuple(p.shape) for p in build_net(config, prepare(config)).parameters()]
     [(3, 10), (3,), (1, 3), (1,)]
     """
-    dataset, event = data.dataset, tuple(data.x_train.shape[1:])
-    images = len(event) == 3
-    outputs = (
-        len(dataset.class_names)
-        if dataset.task == "classification"
-        else max(1, data.y_train[0].numel())
-    )
-    if dataset.task == "regression" and config.noise_scale == "heteroscedastic":
+    event = tuple(data.x_train.shape[1:])
+    square = len(event) == 3 and event[1] == event[2]
+    outputs = data.num_outputs
+    if data.dataset.task == "regression" and config.noise_scale == "heteroscedastic":
         outputs *= 2  # means, then log-scales
-    kind = (
-        ("conv" if images and event[1] == event[2] >= 4 else "mlp")
-        if config.network == "auto"
-        else config.network
-    )
+    kind = config.network
+    if kind == "auto":
+        kind = "conv" if square and event[1] >= 4 else "mlp"
     with GlobalStream(seed_for(config.seed, "network")):
         if kind == "conv":
-            if not images or event[1] != event[2]:
-                raise ConfigError(
-                    f"network: must be auto or mlp for inputs of shape {event}, got 'conv' (for "
-                    f"square images)"
-                )
+            if not square:
+                wanted = f"network: must be auto or mlp for inputs of shape {event}"
+                raise ConfigError(f"{wanted}, got 'conv' (for square images)")
             return conv_net(outputs, event[0], event[1])
         if kind == "mlp":
             layers = mlp(math.prod(event), outputs, tuple(config.hidden))
@@ -212,54 +198,48 @@ def own_net(network: str, *, trusted: bool = False) -> nn.Module:
     ...
     advbayes.runs.config.ConfigError: network: 'os:getcwd' names code of your own, which runs only with --trust-network
     """  # noqa: E501
-    _refuse_unless(trusted, "network", network)
-    net = import_factory("network", network)
-    if not isinstance(net, nn.Module):
-        raise ConfigError(
-            f"network: {network!r} must return a torch.nn.Module, got {type(net).__name__}"
-        )
-    return net
+    match net := import_factory("network", network, trusted=trusted):
+        case nn.Module():
+            return net
+    wanted = f"network: {network!r} must return a torch.nn.Module"
+    raise ConfigError(f"{wanted}, got {type(net).__name__}")
 
 
 def own_channel(name: str, ball: Ball, sigma: float, *, trusted: bool = False) -> Channel:
     """What the user's `module:factory` makes of the ball and sigma: a channel, or an attack, which
     sigma makes one."""
-    _refuse_unless(trusted, "channel", name)
-    made = import_factory("channel", name, ball, sigma)
+    made = import_factory("channel", name, ball, sigma, trusted=trusted)
     if isinstance(made, Channel):
         return made
     if is_attack(made):
         return AttackChannel(made, sigma)
-    raise ConfigError(
-        f"channel: {name!r} must return a channel or an attack, got {type(made).__name__}"
-    )
+    wanted = f"channel: {name!r} must return a channel or an attack"
+    raise ConfigError(f"{wanted}, got {type(made).__name__}")
 
 
 def own_classes(name: str, *, trusted: bool = False) -> list[type]:
     """The classes in the module of the user's channel, which its saved settings may name."""
-    _refuse_unless(trusted, "channel", name)
-    return [value for value in vars(_module(name)).values() if isinstance(value, type)]
+    module = _own_module("channel", name, trusted)
+    return [value for value in vars(module).values() if isinstance(value, type)]
 
 
-def _refuse_unless(trusted: bool, key: str, name: str) -> None:
+def _own_module(key: str, name: str, trusted: bool) -> ModuleType:
+    """The module of a `module:factory`, looked for in the working folder first, only if
+    `trusted`."""
     if not trusted:
-        raise ConfigError(
-            f"{key}: {name!r} names code of your own, which runs only with --trust-network"
-        )
-
-
-def _module(name: str) -> ModuleType:
-    """The module of a `module:factory`, looked for in the working folder first."""
+        wanted = "names code of your own, which runs only with --trust-network"
+        raise ConfigError(f"{key}: {name!r} {wanted}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     return importlib.import_module(name.partition(":")[0])
 
 
-def import_factory(key: str, name: str, *arguments: object) -> Any:
-    """What the user's `module:factory` gives when called; the module is looked for in the working
-    folder first."""
+def import_factory(key: str, name: str, *arguments: object, trusted: bool = True) -> Any:
+    """What the user's `module:factory` gives when called."""
     try:
-        return getattr(_module(name), name.partition(":")[2])(*arguments)
+        return getattr(_own_module(key, name, trusted), name.partition(":")[2])(*arguments)
+    except ConfigError:
+        raise
     except Exception as error:  # whatever the user's code raises is the user's to mend
         wanted = f"{key}: must be an importable module:factory, got {name!r}"
         raise ConfigError(f"{wanted}: {type(error).__name__}: {error}") from error
@@ -275,29 +255,20 @@ def build_model(
     >>> build_model(config, prepare(config))[1].num_params
     38
     """
-    net = build_net(config, data, trusted=trusted)
-    outputs = 1 if data.y_train.ndim == 1 else data.y_train.shape[1]
+    likelihood: Likelihood
+    outputs = data.num_outputs
     if data.dataset.task == "classification":
-        model = BayesianModel(net, Categorical(), config.prior_scale)
+        likelihood = Categorical()
     elif config.noise_scale == "heteroscedastic":
-        model = BayesianModel(net, HeteroscedasticGaussian(), config.prior_scale)
+        likelihood = HeteroscedasticGaussian()
     elif config.noise_scale == "learned":
-        model = BayesianModel(
-            net, Gaussian(1.0, learned=True, num_outputs=outputs), config.prior_scale
-        )
+        likelihood = Gaussian(1.0, learned=True, num_outputs=outputs)
     else:
-        model = BayesianModel(
-            net, Gaussian(config.noise_scale, num_outputs=outputs), config.prior_scale
-        )
-    posterior = named_posterior(
-        config.posterior,
-        model,
-        seed=config.seed,
-        members=config.members,
-        rank=config.rank,
-        init_scale=config.init_scale,
-    )
-    return model, posterior
+        likelihood = Gaussian(config.noise_scale, num_outputs=outputs)
+    net = build_net(config, data, trusted=trusted)
+    model = BayesianModel(net, likelihood, config.prior_scale)
+    chosen = {"members": config.members, "rank": config.rank, "seed": config.seed}
+    return model, named_posterior(config.posterior, model, init_scale=config.init_scale, **chosen)
 
 
 def named_posterior(
@@ -364,21 +335,12 @@ def build_defense(
                 stacklevel=2,
             )
 
-    def learned() -> Learned:
-        event = tuple(data.x_train.shape[1:])
-        classes = None if regression else len(data.dataset.class_names)
-        with GlobalStream(seed_for(config.seed, "adversary")):
-            if len(event) == 3 and event[1] == event[2] and classes is not None:
-                return Learned(ConvGenerator(classes, event[0], event[1]), ball)
-            outputs = max(1, data.y_train[0].numel())
-            return Learned(FullyConnectedGenerator(math.prod(event), outputs, classes), ball)
-
     if config.channel is not None:
         channel: Channel = own_channel(config.channel, ball, config.sigma, trusted=trusted)
     elif config.defense in ("nn", "nn50"):
-        channel = (
-            learned() if config.defense == "nn" else Mixture([0.5, 0.5], [Noise(0.0), learned()])
-        )
+        channel = _learned(config, data, ball)
+        if config.defense == "nn50":
+            channel = Mixture([0.5, 0.5], [Noise(0.0), channel])
     else:
         channel = named_channel(
             config.defense, ball, config.sigma, regression=regression, steps=config.attack_steps
@@ -388,29 +350,36 @@ def build_defense(
         "alp": LogitPairing(config.beta),
         "consistency": Consistency(config.beta),
     }
-    penalty = penalties.get(config.defense)
     if regression and config.defense == "consistency":
-        raise ConfigError(
-            "defense: must be another than consistency for regression, where no classes vote, got "
-            "'consistency'"
-        )
+        wanted = "defense: must be another than consistency for regression, where no classes vote"
+        raise ConfigError(f"{wanted}, got 'consistency'")
     weights = None
     if config.class_weight is not None:
-        if data.dataset.task != "classification":
-            raise ConfigError(
-                f"class_weight: must be left out for regression, got {config.class_weight!r}"
-            )
-        weights = class_weights(data.y_train, len(data.dataset.class_names))
+        if regression:
+            wanted = "class_weight: must be left out for regression"
+            raise ConfigError(f"{wanted}, got {config.class_weight!r}")
+        weights = class_weights(data.y_train, data.num_outputs)
     objective = ChannelELBO(
         len(data.x_train),
         config.num_theta,
         config.num_channel,
         config.bound,
-        penalty,
+        penalties.get(config.defense),
         kl_weight=config.kl_weight,
         class_weight=weights,
     )
     return channel, objective
+
+
+def _learned(config: RunConfig, data: Prepared, ball: Ball) -> Learned:
+    """The learned adversary, for square images a convolutional one."""
+    event, outputs = tuple(data.x_train.shape[1:]), data.num_outputs
+    classes = None if data.dataset.task == "regression" else outputs
+    with GlobalStream(seed_for(config.seed, "adversary")):
+        if len(event) == 3 and event[1] == event[2] and classes is not None:
+            return Learned(ConvGenerator(classes, event[0], event[1]), ball)
+        num_targets = outputs if classes is None else 1
+        return Learned(FullyConnectedGenerator(math.prod(event), num_targets, classes), ball)
 
 
 MIN_STEPS, MIN_EPOCHS, MAX_EPOCHS = 2000, 10.0, 500.0
@@ -447,22 +416,23 @@ def named_channel(
     """
     checks.choice("channel", name, NAMED_CHANNELS)
     main = squared_error if regression else nll
-    losses = (squared_error,) if regression else (nll, margin, entropy)
+    clean = Noise(0.0)
     match name:
         case "none":
-            return Noise(0.0)
+            return clean
         case "noise" | "consistency":
             return Noise(sigma)
         case "at":
-            return Mixture([0.5, 0.5], [Noise(0.0), AttackChannel(one_step(ball, main))])
+            return Mixture([0.5, 0.5], [clean, AttackChannel(one_step(ball, main))])
         case "os":
             return AttackChannel(one_step(ball, main), sigma)
         case "os50":
-            return Mixture([0.5, 0.5], [Noise(0.0), AttackChannel(one_step(ball, main), sigma)])
+            return Mixture([0.5, 0.5], [clean, AttackChannel(one_step(ball, main), sigma)])
         case "mix":
+            losses = (squared_error,) if regression else (nll, margin, entropy)
             attacked = [AttackChannel(one_step(ball, loss), sigma) for loss in losses]
             return Mixture([0.4] + [0.6 / len(losses)] * len(losses), [Noise(sigma), *attacked])
         case "pgd":
             return AttackChannel(pgd(ball, steps, main), sigma)
-        case _:  # the penalties of trades and alp compare with what the attack gives
-            return AttackChannel(pgd(ball, steps, main))
+    # the penalties of trades and alp compare with what the attack gives
+    return AttackChannel(pgd(ball, steps, main))

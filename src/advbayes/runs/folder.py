@@ -18,15 +18,14 @@ from advbayes import store
 from advbayes.runs.config import ConfigError, RunConfig, make_config, read_toml, to_toml
 
 # What a manifest says, where it says it.
-_FIELDS: dict[str, type] = {
-    "status": str,
-    "started": dict,
-    "versions": dict,
-    "data": dict,
-    "steps": int,
-    "skipped": int,
+_FIELDS: dict[str, tuple[type, str]] = {
+    "status": (str, "text"),
+    "started": (dict, "a JSON object"),
+    "versions": (dict, "a JSON object"),
+    "data": (dict, "a JSON object"),
+    "steps": (int, "a whole number"),
+    "skipped": (int, "a whole number"),
 }
-_NAMES = {str: "text", dict: "a JSON object", int: "a whole number"}
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,9 @@ class Run:
         """An existing run folder."""
         run = Run(Path(path))
         if not (run.path / "config.toml").is_file():
-            got = (
-                "no config.toml in it"
-                if run.path.is_dir()
-                else "a file"
-                if run.path.exists()
-                else "nothing (no such folder)"
-            )
+            got = "a file" if run.path.exists() else "nothing (no such folder)"
+            if run.path.is_dir():
+                got = "no config.toml in it"
             raise ConfigError(f"{path}: wanted a run folder (made by advbayes train), got {got}")
         return run
 
@@ -66,14 +61,14 @@ class Run:
     def manifest(self) -> dict[str, Any]:
         """Status, versions, where it comes from."""
         path = self.path / "manifest.json"
-        document = store.read_document(path)
-        if not isinstance(document, dict):
-            raise store.StoreError(path, wanted="a JSON object", got=type(document).__name__)
-        for field, kind in _FIELDS.items():
-            if not isinstance(document.get(field, kind()), kind):
-                raise store.StoreError(
-                    f"{path}:{field}", wanted=_NAMES[kind], got=f"{document[field]!r:.80}"
-                )
+        match store.read_document(path):
+            case dict() as document:
+                pass
+            case other:
+                raise store.StoreError(path, "a JSON object", type(other).__name__)
+        for field, (kind, wanted) in _FIELDS.items():
+            if field in document and type(document[field]) is not kind:
+                raise store.StoreError(f"{path}:{field}", wanted, f"{document[field]!r:.80}")
         return document
 
     @property
@@ -110,21 +105,19 @@ class Run:
         `sealed` is the configuration as a checkpoint or model holds it; None: from a version that
         did not seal it.
         """
-        if sealed is None:
-            return
-        now, before = (
-            self.config.model_dump(mode="json"),
-            sealed if isinstance(sealed, dict) else {},
-        )
-        for key in sorted((now.keys() | before.keys()) - {"root"}):
-            if key in now and now[key] != before.get(key, RunConfig.model_fields[key].default):
-                wanted = (
-                    f"{key} = {before.get(key)!r}, which the run's {place} was made with (or "
-                    f"a new run)"
-                )
-                raise store.StoreError(
-                    self.path / "config.toml", wanted=wanted, got=f"{now[key]!r}"
-                )
+        match sealed:
+            case None:
+                return
+            case dict() as before:
+                pass
+            case _:
+                before = {}
+        now = self.config.model_dump(mode="json")
+        for key in sorted(now.keys() - {"root"}):
+            if now[key] != before.get(key, RunConfig.model_fields[key].default):
+                wanted = f"{key} = {before.get(key)!r}, which the run's {place} was made with"
+                wanted += " (or a new run)"
+                raise store.StoreError(self.path / "config.toml", wanted, f"{now[key]!r}")
 
     def log(self, message: str) -> None:
         """A dated line in log.txt; a log that cannot be written stops nothing."""
@@ -178,10 +171,8 @@ def create_run(config: RunConfig, out: str | os.PathLike[str] | None = None) -> 
             store.write_bytes(folder / "config.toml", to_toml(config).encode())
             yield run
         except BaseException:
-            if set(os.listdir(folder)) <= {
-                "config.toml",
-                ".lock",
-            }:  # refused before anything was done: as if never asked
+            # refused before anything was done: as if never asked
+            if set(os.listdir(folder)) <= {"config.toml", ".lock"}:
                 (folder / "config.toml").unlink(missing_ok=True)
             raise
 
@@ -212,12 +203,9 @@ def _used(folder: Path) -> bool:
 
 def _refuse_used(folder: Path) -> None:
     if _used(folder):
-        run = (folder / "config.toml").is_file()
-        advice = (
-            f"a run; continue it with `advbayes train --resume {folder}`"
-            if run
-            else "files that are not a run's"
-        )
+        advice = "files that are not a run's"
+        if (folder / "config.toml").is_file():
+            advice = f"a run; continue it with `advbayes train --resume {folder}`"
         raise ConfigError(f"out: wanted a new or empty folder, got {folder}, which holds {advice}")
 
 

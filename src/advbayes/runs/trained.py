@@ -20,7 +20,7 @@ from advbayes.predictive import PosteriorPredictive
 from advbayes.runs.building import own_classes, own_net
 from advbayes.runs.config import NETWORKS
 from advbayes.runs.folder import Run
-from advbayes.store import preprocessing, thetas_of
+from advbayes.store import thetas_of
 from advbayes.types import Channel
 
 
@@ -64,9 +64,12 @@ class Trained:
 
     def point(self) -> PosteriorPredictive:
         """One net, not averaged: the posterior's mean, or the first of finitely many members."""
-        single = isinstance(self.posterior, (Ensemble, Samples))
-        theta = self.thetas(1)[0] if single else self.posterior.mean
-        return PosteriorPredictive(self.model, theta.unsqueeze(0))
+        match self.posterior:
+            case Ensemble() | Samples():
+                theta = self.thetas(1)[:1]
+            case posterior:
+                theta = posterior.mean.unsqueeze(0)
+        return PosteriorPredictive(self.model, theta)
 
 
 def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trained:
@@ -79,10 +82,10 @@ def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trai
     """  # noqa: E501
     place = Path(path)
     if not place.exists():
-        raise store.MissingError(place, wanted="a run folder or a bundle")
+        raise store.MissingError(place, "a run folder or a bundle")
     said = _mapping(store.read_bundle(store.model_file(place))[1].get("extra"))
     network, channel = said.get("network"), said.get("channel")
-    custom = isinstance(network, str) and network not in NETWORKS
+    custom = type(network) is str and network not in NETWORKS
     bundle = store.load(
         place,
         net=own_net(str(network), trusted=trusted) if custom else None,
@@ -91,34 +94,32 @@ def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trai
     extra, threat = _mapping(bundle.extra), _mapping(bundle.threat_model)
     if (place / "config.toml").is_file():
         Run.open(place).check_sealed(extra.get("config"), "model")
-    if _mapping(extra.get("estimator")).get("purified"):
-        wanted = (
-            "a model that predicts by itself (advbayes.estimators.load_pipeline loads this one)"
-        )
-        raise store.StoreError(path, wanted=wanted, got="an estimator that purifies its inputs")
     try:
-        return _trained(Path(path), bundle, extra, threat)
+        return _trained(place, bundle, extra, threat)
+    except InputError:
+        raise
     except (TypeError, ValueError, LookupError, OverflowError, RuntimeError) as error:
-        if isinstance(error, InputError):
-            raise
         wanted = "a model whose extra and threat_model are as advbayes train writes them"
         got = f"{type(error).__name__}: {error!s:.80}"
-        raise store.StoreError(path, wanted=wanted, got=got) from None
+        raise store.StoreError(path, wanted, got) from None
 
 
 def _trained(
     path: Path, bundle: store.Bundle, extra: dict[str, Any], threat: dict[str, Any]
 ) -> Trained:
-    box = threat.get("box")
+    raw = bundle.predictor(1)
+    box, mask, scale = (threat.get(name) for name in ("box", "mask", "scale"))
     return Trained(
         path=path,
         model=bundle.model,
         posterior=bundle.posterior,
         channel=bundle.channel,
-        scaling=None if bundle.scaling is None else Standardize.from_dict(bundle.scaling),
-        class_names=bundle.class_names or (),
+        scaling=raw.scaling,
+        class_names=raw.class_names,
         feature_names=tuple(map(str, extra.get("feature_names", ()))),
         target_names=tuple(map(str, extra.get("target_names", ()))),
+        encoding=raw.encoding,
+        steps=raw.steps,
         task=str(extra.get("task", "classification" if bundle.class_names else "regression")),
         event=tuple(int(size) for size in extra.get("event", ())),
         box=None if box is None else (float(box[0]), float(box[1])),
@@ -126,18 +127,10 @@ def _trained(
         eps=float(threat.get("eps", 0.0)),
         defense=str(extra.get("defense", "model")),
         seed=int(extra.get("seed", 0)),
-        mask=None if threat.get("mask") is None else torch.tensor(threat["mask"], dtype=torch.bool),
-        steps=None
-        if extra.get("steps") is None
-        else preprocessing.decode(extra["steps"], f"{path}:steps"),
-        encoding=None
-        if extra.get("encoding") is None
-        else Encoding.from_json(extra["encoding"], f"{path}:encoding"),
-        scale=None
-        if threat.get("scale") is None
-        else torch.tensor(threat["scale"], dtype=torch.float32),
+        mask=None if mask is None else torch.tensor(mask, dtype=torch.bool),
+        scale=None if scale is None else torch.tensor(scale, dtype=torch.float32),
     )
 
 
 def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+    return value if type(value) is dict else {}

@@ -93,14 +93,8 @@ def train(
 
     sealed = config.model_dump_json().encode()
     ranks().on_first(lambda: {"config": torch.frombuffer(bytearray(sealed), dtype=torch.uint8)})
-    options = {
-        "progress": progress,
-        "stop": stop,
-        "state": state,
-        "checkpoint": checkpoint,
-        "checkpoint_every": config.checkpoint_every,
-    }
-    result = _fit(config, data, parts, device, **options)
+    saving = {"checkpoint": checkpoint, "checkpoint_every": config.checkpoint_every}
+    result = _fit(config, data, parts, device, progress=progress, stop=stop, state=state, **saving)
     if result.interrupted:
         run.log(f"interrupted at step {result.steps}")
         run.write_manifest(status="interrupted", steps=result.steps)
@@ -124,15 +118,10 @@ def train(
     )
     predict = PosteriorPredictive(model, thetas_of(posterior, 20, config.seed))
     store.write_document(run.path / "metrics.json", clean_metrics(predict, data))
-    weights = next(
-        part.sha256
-        for part in store.read_manifest(run.model_path).parts
-        if part.name == "posterior.safetensors"
-    )
+    hashes = {part.name: part.sha256 for part in store.read_manifest(run.model_path).parts}
     run.log(f"finished at step {result.steps}, {result.skipped} skipped")
-    run.write_manifest(
-        status="trained", steps=result.steps, skipped=result.skipped, weights=weights
-    )
+    done = {"steps": result.steps, "skipped": result.skipped}
+    run.write_manifest(status="trained", weights=hashes["posterior.safetensors"], **done)
     return result
 
 
@@ -207,15 +196,8 @@ def clean_metrics(
 ) -> dict[str, Any]:
     """Scores on the clean test set, with intervals."""
     task: Task = "classification" if data.dataset.task == "classification" else "regression"
-    parts = [
-        score(
-            predict,
-            data.x_test[start : start + batch_size],
-            data.y_test[start : start + batch_size],
-            task,
-        )
-        for start in range(0, len(data.x_test), batch_size)
-    ]
+    rows = (torch.split(part, batch_size) for part in (data.x_test, data.y_test))
+    parts = [score(predict, x, y, task) for x, y in zip(*rows, strict=True)]
     columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     known = REDUCTIONS[task] | ON_REQUEST[task]
     estimates = {name: known[name](columns) for name in _CLEAN[task]}
@@ -245,12 +227,8 @@ def _trivial(task: Task, data: Prepared) -> dict[str, float]:
 
 def _begin(run: Run, data: Prepared, state: State | None) -> None:
     """Note what the run is made from; one that goes on must meet the data that it began with."""
-    now = {
-        "data": {
-            "source": data.dataset.provenance.source,
-            "sha256": dict(data.dataset.provenance.sha256),
-        }
-    }
+    where = data.dataset.provenance
+    now = {"source": where.source, "sha256": dict(where.sha256)}
     versions = store.versions()
     if state is None:
         if run.config.file is not None and (numbers := numbers_of_rows(data.dataset)):
@@ -259,20 +237,19 @@ def _begin(run: Run, data: Prepared, state: State | None) -> None:
                 f"numbers; --drop {','.join(numbers)} leaves it out",
                 stacklevel=3,
             )
-        run.write_manifest(status="training", started=record(), versions=versions, **now)
+        run.write_manifest(status="training", started=record(), versions=versions, data=now)
         run.log("training from the start")
         return
     before = run.manifest
-    if before.get("data", {}).get("sha256") != now["data"]["sha256"]:
-        wanted = f"the data that the run began with, SHA-256 {before.get('data', {}).get('sha256')}"
-        raise store.StoreError(run.path, wanted=wanted, got=f"{now['data']['sha256']}")
+    began = before.get("data", {}).get("sha256")
+    if began != now["sha256"]:
+        wanted = f"the data that the run began with, SHA-256 {began}"
+        raise store.StoreError(run.path, wanted, f"{now['sha256']}")
     run.write_manifest(status="training")
     run.log(f"training from step {state.step}")
     if before.get("versions") != versions:
-        run.log(
-            f"other versions than at the start, results may differ in the last bits: "
-            f"{before.get('versions')}, now {versions}"
-        )
+        remark = "other versions than at the start, results may differ in the last bits"
+        run.log(f"{remark}: {before.get('versions')}, now {versions}")
 
 
 def _extra(config: RunConfig, data: Prepared) -> dict[str, Any]:
@@ -312,13 +289,11 @@ def read_checkpoint(run: Run) -> State | None:
         } if "state" in tensors:
             pass
         case other:
-            raise store.StoreError(path, wanted="a checkpoint of a run", got=f"{other!r:.80}")
+            raise store.StoreError(path, "a checkpoint of a run", f"{other!r:.80}")
     rows = run.history.read()[:step]
     if len(rows) < step:
         raise store.StoreError(
-            run.path / "history.jsonl",
-            wanted=f"{step} records, as the checkpoint",
-            got=f"{len(rows)}",
+            run.path / "history.jsonl", f"{step} records, as the checkpoint", f"{len(rows)}"
         )
     history: dict[str, list[float]] = {
         c: [math.nan if row[c] is None else float(row[c]) for row in rows]  # type: ignore[arg-type]
