@@ -298,8 +298,8 @@ FIRST = (
     Bug(
         "a file's test share is always a fifth",
         "datasets/own.py",
-        "        test_fraction=test_fraction,\n",
-        "        test_fraction=0.2,\n",
+        "train, test = split_rows(len(y), seed=seed, test_fraction=test_fraction, labels=labels)",
+        "train, test = split_rows(len(y), seed=seed, test_fraction=0.2, labels=labels)",
         "test_datasets test_file_options test_tables_as_they_come",
     ),
     Bug(
@@ -313,15 +313,15 @@ FIRST = (
     Bug(
         "advbayes certify ignores --alpha",
         "cli/certify.py",
-        "                alpha=alpha,\n",
-        "                alpha=0.001,\n",
+        "n=draws, alpha=alpha, generator",
+        "n=draws, alpha=0.001, generator",
         "test_options test_certify test_cli",
     ),
     Bug(
         "advbayes certify's curve counts wrong classes",
         "cli/certify.py",
-        "sum(ok and radius >= at for ok, radius",
-        "sum(radius >= at for ok, radius",
+        "radius if label == target else -1.0",
+        "radius",
         "test_readback test_certify test_cli",
     ),
     Bug(

@@ -216,7 +216,7 @@ def test_help_has_examples_that_would_be_understood(
 
 
 def test_every_key_is_a_flag_in_one_panel(capsys: pytest.CaptureFixture[str]) -> None:
-    keys = [key for panel in PANELS.values() for key in panel]
+    keys = [key for panel in PANELS.values() for key in panel.split()]
     assert sorted(keys) == sorted(RunConfig.model_fields)
     named = {parameter.name for parameter in parser_of("train").params}
     assert set(RunConfig.model_fields) <= named

@@ -9,9 +9,9 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,6 +35,8 @@ from advbayes.cli.screen import fault
 from advbayes.cli.signals import Stopped, watched
 from advbayes.runs.config import ConfigError
 
+# A wrong flag, a missing argument: of click, or of the copy of it that newer typers bring.
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 SHARED = ("train", "evaluate", "audit")  # what several ranks can do together
 
 app = typer.Typer(
@@ -64,24 +66,24 @@ def _root(
     pass
 
 
-for command in (
-    demo,
-    train,
-    predict,
-    attack,
-    evaluate,
-    audit,
-    certify,
-    report,
-    reproduce,
-    datasets,
-    show,
-    playground,
-):
-    command.add_to(app)
-for info in app.registered_commands:  # in the list of commands: the first sentence, on one line
-    about = inspect.cleandoc(info.help or inspect.getdoc(info.callback) or "")
-    info.short_help = about.partition("\n\n")[0].replace("\n", " ")
+COMMANDS: tuple[Callable[..., object], ...] = (
+    demo.demo,
+    train.train,
+    predict.predict,
+    attack.attack,
+    evaluate.evaluate,
+    audit.audit,
+    certify.certify,
+    report.report,
+    reproduce.reproduce,
+    reproduce.compare,
+    datasets.datasets,
+    show.show,
+    playground.playground,
+)
+for command in COMMANDS:  # in the list of commands: the first sentence, on one line
+    about = (inspect.getdoc(command) or "").partition("\n\n")[0].replace("\n", " ")
+    app.command(command.__name__, short_help=about)(command)
 
 
 def run(argv: Sequence[str] | None = None) -> int:
@@ -89,16 +91,10 @@ def run(argv: Sequence[str] | None = None) -> int:
     if argv is None:
         warnings.showwarning = _warn
     try:
-        with (
-            watched() if argv is not None else nullcontext()
-        ):  # the console program leaves at once until there is work
-            with _ranks(sys.argv[1:] if argv is None else argv):
-                code = app(
-                    args=None if argv is None else list(argv),
-                    prog_name="advbayes",
-                    standalone_mode=False,
-                )
-            return code if isinstance(code, int) else 0
+        # the console program leaves at once until there is work
+        words = list(sys.argv[1:] if argv is None else argv)
+        with watched() if argv is not None else nullcontext(), _ranks(words):
+            return int(app(args=words, prog_name="advbayes", standalone_mode=False) or 0)
     except Stopped as stopped:
         if argv is None:  # threads of C libraries may abort while the interpreter is taken down
             os._exit(stopped.code)
@@ -108,12 +104,12 @@ def run(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except _USAGE_ERROR as error:
+        if message := error.format_message():
+            place = error.ctx.command_path if error.ctx else "advbayes"
+            fault(f"{message} (`{place} --help` shows how)")
+        return int(error.exit_code)
     except Exception as error:
-        if hasattr(error, "exit_code") and hasattr(
-            error, "show"
-        ):  # typer's own: a wrong flag, a missing argument
-            _show_usage(error)
-            return int(error.exit_code)
         if is_mistake(error) and not os.environ.get("ADVBAYES_TRACEBACK"):
             fault(str(error) or type(error).__name__)
             return 2
@@ -146,24 +142,9 @@ def _ranks(argv: Sequence[str]) -> Iterator[None]:
         yield
 
 
-def _warn(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: object = None,
-    line: object = None,
-) -> None:
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
     """A library's warning as one line, without the source line that gave it."""
     fault(f"warning: {message}")
-
-
-def _show_usage(error: Exception) -> None:
-    message = getattr(error, "format_message", lambda: str(error))()
-    context = getattr(error, "ctx", None)
-    place = "advbayes" if context is None else context.command_path
-    if message:
-        fault(f"{message} (`{place} --help` shows how)")
 
 
 def memory_wanted(error: BaseException) -> str | None:

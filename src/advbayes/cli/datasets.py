@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from advbayes.cli.screen import Json, emit, say, table
+from advbayes.cli.screen import Json, downloads, emit, say, table
 from advbayes.cli.signals import watched
 
-HELP = """List the built-in data sets and where they are; fetch one.
-
-Examples:
-
-advbayes datasets
-
-advbayes datasets --fetch mnist
-
-ADVBAYES_DATA=/data advbayes datasets --json
-"""
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("datasets", help=HELP)(datasets)
+_EMBEDDED = {
+    "digits": ("classification", "8x8 handwritten digits"),
+    "diabetes": ("regression", "disease progression"),
+}
 
 
 def datasets(
@@ -37,56 +28,40 @@ def datasets(
     ] = None,
     json: Json = False,
 ) -> None:
-    from advbayes.cli.downloads import Downloads
+    """List the built-in data sets and where they are; fetch one.
+
+    Examples:
+
+    advbayes datasets
+
+    advbayes datasets --fetch mnist
+
+    ADVBAYES_DATA=/data advbayes datasets --json
+    """
     from advbayes.datasets import SOURCES, find_dataset, load_dataset, names
     from advbayes.evaluation.tables import Grid
 
     if fetch is not None:
-        with watched(), Downloads(show=False if json else None) as downloads:
-            dataset = load_dataset(fetch, root, progress=downloads)
+        with watched(), downloads(quiet=json) as progress:
+            dataset = load_dataset(fetch, root, progress=progress)
         where = dataset.provenance
-        one = {
-            "name": dataset.name,
-            "task": dataset.task,
-            "train": len(dataset.x_train),
-            "test": len(dataset.x_test),
-            "shape": list(dataset.x_train.shape[1:]),
-            "source": where.source,
-            "sha256": dict(where.sha256),
-            "verified": where.verified,
-            "note": where.note,
-        }
-        emit(one) if json else say(
-            f"{dataset!r}\n  {where.source}\n  {'verified' if where.verified else 'NOT verified'}: "
-            f"{where.note}"
-        )
+        if json:
+            shape = list(dataset.x_train.shape[1:])
+            size = {"train": len(dataset.x_train), "test": len(dataset.x_test), "shape": shape}
+            emit({"name": dataset.name, "task": dataset.task, **size, **asdict(where)})
+        else:
+            verified = "verified" if where.verified else "NOT verified"
+            say(f"{dataset!r}\n  {where.source}\n  {verified}: {where.note}")
         return
     rows = []
     for name in names():
-        source = SOURCES.get(name)
-        folder = find_dataset(name, root)
-        place = (
-            "comes with scikit-learn"
-            if source is None
-            else str(folder)
-            if folder
-            else "not here (fetched when used)"
-        )
-        summary = {"digits": "8x8 handwritten digits", "diabetes": "disease progression"}.get(
-            name, ""
-        )
-        task = {"digits": "classification", "diabetes": "regression"}.get(name, "")
-        rows.append(
-            (name, source.task if source else task, source.summary if source else summary, place)
-        )
+        task, summary = _EMBEDDED.get(name) or (SOURCES[name].task, SOURCES[name].summary)
+        place = "comes with scikit-learn"
+        if name in SOURCES:
+            place = str(find_dataset(name, root) or "not here (fetched when used)")
+        rows.append((name, task, summary, place))
     if json:
-        emit(
-            {
-                "datasets": [
-                    dict(zip(("name", "task", "summary", "place"), row, strict=True))
-                    for row in rows
-                ]
-            }
-        )
+        keys = ("name", "task", "summary", "place")
+        emit({"datasets": [dict(zip(keys, row, strict=True)) for row in rows]})
     else:
         table(Grid(("name", "task", "what", "where"), rows))

@@ -9,20 +9,6 @@ import typer
 from advbayes.cli.screen import Json, emit
 from advbayes.cli.signals import watched
 
-HELP = """Train an undefended, an adversarially trained and a MIX model on digits, purify, attack,
-audit, report: two minutes.
-
-Examples:
-
-advbayes demo
-
-advbayes demo --out ./somewhere --seed 1
-"""
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("demo", help=HELP)(demo)
-
 
 def demo(
     out: Annotated[
@@ -35,6 +21,15 @@ def demo(
     ] = False,
     json: Json = False,
 ) -> None:
+    """Train an undefended, an adversarially trained and a MIX model on digits, purify, attack,
+    audit, report: two minutes.
+
+    Examples:
+
+    advbayes demo
+
+    advbayes demo --out ./somewhere --seed 1
+    """
     from advbayes.experiments.demo import run_demo
 
     with watched():

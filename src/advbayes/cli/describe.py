@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from advbayes import store
+from advbayes.attacks.balls import Ball
 from advbayes.cli.scores import legend, said_scores
 from advbayes.datasets import Standardize
-from advbayes.runs import Run
+from advbayes.runs import Run, Trained
 from advbayes.runs.config import RunConfig
+
+SHOWN_PARTS = ("posterior", "channel", "class_names", "threat_model", "extra", "audit")
 
 
 def units_of(
@@ -37,14 +40,15 @@ def units_of(
     if mask is not None:
         raw = raw * mask
     reach = raw.tolist()
-    labels = (
-        names if len(names) == len(reach) else [f"feature {number}" for number in range(len(reach))]
-    )
-    return {
-        "eps": eps,
-        "units": "standardised",
-        "raw": {str(label): each for label, each in zip(labels, reach, strict=True)},
-    }
+    if len(names) != len(reach):
+        names = [f"feature {number}" for number in range(len(reach))]
+    by_name = dict(zip(map(str, names), reach, strict=True))
+    return {"eps": eps, "units": "standardised", "raw": by_name}
+
+
+def units_within(trained: Trained, ball: Ball) -> dict[str, Any]:
+    """The same for a ball around a run's examples."""
+    return units_of(ball.eps, trained.scaling, trained.feature_names, ball.mask, ball.scale)
 
 
 def said_units(units: dict[str, Any]) -> str:
@@ -55,9 +59,8 @@ def said_units(units: dict[str, Any]) -> str:
         f"{name} {value:.3g}" if value else f"{name} fixed" for name, value in units["raw"].items()
     ]
     shown = ", ".join(parts[:8]) + (f", and {len(parts) - 8} more" if len(parts) > 8 else "")
-    return (
-        f"eps = {units['eps']:g} standardised (standard deviations), that is in raw units: {shown}"
-    )
+    eps = f"eps = {units['eps']:g} standardised (standard deviations)"
+    return f"{eps}, that is in raw units: {shown}"
 
 
 def described_run(run: Run) -> dict[str, Any]:
@@ -79,72 +82,57 @@ def described_run(run: Run) -> dict[str, Any]:
         _, documents, scaling = _bundle(run.model_path)
         names = documents.get("extra", {}).get("feature_names", ())
         threat = documents.get("threat_model") or {}
-        mask, scale = (
-            None if threat.get(key) is None else torch.tensor(threat[key])
+        reach = {
+            key: torch.tensor(threat[key])
             for key in ("mask", "scale")
-        )
-        result["threat_model"] = units_of(config.eps, scaling, names, mask, scale) | {
-            "norm": config.norm
+            if threat.get(key) is not None
         }
+        units = units_of(config.eps, scaling, names, **reach)
+        result["threat_model"] = units | {"norm": config.norm}
     return result
 
 
 def lines_of_run(run: Run) -> str:
     """A run folder for people."""
-    described = described_run(run)
-    config = run.config
+    described, config = described_run(run), run.config
+    metrics, audit = described["metrics"], described["audit"]
     lines = [
-        f"  data {config.data}, defense {config.defense}, posterior {config.posterior}, seed "
-        f"{config.seed}",
-        *([f"  {why_task(config, described['metrics']['task'])}"] if described["metrics"] else []),
-        f"  status {described['status']}, {described['steps']} steps, "
-        f"{described['skipped']} skipped",
+        f"data {config.data}, defense {config.defense}, posterior {config.posterior}, "
+        f"seed {config.seed}",
+        *([why_task(config, metrics["task"])] if metrics else []),
+        f"status {described['status']}, {described['steps']} steps, {described['skipped']} skipped",
     ]
     if "threat_model" in described:
-        lines.append(f"  trained within {config.norm} {said_units(described['threat_model'])}")
-    if described["metrics"]:
-        scaling, targets = _units(run)
-        values = said_scores(described["metrics"]["clean"], scaling, targets)
-        lines.append(
-            f"  clean test set ({described['metrics']['num']} examples, 95 % intervals): {values}"
-        )
-        lines.append(f"  {legend(described['metrics']['clean'])}")
-        if remark := no_better(described["metrics"]):
-            lines.append(f"  {remark}")
+        lines.append(f"trained within {config.norm} {said_units(described['threat_model'])}")
+    if metrics:
+        _, documents, scaling = _bundle(run.model_path)
+        targets = documents.get("extra", {}).get("target_names", ())
+        values = said_scores(metrics["clean"], scaling, targets)
+        lines += [
+            f"clean test set ({metrics['num']} examples, 95 % intervals): {values}",
+            legend(metrics["clean"]),
+            no_better(metrics),
+        ]
     if described["weights"]:
-        lines.append(f"  SHA-256 of the weights {described['weights']}")
+        lines.append(f"SHA-256 of the weights {described['weights']}")
     if described["evaluations"]:
-        lines.append(f"  evaluations: {', '.join(described['evaluations'])}")
-    if described["audit"]:
-        lines.append(
-            f"  audit ({described['audit'].get('tier')}): level {described['audit'].get('level')}"
-        )
-    return "\n".join(lines)
+        lines.append(f"evaluations: {', '.join(described['evaluations'])}")
+    if audit:
+        lines.append(f"audit ({audit.get('tier')}): level {audit.get('level')}")
+    return "\n".join(f"  {line}" for line in lines if line)
 
 
 def described_bundle(path: Path) -> dict[str, Any]:
     """A bundle for machines, every hash checked, nothing built from it."""
     manifest, documents, scaling = _bundle(path)
+    parts = {part.name: {"bytes": part.size, "sha256": part.sha256} for part in manifest.parts}
     return {
         "bundle": str(path),
         "schema": manifest.schema,
         "versions": manifest.versions,
-        "parts": {
-            part.name: {"bytes": part.size, "sha256": part.sha256} for part in manifest.parts
-        },
+        "parts": parts,
         "scaled": scaling is not None,
-        **{
-            name: documents.get(name)
-            for name in (
-                "model",
-                "posterior",
-                "channel",
-                "class_names",
-                "threat_model",
-                "audit",
-                "extra",
-            )
-        },
+        **{name: documents.get(name) for name in ("model", *SHOWN_PARTS)},
     }
 
 
@@ -168,17 +156,10 @@ def why_task(config: RunConfig, task: str) -> str:
         return f"{task}, as asked for by --task"
     classes = task == "classification"
     if config.file.suffix.lower() == ".csv":
-        why = (
-            f"column {config.target!r} holds "
-            f"{'text' if classes else 'numbers; --task classification makes classes of them'}"
-        )
-    else:
-        why = (
-            f"y holds {'' if classes else 'not only '}whole numbers; --task "
-            f"{'regression' if classes else 'classification'}"
-        )
-        why += " treats it otherwise"
-    return f"{task}, since {why}"
+        text = "text" if classes else "numbers; --task classification makes classes of them"
+        return f"{task}, since column {config.target!r} holds {text}"
+    whole, other = ("", "regression") if classes else ("not only ", "classification")
+    return f"{task}, since y holds {whole}whole numbers; --task {other} treats it otherwise"
 
 
 def no_better(metrics: dict[str, Any]) -> str:
@@ -212,11 +193,6 @@ def no_better(metrics: dict[str, Any]) -> str:
     else:
         return ""
     return f"No better, as far as this test set shows, than always giving {always}; try {hint}."
-
-
-def _units(run: Run) -> tuple[Standardize | None, list[str]]:
-    _, documents, scaling = _bundle(run.model_path)
-    return scaling, list(documents.get("extra", {}).get("target_names", ()))
 
 
 def _document(path: Path) -> Any:

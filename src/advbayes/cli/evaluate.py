@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from advbayes.cli.screen import Device, Json, Run, Thetas, Trust, emit, say, table, usable
+from advbayes.cli.screen import Device, Json, Run, Thetas, Trust, check_choice, emit, say, table
 from advbayes.cli.signals import watched
 from advbayes.cli.threat import (
     DEFAULTS,
+    NORMS,
     FeatureEps,
     Fixed,
     Many,
@@ -23,31 +24,14 @@ from advbayes.cli.threat import (
     attacks_for,
     ball_for,
     check_names,
-    check_norm,
+    open_run,
     purifier_attacks,
     purifier_for,
 )
+from advbayes.runs.config import ConfigError
 
 if TYPE_CHECKING:
-    from advbayes.types import Attack, Predictor
-
-HELP = """Score a run under attack: one record for each example, tables with intervals, the worst
-case over attacks.
-
-Examples:
-
-advbayes evaluate RUN --attack pgd --eps 2
-
-advbayes evaluate RUN --attack pgd --attack strong --eps 0.5 --eps 1 --eps 2 --num 1000
-
-advbayes evaluate RUN --purify online
-
-The same command resumes where a killed one stopped.
-"""
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("evaluate", help=HELP)(evaluate)
+    from advbayes.types import Predictor
 
 
 def evaluate(
@@ -80,20 +64,25 @@ def evaluate(
     trust_network: Trust = False,
     json: Json = False,
 ) -> None:
-    from advbayes.runs.config import ConfigError
+    """Score a run under attack: one record for each example, tables with intervals, the worst
+    case over attacks.
 
+    Examples:
+
+    advbayes evaluate RUN --attack pgd --eps 2
+
+    advbayes evaluate RUN --attack pgd --attack strong --eps 0.5 --eps 1 --eps 2 --num 1000
+
+    advbayes evaluate RUN --purify online
+
+    The same command resumes where a killed one stopped.
+    """
     names = list(dict.fromkeys(attack or DEFAULTS))
     check_names(names)
-    check_norm(norm)
-    if purify not in (None, "online", "offline"):
-        raise ConfigError(f"purify: must be one of online, offline, got {purify!r}")
-    if name is not None and (
-        not name.replace("-", "").replace("_", "").replace(".", "").isalnum()
-        or name.startswith(".")
-    ):
+    check_choice("norm", norm, NORMS)
+    check_choice("purify", purify, ("online", "offline"))
+    if name is not None and not re.fullmatch(r"[\w-][\w.-]*", name):
         raise ConfigError(f"name: must be letters, digits, -, _ and ., got {name!r}")
-
-    import torch
 
     from advbayes.cli.describe import said_units, units_of
     from advbayes.cli.scores import SHOWN, column_of, legend
@@ -101,59 +90,44 @@ def evaluate(
     from advbayes.evaluation import evaluate as measure
     from advbayes.report.folders import merged
     from advbayes.report.words import TRIVIAL
-    from advbayes.runs import Run as Folder
-    from advbayes.runs import load_trained, prepare
     from advbayes.store import write_document
 
-    command = ["evaluate", run, *(part for name in names for part in ("--attack", name))]
-    folder = Folder.open(run)
-    config = folder.config
-    torch.set_num_threads(config.threads)
-    trained = load_trained(run, trusted=trust_network).to(usable(device))
-    data = prepare(config).to(device)
+    subject = open_run(run, trusted=trust_network, device=device)
+    trained, data = subject.trained, subject.data
     radii = sorted(set(eps)) if eps else [trained.eps]
+    norm = norm or trained.norm
     ball = ball_for(trained, norm, max(radii), fixed, feature_eps)
+    spent = {"steps": steps, "restarts": restarts, "queries": queries}
     options = {
-        "norm": norm or trained.norm,
-        "steps": steps,
-        "restarts": restarts,
-        "queries": queries,
-        "num": num,
-        "thetas": thetas,
+        "attack": names,
+        "eps": radii,
+        "feature-eps": feature_eps or (),
+        "fixed": fixed or (),
+        "norm": [norm],
+        **{key: [value] for key, value in spent.items()},
+        "num": [num],
+        "thetas": [thetas],
+        "batch-size": [batch_size],
+        "seed": [seed],
+        "purify": [purify] if purify else (),
+        "name": [name] if name else (),
     }
-    options |= {"batch-size": batch_size, "seed": seed} | (
-        {} if purify is None else {"purify": purify}
-    )
-    options |= {} if name is None else {"name": name}
-    many = {"eps": radii, "feature-eps": feature_eps or (), "fixed": fixed or ()}
-    command += [
-        part
-        for flag, values in many.items()
-        for value in values
-        for part in (f"--{flag}", str(value))
-    ]
-    command += [part for flag, value in options.items() for part in (f"--{flag}", str(value))]
-    settings = f"{'-'.join(names)}-{norm or trained.norm}-{'-'.join(f'{r:g}' for r in radii)}"
+    words = [(f"--{flag}", str(value)) for flag, values in options.items() for value in values]
+    command = ["advbayes", "evaluate", run, *(word for pair in words for word in pair)]
+    settings = f"{'-'.join(names)}-{norm}-{'-'.join(f'{r:g}' for r in radii)}"
     if feature_eps or fixed:
         settings += f"-{hashlib.sha256(repr((feature_eps, fixed)).encode()).hexdigest()[:8]}"
     settings += f"-s{steps}-r{restarts}-q{queries}-n{num}-t{thetas}-seed{seed}"
-    place = folder.path / "evaluation" / (name or settings)
-    attacks = attacks_for(
-        names, ball, trained.task, steps=steps, restarts=restarts, queries=queries
-    )
-    jobs: list[tuple[Path, dict[str, Predictor], dict[str, Attack]]] = [
-        (place, {trained.defense: trained.predict(thetas)}, attacks)
-    ]
-    if (
-        purify is not None
-    ):  # a purifier also meets the attacks made for purifiers: plain ones flatter it
-        purified: dict[str, Predictor] = {
-            f"{trained.defense} purified {purify}": purifier_for(trained, data, thetas, purify)
-        }
+    place = subject.folder.path / "evaluation" / (name or settings)
+    attacks = attacks_for(names, ball, trained.task, **spent)
+    predict: Predictor = trained.predict(thetas)
+    jobs = [(place, {trained.defense: predict}, attacks)]
+    if purify is not None:
+        # it also meets the attacks made for purifiers: plain ones flatter it
+        purified = {f"{trained.defense} purified {purify}": purifier_for(subject, thetas, purify)}
         adaptive = purifier_attacks(ball, trained.task, steps=steps)
-        jobs.append(
-            (place.with_name(f"{place.name}-purified-{purify}"), purified, attacks | adaptive)
-        )
+        beside = place.with_name(f"{place.name}-purified-{purify}")
+        jobs.append((beside, purified, attacks | adaptive))
     with watched():
         measured = [
             measure(
@@ -169,36 +143,25 @@ def evaluate(
             for where, predictors, method in jobs
         ]
         for where, _, _ in jobs if ranks().is_first else ():
-            write_document(where / "command.json", ["advbayes", *command])
+            write_document(where / "command.json", command)
     evaluation = merged(measured)
-    units = [
-        units_of(radius, trained.scaling, trained.feature_names, ball.mask, ball.scale)
-        for radius in radii
-    ]
-    result = evaluation.table()
+    known = trained.scaling, trained.feature_names, ball.mask, ball.scale
+    units = [units_of(radius, *known) for radius in radii]
     if json:
-        emit(
-            {
-                "run": run,
-                "evaluation": str(place),
-                "threat_model": units,
-                "norm": norm or trained.norm,
-                **result.json(),
-            }
-        )
+        told = {"run": run, "evaluation": str(place), "threat_model": units, "norm": norm}
+        emit({**told, **evaluation.table().json()})
         return
     for each in units:
-        say(f"{norm or trained.norm} {said_units(each)}")
+        say(f"{norm} {said_units(each)}")
     level = float(evaluation.config["interval_level"])
     metrics = SHOWN[trained.task]
     columns = {
-        name: column_of(name, trained.scaling, trained.target_names, level) for name in metrics
+        metric: column_of(metric, trained.scaling, trained.target_names, level)
+        for metric in metrics
     }
-    title = (
-        f"{trained.defense} on {config.data}, {min(num, len(data.x_test))} test examples, with 95 "
-        f"% intervals"
-    )
+    title = f"{trained.defense} on {subject.folder.config.data}, "
+    title += f"{min(num, len(data.x_test))} test examples, with 95 % intervals"
     table(evaluation.table(metrics).grid(columns, title))
-    told = [f"{name} {TRIVIAL[name]}" for name in evaluation.trivial]
-    say(f"{legend(SHOWN[trained.task])}.")
-    say(f"Never look at the input: {'; '.join(told)}.\nRecords and arrays: {place}")
+    trivial = "; ".join(f"{name} {TRIVIAL[name]}" for name in evaluation.trivial)
+    say(f"{legend(metrics)}.")
+    say(f"Never look at the input: {trivial}.\nRecords and arrays: {place}")

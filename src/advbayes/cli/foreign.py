@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sklearn.base import BaseEstimator, is_classifier
 from torch import Tensor, nn
 
 from advbayes.adapters import from_sklearn, from_torch
@@ -44,27 +45,17 @@ class Foreign:
 
     def audit(self, ball: Ball, *, tier: str, num: int | None, seed: int) -> Verdict:
         """Its audit within the ball."""
-        rows = self.x[:num], self.y[:num]
-        return audit(
-            self.predict,
-            rows,
-            ball=ball,
-            tier=tier,
-            threat_model=ThreatModel(units="raw"),
-            seed=seed,
-        )
+        rows, threat = (self.x[:num], self.y[:num]), ThreatModel(units="raw")
+        return audit(self.predict, rows, ball=ball, tier=tier, threat_model=threat, seed=seed)
 
     def report(
         self, out: str, ball: Ball, verdict: Verdict, *, num: int, seed: int, command: str
     ) -> ReportPaths:
         """A report of the usual attacks and of the audit."""
-        attacks = {
-            name: make_attack(name, ball, task=self.task)
-            for name in ("pgd", "pgd_plus", "apgd", "square")
-        }
-        evaluation = evaluate(
-            {"model": self.predict}, (self.x[:num], self.y[:num]), attacks=attacks, seed=seed
-        )
+        names = ("pgd", "pgd_plus", "apgd", "square")
+        attacks = {name: make_attack(name, ball, task=self.task) for name in names}
+        rows = self.x[:num], self.y[:num]
+        evaluation = evaluate({"model": self.predict}, rows, attacks=attacks, seed=seed)
         return write_report(
             out,
             title=f"A model on {self.dataset}",
@@ -84,43 +75,25 @@ def load_foreign(
     judge it on."""
     made = import_factory("model", model)
     kind = _kind(made)
-    own_file = Path(data).suffix.lower() in FILE_SUFFIXES
-    task = kind if task is None and own_file else task
-    config = make_config(
-        {"data": data}
-        | {key: value for key, value in (("target", target), ("task", task)) if value is not None}
-    )
+    if task is None and Path(data).suffix.lower() in FILE_SUFFIXES:
+        task = kind
+    given = {"data": data, "target": target, "task": task}
+    config = make_config({key: value for key, value in given.items() if value is not None})
     dataset = prepare(config).dataset
     if dataset.encoding is not None:
-        raise ConfigError(
-            f"data: must hold numbers alone, as a model of your own takes them, got text or "
-            f"missing values in {data}"
-        )
+        wanted = "data: must hold numbers alone, as a model of your own takes them"
+        raise ConfigError(f"{wanted}, got text or missing values in {data}")
     if kind not in (None, dataset.task):
-        raise ConfigError(
-            f"model: must be for {dataset.task}, as {data} is, got one for {kind} "
-            f"({type(made).__name__})"
-        )
+        wanted = f"model: must be for {dataset.task}, as {data} is"
+        raise ConfigError(f"{wanted}, got one for {kind} ({type(made).__name__})")
     x, y = dataset.x_test, dataset.y_test
     if config.file is not None:
         x, y = torch.cat([dataset.x_train, x]), torch.cat([dataset.y_train, y])
     names = tuple(classes) or dataset.class_names
-    regression = dataset.task == "regression"
     try:
-        if isinstance(made, nn.Module):
-            made.eval()
-            predict: Predictor = (
-                from_torch(made, "mean", scale=_rmse(made, x, y))
-                if regression
-                else from_torch(made)
-            )
-        elif hasattr(made, "predict"):
-            predict = from_sklearn(
-                made, scale=_rmse(made.predict, x.numpy(), y) if regression else None
-            )
-            names = names if regression else tuple(str(label) for label in made.classes_)
-        else:
-            predict = made
+        predict = _predictor(made, x, y, dataset.task)
+        if kind == "classification":
+            names = tuple(map(str, made.classes_))
         predict(x[:2])
     except Exception as error:  # whatever the user's code raises is the user's to mend
         wanted = f"model: must answer rows of shape {tuple(x.shape[1:])} for {dataset.task}"
@@ -137,18 +110,31 @@ def load_foreign(
     )
 
 
+def _predictor(made: Any, x: Tensor, y: Tensor, task: str) -> Predictor:
+    regression = task == "regression"
+    match made:
+        case nn.Module():
+            made.eval()
+            return (
+                from_torch(made, "mean", scale=_rmse(made, x, y))
+                if regression
+                else from_torch(made)
+            )
+        case BaseEstimator():
+            scale = _rmse(made.predict, x.numpy(), y) if regression else None
+            return from_sklearn(made, scale=scale)
+    return made  # type: ignore[no-any-return]
+
+
 def _kind(model: Any) -> str | None:
     """The task that a scikit-learn estimator says it is for; None for others, which do not say."""
-    from sklearn.base import BaseEstimator, is_classifier
-
-    if isinstance(model, BaseEstimator):
-        return "classification" if is_classifier(model) else "regression"
-    if isinstance(model, nn.Module) or callable(model):
-        return None
-    raise ConfigError(
-        f"model: must give a torch.nn.Module, a fitted estimator or a Predictor, got "
-        f"{type(model).__name__}"
-    )
+    match model:
+        case BaseEstimator():
+            return "classification" if is_classifier(model) else "regression"
+        case _ if callable(model):
+            return None
+    wanted = "model: must give a torch.nn.Module, a fitted estimator or a Predictor"
+    raise ConfigError(f"{wanted}, got {type(model).__name__}")
 
 
 def _places(y: Tensor, names: Sequence[str], wanted: Sequence[str]) -> Tensor:
@@ -157,10 +143,8 @@ def _places(y: Tensor, names: Sequence[str], wanted: Sequence[str]) -> Tensor:
         return y
     missing = [names[label] for label in sorted(set(y.tolist())) if names[label] not in wanted]
     if missing:
-        raise ConfigError(
-            f"data: must hold the model's classes ({', '.join(wanted)}), got "
-            f"{', '.join(missing[:5])} as well"
-        )
+        known, extra = ", ".join(wanted), ", ".join(missing[:5])
+        raise ConfigError(f"data: must hold the model's classes ({known}), got {extra} as well")
     return torch.tensor([wanted.index(name) if name in wanted else -1 for name in names])[y]
 
 

@@ -14,23 +14,7 @@ import typer
 from advbayes.cli.screen import say
 from advbayes.cli.signals import watched
 
-HELP = """Attack small models by hand: a page on this machine alone, which sends nothing.
-
-Choose or draw a digit, or move the features of a wine; choose attack, eps and defenses; see the
-input, the perturbation and what each defense predicts. The first start trains the models (about
-a minute) and keeps them in the cache.
-
-Examples:
-
-advbayes playground
-
-advbayes playground --port 9000 --no-browser
-"""
 PAGE = Path(__file__).parents[1] / "experiments" / "playground" / "page.py"
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("playground", help=HELP)(playground)
 
 
 def playground(
@@ -39,6 +23,18 @@ def playground(
         bool, typer.Option("--browser/--no-browser", help="Open the page in a browser")
     ] = True,
 ) -> None:
+    """Attack small models by hand: a page on this machine alone, which sends nothing.
+
+    Choose or draw a digit, or move the features of a wine; choose attack, eps and defenses; see the
+    input, the perturbation and what each defense predicts. The first start trains the models (about
+    a minute) and keeps them in the cache.
+
+    Examples:
+
+    advbayes playground
+
+    advbayes playground --port 9000 --no-browser
+    """
     if find_spec("streamlit") is None:
         raise ModuleNotFoundError(
             "the playground needs streamlit: pip install 'advbayes[playground]'"

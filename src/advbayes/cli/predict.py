@@ -8,22 +8,9 @@ from typing import Annotated
 
 import typer
 
-from advbayes.cli.screen import Device, Json, Thetas, Trust, emit, say, usable
+from advbayes.cli.screen import Device, Json, Thetas, Trust, check_new, emit, say, usable
 from advbayes.cli.signals import watched
-
-HELP = """Predict for the rows of a .csv file (by column names) or of an .npz file (array x), in
-raw units.
-
-Examples:
-
-advbayes predict RUN patients.csv --out predictions.csv
-
-advbayes predict model.advbayes images.npz --json
-"""
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("predict", help=HELP)(predict)
+from advbayes.runs.config import ConfigError
 
 
 def predict(
@@ -50,16 +37,24 @@ def predict(
     trust_network: Trust = False,
     json: Json = False,
 ) -> None:
-    from advbayes.cli.files import check_new
-    from advbayes.cli.predicting import decide, read_inputs, tabulate, write_columns
-    from advbayes.runs import load_trained
-    from advbayes.runs.config import ConfigError
+    """Predict for the rows of a .csv file (by column names) or of an .npz file (array x), in
+    raw units.
 
+    Examples:
+
+    advbayes predict RUN patients.csv --out predictions.csv
+
+    advbayes predict model.advbayes images.npz --json
+    """
     if Path(input).suffix.lower() not in (".csv", ".npz"):
         raise ConfigError(f"INPUT: must be a .csv or .npz file, got {input!r}")
     if (threshold is None) != (positive is None):
         raise ConfigError("threshold, positive: must be given together, got one of them")
     check_new("out", out, (".csv", ".npz", ".json"))
+
+    from advbayes.cli.predicting import as_csv, decide, read_inputs, tabulate, write_columns
+    from advbayes.runs import load_trained
+
     trained = load_trained(model, trusted=trust_network)
     x = read_inputs(trained, Path(input)).to(usable(device))
     columns = tabulate(trained.to(device), x, num_thetas=thetas, level=level)
@@ -70,15 +65,9 @@ def predict(
         with watched():
             write_columns(Path(out), columns)
     if json:
-        emit(
-            {"model": model, "num": num, "out": out}
-            if out
-            else {"model": model, "num": num, "predictions": columns}
-        )
+        emit({"model": model, "num": num, **({"out": out} if out else {"predictions": columns})})
     elif out is not None:
         say(f"{num} predictions written to {out}")
     else:
-        from advbayes.cli.predicting import as_csv
-
         text = as_csv(columns).rstrip("\r\n")
         say(text.replace("\r\n", "\n")) if sys.stdout.isatty() else print(text)

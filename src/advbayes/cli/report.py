@@ -9,20 +9,6 @@ import typer
 from advbayes.cli.screen import Json, Thetas, Trust, emit, say
 from advbayes.cli.signals import watched
 
-HELP = """Write a report of one or several runs: one HTML file that needs nothing else, with
-Markdown and JSON beside it.
-
-Examples:
-
-advbayes report RUN
-
-advbayes report RUN OTHER-RUN --out comparison
-"""
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("report", help=HELP)(report)
-
 
 def report(
     run: Annotated[
@@ -38,6 +24,15 @@ def report(
     trust_network: Trust = False,
     json: Json = False,
 ) -> None:
+    """Write a report of one or several runs: one HTML file that needs nothing else, with
+    Markdown and JSON beside it.
+
+    Examples:
+
+    advbayes report RUN
+
+    advbayes report RUN OTHER-RUN --out comparison
+    """
     from pathlib import Path
 
     from advbayes.report import report_runs
@@ -46,18 +41,9 @@ def report(
     with watched():
         paths = report_runs(run, place, title=title, trusted=trust_network, num_thetas=thetas)
     if json:
-        files = {
-            "html": paths.html,
-            "markdown": paths.markdown,
-            "json": paths.json,
-            "csv": paths.csv,
-        }
-        emit(
-            {
-                "runs": run,
-                "sha256": paths.digest,
-                **{name: str(path) for name, path in files.items()},
-            }
-        )
+        names = ("html", "markdown", "json", "csv")
+        files = (paths.html, paths.markdown, paths.json, paths.csv)
+        told = dict(zip(names, map(str, files), strict=True))
+        emit({"runs": run, "sha256": paths.digest, **told})
     else:
         say(str(paths.html))

@@ -12,6 +12,8 @@ from advbayes.checks import InputError, choice
 from advbayes.cli.screen import Json, emit, say
 from advbayes.cli.signals import watched
 
+Seeds = typer.Option("--seeds", metavar="N or A,B,...", help="How many, or which")
+Out = Annotated[Path, typer.Option("--out", help="Folder of the results")]
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Units side by side, one thread each")]
 Cluster = Annotated[
     str | None,
@@ -27,12 +29,8 @@ Changes = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="A key of a run for all rows; repeat"),
 ]
 NumTest = Annotated[int | None, typer.Option("--num-test", min=1, help="Test examples")]
+RESULTS = Path("results")
 ROW_OF = {"none": "BL", "pgd": "PGD channel"}  # names of `train` that the paper's tables lack
-
-
-def add_to(app: typer.Typer) -> None:
-    app.command("reproduce")(reproduce)
-    app.command("compare")(compare)
 
 
 def reproduce(
@@ -42,15 +40,13 @@ def reproduce(
     preset: Annotated[
         str, typer.Option("--preset", metavar="quick|paper", help="quick is a sketch, in seconds")
     ] = "paper",
-    seeds: Annotated[
-        str | None, typer.Option("--seeds", metavar="N or A,B,...", help="How many, or which")
-    ] = None,
+    seeds: Annotated[str | None, Seeds] = None,
     row: Annotated[
         list[str] | None, typer.Option("--row", help="Only this row; repeat for more")
     ] = None,
     jobs: Jobs = 1,
     cluster: Cluster = None,
-    out: Annotated[Path, typer.Option("--out", help="Folder of the results")] = Path("results"),
+    out: Out = RESULTS,
     changes: Changes = None,
     num_test: NumTest = None,
     again: Annotated[
@@ -84,18 +80,8 @@ def reproduce(
         return 0
     spec = Spec(name, preset, _settings(changes), num_test)
     with watched():
-        table = write_views(
-            run(
-                spec,
-                out,
-                seeds=_seeds(seeds),
-                rows=row,
-                jobs=jobs,
-                cluster=cluster,
-                again=again,
-                quiet=quiet,
-            )
-        )
+        how: dict[str, Any] = {"jobs": jobs, "cluster": cluster, "again": again, "quiet": quiet}
+        table = write_views(run(spec, out, seeds=_seeds(seeds), rows=row, **how))
     say(str(table))
     return 0
 
@@ -108,9 +94,7 @@ def compare(
         list[str],
         typer.Option("--defense", help="As for `train` (none, at, mix, pgd, ...) or a row; repeat"),
     ],
-    seeds: Annotated[
-        str, typer.Option("--seeds", metavar="N or A,B,...", help="How many, or which")
-    ] = "5",
+    seeds: Annotated[str, Seeds] = "5",
     target: Annotated[
         str | None, typer.Option("--target", help="Target column of a .csv file")
     ] = None,
@@ -119,7 +103,7 @@ def compare(
     ] = 0.3,
     jobs: Jobs = 1,
     cluster: Cluster = None,
-    out: Annotated[Path, typer.Option("--out", help="Folder of the results")] = Path("results"),
+    out: Out = RESULTS,
     changes: Changes = None,
     num_test: NumTest = None,
     as_json: Json = False,
@@ -142,12 +126,9 @@ def compare(
     from advbayes.runs.config import make_config
 
     place = str(Path(data).resolve()) if Path(data).suffix in (".csv", ".npz") else data
-    settings = {
-        "eps": eps,
-        **_settings(changes),
-        "data": place,
-        **({} if target is None else {"target": target}),
-    }
+    settings = {"eps": eps, **_settings(changes), "data": place}
+    if target is not None:
+        settings["target"] = target
     task = prepare(make_config(settings)).dataset.task
     known = (*ROW_OF, *map(str.lower, DEFENSES))
     names = [choice("defense", name.lower(), known) for name in defense]
@@ -175,9 +156,8 @@ def _seeds(text: str | None) -> list[int] | None:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise InputError(
-            f"seeds must be a number, or numbers with commas between them, got {text!r}"
-        ) from None
+        wanted = "seeds must be a number, or numbers with commas between them"
+        raise InputError(f"{wanted}, got {text!r}") from None
     return numbers if "," in text else list(range(numbers[0]))
 
 

@@ -11,18 +11,6 @@ from advbayes.evaluation.tables import Column
 
 # --json has all
 SHOWN = {"classification": ("accuracy", "nll", "ece"), "regression": ("rmse", "nll", "coverage")}
-_ORDER = (
-    "accuracy",
-    "balanced_accuracy",
-    "rmse",
-    "nll",
-    "brier",
-    "coverage",
-    "ece",
-    "crps",
-    "selective_accuracy",
-    "aurc",
-)
 _NAMES = {
     "balanced_accuracy": "balanced accuracy",
     "nll": "NLL (nats)",
@@ -31,8 +19,6 @@ _NAMES = {
     "selective_accuracy": "accuracy on the surer half",
     "aurc": "AURC",
 }
-
-
 _MEANINGS = {
     "accuracy": "accuracy: the share answered right",
     "balanced_accuracy": "balanced accuracy: its mean over the classes",
@@ -89,8 +75,9 @@ def said_scores(
     >>> said_scores({"nll": {"value": 0.5, "low": 0.4, "high": 0.6}}, None, ())
     'NLL (nats) 0.500 [0.400, 0.600]'
     """
+    order = {name: place for place, name in enumerate(_MEANINGS)}
     return ", ".join(
         f"{(column := column_of(name, scaling, targets, level)).name} "
         f"{column.cell(each['value'], each['low'], each['high'])}"
-        for name, each in sorted(values.items(), key=lambda item: _ORDER.index(item[0]))
+        for name, each in sorted(values.items(), key=lambda item: order.get(item[0], len(order)))
     )

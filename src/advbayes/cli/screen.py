@@ -1,14 +1,19 @@
-"""What commands say: tables and sentences for people, one JSON object for machines."""
+"""What commands take and say alike: shared flags, tables and sentences for people, one JSON object
+for machines."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from advbayes.checks import inert
+from advbayes.runs.config import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +32,7 @@ Device = Annotated[
     str, typer.Option("--device", metavar="cpu|cuda|mps", help="Where to compute, as torch says it")
 ]
 Thetas = Annotated[int, typer.Option("--thetas", min=1, help="Thetas in the predictive")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Keys all randomness")]
 
 
 def usable(device: str) -> str:
@@ -37,18 +43,44 @@ def usable(device: str) -> str:
     """
     import torch
 
-    from advbayes.runs.config import ConfigError
-
     try:
         torch.Generator(device)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
+        wanted = "device: must be one that torch has on this machine, such as cpu"
         first = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"device: must be one that torch has on this machine, such as cpu, got {device!r:.40} "
-            f"({first:.100})"
-        ) from None
+        raise ConfigError(f"{wanted}, got {device!r:.40} ({first:.100})") from None
     return device
+
+
+def check_choice(key: str, value: str | None, choices: tuple[str, ...]) -> None:
+    """Refuse a word that a flag does not know; absent is for the command to fill in.
+
+    >>> check_choice("tier", "slow", ("quick", "full"))
+    Traceback (most recent call last):
+    ...
+    advbayes.runs.config.ConfigError: tier: must be one of quick, full, got 'slow'
+    """
+    if value is not None and value not in choices:
+        raise ConfigError(f"{key}: must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_new(key: str, path: str | None, suffixes: tuple[str, ...]) -> None:
+    """Refuse a file that exists, has another ending, or has no folder, before the work starts.
+
+    >>> check_new("out", "x.exe", (".csv", ".npz"))
+    Traceback (most recent call last):
+    ...
+    advbayes.runs.config.ConfigError: out: must end in .csv or .npz, got 'x.exe'
+    """
+    if path is None:
+        return
+    if Path(path).suffix.lower() not in suffixes:
+        raise ConfigError(f"{key}: must end in {' or '.join(suffixes)}, got {path!r}")
+    if Path(path).exists():
+        raise ConfigError(f"{key}: must be a new file, got {path}, which exists")
+    if not Path(path).parent.is_dir():
+        raise ConfigError(f"{key}: must be in a folder that is there, got {path}")
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -77,3 +109,35 @@ def table(grid: Grid) -> None:
 def fault(message: str) -> None:
     """One clean message on standard error."""
     print(inert(f"advbayes: {message}"), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def downloads(*, quiet: bool = False) -> Iterator[Callable[[str, int, int | None], None]]:
+    """What to call with (file, bytes so far, bytes in all): shows bars with the time left, on a
+    terminal.
+
+    >>> with downloads(quiet=True) as tell:
+    ...     tell("a.gz", 10, 100)
+    """
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    name = TextColumn("{task.description}", markup=False)
+    columns = (name, BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console(stderr=True))
+    hidden = quiet or not sys.stderr.isatty()
+    tasks: dict[str, Any] = {}
+
+    def tell(file: str, done: int, total: int | None) -> None:
+        if hidden:
+            return
+        if not tasks:
+            bar.start()
+        if file not in tasks:
+            tasks[file] = bar.add_task(file, total=total)
+        bar.update(tasks[file], completed=done, total=total)
+
+    try:
+        yield tell
+    finally:
+        if tasks:
+            bar.stop()

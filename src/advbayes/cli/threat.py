@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from advbayes.cli.screen import usable
 from advbayes.runs.config import ATTACKS, ConfigError, parse_feature_eps
 
 if TYPE_CHECKING:
     from advbayes.attacks.balls import Ball
     from advbayes.runs import Prepared, Trained
+    from advbayes.runs import Run as Folder
     from advbayes.types import Attack, Predictor
 
+NORMS = ("l2", "linf")
 DEFAULTS = ("pgd1", "pgd", "pgd_plus", "ent", "strong")
 
 
@@ -84,10 +88,26 @@ def check_names(names: Sequence[str]) -> None:
             raise ConfigError(f"attack: must be one of {', '.join(ATTACKS)}, got {name!r}{hint}")
 
 
-def check_norm(norm: str | None) -> None:
-    """Refuse an unknown norm."""
-    if norm not in (None, "l2", "linf"):
-        raise ConfigError(f"norm: must be one of l2, linf, got {norm!r}")
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A finished run and its data, as the commands that judge it want them."""
+
+    folder: Folder
+    trained: Trained
+    data: Prepared
+
+
+def open_run(path: str, *, trusted: bool, device: str = "cpu") -> Subject:
+    """A run with its model and data on a device, and its number of threads in use."""
+    import torch
+
+    from advbayes.runs import Run, load_trained, prepare
+
+    folder = Run.open(path)
+    config = folder.config
+    torch.set_num_threads(config.threads)
+    trained = load_trained(path, trusted=trusted).to(usable(device))
+    return Subject(folder, trained, prepare(config).to(device))
 
 
 def ball_for(
@@ -126,39 +146,25 @@ def budgets(entries: Sequence[str] | None, eps: float) -> dict[str, float]:
         raise ConfigError(str(error)) from None
 
 
-def attacks_for(
-    names: Sequence[str],
-    ball: Ball,
-    task: str,
-    *,
-    steps: int,
-    restarts: int = 1,
-    queries: int = 500,
-) -> dict[str, Attack]:
-    """The named attacks."""
+def attacks_for(names: Sequence[str], ball: Ball, task: str, **spent: int) -> dict[str, Attack]:
+    """The named attacks, each with its steps, restarts and queries."""
     from advbayes.runs import make_attack
 
-    return {
-        name: make_attack(name, ball, task=task, steps=steps, restarts=restarts, queries=queries)
-        for name in names
-    }
+    return {name: make_attack(name, ball, task=task, **spent) for name in names}
 
 
-def purifier_for(trained: Trained, data: Prepared, num_thetas: int, update: str) -> Predictor:
+def purifier_for(subject: Subject, num_thetas: int, update: str) -> Predictor:
     """The purified predictive of a run, exact over its training set."""
-    from advbayes import AttackChannel, Mixture
     from advbayes.purification import Purifier
 
+    trained, data = subject.trained, subject.data
     channel: Any = trained.channel
-    if channel is None or not _has_density(channel, (AttackChannel, Mixture)):
-        raise ConfigError(
-            f"purify: must go with a run whose channel is noisy (os, mix, noise), got defense "
-            f"{trained.defense!r}, "
-            "whose channel has no density"
-        )
-    return Purifier(
-        trained.model, channel, trained.thetas(num_thetas), (data.x_train, data.y_train), update
-    )
+    if channel is None or not _has_density(channel):
+        wanted = "purify: must go with a run whose channel is noisy (os, mix, noise)"
+        got = f"defense {trained.defense!r}, whose channel has no density"
+        raise ConfigError(f"{wanted}, got {got}")
+    reference = data.x_train, data.y_train
+    return Purifier(trained.model, channel, trained.thetas(num_thetas), reference, update)
 
 
 def purifier_attacks(ball: Ball, task: str, *, steps: int) -> dict[str, Attack]:
@@ -166,21 +172,19 @@ def purifier_attacks(ball: Ball, task: str, *, steps: int) -> dict[str, Attack]:
     from advbayes.attacks import Suite
     from advbayes.purification.attacks import Annealed, NearestCentre
 
-    annealed: Attack = Annealed(ball, steps=max(1, steps // 2))
-    return {
-        "adaptive": Suite(
-            (annealed, NearestCentre(ball)) if task == "classification" else (annealed,)
-        )
-    }
+    attacks: list[Attack] = [Annealed(ball, steps=max(1, steps // 2))]
+    if task == "classification":
+        attacks.append(NearestCentre(ball))
+    return {"adaptive": Suite(tuple(attacks))}
 
 
-def _has_density(channel: Any, kinds: tuple[Any, Any]) -> bool:
-    """A Gaussian somewhere in every component."""
-    attack, mixture = kinds
-    if isinstance(channel, mixture):
-        return all(_has_density(part, kinds) for part in channel.channels)
-    return (
-        float(getattr(channel, "sigma", 1.0)) > 0
-        if isinstance(channel, attack) or hasattr(channel, "sigma")
-        else True
-    )
+def _has_density(channel: Any) -> bool:
+    """A Gaussian somewhere in every component; a channel of one's own is believed to have one."""
+    from advbayes import AttackChannel, Mixture, Noise
+
+    match channel:
+        case Mixture():
+            return all(map(_has_density, channel.channels))
+        case AttackChannel() | Noise():
+            return float(channel.sigma) > 0
+    return True

@@ -4,100 +4,100 @@ from __future__ import annotations
 
 import inspect
 import typing
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from advbayes.cli.screen import Device, Json, Trust, emit, say, usable
+from advbayes.cli.screen import Device, Json, Trust, downloads, emit, say, usable
 from advbayes.cli.signals import Finishing
-from advbayes.runs.config import ConfigError, RunConfig, make_config, read_toml
+from advbayes.runs.config import DATA_SETS, NETWORKS, ConfigError, RunConfig, make_config, read_toml
+
+if TYPE_CHECKING:
+    from advbayes.runs import Run
 
 PANELS = {
-    "Data": ("data", "root", "target", "task", "features", "drop", "num_train"),
-    "Model": (
-        "network",
-        "hidden",
-        "posterior",
-        "members",
-        "rank",
-        "prior_scale",
-        "init_scale",
-        "noise_scale",
-    ),
-    "Defense": (
-        "defense",
-        "channel",
-        "norm",
-        "eps",
-        "feature_eps",
-        "fixed",
-        "sigma",
-        "attack_steps",
-        "beta",
-        "adversary_lr",
-    ),
-    "Training": (
-        *(
-            "epochs",
-            "batch_size",
-            "lr",
-            "decay",
-            "num_theta",
-            "num_channel",
-            "bound",
-            "class_weight",
-            "kl_weight",
-        ),
-        *("seed", "compile", "precision", "own_thetas", "threads", "checkpoint_every"),
-    ),
+    "Data": "data root target task features drop num_train",
+    "Model": "network hidden posterior members rank prior_scale init_scale noise_scale",
+    "Defense": "defense channel norm eps feature_eps fixed sigma attack_steps beta adversary_lr",
+    "Training": "epochs batch_size lr decay num_theta num_channel bound class_weight kl_weight "
+    "seed compile precision own_thetas threads checkpoint_every",
 }
-HELP = """Train a model through an adversarial channel, into a run folder that survives a kill at
-any moment.
-
-Examples:
-
-advbayes train --data digits --defense mix --epochs 5 --out RUN
-
-advbayes train --data patients.csv --target outcome --defense at --eps 0.3
-
-advbayes train --config settings.toml --seed 1
-
-advbayes train --resume RUN
-
-torchrun --nproc-per-node 4 -m advbayes train --data mnist --defense mix --epochs 20 --out RUN
-"""
 
 
-def add_to(app: typer.Typer) -> None:
-    app.command("train", help=HELP)(_command())
+def _train(
+    *,
+    config: str | None,
+    out: str | None,
+    resume: str | None,
+    trust_network: bool,
+    json: bool,
+    device: str,
+    quiet: bool,
+    **keys: Any,
+) -> int:
+    """Train a model through an adversarial channel, into a run folder that survives a kill at
+    any moment.
 
+    Examples:
 
-def _train(**options: Any) -> int:
-    """What the flags say, on top of the file, on top of the defaults."""
-    config, out, resume = options.pop("config"), options.pop("out"), options.pop("resume")
-    trusted, as_json, quiet = (
-        options.pop("trust_network"),
-        options.pop("json"),
-        options.pop("quiet"),
-    )
-    device = options.pop("device")
-    flags = {key: value for key, value in options.items() if value is not None}
-    if resume is not None:
-        extra = [
-            name for name, value in (("--config", config), ("--out", out)) if value is not None
+    advbayes train --data digits --defense mix --epochs 5 --out RUN
+
+    advbayes train --data patients.csv --target outcome --defense at --eps 0.3
+
+    advbayes train --config settings.toml --seed 1
+
+    advbayes train --resume RUN
+
+    torchrun --nproc-per-node 4 -m advbayes train --data mnist --defense mix --epochs 20 --out RUN
+    """
+    flags = {key: value for key, value in keys.items() if value is not None}
+    made = None
+    if resume is None:  # what the flags say, on top of the file, on top of the defaults
+        values = {} if config is None else read_toml(config)
+        made = make_config({**values, **{key: parse(key, value) for key, value in flags.items()}})
+        made = _with_files(made)
+    else:
+        beside = [
+            flag for flag, value in (("--config", config), ("--out", out)) if value is not None
         ]
-        extra += [_flag(key) for key in flags]
-        if extra:
-            raise ConfigError(
-                f"resume: goes on with the configuration in {resume}, got {', '.join(extra)} "
-                f"beside it"
-            )
-        return _run(None, None, resume, trusted, as_json, quiet, usable(device))
-    values = {} if config is None else read_toml(config)
-    made = make_config({**values, **{key: parse(key, value) for key, value in flags.items()}})
-    # the device last: torch, which has to be asked, takes seconds to load
-    return _run(_with_files(made), out, None, trusted, as_json, quiet, usable(device))
+        if extra := [*beside, *map(_flag, flags)]:
+            wanted = f"resume: goes on with the configuration in {resume}"
+            raise ConfigError(f"{wanted}, got {', '.join(extra)} beside it")
+    usable(device)  # last: torch, which has to be asked, takes seconds to load
+
+    from contextlib import ExitStack
+
+    from advbayes.distributed import ranks
+    from advbayes.runs import Run, create_run, follow, train
+
+    with Finishing() as stop:
+        shared: dict[str, Any] = {"trusted": trust_network, "stop": stop, "device": device}
+        if not ranks().is_first:
+            follow(**shared)
+            return stop.code
+        with ExitStack() as stack:
+            if made is not None:
+                run = stack.enter_context(create_run(made, out))
+            else:
+                assert resume is not None
+                run = Run.open(resume)
+                make_config(read_toml(run.path / "config.toml"))  # refused before all is written
+                stack.enter_context(run.lock())
+                if run.status == "trained":
+                    ranks().on_first(dict)  # the others need not wait
+                    _tell(run, json, "was trained already")
+                    return 0
+            shared["downloading"] = stack.enter_context(downloads(quiet=quiet or json))
+            result = train(run, progress=False if quiet else None, **shared)
+        if result.interrupted:
+            _tell(run, json, "stopped", f"\nGo on with: advbayes train --resume {run.path}")
+            return stop.code
+        hint = f"\nNext: advbayes evaluate {run.path}    advbayes audit {run.path}"
+        _tell(run, json, "trained", hint)
+    return 0
 
 
 def _with_files(config: RunConfig) -> RunConfig:
@@ -114,219 +114,123 @@ def _with_files(config: RunConfig) -> RunConfig:
     return config.model_copy(update=update)
 
 
-def _run(
-    config: RunConfig | None,
-    out: str | None,
-    resume: str | None,
-    trusted: bool,
-    as_json: bool,
-    quiet: bool,
-    device: str,
-) -> int:
-    from contextlib import ExitStack
-
-    from advbayes.cli.downloads import Downloads
-    from advbayes.distributed import ranks
-    from advbayes.runs import Run, create_run, follow, train
-
-    with Finishing() as stop:
-        with ExitStack() as stack:
-            if not ranks().is_first:
-                quietly = Downloads(show=False)
-                follow(trusted=trusted, stop=stop, downloading=quietly, device=device)
-                return stop.code
-            if resume is None:
-                assert config is not None
-                run = stack.enter_context(create_run(config, out))
-            else:
-                run = Run.open(resume)
-                # refused before anything is written
-                make_config(read_toml(run.path / "config.toml"))
-                stack.enter_context(run.lock())
-                if run.status == "trained":
-                    ranks().on_first(dict)  # the others need not wait
-                    _tell(run, as_json, "was trained already")
-                    return 0
-            downloads = stack.enter_context(Downloads(show=False if quiet or as_json else None))
-            result = train(
-                run,
-                trusted=trusted,
-                progress=False if quiet else None,
-                stop=stop,
-                downloading=downloads,
-                device=device,
-            )
-        if result.interrupted:
-            _tell(run, as_json, "stopped", f"Go on with: advbayes train --resume {run.path}")
-            return stop.code
-        _tell(
-            run,
-            as_json,
-            "trained",
-            f"Next: advbayes evaluate {run.path}    advbayes audit {run.path}",
-        )
-    return 0
-
-
-def _tell(run: Any, as_json: bool, what: str, hint: str = "") -> None:
+def _tell(run: Run, as_json: bool, what: str, hint: str = "") -> None:
     from advbayes.cli.describe import described_run, lines_of_run
 
     if as_json:
         emit(described_run(run))
     else:
-        say(f"{run.path}: {what}\n{lines_of_run(run)}" + (f"\n{hint}" if hint else ""))
+        say(f"{run.path}: {what}\n{lines_of_run(run)}{hint}")
 
 
 def parse(key: str, text: Any) -> Any:
     """The value that a flag's text stands for, where it stands for one; what does not fit is left
     for the schema to refuse.
 
-    >>> (
-    ...     parse("hidden", "32,16"),
-    ...     parse("epochs", "5"),
-    ...     parse("noise_scale", "learned"),
-    ...     parse("lr", "fast"),
-    ... )
-    ([32, 16], 5, 'learned', 'fast')
+    >>> parse("hidden", "32,16"), parse("noise_scale", "learned"), parse("lr", "fast")
+    ([32, 16], 'learned', 'fast')
+    >>> parse("epochs", "5")
+    5
     """
-    if not isinstance(text, str):
-        return text
     kinds = _kinds(RunConfig.model_fields[key].annotation)
-    if tuple in kinds:
-        return [
-            _number(part.strip(), [int] if key == "hidden" else [])
-            for part in text.split(",")
-            if part.strip()
-        ]
-    return _number(text, kinds)
+    if bool in kinds:
+        return text
+    if tuple not in kinds:
+        return _number(text, kinds)
+    parts = (part.strip() for part in text.split(","))
+    return [_number(part, [int] if key == "hidden" else []) for part in parts if part]
 
 
 def _number(text: str, kinds: list[Any]) -> Any:
     for kind in (int, float):
-        if kind in kinds or (kind is int and float in kinds):
-            try:
+        if kind in kinds or float in kinds:
+            with suppress(ValueError):
                 return kind(text)
-            except ValueError:
-                pass
     return text
 
 
 def _kinds(annotation: Any) -> list[Any]:
     """The plain types and words in an annotation."""
-    origin = typing.get_origin(annotation)
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is tuple:
         return [tuple]
     if origin is Annotated:
-        return _kinds(typing.get_args(annotation)[0])
+        return _kinds(inner[0])
     if origin is typing.Literal:
-        return list(typing.get_args(annotation))
-    return [kind for part in typing.get_args(annotation) for kind in _kinds(part)] or [annotation]
+        return list(inner)
+    return [kind for part in inner for kind in _kinds(part)] or [annotation]
 
 
 def _flag(key: str) -> str:
     return f"--{key.replace('_', '-')}"
 
 
-def _choices(key: str) -> list[str]:
-    from advbayes.runs.config import DATA_SETS, NETWORKS
-
-    named = {"data": DATA_SETS, "network": NETWORKS}
-    return list(
-        named.get(
-            key,
-            [
-                kind
-                for kind in _kinds(RunConfig.model_fields[key].annotation)
-                if isinstance(kind, str)
-            ],
-        )
-    )
+def _option(*names: str, kind: Any = str | None, **settings: Any) -> Any:
+    return Annotated[kind, typer.Option(*names, **settings)]
 
 
-def _completion(choices: list[str]) -> Any:
+def _completion(choices: Sequence[str]) -> Callable[[str], list[str]]:
     return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
+
+
+def _key_option(key: str, panel: str) -> Any:
+    """The flag of a key of the configuration."""
+    field = RunConfig.model_fields[key]
+    kinds = _kinds(field.annotation)
+    default = field.default
+    shown = ",".join(map(str, default)) if type(default) is tuple else default
+    settings: dict[str, Any] = {
+        "help": field.description,
+        "rich_help_panel": panel,
+        "show_default": False if shown in (None, "") else str(shown),
+    }
+    if bool in kinds:
+        names = f"{_flag(key)}/--no-{key.replace('_', '-')}"
+        return _option(names, kind=bool | None, **settings)
+    words = [kind for kind in kinds if type(kind) is str]
+    if choices := {"data": DATA_SETS, "network": NETWORKS}.get(key, words):
+        settings["autocompletion"] = _completion(choices)
+    metavars = {tuple: "LIST", float: "NUMBER", int: "N"}
+    metavar = next((word for kind, word in metavars.items() if kind in kinds), "TEXT")
+    if words:
+        metavar = "TEXT" if key == "noise_scale" else "|".join(words)
+    return _option(_flag(key), metavar=metavar, **settings)
 
 
 def _command() -> Any:
     """`_train` with a parameter for each key of RunConfig."""
-
-    def option(*names: str, **settings: Any) -> Any:
-        return Annotated[settings.pop("kind", str | None), typer.Option(*names, **settings)]
-
-    file = {"rich_help_panel": "Run"}
+    panel = {"rich_help_panel": "Run"}
+    config = "A TOML file of these keys; flags override it"
+    out = "New run folder (else runs/DATA-DEFENSE-N)"
     parameters: dict[str, tuple[Any, Any]] = {
-        "config": (
-            option(
-                "--config",
-                metavar="FILE",
-                help="A TOML file of these keys; flags override it",
-                **file,
-            ),
-            None,
-        ),
-        "out": (
-            option(
-                "--out", metavar="RUN", help="New run folder (else runs/DATA-DEFENSE-N)", **file
-            ),
-            None,
-        ),
+        "config": (_option("--config", metavar="FILE", help=config, **panel), None),
+        "out": (_option("--out", metavar="RUN", help=out, **panel), None),
         "resume": (
-            option("--resume", metavar="RUN", help="Go on with a run, bit for bit", **file),
+            _option("--resume", metavar="RUN", help="Go on with a run, bit for bit", **panel),
             None,
         ),
     }
-    for panel, keys in PANELS.items():
-        for key in keys:
-            field = RunConfig.model_fields[key]
-            shown = (
-                ",".join(map(str, field.default))
-                if isinstance(field.default, tuple)
-                else field.default
-            )
-            settings: dict[str, Any] = {
-                "help": field.description,
-                "rich_help_panel": panel,
-                "show_default": False if shown in (None, "") else str(shown),
-            }
-            names = [_flag(key)]
-            if bool in _kinds(field.annotation):
-                names = [f"{_flag(key)}/--no-{key.replace('_', '-')}"]
-                settings["kind"] = bool | None
-            elif choices := _choices(key):
-                settings["autocompletion"] = _completion(choices)
-                settings["metavar"] = (
-                    "|".join(choices) if key not in ("data", "network", "noise_scale") else "TEXT"
-                )
-            else:
-                settings["metavar"] = _metavar(_kinds(field.annotation))
-            parameters[key] = (option(*names, **settings), None)
-    parameters["trust_network"] = (Trust, False)
-    parameters["json"] = (Json, False)
-    parameters["device"] = (Device, "cpu")
-    parameters["quiet"] = (option("--quiet", kind=bool, help="No progress bar"), False)
+    for title, keys in PANELS.items():
+        parameters |= {key: (_key_option(key, title), None) for key in keys.split()}
+    parameters |= {
+        "trust_network": (Trust, False),
+        "json": (Json, False),
+        "device": (Device, "cpu"),
+    }
+    parameters["quiet"] = (_option("--quiet", kind=bool, help="No progress bar"), False)
 
-    def command(**options: Any) -> int:
+    def train(**options: Any) -> int:
         return _train(**options)
 
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    train.__doc__ = _train.__doc__
+    train.__annotations__ = {name: kind for name, (kind, _) in parameters.items()}
+    train.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
-            inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=default
-            )
-            for name, (kind, default) in parameters.items()
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=value)
+            for name, (kind, value) in parameters.items()
         ]
     )
-    command.__annotations__ = {name: kind for name, (kind, _) in parameters.items()}
-    return command
+    return train
 
 
-def _metavar(kinds: list[Any]) -> str:
-    return (
-        "LIST"
-        if tuple in kinds
-        else "NUMBER"
-        if float in kinds
-        else "N"
-        if int in kinds
-        else "TEXT"
-    )
+train = _command()
