@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from advbayes.cli.screen import Json, Run, Thetas, Trust, check_choice, check_new, emit, say
+from advbayes.cli.screen import Json, Run, Seed, Thetas, Trust, check_choice, check_new, emit, say
 from advbayes.cli.signals import watched
 from advbayes.cli.threat import (
     NORMS,
@@ -44,7 +44,7 @@ def attack(
     queries: Queries = 500,
     num: Num = 100,
     thetas: Thetas = 20,
-    seed: Annotated[int, typer.Option(min=0, help="Keys the attack's randomness")] = 0,
+    seed: Seed = 0,
     trust_network: Trust = False,
     json: Json = False,
 ) -> None:

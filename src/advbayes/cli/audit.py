@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from advbayes.cli.screen import Device, Json, Thetas, Trust, check_choice, emit, say
+from advbayes.cli.screen import Device, Json, Seed, Thetas, Trust, check_choice, emit, say
 from advbayes.cli.signals import watched
 from advbayes.cli.threat import NORMS, Eps, FeatureEps, Fixed, Norm, ball_for, budgets, open_run
 from advbayes.runs.config import ConfigError
@@ -63,7 +63,7 @@ def audit(
     require: Annotated[
         str | None, typer.Option(metavar="A|B|C", help="Exit with 3 when the level is worse")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Keys the randomness")] = 0,
+    seed: Seed = 0,
     device: Device = "cpu",
     trust_network: Trust = False,
     json: Json = False,

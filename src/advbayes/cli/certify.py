@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from advbayes.cli.screen import Device, Json, Run, Trust, emit, say, table
+from advbayes.cli.screen import Device, Json, Run, Seed, Trust, emit, say, table
 from advbayes.cli.signals import watched
 from advbayes.cli.threat import Num, open_run
 from advbayes.runs.config import ConfigError
@@ -22,7 +22,7 @@ def certify(
     alpha: Annotated[
         float, typer.Option(min=1e-9, max=0.5, help="Chance that a certificate is wrong")
     ] = 0.001,
-    seed: Annotated[int, typer.Option(min=0, help="Keys the noise")] = 0,
+    seed: Seed = 0,
     device: Device = "cpu",
     trust_network: Trust = False,
     json: Json = False,

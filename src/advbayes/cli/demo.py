@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from advbayes.cli.screen import Json, emit
+from advbayes.cli.screen import Json, Seed, emit
 from advbayes.cli.signals import watched
 
 
@@ -14,7 +14,7 @@ def demo(
     out: Annotated[
         str, typer.Option("--out", metavar="FOLDER", help="Where the report goes")
     ] = "demo-report",
-    seed: Annotated[int, typer.Option(min=0, help="Keys all randomness")] = 0,
+    seed: Seed = 0,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="A few seconds: tiny trainings, to see that all is installed"),

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from advbayes.cli.screen import Device, Json, Run, Thetas, Trust, check_choice, emit, say, table
+from advbayes.cli.screen import (
+    Device,
+    Json,
+    Run,
+    Seed,
+    Thetas,
+    Trust,
+    check_choice,
+    emit,
+    say,
+    table,
+)
 from advbayes.cli.signals import watched
 from advbayes.cli.threat import (
     DEFAULTS,
@@ -59,7 +70,7 @@ def evaluate(
     batch_size: Annotated[
         int, typer.Option(min=1, help="Examples written (and resumed) at a time")
     ] = 128,
-    seed: Annotated[int, typer.Option(min=0, help="Keys the attacks' randomness")] = 0,
+    seed: Seed = 0,
     device: Device = "cpu",
     trust_network: Trust = False,
     json: Json = False,
