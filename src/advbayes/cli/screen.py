@@ -113,8 +113,7 @@ def fault(message: str) -> None:
 
 @contextmanager
 def downloads(*, quiet: bool = False) -> Iterator[Callable[[str, int, int | None], None]]:
-    """What to call with (file, bytes so far, bytes in all): shows bars with the time left, on a
-    terminal.
+    """A callback for (file, bytes so far, bytes in all) that shows progress bars on a terminal.
 
     >>> with downloads(quiet=True) as tell:
     ...     tell("a.gz", 10, 100)

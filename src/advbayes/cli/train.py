@@ -101,7 +101,7 @@ def _train(
 
 
 def _with_files(config: RunConfig) -> RunConfig:
-    """Files that must be there, by their whole paths, so that the run goes on from any folder."""
+    """Files must exist; by their absolute paths, the run can be resumed from any folder."""
     update: dict[str, Any] = {}
     if config.file is not None:
         if not config.file.is_file():
@@ -124,8 +124,8 @@ def _tell(run: Run, as_json: bool, what: str, hint: str = "") -> None:
 
 
 def parse(key: str, text: Any) -> Any:
-    """The value that a flag's text stands for, where it stands for one; what does not fit is left
-    for the schema to refuse.
+    """The value that a flag's text stands for; text that does not fit is left for the schema to
+    refuse.
 
     >>> parse("hidden", "32,16"), parse("noise_scale", "learned"), parse("lr", "fast")
     ([32, 16], 'learned', 'fast')

@@ -131,7 +131,7 @@ class Encoding:
 
     @classmethod
     def from_json(cls, document: Any, place: str = "encoding") -> Encoding:
-        """Back from `to_json`."""
+        """Inverse of `to_json`."""
         match document:
             case {
                 "columns": list(columns),

@@ -147,7 +147,7 @@ def from_npz(
     if set(arrays) not in (set(whole), set(parts)):
         wanted = f"{' and '.join(whole)}, or {', '.join(parts)}"
         got = ", ".join(sorted(arrays)) or "no array"
-        raise DataError(path, wanted, got, "Name the arrays so.")
+        raise DataError(path, wanted, got, "Use these names.")
     if task is None:
         first = arrays["y" if "y" in arrays else "y_train"]
         task = "classification" if first.dtype.kind in "iub" else "regression"

@@ -134,7 +134,7 @@ class Standardize:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Standardize:
-        """Back from `to_dict` or `to_json`.
+        """Inverse of `to_dict` or `to_json`.
 
         >>> Standardize.from_dict({"mean": [0.0], "std": [2.0]}).transform(torch.ones(1))
         tensor([0.5000])

@@ -206,8 +206,8 @@ def own_net(network: str, *, trusted: bool = False) -> nn.Module:
 
 
 def own_channel(name: str, ball: Ball, sigma: float, *, trusted: bool = False) -> Channel:
-    """What the user's `module:factory` makes of the ball and sigma: a channel, or an attack, which
-    sigma makes one."""
+    """The channel that the user's `module:factory` makes of the ball and sigma; an attack becomes
+    one with noise of that sigma."""
     made = import_factory("channel", name, ball, sigma, trusted=trusted)
     if isinstance(made, Channel):
         return made
@@ -224,7 +224,7 @@ def own_classes(name: str, *, trusted: bool = False) -> list[type]:
 
 
 def _own_module(key: str, name: str, trusted: bool) -> ModuleType:
-    """The module of a `module:factory`, looked for in the working folder first, only if
+    """The module of a `module:factory`, imported (from the working folder first) only if
     `trusted`."""
     if not trusted:
         wanted = "names code of your own, which runs only with --trust-network"

@@ -99,8 +99,8 @@ class Run:
         return store.Lock(self.path)
 
     def check_sealed(self, sealed: object, place: str) -> None:
-        """Refuse a config.toml that is no longer what the run's files were made with; where the
-        data lie may change.
+        """Refuse a config.toml that differs from the one that the run's files were made with; only
+        the location of the data may change.
 
         `sealed` is the configuration as a checkpoint or model holds it; None: from a version that
         did not seal it.

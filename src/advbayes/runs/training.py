@@ -132,7 +132,7 @@ def follow(
     downloading: Downloading | None = None,
     device: str = "cpu",
 ) -> None:
-    """The part of any rank but the first, which has the folder: train along, write nothing."""
+    """What every rank but the first does: train along, write nothing."""
     for sealed in ranks().on_first(dict).values():  # none where there is nothing left to do
         config = make_config(json.loads(sealed.numpy().tobytes()))
         data = prepare(config, downloading=downloading)
@@ -226,7 +226,7 @@ def _trivial(task: Task, data: Prepared) -> dict[str, float]:
 
 
 def _begin(run: Run, data: Prepared, state: State | None) -> None:
-    """Note what the run is made from; one that goes on must meet the data that it began with."""
+    """Record what the run is made from; a resumed run must find the data that it began with."""
     where = data.dataset.provenance
     now = {"source": where.source, "sha256": dict(where.sha256)}
     versions = store.versions()

@@ -1,4 +1,4 @@
-"""The audit of a run, with all that a run can give to the checks; what it lacks is made first."""
+"""The audit of a run, with everything that the run can supply; what is missing is made first."""
 
 from __future__ import annotations
 

@@ -323,7 +323,7 @@ def encode_posterior(
 def decode_posterior(
     document: JSON, state: dict[str, Tensor], model: BayesianModel, place: str
 ) -> Any:
-    """Back from `encode_posterior`."""
+    """Inverse of `encode_posterior`."""
     part, size = f"{place}:posterior", model.num_params
     match document:
         case {"kind": str(kind), **rest} if kind in _POSTERIORS and not rest:

@@ -137,7 +137,7 @@ def seal(data: bytes) -> bytes:
 
 
 def unseal(data: bytes, file: str | os.PathLike[str]) -> bytes | None:
-    """Back from `seal`, refused where the SHA-256 is another; None where there is none."""
+    """Inverse of `seal`, refusing a wrong SHA-256; None if there is none."""
     if not (tail := _SEALED.fullmatch(data[-SEAL_BYTES:])):
         return None
     body = data[:-SEAL_BYTES]

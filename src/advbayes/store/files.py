@@ -107,15 +107,15 @@ def pieces_at(path: Path, descriptor: int, offset: int, size: int) -> Iterator[b
 
 
 def check_digest(file: str | os.PathLike[str], wanted: str, got: str) -> None:
-    """Two SHA-256, or an error that names the file."""
+    """Refuse a file whose SHA-256 is not the one that was recorded."""
     if wanted != got:
         raise StoreError(file, f"SHA-256 {wanted}", f"{got} (damaged or altered)")
 
 
 def create(path: Path, pieces: Iterable[bytes], *, reserve: int = 0) -> int:
-    """Write a file that has nothing in it yet and flush it to the disk; the bytes written.
+    """Write an empty or new file and flush it to the disk; returns the number of bytes.
 
-    The space of `reserve` bytes is taken first: a full disk says so now, not by a signal later.
+    Space for `reserve` bytes is allocated first, so that a full disk is noticed at once.
     """
     written = 0
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _PLAIN, 0o666)

@@ -63,7 +63,7 @@ MAX_KINDS = 2048  # layers and settings in one document; a layer takes some ten 
 
 
 def own_name(kind: type) -> str:
-    """What a class of somebody's own is called in a file: `module:name`."""
+    """How a file names a user-defined class: `module:name`."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
@@ -126,10 +126,10 @@ def encode(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:
 def decode(
     value: object, place: str, tensors: Mapping[str, Tensor], own: Sequence[type] = ()
 ) -> Any:
-    """Back from `encode`: unknown kinds and fields are refused, and classes check their values.
+    """Inverse of `encode`: unknown kinds and fields are refused, and classes check their values.
 
-    Dataclasses of somebody's own are made only if they are among `own`: a name in a file imports
-    nothing.
+    User-defined dataclasses are built only if they are listed in `own`: a name in a file never
+    triggers an import.
 
     >>> decode({"kind": "L2", "eps": 0.5, "box": [0, 1]}, "ball", {})
     L2(0.5, box=(0, 1))
@@ -234,7 +234,7 @@ def encode_document(value: object, place: str, tensors: dict[str, Tensor]) -> JS
 def decode_document(
     value: JSON, place: str, tensors: Mapping[str, Tensor], own: Sequence[type] = ()
 ) -> Any:
-    """Back from `encode_document`.
+    """Inverse of `encode_document`.
 
     >>> decode_document({"loss": {"kind": "loss", "name": "nll"}}, "threat", {})[
     ...     "loss"

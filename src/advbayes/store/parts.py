@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Content:
-    """What goes into a part: so many bytes, which come in pieces."""
+    """What goes into a part: its size, and its bytes in pieces."""
 
     size: int
     pieces: Iterable[bytes]
@@ -244,8 +244,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 def one_version(
     path: Path, read: Callable[[Manifest, dict[str, bytes] | None], T], max_bytes: int = MAX_BYTES
 ) -> tuple[Manifest, T]:
-    """The manifest and what `read` makes of it and of a file's members, again where the bundle was
-    replaced in between."""
+    """The manifest and what `read` makes of it and of the members of a single file; read again if
+    the bundle was replaced meanwhile."""
     while True:
         manifest, members = _opened(path, max_bytes)
         try:
@@ -292,7 +292,7 @@ def verified(path: Path, part: Part, members: dict[str, bytes] | None = None) ->
 
 @contextmanager
 def hashed_part(file: Path, part: Part) -> Iterator[int]:
-    """The descriptor of a part, every byte of which was hashed, none held."""
+    """The open descriptor of a part whose every byte has been hashed, piece by piece."""
     with opened(file) as (descriptor, size):
         _check_size(file, part, size)
         digest = hashlib.sha256()

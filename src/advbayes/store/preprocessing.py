@@ -64,7 +64,7 @@ def encode(transformer: Any, place: str = "transformer") -> dict[str, JSON]:
 
 
 def decode(described: Any, place: str = "transformer") -> Any:
-    """Back from `encode`; nothing but the listed classes comes of it.
+    """Inverse of `encode`; only the listed classes are ever built.
 
     >>> decode({"kind": "os.system"})
     Traceback (most recent call last):
@@ -254,7 +254,7 @@ def plain(value: Any, place: str) -> Any:
 
 
 def array(value: Any, place: str) -> Any:
-    """Back from `plain`."""
+    """Inverse of `plain`."""
     match value:
         case {"number": "nan" | "inf" | "-inf" as text, **rest} if not rest:
             return float(text)
@@ -271,8 +271,8 @@ def array(value: Any, place: str) -> Any:
 
 
 def _check_size(value: Any, place: str) -> None:
-    """Refuse arrays that take more memory than any document needs: every text of an array takes as
-    much as its dtype says, and every column some room in the example."""
+    """Refuse arrays that would take more memory than any genuine document needs: each text takes
+    what its dtype says, and each column some room in the example."""
     size, left = 0, [value]
     while left:
         match left.pop():

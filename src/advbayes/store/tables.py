@@ -1,4 +1,4 @@
-"""Bundles with tables too large for memory: written and checked by pieces, read where they lie.
+"""Bundles with tables too large for memory: written and checked in pieces, read in place.
 
 The folder is a bundle like any other (`parts.py`), a table being a safetensors part with the one
 tensor `table`. `read_bundle` reads it too, if it fits.

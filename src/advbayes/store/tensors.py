@@ -84,8 +84,8 @@ def _check_finite(name: str, key: str, value: Tensor) -> None:
 
 
 def _check_header(data: bytes, name: str) -> None:
-    """Bounded, strict JSON with nothing more in it than tensors; that these tile the data exactly
-    safetensors checks."""
+    """Strict JSON of bounded size that lists tensors and nothing else; safetensors itself checks
+    that they tile the data."""
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or not 2 <= length <= min(MAX_HEADER, len(data) - 8):
         wanted = f"a safetensors header of 2 to {MAX_HEADER} bytes within the file"
