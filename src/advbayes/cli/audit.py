@@ -101,16 +101,13 @@ def audit(
         "--thetas": None if thetas == 20 else thetas,
         "--device": None if device == "cpu" else device,
     }
-    if model is None:
-        _refuse_flags(of_models, "--model", "a run")
-    else:
-        _refuse_flags(of_runs, "a run", "--model")
-    if model is not None and run is not None:
-        raise ConfigError(f"model: must be given without a run, got {run!r} as well")
     if model is None and run is None:
         wanted = "RUN: must be a run folder, or --model and --data must be given"
         raise ConfigError(f"{wanted}, got neither")
+    if model is not None and run is not None:
+        raise ConfigError(f"model: must be given without a run, got {run!r} as well")
     if model is not None:
+        _refuse_flags(of_runs, "a run", "--model")
         if ":" not in model:
             raise ConfigError(f"model: must be MODULE:FACTORY, got {model!r:.60}")
         if data is None or eps is None:
@@ -136,6 +133,7 @@ def audit(
                 told["report"], end = str(paths.html), f"\nReport: {paths.html}"
     else:
         assert run is not None
+        _refuse_flags(of_models, "--model", "a run")
         from contextlib import nullcontext
 
         from advbayes.cli.describe import said_units, units_within

@@ -98,7 +98,7 @@ def decode(data: bytes, file: Path) -> Manifest:
     raise StoreError(file, f"format {FORMAT} and a schema", "something else")
 
 
-def _manifest_1(fields: Mapping[str, JSON], file: Path) -> Manifest:
+def _manifest_1(fields: Mapping[Any, Any], file: Path) -> Manifest:
     match fields:
         case {"parts": dict(parts), "versions": dict(libraries), **rest} if not rest:
             if len(parts) > MAX_PARTS:
