@@ -25,8 +25,8 @@ FIRST = (
     Bug(
         "a mixture's entropy is averaged over outputs, not summed",
         "likelihoods.py",
-        "return per_output if self.means.ndim == 2 else per_output.sum(-1)",
-        "return per_output if self.means.ndim == 2 else per_output.mean(-1)",
+        "return per_output.sum(-1) if self.event_shape else per_output",
+        "return per_output.mean(-1) if self.event_shape else per_output",
         "test_likelihoods",
     ),
     Bug(

@@ -8,6 +8,7 @@ as `extra`.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -303,21 +304,47 @@ class HeteroscedasticGaussian:
         return _check_regression(self._split(output)[0], y)
 
 
-class GaussianMixture(Distribution):
-    """A regression predictive sum_s w_s N(means_s, scales_s^2), components on axis 0; D outputs
-    share their component.
+class GaussianPredictive(Distribution):
+    """A regression predictive that is a mixture of Gaussians, whatever it is computed from.
 
     `entropy()` is that of the moment-matched Gaussian, an upper bound (exact for one component)
     with a gradient in the means; `monte_carlo_entropy` is unbiased and noisy.
-
-    >>> two = GaussianMixture(torch.tensor([[-1.0], [1.0]]), torch.full((2, 1), 0.5))
-    >>> two.mean, two.variance
-    (tensor([0.]), tensor([1.2500]))
     """
 
     arg_constraints = {}  # noqa: RUF012 (torch's own protocol)
     support = constraints.real
     has_rsample = False
+
+    @property
+    def mode(self) -> Tensor:
+        """The mean: what an attacker without a label takes for y."""
+        return self.mean
+
+    def entropy(self) -> Tensor:
+        """Of the Gaussian with this mean and (per-output) variance: 0.5 ln(2 pi e Var), summed."""
+        per_output = 0.5 * self.variance.log() + 0.5 + 0.5 * LOG_TWO_PI
+        return per_output.sum(-1) if self.event_shape else per_output
+
+    def monte_carlo_entropy(
+        self, num: int = 1000, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """-mean log p over `num` draws."""
+        draws = self.sample(torch.Size([num]), generator=generator)
+        return -torch.stack([self.log_prob(draw) for draw in draws]).mean(0)
+
+    @abstractmethod
+    def sample(
+        self, sample_shape: Any = (), *, generator: torch.Generator | None = None
+    ) -> Tensor: ...
+
+
+class GaussianMixture(GaussianPredictive):
+    """sum_s w_s N(means_s, scales_s^2), components on axis 0; D outputs share their component.
+
+    >>> two = GaussianMixture(torch.tensor([[-1.0], [1.0]]), torch.full((2, 1), 0.5))
+    >>> two.mean, two.variance
+    (tensor([0.]), tensor([1.2500]))
+    """
 
     def __init__(
         self,
@@ -355,27 +382,10 @@ class GaussianMixture(Distribution):
         return (self._weights() * self.means).sum(0)
 
     @property
-    def mode(self) -> Tensor:
-        """The mean: what an attacker without a label takes for y."""
-        return self.mean
-
-    @property
     def variance(self) -> Tensor:
         """E[s^2] + Var[m]."""
         weights, mean = self._weights(), self.mean
         return (weights * (self.scales.square() + (self.means - mean).square())).sum(0)
-
-    def entropy(self) -> Tensor:
-        """Of the Gaussian with this mean and (per-output) variance: 0.5 ln(2 pi e Var), summed."""
-        per_output = 0.5 * self.variance.log() + 0.5 + 0.5 * LOG_TWO_PI
-        return per_output if self.means.ndim == 2 else per_output.sum(-1)
-
-    def monte_carlo_entropy(
-        self, num: int = 1000, *, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """-mean log p over `num` draws."""
-        draws = self.sample(torch.Size([num]), generator=generator)
-        return -torch.stack([self.log_prob(draw) for draw in draws]).mean(0)
 
     def cdf(self, value: Tensor) -> Tensor:
         """P(Y <= value) for one output."""

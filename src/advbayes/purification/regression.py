@@ -1,4 +1,4 @@
-"""The purified predictive of a regression: the mixture of S x N Gaussians, never held at once."""
+"""The purified predictive of a regression, S x N Gaussians that are never in memory at once."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution, constraints
+from torch.distributions import Distribution
 
 from advbayes import checks
-from advbayes.likelihoods import LOG_TWO_PI, targets_like
+from advbayes.likelihoods import LOG_TWO_PI, GaussianPredictive, targets_like
 from advbayes.purification.banks import Query
 from advbayes.purification.joint import log_outputs
 from advbayes.purification.rows import spans
@@ -24,17 +24,13 @@ if TYPE_CHECKING:
 _LEVELS = 150  # turns at most: fifty halvings; Newton's steps need about ten
 
 
-class PurifiedMixture(Distribution):
+class PurifiedMixture(GaussianPredictive):
     """sum_s sum_n w_sn(x') N(y; mean_sn, scale_sn^2): moments at once, everything else by further
     passes over the reference.
 
     `mean`, `variance`, `entropy()` (of the moment-matched Gaussian, an upper bound) and `log_prob`
     are differentiable in x'. `cdf` and `icdf` are for one output. Obtained by calling a `Purifier`.
     """
-
-    arg_constraints = {}  # noqa: RUF012 (torch's own protocol)
-    support = constraints.real
-    has_rsample = False
 
     @classmethod
     def of(cls, purifier: Purifier, x: Tensor) -> PurifiedMixture:
@@ -81,27 +77,9 @@ class PurifiedMixture(Distribution):
         return self._mean
 
     @property
-    def mode(self) -> Tensor:
-        """The mean: what an attacker without a label takes for y."""
-        return self._mean
-
-    @property
     def variance(self) -> Tensor:
         """E[scale^2] + Var[mean]."""
         return self._variance
-
-    def entropy(self) -> Tensor:
-        """Of the Gaussian with this mean and (per-output) variance, summed over outputs: an upper
-        bound."""
-        each: Tensor = 0.5 * self._variance.log() + 0.5 + 0.5 * LOG_TWO_PI
-        return each if each.ndim == 1 else each.sum(-1)
-
-    def monte_carlo_entropy(
-        self, num: int = 1000, *, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """-mean log p over `num` draws."""
-        draws = self.sample(torch.Size([num]), generator=generator)
-        return -torch.stack([self.log_prob(draw) for draw in draws]).mean(0)
 
     def _columns(self, value: Tensor) -> Tensor:  # (B, D)
         return targets_like(self._mean, value).reshape(
