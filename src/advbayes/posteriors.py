@@ -1,4 +1,4 @@
-"""Distributions over theta that can be trained or given (section 3.3)."""
+"""Distributions over theta, trained here or sampled elsewhere (section 3.3)."""
 
 from __future__ import annotations
 
@@ -184,20 +184,34 @@ class PointMass(Posterior):
         return 0.5 * self.theta.dot(self.theta) / _check_prior(prior_scale) ** 2
 
 
-def _balanced(
-    num: int, total: int, generator: torch.Generator | None, device: torch.device
-) -> Tensor:
-    """`num` indices into `total` members, each used as often as any other up to one; all in order
-    when num = total."""
-    if num == total:
-        return torch.arange(total, device=device)
-    rounds = [
-        torch.randperm(total, generator=generator, device=device) for _ in range(-(-num // total))
-    ]
-    return torch.cat(rounds)[:num]
+class _Members(Posterior):
+    """Equal weights on the rows of `thetas`, each drawn as often as any other up to one."""
+
+    thetas: Tensor  # (M, P)
+
+    @property
+    def mean(self) -> Tensor:
+        return self.thetas.detach().mean(0)
+
+    def noise(self, num: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Indices into the members; all of them in order where num = M."""
+        total, device = len(self.thetas), self.thetas.device
+        if num == total:
+            return torch.arange(total, device=device)
+        rounds = [
+            torch.randperm(total, generator=generator, device=device)
+            for _ in range(-(-num // total))
+        ]
+        return torch.cat(rounds)[:num]
+
+    def at(self, noise: Tensor) -> Tensor:
+        return self.thetas[noise]
+
+    def extra_repr(self) -> str:
+        return f"num={len(self.thetas)}, num_params={self.num_params}"
 
 
-class Ensemble(Posterior):
+class Ensemble(_Members):
     """Equal-weight point masses; `rsample` uses each as often as any other. Members start at
     independent initialisations.
 
@@ -228,19 +242,6 @@ class Ensemble(Posterior):
                 )
         self.thetas = nn.Parameter(members)
         self.num_params = model.num_params
-
-    @property
-    def mean(self) -> Tensor:
-        return self.thetas.detach().mean(0)
-
-    def noise(self, num: int, *, generator: torch.Generator | None = None) -> Tensor:
-        return _balanced(num, len(self.thetas), generator, self.thetas.device)
-
-    def at(self, noise: Tensor) -> Tensor:
-        return self.thetas[noise]
-
-    def extra_repr(self) -> str:
-        return f"num={len(self.thetas)}, {super().extra_repr()}"
 
     def kl(self, prior_scale: float) -> Tensor:
         """mean_m 0.5 |theta_m|^2 / t^2."""
@@ -320,14 +321,12 @@ class LowRank(Posterior):
         )
 
 
-class Samples(Posterior):
+class Samples(_Members):
     """Given thetas, from MCMC or elsewhere: they predict and purify, but are not trained.
 
     >>> Samples(torch.randn(8, 15)).sample(3).shape
     torch.Size([3, 15])
     """
-
-    thetas: Tensor
 
     def __init__(self, thetas: Tensor) -> None:
         super().__init__()
@@ -338,21 +337,8 @@ class Samples(Posterior):
         self.register_buffer("thetas", checks.finite("thetas", thetas.detach().clone()))
         self.num_params = thetas.shape[1]
 
-    @property
-    def mean(self) -> Tensor:
-        return self.thetas.mean(0)
-
-    def noise(self, num: int, *, generator: torch.Generator | None = None) -> Tensor:
-        return _balanced(num, len(self.thetas), generator, self.thetas.device)
-
-    def at(self, noise: Tensor) -> Tensor:
-        return self.thetas[noise]
-
-    def extra_repr(self) -> str:
-        return f"num={len(self.thetas)}, {super().extra_repr()}"
-
     def kl(self, prior_scale: float) -> Tensor:
         raise checks.InputTypeError(
-            "Samples has no kl: given thetas have no density. Train a MeanField or LowRank "
+            "Samples has no kl: single thetas have no density. Train a MeanField or LowRank "
             "started at their mean"
         )
