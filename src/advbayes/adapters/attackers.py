@@ -17,7 +17,7 @@ from advbayes.types import Predictor
 class PredictorModule(nn.Module):
     """A Predictor as a torch module: log-probabilities of the classes, or the mean.
 
-    What another library was told, it cannot check: `num_classes` and `ndim` (of x) are held against
+    What another library was told, it cannot check: `num_classes` and `ndim` (of x) are checked at
     every call.
 
     >>> PredictorModule(lambda x: CategoricalDistribution(logits=x))(torch.zeros(1, 2))

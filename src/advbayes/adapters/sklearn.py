@@ -19,7 +19,7 @@ from advbayes.adapters.models import FunctionPredictor
 from advbayes.types import Predictor
 
 Array = NDArray[Any]
-PROBES = 32  # random points at which a linear model is held against the estimator itself
+PROBES = 32  # random points at which a linear model is compared with the estimator itself
 
 
 def from_sklearn(estimator: Any, *, scale: float | None = None, data: Any = None) -> Predictor:
@@ -77,7 +77,7 @@ def from_sklearn(estimator: Any, *, scale: float | None = None, data: Any = None
 
 def with_estimators(predict: Any, data: Any, *others: Any) -> tuple[Any, Any, *tuple[Any, ...]]:
     """Estimators among the predictors as Predictors, and (X, y) in raw units as tensors for them;
-    without any, what was given.
+    without any, all as it came.
 
     Labels become positions in `classes_`, also in `others`: further targets or pairs (X, y), or
     None.
@@ -250,7 +250,7 @@ def _regressor(estimator: Any, last: Any, weight: Tensor, bias: Tensor) -> nn.Mo
 
 
 def _classifier(estimator: Any, last: Any, weight: Tensor, bias: Tensor) -> nn.Module | None:
-    """The net whose outputs are the estimator's, if it is linear: held against what it says."""
+    """The net whose outputs are the estimator's, if it is linear and agrees with it."""
     if hasattr(last, "calibrated_classifiers_"):
         net: nn.Module | None = _calibrated(last, weight, bias)
         says = estimator.predict_proba
@@ -310,7 +310,7 @@ def _calibrated(last: Any, weight: Tensor, bias: Tensor) -> _Calibrated | None:
 
 @dataclass(frozen=True, eq=False)
 class _Decisions:
-    """Decision values with one column for each class, held against what the estimator itself
+    """Decision values with one column for each class, compared with what the estimator itself
     predicts on the first rows.
 
     Pairwise values (one against one) come in as many columns as there are classes when there are

@@ -84,8 +84,8 @@ class APGD(Search):
         """Each another way of leaving y: to one of the likeliest wrong classes; one of the outputs
         up, or down.
 
-        The largest |r + W d|^2 over the ball lies at the d that is best along u = r + W d: it is
-        found from a u of its own neighbourhood, of which one for each output is too few.
+        The largest |r + W d|^2 over the ball lies at the d that is best along u = r + W d: ascent
+        reaches it from a nearby u, and one u for each output is too few.
         """
         if predicts_classes(prediction):
             return tuple(margins_to_wrong_classes(prediction, y, self.targets))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.likelihoods import LOG_TWO_PI
+from advbayes.types import ChannelDensity
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,11 +69,11 @@ class MixtureDensity:
     """logsumexp(ln pi_k + log p_k) for densities that are not all Gaussian."""
 
     log_weights: tuple[float, ...]
-    parts: tuple[object, ...]
+    parts: tuple[ChannelDensity, ...]
 
     def log_prob(self, x_adv: Tensor) -> Tensor:
         each = [
-            weight + part.log_prob(x_adv)  # type: ignore[attr-defined]
+            weight + part.log_prob(x_adv)
             for weight, part in zip(self.log_weights, self.parts, strict=True)
         ]
         return torch.logsumexp(torch.stack(each), dim=0)

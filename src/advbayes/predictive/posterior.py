@@ -26,7 +26,7 @@ _THETAS = 32  # as many share a graph; with more, forward passes are repeated in
 
 @dataclass(frozen=True, eq=False)
 class PosteriorPredictive:
-    """E_theta p(y | x, theta) over given thetas: the mixture of their predictions (Eq. 9).
+    """E_theta p(y | x, theta) over fixed thetas: the mixture of their predictions (Eq. 9).
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, MeanField

@@ -168,11 +168,9 @@ class NearestIndex:
     def _visit(
         self, around: Tensor, visited: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:  # (B, k) and (B,) each
-        found = [
-            cells.search(around, seen, self.num)
-            for cells, seen in zip(self.cells, visited, strict=True)
-        ]
-        return [rows for rows, _ in found], [last for _, last in found]
+        pairs = zip(self.cells, visited, strict=True)
+        each = [cells.search(around, seen, self.num) for cells, seen in pairs]
+        return [rows for rows, _ in each], [last for _, last in each]
 
     def _weights(self, store: Store, near: list[Tensor]) -> list[Tensor]:  # (B, J) each
         """The log of the most that each cell can weigh, if its centres are no nearer than this."""

@@ -29,8 +29,8 @@ class Simulated:
     each reference point.
 
     p(x' | x, theta) is approximated by 1/M sum_m N(x'; x'_m, bandwidth^2), approximate Bayesian
-    computation with a smooth
-    kernel: exact as the bandwidth goes to 0 and M (or the reference set) grows.
+    computation with a smooth kernel: exact as the bandwidth goes to 0 and M (or the reference set)
+    grows.
 
     >>> from advbayes import Noise
     >>> Simulated(Noise(0.0), 1, 0.1, torch.Generator()).density(None, torch.zeros(2, 3)).scales
@@ -138,7 +138,7 @@ class SimulatedPurifier:
 
     `bandwidth=None` chooses it (see `choose_bandwidth`); the choice is in `.bandwidth`, and the
     effective sample size in `.diagnose(x).ess_reference`. Everything else is a
-    `Purifier`, found in `.purifier`: the gradient too, so it can be attacked adaptively.
+    `Purifier`, the attribute `.purifier`: the gradient too, so it can be attacked adaptively.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, MeanField, Noise
