@@ -117,23 +117,13 @@ class Mixture:
                     theirs = narrowed(generator, places[start:stop] - begin, end - begin)
                     moved.append(channel.sample(predict, inputs, rows, generator=theirs))
                 else:
-                    mine = noise[start:stop] if self._one_sigma is None else None
-                    moved.append(shifted_by(channel, predict, inputs, rows, mine))
-        out = torch.cat(moved)
-        if noise is not None and self._one_sigma is not None:
-            out = torch.add(out, noise, alpha=self._one_sigma)
-        return torch.empty_like(x).index_copy_(0, index, out)
+                    moved.append(shifted_by(channel, predict, inputs, rows, noise[start:stop]))
+        return torch.empty_like(x).index_copy_(0, index, torch.cat(moved))
 
     @cached_property
     def _splits(self) -> bool:
         """Whether all randomness can be drawn before any attack is computed."""
         return all(draws_noise_alone(channel) for channel in self.channels)
-
-    @cached_property
-    def _one_sigma(self) -> float | None:
-        """The standard deviation that all components share: their noise is then added at once."""
-        sigmas = {getattr(channel, "sigma", None) for channel in self.channels}
-        return sigmas.pop() if len(sigmas) == 1 else None
 
     @cached_property
     def _groups(self) -> list[list[int]]:
@@ -155,10 +145,6 @@ class Mixture:
         """The inner edges of the components in [0, 1], in the order of the groups."""
         weights = [self.weights[k] for members in self._groups for k in members]
         return [math.fsum(weights[:k]) for k in range(1, len(weights))]
-
-    @cached_property
-    def _merged_before(self) -> dict[tuple[object, ...], Channel]:
-        return {}
 
     @cached_property
     def _has_attacks(self) -> bool:
@@ -183,20 +169,8 @@ class Mixture:
         ]
         if len(members) == 1 or not isinstance(channels[0], AttackChannel):
             return channels[0]
-        key = (members[0], *counts, device)
-        merged = None if rows is not None else self._merged_before.get(key)
-        if merged is None:
-            index = torch.arange(len(members), device=device).repeat_interleave(
-                torch.tensor(counts, device=device)
-            )
-            merged = with_losses(channels, index)
-            if rows is None:
-                if (
-                    len(self._merged_before) >= 64
-                ):  # stratified counts take a few values; those drawn iid take many
-                    self._merged_before.clear()
-                self._merged_before[key] = merged
-        return merged
+        index = torch.arange(len(members), device=device)
+        return with_losses(channels, index.repeat_interleave(torch.tensor(counts, device=device)))
 
     def density(
         self, predict: Predictor, x: Tensor, y: Tensor | None = None
