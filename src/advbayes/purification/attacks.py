@@ -15,14 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
-from torch.nn import functional
 
 from advbayes import checks
 from advbayes.attacks import loss_and_gradient, margin, nll
 from advbayes.attacks.balls import Ball, per_row
 from advbayes.attacks.gradients import score
 from advbayes.attacks.search import Best, Problem, Search, check_ball
-from advbayes.distributed import Ranks
 from advbayes.purification.banks import GaussianBank, Room
 from advbayes.purification.purifier import Purifier
 from advbayes.types import Attack, Loss, Predictor
@@ -246,64 +244,41 @@ def neighbours(
     >>> neighbours(purified, torch.tensor([[0.5]]), torch.tensor([0]))
     (tensor([[[1.]]]), tensor([[[-3.]]]))
     """
-    banks, query = _banks(purifier), purifier.query(x)
-    room = Room()
-    right: list[tuple[Tensor, Tensor]] = []  # scores (B, k) and codes (B, k)
-    wrong: list[tuple[Tensor, Tensor]] = []
-    total = purifier.store.num_reference
-    for k, bank in enumerate(banks):
-        offset = bank.offset(query)
+    query, room, ranks = purifier.query(x), Room(), purifier.store.ranks
+    nobody = (
+        query.points.new_full((len(x), num), -math.inf),
+        x.new_full((len(x), num, x[0].numel()), math.nan),
+    )
+    kept = [nobody, nobody]  # of class y, of others
+    for bank in _banks(purifier):
+        offset = bank.offset(query).unsqueeze(1)
         for groups, rows in bank.tiles(len(query)):
             logits = bank.logits(query, groups, rows, room)
             same = _classes(purifier, bank, groups, rows).unsqueeze(1) == y.view(1, -1, 1)
-            for kept, hidden in ((right, ~same), (wrong, same)):
-                value, index = logits.masked_fill(hidden, -math.inf).topk(
-                    min(num, logits.shape[-1]), dim=-1
-                )
+            for k, hidden in enumerate((~same, same)):
+                shown = logits.masked_fill(hidden, -math.inf)
+                value, index = shown.topk(min(num, shown.shape[-1]), dim=-1)
                 for g in range(len(value)):
-                    code = (
-                        (k * purifier.store.num_thetas + groups.start + g) * total
-                        + rows.start
-                        + index[g]
-                    )
-                    kept.append((value[g].double() + offset.unsqueeze(1), code))
-    return _fetch(purifier, banks, right, x, num), _fetch(purifier, banks, wrong, x, num)
+                    centres = bank.centres.pick(groups.start + g, rows.start + index[g])
+                    kept[k] = _likeliest([kept[k], (value[g] + offset, centres)], num)
+    if ranks.size > 1:
+        kept = [
+            _likeliest(list(zip(ranks.gathered(value), ranks.gathered(centres), strict=True)), num)
+            for value, centres in kept
+        ]
+    right, wrong = (centres.view(len(x), num, *x.shape[1:]) for _, centres in kept)
+    return right, wrong
 
 
-def _fetch(
-    purifier: Purifier,
-    banks: tuple[GaussianBank, ...],
-    kept: list[tuple[Tensor, Tensor]],
-    x: Tensor,
+def _likeliest(
+    parts: list[tuple[Tensor, Tensor]],  # log-densities (B, k) and centres (B, k, d)
     num: int,
-) -> Tensor:  # (B, num, *event)
-    value, code = torch.cat([v for v, _ in kept], 1), torch.cat([c for _, c in kept], 1)
-    value, place = value.topk(min(num, value.shape[1]), dim=1)
-    code = code.gather(1, place)
-    total, num_thetas = purifier.store.num_reference, purifier.store.num_thetas
-    centres = x.new_full((*code.shape, x[0].numel()), math.nan)
-    for source in torch.unique(code // total).tolist():
-        mine = (code // total == source) & (value > -math.inf)
-        rows = banks[source // num_thetas].centres.pick(source % num_thetas, code[mine] % total)
-        centres[mine] = rows
-    if purifier.store.ranks.size > 1:
-        centres = _of_all_ranks(purifier.store.ranks, value, centres, num)
-    return centres.view(len(x), -1, *x.shape[1:])
-
-
-def _of_all_ranks(
-    ranks: Ranks,
-    value: Tensor,  # (B, k)
-    centres: Tensor,  # (B, k, d)
-    num: int,
-) -> Tensor:  # (B, num, d)
-    """The likeliest of all ranks, each of which may have fewer than `num`."""
-    missing = num - value.shape[1]
-    value = functional.pad(value, (0, missing), value=-math.inf)
-    centres = functional.pad(centres, (0, 0, 0, missing), value=math.nan)
-    order = ranks.gathered(value).transpose(0, 1).flatten(1).topk(num, dim=1)[1]
-    whole = ranks.gathered(centres).transpose(0, 1).flatten(1, 2)
-    return whole.gather(1, order.unsqueeze(-1).expand(-1, -1, whole.shape[-1]))
+) -> tuple[Tensor, Tensor]:  # (B, num), (B, num, d)
+    """The likeliest of several candidates; NaN for those that are none."""
+    value, order = torch.cat([value for value, _ in parts], 1).topk(num, dim=1)
+    centres = torch.cat([centres for _, centres in parts], 1)
+    centres = centres.gather(1, order.unsqueeze(-1).expand(-1, -1, centres.shape[-1]))
+    return value, centres.masked_fill((value == -math.inf).unsqueeze(-1), math.nan)
 
 
 @torch.no_grad()

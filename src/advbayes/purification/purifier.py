@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,40 +245,28 @@ class Purifier:
     def queries(self, x: Tensor) -> Queries:
         """Blocks of inputs as the banks want them; a row's precision depends on that row alone."""
         flat, origin = self.flat(x), self.store.origin
-        kinds = self._precisions(flat.detach())
-        nearest: tuple[Tensor, ...] | None = None
-        left_out = flat.new_zeros(len(flat))
+        kinds, left_out = self._precisions(flat.detach()), flat.new_zeros(len(x))
+        nearest: tuple[Tensor, ...] = ()
         if self._index is not None:
-            each = [
-                self._index.search(
-                    self.store, Query(x[rows], flat[rows], origin, torch.float64), self._left_out
-                )
+            whole = Query(x, flat, origin, torch.float64)
+            parts = [
+                self._index.search(self.store, whole.take(rows), self._left_out)
                 for rows in _slices(len(x))
             ]
-            nearest = tuple(
-                torch.cat(rows, 1) for rows in zip(*(rows for rows, _ in each), strict=True)
-            )
-            bound = torch.cat([part for _, part in each])
+            of_banks = zip(*(rows for rows, _ in parts), strict=True)
+            nearest = tuple(torch.cat(rows, 1) for rows in of_banks)
+            bound = torch.cat([part for _, part in parts])
             within = bound <= self._left_out
             kinds, left_out = torch.where(within, _INDEXED, kinds), left_out.where(~within, bound)
-        present = sorted(set(kinds.tolist()))
-        parts: list[tuple[slice | Tensor, int]] = [
-            (rows, kind) for kind in present for rows in _slices(len(x))
-        ]
-        if len(present) > 1:
-            places = [(torch.nonzero(kinds == kind).squeeze(1), kind) for kind in present]
-            parts = [
-                (rows, kind) for index, kind in places for rows in torch.split(index, _QUERIES)
-            ]
-        blocks = []
-        for rows, kind in parts:
+        present, blocks = sorted(set(kinds.tolist())), []
+        for kind in present:
+            pieces: Iterable[slice | Tensor] = _slices(len(x))
+            if len(present) > 1:
+                pieces = torch.split(torch.nonzero(kinds == kind).squeeze(1), _QUERIES)
             dtype = torch.float32 if kind == _NARROW else torch.float64
-            rest = (
-                tuple(index[:, rows] for index in nearest)
-                if nearest is not None and kind == _INDEXED
-                else None
-            )
-            blocks.append((rows, Query(x[rows], flat[rows], origin, dtype, rest)))
+            for rows in pieces:
+                near = tuple(index[:, rows] for index in nearest) if kind == _INDEXED else None
+                blocks.append((rows, Query(x[rows], flat[rows], origin, dtype, near)))
         return Queries(blocks, left_out)
 
     def _precisions(self, points: Tensor) -> Tensor:  # (B, d) -> (B,)
