@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -11,13 +11,14 @@ from torch import Tensor
 from advbayes.checks import InputError, describe
 from advbayes.metrics.intervals import (
     Estimate,
+    Resampling,
     bootstrap,
     column,
     normal_quantile,
     outcomes,
+    proportion,
     same_length,
     shares,
-    wilson,
 )
 
 
@@ -36,10 +37,7 @@ def recall(
     hits = _by_class(correct, labels).get(of)
     if hits is None:
         raise InputError(f"of must be a class that occurs among the labels, got {describe(of)}")
-    total = float(hits.sum())
-    return Estimate(
-        total / len(hits), *wilson(min(total, len(hits)), len(hits), level=level), len(hits), level
-    )
+    return proportion(hits, level)
 
 
 def balanced_accuracy(
@@ -78,10 +76,7 @@ def _by_class(correct: Any, labels: Any) -> dict[int, Tensor]:
 def auprc(
     scores: Any,  # (N,), larger where the positive class is likelier
     positive: Any,  # (N,) truth values
-    *,
-    level: float = 0.95,
-    num_resamples: int = 1000,
-    generator: torch.Generator | None = None,
+    **options: Unpack[Resampling],
 ) -> Estimate:
     """Average precision, sum over thresholds of (recall_k - recall_{k-1}) precision_k, with a
     bootstrap interval.
@@ -93,13 +88,7 @@ def auprc(
     same_length(scores=scores, positive=positive)
     if not bool(positive.any()):
         raise InputError(f"positive must be True somewhere, got {len(positive)} times False")
-    options: Any = {
-        "level": level,
-        "num_resamples": num_resamples,
-        "support": (0.0, 1.0),
-        "generator": generator,
-    }
-    return bootstrap(_average_precision, scores, positive, **options)
+    return bootstrap(_average_precision, scores, positive, support=(0.0, 1.0), **options)
 
 
 def _average_precision(scores: Tensor, positive: Tensor) -> Tensor:  # (R, N) each -> (R,)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
-import torch
+from torch import Tensor
 
 from advbayes.checks import finite, number
 from advbayes.metrics.intervals import (
     Estimate,
+    Resampling,
     bootstrap,
     column,
     incomplete_beta,
@@ -45,28 +46,22 @@ def mcnemar(
 def paired_difference(
     first: Any,  # (N,) scores
     second: Any,  # (N,) scores of the same examples
-    *,
-    level: float = 0.95,
-    num_resamples: int = 1000,
-    generator: torch.Generator | None = None,
+    **options: Unpack[Resampling],
 ) -> Estimate:
     """Mean of `first - second` over examples, resampled in pairs: `first` is lower if `high < 0`.
 
     >>> paired_difference([1.0, 2.0, 3.0], [0.5, 1.5, 2.5])
     Estimate(value=0.5, low=0.5, high=0.5, num=3, level=0.95)
     """
-    first, second = (
-        finite("first", column("first", first)),
-        finite("second", column("second", second)),
-    )
-    same_length(first=first, second=second)
-    return bootstrap(
-        lambda difference: difference.mean(1),
-        first - second,
-        level=level,
-        num_resamples=num_resamples,
-        generator=generator,
-    )
+    return bootstrap(lambda rows: rows.mean(1), _difference(first, second), **options)
+
+
+def _difference(first: Any, second: Any) -> Tensor:  # (N,)
+    columns = {"first": column("first", first), "second": column("second", second)}
+    for name, values in columns.items():
+        finite(name, values)
+    same_length(**columns)
+    return columns["first"] - columns["second"]
 
 
 def paired_t(
@@ -86,13 +81,9 @@ def paired_t(
     >>> round(paired_t([1.0, 2.0, 3.0], [2.0, 4.0, 6.0]), 4)
     0.0371
     """
-    first, second = (
-        finite("first", column("first", first)),
-        finite("second", column("second", second)),
-    )
-    same_length(first=first, second=second)
+    difference = _difference(first, second)
     number("overlap", overlap, low=0.0)
-    difference, num = first - second, len(first)
+    num = len(difference)
     if num < 2:
         return 1.0
     spread = float(difference.std()) * math.sqrt(1 / num + overlap)

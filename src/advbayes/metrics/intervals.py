@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -151,6 +151,17 @@ def wilson(successes: float, num: int, *, level: float = 0.95) -> tuple[float, f
     return max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))
 
 
+def proportion(values: Tensor, level: float = 0.95) -> Estimate:  # values (N,), in [0, 1]
+    """The mean of truth values, or of the shares of several answers, with Wilson's interval.
+
+    >>> proportion(torch.tensor([1.0, 0.0, 1.0, 1.0])).value
+    0.75
+    """
+    num = len(values)
+    total = min(float(values.sum()), num)  # the sum of shares is rounded
+    return Estimate(total / num, *wilson(total, num, level=level), num, level)
+
+
 def incomplete_beta(x: float, a: float, b: float) -> float:
     """The regularised incomplete beta function I_x(a, b) for a, b > 0; P(Binomial(n, x) >= k) =
     I_x(k, n - k + 1).
@@ -229,15 +240,22 @@ def _lower_bound(successes: int, num: int, tail: float) -> float:
     return low
 
 
+class Resampling(TypedDict, total=False):
+    """How a bootstrap interval is made: its level (0.95), from how many resamples (1,000), drawn
+    from which generator (absent: one keyed by (0, "bootstrap"))."""
+
+    level: float
+    num_resamples: int
+    generator: torch.Generator | None
+
+
 def resamples(
     *columns: Tensor,  # (N,) each, resampled together
     num_resamples: int = 1000,
     generator: torch.Generator | None = None,
-) -> Iterator[
-    tuple[Tensor, ...]
-]:  # of shape (R, N) each, R small enough for the memory, `num_resamples` rows in all
-    """Bootstrap resamples of the examples; without a generator keyed by (0, "bootstrap"), so the
-    same scores always give the same interval.
+) -> Iterator[tuple[Tensor, ...]]:  # (R, N) each, `num_resamples` rows in all
+    """Bootstrap resamples of the examples, as many at once as the memory allows; without a
+    generator keyed by (0, "bootstrap"), so the same scores always give the same interval.
 
     >>> [rows.shape for (rows,) in resamples(torch.arange(5.0), num_resamples=3)]
     [torch.Size([3, 5])]
@@ -284,7 +302,6 @@ def quantiles(values: Tensor, *levels: float) -> list[float]:
     >>> quantiles(torch.tensor([0.0, 1.0, 2.0]), 0.25, 0.5)
     [0.5, 1.0]
     """
-    edges: list[float] = (
-        values.double().quantile(torch.tensor(levels, dtype=torch.float64)).tolist()
-    )
+    at = torch.tensor(levels, dtype=torch.float64)
+    edges: list[float] = values.double().quantile(at).tolist()
     return edges

@@ -55,34 +55,29 @@ def gaussian_marginals(prediction: Distribution) -> GaussianMarginals | None:
     torch.Size([2, 1, 1])
     """
     num = batch_size(prediction)
-    if isinstance(
-        prediction, GaussianMixture
-    ):  # components first, as everywhere here; last in torch's own mixtures
-        means, scales = prediction.means.transpose(0, 1), prediction.scales.transpose(0, 1)
-        shape = (num, means.shape[1], -1)
-        return GaussianMarginals(
-            prediction.log_weights.exp().T, means.reshape(shape), scales.reshape(shape)
-        )
-    if isinstance(prediction, MixtureSameFamily):
-        moments, weights = (
-            _moments(prediction.component_distribution),
-            prediction.mixture_distribution.probs,
-        )
-    else:
-        moments, weights = _moments(prediction), torch.ones(num, 1)
+    moments: tuple[Tensor, Tensor] | None
+    match prediction:
+        case GaussianMixture():  # components first, as everywhere here; last in torch's mixtures
+            weights = prediction.log_weights.exp().T
+            moments = prediction.means.transpose(0, 1), prediction.scales.transpose(0, 1)
+        case MixtureSameFamily():
+            weights = prediction.mixture_distribution.probs
+            moments = _moments(prediction.component_distribution)
+        case _:
+            weights, moments = torch.ones(num, 1), _moments(prediction)
     if moments is None:
         return None
-    means, scales = moments
-    weights = weights.to(means).reshape(num, -1)
-    shape = (num, weights.shape[1], -1)
-    return GaussianMarginals(weights, means.reshape(shape), scales.reshape(shape))
+    weights = weights.to(moments[0]).reshape(num, -1)
+    means, scales = (each.reshape(num, weights.shape[1], -1) for each in moments)
+    return GaussianMarginals(weights, means, scales)
 
 
 def _moments(prediction: Distribution) -> tuple[Tensor, Tensor] | None:
-    if isinstance(prediction, Independent):
-        return _moments(prediction.base_dist)
-    if isinstance(prediction, (Normal, MultivariateNormal, LowRankMultivariateNormal)):
-        return prediction.mean, prediction.stddev
+    match prediction:
+        case Independent():
+            return _moments(prediction.base_dist)
+        case Normal() | MultivariateNormal() | LowRankMultivariateNormal():
+            return prediction.mean, prediction.stddev
     return None
 
 
@@ -96,10 +91,8 @@ def quantile(prediction: Distribution, q: float) -> Tensor:  # (B,) or (B, D), t
     >>> quantile(torch.distributions.Normal(torch.zeros(1), 1.0), 0.975)
     tensor([1.9600])
     """
-    num, q = (
-        batch_size(prediction),
-        number("q", q, low=0.0, high=1.0, open_low=True, open_high=True),
-    )
+    num = batch_size(prediction)
+    q = number("q", q, low=0.0, high=1.0, open_low=True, open_high=True)
     known = gaussian_marginals(prediction)
     centre = finite("prediction.mean", prediction.mean)
     if known is not None and known.weights.shape[1] == 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from advbayes.checks import InputError, choice, finite, number
 from advbayes.metrics.intervals import (
     Estimate,
+    Resampling,
     bootstrap,
     column,
     normal_quantile,
@@ -58,10 +59,7 @@ def risk_coverage(
 def aurc(
     losses: Any,  # (N,)
     confidence: Any,  # (N,)
-    *,
-    level: float = 0.95,
-    num_resamples: int = 1000,
-    generator: torch.Generator | None = None,
+    **options: Unpack[Resampling],
 ) -> Estimate:
     """Area under the risk-coverage curve, with a bootstrap interval.
 
@@ -69,14 +67,7 @@ def aurc(
     0.1111
     """
     losses, confidence = _selection("losses", losses, confidence)
-    return bootstrap(
-        lambda losses, confidence: _risks(losses, confidence).mean(1),
-        losses,
-        confidence,
-        level=level,
-        num_resamples=num_resamples,
-        generator=generator,
-    )
+    return bootstrap(lambda *rows: _risks(*rows).mean(1), losses, confidence, **options)
 
 
 def selective_accuracy(
@@ -148,12 +139,9 @@ def auroc(
     value = min(1.0, max(0.0, float(above_wins.mean())))
     z = normal_quantile(level)
     if method == "delong":
-        known = min(m, n) > 1
-        half = (
-            z * math.sqrt(float(above_wins.var() / m + below_loses.var() / n))
-            if known
-            else math.inf
-        )
+        half = math.inf
+        if min(m, n) > 1:
+            half = z * math.sqrt(float(above_wins.var() / m + below_loses.var() / n))
         low, high = max(0.0, value - half), min(1.0, value + half)
     else:
         low, high = _score_bound(value, 0.0, m, n, z), _score_bound(value, 1.0, m, n, z)

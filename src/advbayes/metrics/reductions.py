@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -12,16 +12,17 @@ from torch import Tensor
 from advbayes.checks import InputError, choice, count
 from advbayes.metrics.intervals import (
     Estimate,
+    Resampling,
     bootstrap,
     column,
     confidence_level,
     normal_quantile,
     outcomes,
+    proportion,
     quantiles,
     resamples,
     same_length,
     shares,
-    wilson,
 )
 
 
@@ -35,8 +36,7 @@ def accuracy(
     >>> accuracy([True, True, False, True]).value
     0.75
     """
-    correct = outcomes("correct", correct)
-    return _proportion(correct, level)
+    return proportion(outcomes("correct", correct), level)
 
 
 def coverage(
@@ -53,26 +53,18 @@ def coverage(
     0.75
     """
     inside = torch.as_tensor(inside)
-    if inside.ndim == 2 and inside.shape[1] > 1:
-        num = len(inside)
-        if num == 0:
-            raise InputError("inside must have shape (N,) or (N, D) with N >= 1, got no examples")
-        return _proportion(outcomes("inside", inside.reshape(-1)).reshape(num, -1).mean(1), level)
-    return _proportion(outcomes("inside", inside), level)
-
-
-def _proportion(values: Tensor, level: float) -> Estimate:  # values (N,) in [0, 1]
-    total, num = float(values.sum()), len(values)
-    return Estimate(total / num, *wilson(total, num, level=level), num, level)
+    if inside.ndim != 2 or inside.shape[1] == 1:
+        return proportion(outcomes("inside", inside), level)
+    if len(inside) == 0:
+        raise InputError("inside must have shape (N,) or (N, D) with N >= 1, got no examples")
+    return proportion(outcomes("inside", inside.flatten()).reshape(inside.shape).mean(1), level)
 
 
 def mean(
     scores: Any,  # (N,), e.g. of nll, brier or crps
     *,
-    level: float = 0.95,
     method: str = "normal",
-    num_resamples: int = 1000,
-    generator: torch.Generator | None = None,
+    **options: Unpack[Resampling],  # but for the level, for the bootstrap alone
 ) -> Estimate:
     """Mean score with a normal or bootstrap interval.
 
@@ -85,19 +77,14 @@ def mean(
     """
     scores = column("scores", scores)
     choice("method", method, ("normal", "bootstrap"))
+    level = options.get("level", 0.95)
     if bool(scores.isinf().any()):
         return _infinite(scores, level)
     if method == "bootstrap":
-        return bootstrap(
-            _mean, scores, level=level, num_resamples=num_resamples, generator=generator
-        )
+        return bootstrap(lambda rows: rows.mean(1), scores, **options)
     num, value, z = len(scores), float(scores.mean()), normal_quantile(level)
     half = z * float(scores.std()) / math.sqrt(num) if num > 1 else math.inf
     return Estimate(value, value - half, value + half, num, level)
-
-
-def _mean(scores: Tensor) -> Tensor:  # (R, N) -> (R,)
-    return scores.mean(1)
 
 
 def _infinite(scores: Tensor, level: float) -> Estimate:
@@ -109,10 +96,7 @@ def _infinite(scores: Tensor, level: float) -> Estimate:
 
 def rmse(
     squared_errors: Any,  # (N,), non-negative
-    *,
-    level: float = 0.95,
-    num_resamples: int = 1000,
-    generator: torch.Generator | None = None,
+    **options: Unpack[Resampling],
 ) -> Estimate:
     """Root of the mean squared error, with a bootstrap interval.
 
@@ -125,15 +109,9 @@ def rmse(
             f"squared_errors must be >= 0, got a minimum of {float(squared_errors.min()):g}"
         )
     if bool(squared_errors.isinf().any()):
-        return _infinite(squared_errors, level)
-    return bootstrap(
-        lambda squares: squares.mean(1).sqrt(),
-        squared_errors,
-        level=level,
-        num_resamples=num_resamples,
-        support=(0.0, math.inf),
-        generator=generator,
-    )
+        return _infinite(squared_errors, options.get("level", 0.95))
+    support = (0.0, math.inf)
+    return bootstrap(lambda rows: rows.mean(1).sqrt(), squared_errors, support=support, **options)
 
 
 @dataclass(frozen=True)
@@ -181,7 +159,7 @@ def reliability(
             low, high = i / bins, (i + 1) / bins
         else:
             low, high = float(inside[0]), float(inside[-1])
-        found.append(Bin(low, high, float(inside.mean()), _proportion(correct[index == i], level)))
+        found.append(Bin(low, high, float(inside.mean()), proportion(correct[index == i], level)))
     return tuple(found)
 
 
@@ -213,14 +191,8 @@ def ece(
     value = float(gaps.abs().sum())
     if num == 1:
         return Estimate(value, 0.0, 1.0, 1, level)
-    drawn = torch.cat(
-        [
-            _gaps(rows, hits, bins, binning)
-            for rows, hits in resamples(
-                confidence, correct, num_resamples=num_resamples, generator=generator
-            )
-        ]
-    )
+    draws = resamples(confidence, correct, num_resamples=num_resamples, generator=generator)
+    drawn = torch.cat([_gaps(rows, hits, bins, binning) for rows, hits in draws])
     (high,) = quantiles(drawn.abs().sum(1), tail)
     (error,) = quantiles((drawn - gaps).abs().sum(1), tail)
     return Estimate(value, max(0.0, value - error), max(high, value), num, level)
@@ -231,10 +203,8 @@ def _gaps(
 ) -> Tensor:  # (R, N) each -> (R, bins)
     """(n_b/N) (accuracy_b - confidence_b)."""
     index, confidence, correct = _assign(confidence, correct, bins, binning)
-    gaps = torch.zeros(len(index), bins, dtype=torch.float64).scatter_add_(
-        1, index, correct - confidence
-    )
-    return gaps / index.shape[1]
+    gaps = torch.zeros(len(index), bins, dtype=torch.float64)
+    return gaps.scatter_add_(1, index, correct - confidence) / index.shape[1]
 
 
 def _calibration(

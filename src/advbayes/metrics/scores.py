@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
 from advbayes.checks import InputError, InputTypeError, describe, finite, instance
 from advbayes.likelihoods import targets_like
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 
 def batch_size(prediction: Distribution) -> int:
@@ -56,6 +61,16 @@ def class_probs(prediction: Distribution) -> Tensor:  # (B, C)
     return probs
 
 
+def is_real(y: object) -> TypeIs[Tensor]:
+    """Whether y is a tensor of numbers, neither complex nor truth values."""
+    return isinstance(y, Tensor) and not y.is_complex() and y.dtype != torch.bool
+
+
+def is_integral(y: object) -> TypeIs[Tensor]:
+    """Whether y is a tensor of whole numbers."""
+    return is_real(y) and not y.is_floating_point()
+
+
 def labels(
     prediction: Distribution,
     y: Tensor,  # (B,) or (B, 1), integers
@@ -66,12 +81,7 @@ def labels(
     tensor([0, 2])
     """
     num, num_classes = class_probs(prediction).shape
-    if (
-        not isinstance(y, Tensor)
-        or y.is_floating_point()
-        or y.is_complex()
-        or y.dtype == torch.bool
-    ):
+    if not is_integral(y):
         raise InputTypeError(f"y must be a tensor of integer class labels, got {describe(y)}")
     if tuple(y.shape) not in ((num,), (num, 1)):
         raise InputError(f"y must have one label per prediction, shape ({num},), got {describe(y)}")
@@ -93,7 +103,7 @@ def targets(
     tensor([1., 2.])
     """
     batch_size(prediction)
-    if not isinstance(y, Tensor) or y.is_complex() or y.dtype == torch.bool:
+    if not is_real(y):
         raise InputTypeError(f"y must be a real tensor, got {describe(y)}")
     y = finite("y", targets_like(prediction, y))
     return y if y.is_floating_point() else y.to(prediction.mean.dtype)

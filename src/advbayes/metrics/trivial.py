@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from advbayes.checks import InputError, InputTypeError, count, describe, finite
+from advbayes.metrics.scores import is_integral, is_real
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,7 @@ def majority(
     >>> majority(torch.tensor([0, 1, 1]), num_classes=2)
     ConstantClasses(probs=(0.4, 0.6))
     """
-    if (
-        not isinstance(y, Tensor)
-        or y.is_floating_point()
-        or y.is_complex()
-        or y.dtype == torch.bool
-    ):
+    if not is_integral(y):
         raise InputTypeError(f"y must be a tensor of integer class labels, got {describe(y)}")
     if tuple(y.shape) not in ((len(y),), (len(y), 1)) or len(y) == 0 or int(y.min()) < 0:
         raise InputError(f"y must hold labels >= 0 in shape (N,) with N >= 1, got {describe(y)}")
@@ -112,7 +108,7 @@ def constant(
     >>> constant(torch.tensor([1.0, 3.0]))
     ConstantGaussian(mean=(2.0,), scale=(1.0,))
     """
-    if not isinstance(y, Tensor) or y.is_complex() or y.dtype == torch.bool:
+    if not is_real(y):
         raise InputTypeError(f"y must be a real tensor, got {describe(y)}")
     if y.ndim not in (1, 2) or len(y) == 0:
         raise InputError(f"y must have shape (N,) or (N, D) with N >= 1, got {describe(y)}")
