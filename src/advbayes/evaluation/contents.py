@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -18,20 +19,6 @@ from advbayes.types import Predictor
 
 UNKNOWN = "unknown: "  # what cannot be told from another of its kind
 _OPEN = ("advbayes.", "torch.", "numpy.", "math", "builtins")  # known by their names
-_PLAIN = (
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    bool,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    range,
-)
-
 Fingerprint = Callable[[Predictor], list[float]]  # as the predictors under evaluation get
 
 
@@ -76,19 +63,27 @@ def _walked(
     value: Any, path: str, fingerprint: Fingerprint, is_loss: bool, hidden: bool, above: set[int]
 ) -> Iterator[tuple[str, str | list[float]]]:
     """`hidden`: within a function, where the repr shows nothing."""
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        value = torch.as_tensor(value)
-    if isinstance(value, Tensor):
-        yield path, tensor_hash(value)
-        return
-    if isinstance(value, _PLAIN):
-        if hidden:
-            yield path, repr(value)
-        return
-    if isinstance(value, (type, ModuleType, BuiltinFunctionType)) or _is_open(value):
-        if hidden and not isinstance(value, ModuleType):
-            yield path, f"{value.__module__}.{value.__qualname__}"
-        return
+    match value:
+        case Tensor():
+            yield path, tensor_hash(value)
+            return
+        case np.ndarray() if value.dtype != object:
+            yield path, tensor_hash(torch.as_tensor(value))
+            return
+        case ModuleType():
+            return
+        case int() | float() | complex() | str() | bytes() | None:
+            if hidden:
+                yield path, repr(value)
+            return
+        case torch.dtype() | torch.device() | torch.Size() | range():
+            if hidden:
+                yield path, repr(value)
+            return
+        case type() | BuiltinFunctionType() | FunctionType() if _is_open(value):
+            if hidden:
+                yield path, f"{value.__module__}.{value.__qualname__}"
+            return
     if id(value) in above:
         return
     predicts = None if is_loss else _predicts(value, fingerprint)
@@ -106,12 +101,11 @@ def _walked(
         )
 
 
-def _is_open(value: Any) -> bool:
-    return (
-        isinstance(value, FunctionType)
-        and value.__module__.startswith(_OPEN)
-        and value.__closure__ is None
-    )
+def _is_open(value: type | BuiltinFunctionType | FunctionType) -> bool:
+    """Known by its name alone: a class, what is built in, a function of the libraries."""
+    if not isinstance(value, FunctionType):
+        return True
+    return value.__module__.startswith(_OPEN) and value.__closure__ is None
 
 
 def _parts(value: Any, hidden: bool) -> tuple[list[tuple[str, Any]] | None, bool]:
@@ -172,13 +166,8 @@ def names_in(code: CodeType) -> list[str]:
     >>> names_in((lambda x: [abs(each) for each in x]).__code__)
     ['abs']
     """
-    inner = [
-        name
-        for constant in code.co_consts
-        if isinstance(constant, CodeType)
-        for name in names_in(constant)
-    ]
-    return sorted({*code.co_names, *inner})
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return sorted({*code.co_names, *chain(*inner)})
 
 
 def _code(code: CodeType) -> str:

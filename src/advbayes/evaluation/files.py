@@ -16,6 +16,7 @@ from torch.distributions import Distribution
 import advbayes
 from advbayes import checks
 from advbayes.evaluation.contents import UNKNOWN, tensor_hash
+from advbayes.evaluation.result import Cell
 from advbayes.store import (
     RecordLog,
     StoreError,
@@ -45,6 +46,21 @@ class Block:
     start: int
     stop: int
     array: str = ""  # SHA-256 of its file as the records name it; older folders do not
+
+    @property
+    def rows(self) -> slice:
+        """The examples that it holds."""
+        return slice(self.start, self.stop)
+
+    @property
+    def job(self) -> tuple[str, float | None]:
+        """The attack and its radius."""
+        return self.attack, self.eps
+
+    @property
+    def cell(self) -> Cell:
+        """The cell of the evaluation that it is a part of."""
+        return Cell(self.predictor, self.attack, self.eps)
 
     @property
     def key(self) -> str:
@@ -109,8 +125,8 @@ class Folder:
                 if str(value).startswith(UNKNOWN):
                     raise checks.InputError(
                         f"out must be a new folder: the attack {attack!r} holds "
-                        f"{str(value).removeprefix(UNKNOWN)} ({place}), "
-                        f"which cannot be compared with what it held when {self.path} was begun"
+                        f"{str(value).removeprefix(UNKNOWN)} ({place}), which cannot be compared "
+                        f"with what it held when {self.path} was begun"
                     )
         for key, value in config.items():
             if key == "contents" and key not in saved:
@@ -119,8 +135,7 @@ class Folder:
                 place, before, now = _difference(key, saved.get(key), value)
                 raise checks.InputError(
                     f"out must be a new folder or hold the same evaluation, got {self.path} whose "
-                    f"{place} is "
-                    f"{before!r:.200}, not {now!r:.200}"
+                    f"{place} is {before!r:.200}, not {now!r:.200}"
                 )
 
     def _without_contents(self, wanted: dict[str, dict[str, Any]]) -> None:
@@ -130,9 +145,8 @@ class Folder:
         if needed:
             raise checks.InputError(
                 f"out must be a new folder or hold the same evaluation, got {self.path}, which "
-                f"does not say what the attacks "
-                f"held ({', '.join(needed)}): an older version made it, and it cannot be resumed; "
-                f"give a new folder"
+                f"does not say what the attacks held ({', '.join(needed)}): an older version made "
+                f"it, and it cannot be resumed; give a new folder"
             )
 
     def config(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -41,8 +41,11 @@ class SoftmaxWarning(UserWarning):
 
 def dtype_of(*predictors: Predictor) -> torch.dtype:
     """The dtype that arrays are converted to: a predictor's own where it says so, else float32."""
-    known = [getattr(getattr(predict, "model", None), "dtype", None) for predict in predictors]
-    return next((dtype for dtype in known if isinstance(dtype, torch.dtype)), torch.float32)
+    for predict in predictors:
+        match predict:
+            case object(model=object(dtype=torch.dtype() as dtype)):
+                return dtype
+    return torch.float32
 
 
 def as_tensors(data: Data, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -53,32 +56,21 @@ def as_tensors(data: Data, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
     >>> x.dtype, y.dtype
     (torch.float32, torch.int64)
     """
-    if isinstance(data, DataLoader):
-        with GlobalStream(0):
-            batches = list(data)
-        if not all(isinstance(batch, (tuple, list)) and len(batch) == 2 for batch in batches):
-            first = next(
-                batch
-                for batch in batches
-                if not isinstance(batch, (tuple, list)) or len(batch) != 2
+    match data:
+        case DataLoader():
+            with GlobalStream(0):
+                batches = [_pair(batch) for batch in data]
+            if not batches:
+                raise checks.InputError(
+                    "data must hold at least one example, got an empty DataLoader"
+                )
+            x, y = (torch.cat(side) for side in zip(*batches, strict=True))
+        case (x, y):
+            x, y = _tensor("x", x, dtype), _tensor("y", y, dtype)
+        case _:
+            raise checks.InputTypeError(
+                f"data must be a pair (x, y) or a DataLoader, got {checks.describe(data)}"
             )
-            got = (
-                f"{len(first)} parts"
-                if isinstance(first, (tuple, list))
-                else checks.describe(first)
-            )
-            raise checks.InputError(
-                f"data must be a DataLoader of pairs (x, y), got batches of {got}"
-            )
-        if not batches:
-            raise checks.InputError("data must hold at least one example, got an empty DataLoader")
-        x, y = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
-    elif isinstance(data, (tuple, list)) and len(data) == 2:
-        x, y = (_tensor(name, value, dtype) for name, value in zip("xy", data, strict=True))
-    else:
-        raise checks.InputTypeError(
-            f"data must be a pair (x, y) or a DataLoader, got {checks.describe(data)}"
-        )
     if x.ndim < 2 or not len(x) or not x.is_floating_point():
         raise checks.InputError(
             f"x must be a floating-point tensor of shape (N, *event) with N >= 1, got "
@@ -90,6 +82,17 @@ def as_tensors(data: Data, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
             f"{checks.describe(y)}"
         )
     return checks.finite("x", x), checks.finite("y", y)
+
+
+def _pair(batch: Any) -> tuple[Tensor, Tensor]:
+    match batch:
+        case (x, y):
+            return x, y
+        case tuple() | list():
+            got = f"{len(batch)} parts"
+        case _:
+            got = checks.describe(batch)
+    raise checks.InputError(f"data must be a DataLoader of pairs (x, y), got batches of {got}")
 
 
 def as_targets(name: str, value: Any) -> Tensor:
@@ -119,12 +122,8 @@ def as_radii(radii: Any) -> tuple[float, ...]:
     ...
     advbayes.checks.InputTypeError: radii must be a sequence of numbers such as (0.5, 1.0), got 0.5
     """
-    if (
-        isinstance(radii, str)
-        or not hasattr(radii, "__len__")
-        or not hasattr(radii, "__iter__")
-        or getattr(radii, "ndim", 1) != 1
-    ):
+    a_row = isinstance(radii, Collection) and getattr(radii, "ndim", 1) == 1
+    if not a_row or isinstance(radii, str):
         raise checks.InputTypeError(
             f"radii must be a sequence of numbers such as (0.5, 1.0), got {checks.describe(radii)}"
         )
@@ -175,8 +174,7 @@ as Categorical(logits=...), probabilities as Categorical(probs=...)
     if not isinstance(prediction, Distribution):
         raise checks.InputTypeError(
             f"{name} must return a torch Distribution over y, got {checks.describe(prediction)}; "
-            f"wrap logits as "
-            "Categorical(logits=...), probabilities as Categorical(probs=...)"
+            f"wrap logits as Categorical(logits=...), probabilities as Categorical(probs=...)"
         )
     if tuple(prediction.batch_shape) not in ((len(x),), (len(x), 1)):
         raise checks.InputError(
@@ -185,10 +183,8 @@ as Categorical(logits=...), probabilities as Categorical(probs=...)
         )
     if not predicts_classes(prediction):
         targets(prediction, y)
-        check_scores(
-            prediction.log_prob(y.reshape(prediction.mean.shape)),
-            f"the log-probabilities of {name}",
-        )
+        log_prob = prediction.log_prob(y.reshape(prediction.mean.shape))
+        check_scores(log_prob, f"the log-probabilities of {name}")
         return "regression"
     check_scores(prediction.logits, f"the log-probabilities of {name}")
     labels(prediction, y)
@@ -197,16 +193,14 @@ as Categorical(logits=...), probabilities as Categorical(probs=...)
     if not constant and float(spread.max()) < 1e-7:
         raise checks.InputError(
             f"{name} must tell the classes apart, got equal logits for all "
-            f"{prediction.logits.shape[1]} classes on each of "
-            f"{len(x)} inputs (all zero, or a constant was added); use advbayes.metrics.uniform "
-            f"for the trivial predictor"
+            f"{prediction.logits.shape[1]} classes on each of {len(x)} inputs (all zero, or a "
+            f"constant was added); use advbayes.metrics.uniform for the trivial predictor"
         )
     if not constant and softmaxed_twice(prediction.logits, y.reshape(-1)):
         ceiling = math.e / (math.e + prediction.logits.shape[1] - 1)
         warnings.warn(
             f"{name} seems to give probabilities where logits are due (soft-maxed twice): no "
-            f"confidence exceeds "
-            f"e/(e + C - 1) = {ceiling:.3f} and many sit just below it",
+            f"confidence exceeds e/(e + C - 1) = {ceiling:.3f} and many sit just below it",
             SoftmaxWarning,
             stacklevel=3,
         )
@@ -272,21 +266,18 @@ def check_units(
     side = "more than the whole of it" if ball.eps > extent else "less than a thousandth of it"
     return (
         f"{name} has eps = {ball.eps:g}, but the data extend over {extent:.3g} in its norm (x "
-        f"from {float(x.min()):g} to "
-        f"{float(x.max()):g}): {side}; in other units?"
+        f"from {float(x.min()):g} to {float(x.max()):g}): {side}; in other units?"
     )
 
 
 def extent_of(ball: Ball, x: Tensor) -> float:
     """The norm of the smallest box around the data (or of the ball's own box): a radius from which
     everything is reachable."""
-    if ball.box is None:
-        reach = x.amax(0) - x.amin(0)
-    else:
+    reach = x.amax(0) - x.amin(0)
+    if ball.box is not None:
         low, high = (torch.as_tensor(side, dtype=x.dtype, device=x.device) for side in ball.box)
-        reach = (high - low).expand(x.shape[1:])
-        if not bool(torch.isfinite(reach).all()):
-            reach = x.amax(0) - x.amin(0)
+        if bool(torch.isfinite(high - low).all()):
+            reach = (high - low).expand(x.shape[1:])
     return float(ball.norm(reach.unsqueeze(0)))
 
 

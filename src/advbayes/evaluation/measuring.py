@@ -52,7 +52,10 @@ def with_generator(predict: Predictor, generator: torch.Generator) -> Predictor:
 
 def keyed(predict: Predictor, seed: int, key: str, step: int = 0) -> Predictor:
     """The predictor with its randomness keyed."""
-    device = getattr(getattr(predict, "model", None), "device", "cpu")
+    device: Any = "cpu"
+    match predict:
+        case object(model=object(device=where)):
+            device = where
     return with_generator(predict, generator_for(seed, key, step, device))
 
 
@@ -121,20 +124,11 @@ def attacked(
 
 
 def attacked_in_batches(
-    predict: Predictor,
-    attack: Attack,
-    x: Tensor,
-    y: Tensor,
-    *,
-    seed: int,
-    key: str,
-    batch_size: int,
+    predict: Predictor, attack: Attack, x: Tensor, y: Tensor, *, batch_size: int, **key: Any
 ) -> Iterator[Tensor]:
-    """`attacked`, batch by batch."""
-    return (
-        attacked(predict, attack, x, y, rows, seed=seed, key=key)
-        for rows in batches(len(x), batch_size)
-    )
+    """`attacked`, batch by batch; `key` is its seed and key."""
+    rows = batches(len(x), batch_size)
+    return (attacked(predict, attack, x, y, part, **key) for part in rows)
 
 
 def scored(
@@ -154,3 +148,22 @@ def scored(
     with seeded(seed, f"{key}/score", start):
         through = keyed(predict, seed, f"{key}/score theta", start)
         return score(through, x_adv, y, task, repeats=repeats, halves=repeats > 1, **options)
+
+
+def measured(
+    predict: Predictor,
+    attack: Attack,
+    x: Tensor,  # (N, *event)
+    y: Tensor,
+    task: Task,
+    *,
+    seed: int,
+    key: str,
+    batch_size: int,
+    repeats: int = 1,
+) -> Iterator[Columns]:
+    """The scores under an attack, batch by batch."""
+    for rows in batches(len(x), batch_size):
+        x_adv = attacked(predict, attack, x, y, rows, seed=seed, key=key)
+        options: Any = {"seed": seed, "key": key, "start": rows.start, "repeats": repeats}
+        yield scored(predict, x_adv, y[rows], task, **options)

@@ -9,27 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from advbayes import checks, metrics
 from advbayes.evaluation.inputs import Task
 from advbayes.evaluation.scoring import Columns, worst
 from advbayes.evaluation.tables import Row, Table
 from advbayes.metrics import Estimate
+from advbayes.metrics.intervals import proportion
 
 CLEAN, WORST = "clean", "worst"
 
 
-def _proportion(
-    values: Tensor,
-) -> Estimate:  # in [0, 1], fractions where a stochastic predictor was scored several times
-    total, num = float(values.sum()), len(values)
-    return Estimate(total / num, *metrics.wilson(min(total, num), num), num, 0.95)
-
-
 REDUCTIONS: dict[Task, dict[str, Callable[[Columns], Estimate]]] = {
     "classification": {
-        "accuracy": lambda rows: _proportion(rows["correct"]),
+        "accuracy": lambda rows: proportion(rows["correct"]),
         "nll": lambda rows: metrics.mean(-rows["log_prob"]),
         "brier": lambda rows: metrics.mean(rows["brier"]),
         "ece": lambda rows: metrics.ece(rows["confidence"], rows["correct"]),
@@ -42,7 +35,7 @@ REDUCTIONS: dict[Task, dict[str, Callable[[Columns], Estimate]]] = {
         "rmse": lambda rows: metrics.rmse(rows["squared_error"]),
         "nll": lambda rows: metrics.mean(-rows["log_prob"]),
         "crps": lambda rows: metrics.mean(rows["crps"]),
-        "coverage": lambda rows: _proportion(rows["inside"]),
+        "coverage": lambda rows: proportion(rows["inside"]),
         "aurc": lambda rows: metrics.aurc(rows["squared_error"], -rows["entropy"]),
     },
 }
@@ -57,13 +50,15 @@ ON_REQUEST: dict[Task, dict[str, Callable[[Columns], Estimate]]] = {  # not in a
     "regression": {},
 }
 
-NEEDED = {
+NEEDED = {  # columns that not every prediction can give
     "crps": "crps",
     "coverage": "inside",
     "aurc": "entropy",
     "balanced_accuracy": "label",
     "recall": "label",
-} | {"auroc": "positive", "auprc": "positive"}  # columns that not every prediction can give
+    "auroc": "positive",
+    "auprc": "positive",
+}
 
 
 @dataclass(frozen=True)
@@ -120,8 +115,8 @@ class Evaluation:
     @property
     def radii(self) -> tuple[float | None, ...]:
         """The budgets, smallest first."""
-        radii = dict.fromkeys(cell.eps for cell in self.cells if cell.attack != CLEAN)
-        return tuple(sorted(radii, key=lambda eps: math.inf if eps is None else eps))
+        radii = {cell.eps for cell in self.cells if cell.attack != CLEAN}
+        return tuple(sorted(radii, key=_outward))
 
     def _name(self, predictor: str | None) -> str:
         name = self.predictors[0] if predictor is None else predictor
@@ -138,28 +133,41 @@ class Evaluation:
         checks.choice("attack", attack, (CLEAN, WORST, *self.attacks))
         if attack == CLEAN or predictor in self.trivial:
             return self.cells[Cell(predictor, CLEAN, 0.0)]
-        cells = [
-            c.eps
-            for c in self.cells
-            if c.predictor == predictor and c.attack != CLEAN and attack in (WORST, c.attack)
-        ]
-        radii = list(dict.fromkeys(cells))
+        radii = self.radii_of(predictor, attack)
         if eps is None and len(radii) == 1:
             eps = radii[0]
         if eps not in radii:
             raise checks.InputError(f"eps must be one of {radii} for {attack!r}, got {eps}")
         if attack != WORST:
             return self.cells[Cell(predictor, attack, eps)]
-        return worst(
-            [self.cells[Cell(predictor, CLEAN, 0.0)], *self._at(predictor, eps)], self.task
+        cells = [Cell(predictor, CLEAN, 0.0), *self._at(predictor, eps)]
+        return worst([self.cells[cell] for cell in cells], self.task)
+
+    def radii_of(self, predictor: str, attack: str = WORST) -> list[float | None]:
+        """The budgets at which a predictor was attacked (`worst`: by any attack), as evaluated."""
+        return list(
+            dict.fromkeys(
+                cell.eps
+                for cell in self.cells
+                if cell.predictor == predictor
+                and cell.attack != CLEAN
+                and attack in (WORST, cell.attack)
+            )
         )
 
-    def _at(self, predictor: str, eps: float | None) -> list[Columns]:
-        return [
-            rows
-            for cell, rows in self.cells.items()
-            if (cell.predictor, cell.eps) == (predictor, eps) and cell.attack != CLEAN
-        ]
+    def _at(self, predictor: str, eps: float | None) -> list[Cell]:
+        here = (predictor, eps)
+        cells = self.cells
+        return [c for c in cells if (c.predictor, c.eps) == here and c.attack != CLEAN]
+
+    def shown(self, predictor: str) -> list[Cell]:
+        """The rows of a predictor in a table: clean, then at each radius every attack and the
+        worst case."""
+        cells = [Cell(predictor, CLEAN, 0.0)]
+        if predictor not in self.trivial:
+            for eps in sorted(self.radii_of(predictor), key=_outward):
+                cells += [*self._at(predictor, eps), Cell(predictor, WORST, eps)]
+        return cells
 
     def records(self) -> Iterator[dict[str, Any]]:
         """One dictionary per example, predictor, attack and radius."""
@@ -200,10 +208,11 @@ class Evaluation:
         metric = metric or next(iter(REDUCTIONS[self.task]))
         predictor = self._name(predictor)
         clean = (0.0, self.estimate(metric, predictor, CLEAN))
+        attacked = self.predictors[0] if predictor in self.trivial else predictor
         points = [
             eps
             for eps in self.radii
-            if eps and (attack == WORST or Cell(self._first(predictor), attack, eps) in self.cells)
+            if eps and (attack == WORST or Cell(attacked, attack, eps) in self.cells)
         ]
         return [clean, *((eps, self.estimate(metric, predictor, attack, eps)) for eps in points)]
 
@@ -211,9 +220,7 @@ class Evaluation:
         self, predictor: str | None = None, attack: str = WORST, eps: float | None = None
     ) -> metrics.RiskCoverage:
         """Error (or squared error) among the k answers of lowest entropy, for every k."""
-        rows = self.columns(predictor, attack, eps)
-        losses = 1 - rows["correct"] if self.task == "classification" else rows["squared_error"]
-        return metrics.risk_coverage(losses, -rows["entropy"])
+        return risk_coverage_of(self.columns(predictor, attack, eps), self.task)
 
     def ood_auroc(
         self,
@@ -228,9 +235,6 @@ class Evaluation:
         foreign = torch.cat([torch.zeros_like(here), torch.ones_like(there)])
         return metrics.auroc(torch.cat([here, there]), foreign)
 
-    def _first(self, predictor: str) -> str:
-        return self.predictors[0] if predictor in self.trivial else predictor
-
     def table(self, metrics: Sequence[str] | None = None, *, verdict: Any = None) -> Table:
         """Rows predictor x attack x eps, clean first, the worst case after its attacks, trivial
         predictors last.
@@ -241,31 +245,12 @@ class Evaluation:
         """
         names = tuple(REDUCTIONS[self.task]) if metrics is None else tuple(metrics)
         rows = []
-        for predictor in self.predictors:
-            keys: list[tuple[str, float | None]] = [(CLEAN, 0.0)]
-            if predictor not in self.trivial:
-                for eps in self.radii:
-                    keys += [
-                        (c.attack, eps)
-                        for c in self.cells
-                        if (c.predictor, c.eps) == (predictor, eps) and c.attack != CLEAN
-                    ]
-                    keys.append((WORST, eps))
-            for attack, eps in keys:
-                label = "any" if predictor in self.trivial else attack
-                available = [
-                    name for name in names if gives(self.columns(predictor, attack, eps), name)
-                ]
-                values = {name: self.estimate(name, predictor, attack, eps) for name in available}
-                rows.append(
-                    Row(
-                        predictor,
-                        label,
-                        None if label == "any" else eps,
-                        values,
-                        marked=attack != CLEAN,
-                    )
-                )
+        for cell in [cell for predictor in self.predictors for cell in self.shown(predictor)]:
+            key = (cell.predictor, cell.attack, cell.eps)
+            columns = self.columns(*key)
+            values = {name: self.estimate(name, *key) for name in names if gives(columns, name)}
+            label, eps = key[1:] if cell.predictor not in self.trivial else ("any", None)
+            rows.append(Row(cell.predictor, label, eps, values, marked=cell.attack != CLEAN))
         if metrics is None:
             names = tuple(
                 name
@@ -275,6 +260,16 @@ class Evaluation:
         note = "" if verdict is None else verdict.line()
         dagger = verdict is not None and bool(verdict.failed_mandatory)
         return Table(names, tuple(rows), note=note, dagger=dagger)
+
+
+def _outward(eps: float | None) -> float:
+    return math.inf if eps is None else eps
+
+
+def risk_coverage_of(rows: Columns, task: Task) -> metrics.RiskCoverage:
+    """Error (or squared error) among the k answers of lowest entropy, for every k."""
+    losses = 1 - rows["correct"] if task == "classification" else rows["squared_error"]
+    return metrics.risk_coverage(losses, -rows["entropy"])
 
 
 def gives(rows: Columns, metric: str) -> bool:

@@ -7,7 +7,8 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch import Tensor
 from advbayes import checks, distributed
 from advbayes.adapters import with_estimators
 from advbayes.attacks import nll
-from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import one_blind_warning
 from advbayes.attacks.parts import (
     ball_of,
@@ -46,9 +46,9 @@ from advbayes.evaluation.inputs import (
     is_stochastic,
     warn_units,
 )
-from advbayes.evaluation.measuring import attacked, keyed, scored, seeded
+from advbayes.evaluation.measuring import attacked, batches, keyed, scored, seeded
 from advbayes.evaluation.result import CLEAN, WORST, Cell, Evaluation
-from advbayes.evaluation.scoring import Columns, column_names
+from advbayes.evaluation.scoring import Columns, column_names, joined
 from advbayes.metrics import constant, majority, uniform
 from advbayes.progress import Progress
 from advbayes.store import Lock, StoreError
@@ -95,29 +95,23 @@ def evaluate(
     [(0.0, 1.0), (0.1, 1.0), (1.0, 0.5)]
     """
     predict, data, train_y = with_estimators(predict, data, train_y)
-    x, y = as_tensors(
-        data, dtype_of(*(predict.values() if isinstance(predict, Mapping) else (predict,)))
-    )
+    predictors = dict(predict) if isinstance(predict, Mapping) else {"predict": predict}
+    x, y = as_tensors(data, dtype_of(*predictors.values()))
     checks.count("batch_size", batch_size)
     checks.count("seed", seed, low=0)
     checks.count("rescore", rescore)
     checks.number("interval_level", interval_level, low=0, high=1, open_low=True, open_high=True)
-    predictors = dict(predict) if isinstance(predict, Mapping) else {"predict": predict}
     budgets = None if radii is None else as_radii(radii)
     jobs = _jobs(attacks, budgets, x)
-    with (
-        seeded(seed, "checks", 0),
-        torch.no_grad(),
-    ):  # predictors without a generator of their own draw from the global stream
+    # predictors without a generator of their own draw from the global stream
+    with seeded(seed, "checks", 0), torch.no_grad():
         task = _checked(predictors, x, y)
-        y = (
-            y.reshape(-1).long()
-            if task == "classification"
-            else in_shape_of([each(x[:2]) for each in predictors.values()], y)
-        )
-        trivial = _trivial(
-            predictors, task, x, y if train_y is None else as_targets("train_y", train_y)
-        )
+        if task == "classification":
+            y = y.reshape(-1).long()
+        else:
+            y = in_shape_of([each(x[:2]) for each in predictors.values()], y)
+        seen = y if train_y is None else as_targets("train_y", train_y)
+        trivial = _trivial(predictors, task, x, seen)
         repeats = {
             name: rescore if is_stochastic(each, x[:ASKED]) else 1
             for name, each in predictors.items()
@@ -127,10 +121,6 @@ def evaluate(
         with seeded(seed, f"{name}/fingerprint/global", 0):
             return fingerprint(keyed(each, seed, "fingerprint", 0), x[:4])
 
-    blocks = _blocks(predictors, jobs, trivial, len(x), batch_size)
-    iterations = {
-        name: (steps_of(attack) or 0) * restarts_of(attack) for name, attack in attacks.items()
-    }
     config: dict[str, Any] = {
         "task": task,
         "seed": seed,
@@ -142,11 +132,15 @@ def evaluate(
         "attacks": {name: text_of(attack) for name, attack in attacks.items()},
         "contents": {name: contents_of(attack, marks) for name, attack in attacks.items()},
         "losses": {name: list(loss_names(attack)) for name, attack in attacks.items()},
-        "iterations": iterations,
+        "iterations": {
+            name: (steps_of(attack) or 0) * restarts_of(attack) for name, attack in attacks.items()
+        },
         "radii": None if budgets is None else list(budgets),
         "data": data_hash(x, y),
         "predictors": {name: marks(each, name) for name, each in (predictors | trivial).items()},
     }
+    blocks = _blocks(predictors, jobs, trivial, len(x), batch_size)
+    scorer = Scorer(task, seed, interval_level, repeats)
     group = distributed.ranks()
     cells: dict[Cell, list[Columns]] = {}
     with ExitStack() as stack:
@@ -178,16 +172,11 @@ def evaluate(
             kept.setdefault(int(number), {})[name] = values
 
         def measure(block: Block) -> dict[str, Tensor]:
-            each, attack = (
-                (predictors | trivial)[block.predictor],
-                jobs.get((block.attack, block.eps)),
-            )
-            repeated = repeats.get(block.predictor, 1)
-            return _measure(each, attack, x, y, block, task, seed, repeated, interval_level)
+            each, attack = (predictors | trivial)[block.predictor], jobs.get(block.job)
+            return scorer.measured(each, attack, x, y, block)
 
-        bar = stack.enter_context(
-            Progress("evaluate", len(blocks), group.shown(progress), start=len(kept))
-        )
+        bar = Progress("evaluate", len(blocks), group.shown(progress), start=len(kept))
+        stack.enter_context(bar)
         stack.enter_context(one_blind_warning())
         made = group.mapped(measure, [block for block in blocks if block.number in left])
         for block in blocks:
@@ -197,18 +186,17 @@ def evaluate(
                 x_adv, array = new.pop("x_adv"), ""
                 if folder is not None:
                     before, _ = done.get(block.number, (block, None))
-                    array = folder.write_array(before, x_adv, y[block.start : block.stop])
+                    array = folder.write_array(before, x_adv, y[block.rows])
                 if rows is None:
                     rows = new
                     if folder is not None:
-                        lines = _lines(block, rows, seed, iterations.get(block.attack, 0), array)
-                        folder.log.append(*lines)
+                        folder.log.append(*_lines(block, rows, config, array))
                     bar.advance(f"{block.predictor}, {block.attack}")
             assert rows is not None
-            cells.setdefault(Cell(block.predictor, block.attack, block.eps), []).append(rows)
-    joined = {cell: _joined(parts, task) for cell, parts in cells.items()}
-    _warn_unchanged(joined)
-    return Evaluation(task, joined, tuple(trivial), config, None if out is None else Path(out))
+            cells.setdefault(block.cell, []).append(rows)
+    whole = {cell: joined(parts, task) for cell, parts in cells.items()}
+    _warn_unchanged(whole)
+    return Evaluation(task, whole, tuple(trivial), config, None if out is None else Path(out))
 
 
 class UnchangedWarning(UserWarning):
@@ -217,31 +205,18 @@ class UnchangedWarning(UserWarning):
 
 def _warn_unchanged(cells: Mapping[Cell, Columns]) -> None:
     for cell, rows in cells.items():
+        if cell.attack == CLEAN or cell.eps == 0 or bool(rows["norm"].any()):
+            continue
         # nothing to do where all are wrong already
-        open_ = cells[Cell(cell.predictor, CLEAN, 0.0)].get("correct", torch.ones(1))
-        if (
-            cell.attack != CLEAN
-            and cell.eps != 0
-            and bool(open_.any())
-            and not bool(rows["norm"].any())
-        ):
+        clean = cells[Cell(cell.predictor, CLEAN, 0.0)]
+        if bool(clean.get("correct", torch.ones(1)).any()):
             warnings.warn(
                 f"attack {cell.attack!r} changed no input of {cell.predictor!r} (eps = "
-                f"{cell.eps}): what it leaves standing says "
-                "nothing; are its ball and the data in the same units, and does the predictor "
-                "have gradients?",
+                f"{cell.eps}): what it leaves standing says nothing; are its ball and the data in "
+                f"the same units, and does the predictor have gradients?",
                 UnchangedWarning,
                 stacklevel=3,
             )
-
-
-def _joined(parts: Sequence[Columns], task: Task) -> Columns:
-    """The columns of a cell from those of its blocks; blocks of an older version may have fewer."""
-    return {
-        name: torch.cat([rows[name] for rows in parts])
-        for name in column_names(task)
-        if all(name in rows for rows in parts)
-    }
 
 
 def _jobs(
@@ -269,7 +244,7 @@ def _jobs(
         for each in (attack,) if radii is None else (with_eps(attack, eps) for eps in radii):
             ball = ball_of(each)
             jobs[name, None if ball is None else float(ball.eps)] = each
-            if isinstance(ball, Ball):
+            if ball is not None:
                 ball.check(x)
                 if (type(ball), ball.eps) not in warned:
                     warn_units(ball, x, f"attacks[{name!r}]")
@@ -287,7 +262,7 @@ def _checked(predictors: Mapping[str, Predictor], x: Tensor, y: Tensor) -> Task:
     }
     if len(set(tasks.values())) > 1:
         raise checks.InputError(f"predict must hold predictors of one task, got {tasks}")
-    if isinstance(predictors, dict) and any("/" in name for name in predictors):
+    if any("/" in name for name in predictors):
         raise checks.InputError(f"names of predictors must not hold '/', got {sorted(predictors)}")
     return next(iter(tasks.values()))
 
@@ -297,19 +272,15 @@ def _trivial(
 ) -> dict[str, Predictor]:
     """Rows that any result must beat."""
     if task == "regression":
-        found: dict[str, Predictor] = {"constant": constant(train_y)}
+        trivial: dict[str, Predictor] = {"constant": constant(train_y)}
     else:
-        with torch.no_grad():
-            prediction: Any = next(iter(predictors.values()))(x[:1])
-        num_classes = prediction.logits.shape[-1]
-        found = {
-            "uniform": uniform(num_classes),
-            "majority": majority(train_y.reshape(-1), num_classes),
-        }
-    clash = sorted(found.keys() & predictors.keys())
+        prediction: Any = next(iter(predictors.values()))(x[:1])
+        num = prediction.logits.shape[-1]
+        trivial = {"uniform": uniform(num), "majority": majority(train_y.reshape(-1), num)}
+    clash = sorted(trivial.keys() & predictors.keys())
     if clash:
         raise checks.InputError(f"predictors must not be named as the trivial ones, got {clash}")
-    return found
+    return trivial
 
 
 def _blocks(
@@ -324,99 +295,87 @@ def _blocks(
         cells.append((name, CLEAN, 0.0))
         cells += [(name, attack, eps) for attack, eps in jobs]
     cells += [(name, CLEAN, 0.0) for name in trivial]
-    starts = range(0, num, batch_size)
+    parts = product(cells, batches(num, batch_size))
     return [
-        Block(number, *cell, start, min(start + batch_size, num))
-        for number, (cell, start) in enumerate((cell, start) for cell in cells for start in starts)
+        Block(number, name, attack, eps, rows.start, rows.stop)
+        for number, ((name, attack, eps), rows) in enumerate(parts)
     ]
 
 
-def _measure(
-    predict: Predictor,
-    attack: Attack | None,
-    x: Tensor,
-    y: Tensor,
-    block: Block,
-    task: Task,
-    seed: int,
-    repeats: int,
-    interval_level: float,
-) -> dict[str, Tensor]:
-    """A block's scores and, as "x_adv", its array; draws depend on the block's key alone."""
-    rows = slice(block.start, block.stop)
-    x_adv, ball = x[rows], None
-    loss: Loss = nll
-    if attack is not None:
-        x_adv = attacked(predict, attack, x, y, rows, seed=seed, key=block.key)
-        checks.finite(f"the adversarial inputs of {block.attack!r}", x_adv)
-        loss, ball = _recorded_loss(on_rows(attack, rows), task), ball_of(attack)
-    columns = _scored(predict, x_adv, y[rows], block, task, seed, repeats, interval_level, loss)
-    change = x_adv - x[rows]
-    norm = (
-        ball.norm(change)
-        if ball is not None
-        else torch.linalg.vector_norm(change.flatten(1), dim=1)
-    )
-    columns["norm"] = norm.detach().cpu().double()
-    return {"x_adv": x_adv, **_joined([columns], task)}
+@dataclass(frozen=True)
+class Scorer:
+    """How the blocks of an evaluation are scored, the first time and again from the files; draws
+    depend on the seed and the block's key alone."""
 
+    task: Task
+    seed: int
+    interval_level: float
+    rescored: Mapping[str, int]  # by predictor; absent: once
 
-def _scored(
-    predict: Predictor,
-    x_adv: Tensor,
-    y: Tensor,
-    block: Block,
-    task: Task,
-    seed: int,
-    repeats: int,
-    interval_level: float,
-    loss: Loss = nll,
-) -> Columns:
-    what = f"the scores of {block.predictor!r} under {block.attack!r} (eps = {block.eps})"
-    options = {"loss": loss, "interval_level": interval_level, "what": what}
-    return scored(
-        predict,
-        x_adv,
-        y,
-        task,
-        seed=seed,
-        key=block.key,
-        start=block.start,
-        repeats=repeats,
-        **options,
-    )
+    def measured(
+        self, predict: Predictor, attack: Attack | None, x: Tensor, y: Tensor, block: Block
+    ) -> dict[str, Tensor]:
+        """A block's scores and, as "x_adv", its array."""
+        rows = block.rows
+        x_adv, ball = x[rows], None
+        loss: Loss = nll
+        if attack is not None:
+            x_adv = attacked(predict, attack, x, y, rows, seed=self.seed, key=block.key)
+            checks.finite(f"the adversarial inputs of {block.attack!r}", x_adv)
+            loss, ball = _recorded_loss(on_rows(attack, rows), self.task), ball_of(attack)
+        columns = self.scored(predict, x_adv, y[rows], block, loss)
+        change = x_adv - x[rows]
+        plain = torch.linalg.vector_norm(change.flatten(1), dim=1)
+        norm = plain if ball is None else ball.norm(change)
+        columns["norm"] = norm.detach().cpu().double()
+        return {"x_adv": x_adv, **joined([columns], self.task)}
+
+    def scored(
+        self, predict: Predictor, x_adv: Tensor, y: Tensor, block: Block, loss: Loss = nll
+    ) -> Columns:
+        """The scores of a block's array."""
+        return scored(
+            predict,
+            x_adv,
+            y,
+            self.task,
+            seed=self.seed,
+            key=block.key,
+            start=block.start,
+            repeats=self.rescored.get(block.predictor, 1),
+            loss=loss,
+            interval_level=self.interval_level,
+            what=f"the scores of {block.predictor!r} under {block.attack!r} (eps = {block.eps})",
+        )
 
 
 def _recorded_loss(attack: Attack, task: Task) -> Loss:
     """The last loss that the attack climbs in this task, where it is a plain one of (prediction,
     y); else the NLL."""
     losses = losses_of(for_task(attack, task))
-    plain = (
-        losses
-        and getattr(losses[-1], "__module__", "").startswith("advbayes.")
-        and hasattr(losses[-1], "__name__")
-    )
-    return losses[-1] if plain else nll
+    if losses and hasattr(losses[-1], "__name__") and losses[-1].__module__.startswith("advbayes."):
+        return losses[-1]
+    return nll
 
 
 def _lines(
-    block: Block, rows: Columns, seed: int, iterations: int, array: str
+    block: Block, rows: Columns, config: Mapping[str, Any], array: str
 ) -> list[dict[str, Any]]:
     """The records of a block; the first one names its array."""
-    table = {name: values.tolist() for name, values in rows.items()}
+    columns = {name: values.tolist() for name, values in rows.items()}
     return [
         {
             "predictor": block.predictor,
             "attack": block.attack,
             "eps": block.eps,
-            "index": block.start + row,
+            "index": index,
             "block": block.number,
-            "seed": seed,
-            "iterations": iterations,
+            "seed": config["seed"],
+            "iterations": config["iterations"].get(block.attack, 0),
             **({} if row else {"array": array}),
-            **{name: values[row] for name, values in table.items()},
+            **{name: values[row] for name, values in columns.items()},
         }
-        for row in range(block.stop - block.start)
+        for row, index in enumerate(range(block.start, block.stop))
     ]
 
 
@@ -433,18 +392,12 @@ def _resumed(
         if len(part) < size or any(record.get("block") != block.number for record in part):
             break
         for index, record in zip(range(block.start, block.stop), part, strict=True):
-            saved = (
-                record.get("predictor"),
-                record.get("attack"),
-                record.get("eps"),
-                record.get("index"),
-            )
+            saved = tuple(map(record.get, ("predictor", "attack", "eps", "index")))
             if saved != (block.predictor, block.attack, block.eps, index):
                 raise checks.InputError(
                     f"out must hold the records of this evaluation in its order, got {saved[0]!r} "
-                    f"under {saved[1]!r} where "
-                    f"{block.predictor!r} under {block.attack!r} was wanted; give the predictors "
-                    f"and attacks in their first order"
+                    f"under {saved[1]!r} where {block.predictor!r} under {block.attack!r} was "
+                    f"wanted; give the predictors and attacks in their first order"
                 )
         done[block.number] = replace(block, array=str(part[0].get("array", ""))), _read(part, task)
         position += size
@@ -467,9 +420,9 @@ def load_evaluation(folder: str | os.PathLike[str]) -> Evaluation:
     config = place.config()
     try:
         return _loaded(place, config)
+    except checks.InputError:
+        raise
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        if isinstance(error, checks.InputError):
-            raise
         got = f"{type(error).__name__}: {error!s:.80}"
         raise StoreError(place.path, wanted="an evaluation by evaluate", got=got) from None
 
@@ -508,27 +461,20 @@ def rescore(
     claimed = load_evaluation(folder)
     config = claimed.config
     predictors = dict(predict) if isinstance(predict, Mapping) else {claimed.predictors[0]: predict}
-    seed = int(config["seed"])
+    scorer = Scorer(
+        claimed.task, int(config["seed"]), float(config["interval_level"]), config["rescored"]
+    )
     cells: dict[Cell, list[Columns]] = {}
     for block in saved_blocks(place):
         if block.predictor not in predictors:
             continue
-        x_adv, y = place.read_array(block)
-        repeats, level = (
-            int(config["rescored"].get(block.predictor, 1)),
-            float(config["interval_level"]),
-        )
-        rows = _scored(
-            predictors[block.predictor], x_adv, y, block, claimed.task, seed, repeats, level
-        )
-        cell = Cell(block.predictor, block.attack, block.eps)
-        rows["norm"] = claimed.cells[cell]["norm"][block.start : block.stop]
+        rows = scorer.scored(predictors[block.predictor], *place.read_array(block), block)
+        rows["norm"] = claimed.cells[block.cell]["norm"][block.rows]
         # The attack's own loss is not known to the files.
-        cells.setdefault(cell, []).append(
-            {name: values for name, values in rows.items() if not name.startswith("loss")}
-        )
-    joined = {cell: _joined(parts, claimed.task) for cell, parts in cells.items()}
-    return Evaluation(claimed.task, joined, (), config, place.path)
+        kept = {name: values for name, values in rows.items() if not name.startswith("loss")}
+        cells.setdefault(block.cell, []).append(kept)
+    again = {cell: joined(parts, claimed.task) for cell, parts in cells.items()}
+    return Evaluation(claimed.task, again, (), config, place.path)
 
 
 def saved_blocks(folder: Folder) -> list[Block]:

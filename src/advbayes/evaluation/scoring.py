@@ -3,7 +3,7 @@ example by example."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -52,6 +52,12 @@ def column_names(task: Task) -> tuple[str, ...]:
     """
     scored = [name for name in WORSE[task] if name not in ("norm", "label")]
     return (*WORSE[task], *(f"{name}_{half}" for half in HALVES for name in scored))
+
+
+def joined(parts: Sequence[Mapping[str, Tensor]], task: Task) -> Columns:
+    """The columns of consecutive batches, end to end: those that every batch has, in order."""
+    names = [name for name in column_names(task) if all(name in rows for rows in parts)]
+    return {name: torch.cat([rows[name] for rows in parts]) for name in names if parts}
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from advbayes.attacks.parts import with_eps
 from advbayes.evaluation.inputs import (
     ASKED,
     Data,
+    Task,
     as_radii,
     as_tensors,
     check_predictor,
@@ -23,10 +24,12 @@ from advbayes.evaluation.inputs import (
     is_stochastic,
     warn_units,
 )
-from advbayes.evaluation.measuring import attacked, batches, scored
+from advbayes.evaluation.measuring import batches, measured
 from advbayes.metrics import Estimate
 from advbayes.progress import Progress
 from advbayes.types import Attack, Predictor
+
+TASK: Task = "classification"
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ def selective_task(
     [1.0, 0.0]
     """
     x, y = as_tensors(inside, dtype_of(predict))
-    if check_predictor(predict, x[:256], y[:256]) != "classification":
+    if check_predictor(predict, x[:256], y[:256]) != TASK:
         raise checks.InputTypeError("selective_task is about classes, got a regression predictor")
     foreign = as_tensors((outside, torch.zeros(len(outside))), dtype_of(predict))[0]
     if foreign.shape[1:] != x.shape[1:]:
@@ -96,43 +99,22 @@ def selective_task(
     )
     repeats = checks.count("rescore", rescore) if is_stochastic(predict, x[:ASKED]) else 1
     radii = (ball.eps,) if radii is None else as_radii(radii)
-    starts = batches(num, checks.count("batch_size", batch_size))
+    options: Any = {"seed": seed, "repeats": repeats, "batch_size": batch_size}
     nobody = torch.zeros_like(y)  # an outsider has no class; the entropy does not look at it
     points = []
-    with Progress("selective_task", len(radii) * len(starts), progress) as bar:
+    num_batches = len(batches(num, checks.count("batch_size", batch_size)))
+    with Progress("selective_task", len(radii) * num_batches, progress) as bar:
         for eps in radii:
-            sides: dict[str, list[Tensor]] = {"correct": [], "entropy": [], "foreign entropy": []}
             attack, decoy = (with_eps(each, eps) for each in (inside_attack, outside_attack))
-            for part in starts:
-                options: Any = {"seed": seed, "key": f"selective/{eps!r}"}
-                known = attacked(predict, attack, x, y, part, **options)
-                rows = scored(
-                    predict,
-                    known,
-                    y[part],
-                    "classification",
-                    start=part.start,
-                    repeats=repeats,
-                    **options,
-                )
-                options["key"] += "/outside"
-                moved = attacked(predict, decoy, foreign, nobody, part, **options)
-                other = scored(
-                    predict,
-                    moved,
-                    nobody[part],
-                    "classification",
-                    start=part.start,
-                    repeats=repeats,
-                    **options,
-                )
-                sides["correct"].append(rows["correct"])
-                sides["entropy"].append(rows["entropy"])
-                sides["foreign entropy"].append(other["entropy"])
+            key = f"selective/{eps!r}"
+            known = measured(predict, attack, x, y, TASK, key=key, **options)
+            moved = measured(predict, decoy, foreign, nobody, TASK, key=f"{key}/outside", **options)
+            sides = []
+            for here, there in zip(known, moved, strict=True):
+                sides.append((here["correct"], here["entropy"], there["entropy"]))
                 bar.advance(f"eps {eps:g}")
-            points.append(
-                _point(eps, *(torch.cat(parts) for parts in sides.values()), coverage=coverage)
-            )
+            columns = (torch.cat(parts) for parts in zip(*sides, strict=True))
+            points.append(_point(eps, *columns, coverage=coverage))
     return points
 
 

@@ -144,28 +144,17 @@ class Table:
     def json(self) -> dict[str, Any]:
         """A dictionary that JSON can hold (an infinite value is null)."""
 
-        def number(value: float) -> float | None:
-            return value if math.isfinite(value) else None
+        def plain(each: Estimate) -> dict[str, float | None]:
+            values = vars(each).items()
+            return {name: value if math.isfinite(value) else None for name, value in values}
 
-        return {
-            "note": self.note,
-            "dagger": self.dagger,
-            "rows": [
-                {
-                    "predictor": row.predictor,
-                    "attack": row.attack,
-                    "eps": row.eps,
-                    **{
-                        name: {
-                            "value": number(each.value),
-                            "low": number(each.low),
-                            "high": number(each.high),
-                            "num": each.num,
-                            "level": each.level,
-                        }
-                        for name, each in row.values.items()
-                    },
-                }
-                for row in self.rows
-            ],
-        }
+        rows = [
+            {
+                "predictor": row.predictor,
+                "attack": row.attack,
+                "eps": row.eps,
+                **{name: plain(each) for name, each in row.values.items()},
+            }
+            for row in self.rows
+        ]
+        return {"note": self.note, "dagger": self.dagger, "rows": rows}
