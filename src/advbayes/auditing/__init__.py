@@ -4,9 +4,10 @@ level from A to D."""
 from __future__ import annotations
 
 from advbayes.auditing.case import TIERS, Budget, Case
+from advbayes.auditing.check import Check
 from advbayes.auditing.claim import Claim
 from advbayes.auditing.findings import Finding, Verdict
-from advbayes.auditing.run import CHECKS, Check, Cost, audit, audit_cost, audit_records
+from advbayes.auditing.run import CHECKS, Cost, audit, audit_cost, audit_records
 from advbayes.auditing.support import Baseline, Support
 from advbayes.auditing.threat import ThreatModel
 

@@ -12,16 +12,12 @@ from torch.distributions import Categorical, Distribution
 from advbayes import metrics
 from advbayes.attacks import succeeded, with_ball
 from advbayes.attacks.balls import L2, Ball
-from advbayes.auditing.case import Case, judged, not_applicable, not_run
+from advbayes.auditing.case import Case
+from advbayes.auditing.check import check, judged, not_applicable, not_run
 from advbayes.auditing.findings import Finding
 from advbayes.seeds import generator_for
 
 DIMENSIONS = 20
-
-
-def _plain(ball: Ball) -> Ball:
-    """The same norm and eps without box, scale and mask, where the closed forms hold."""
-    return type(ball)(eps=ball.eps if ball.eps > 0 else 1.0)
 
 
 def _dual(ball: Ball, w: Tensor) -> Tensor:
@@ -41,7 +37,7 @@ class Linear:
     weight: Tensor  # (C, D)
     bias: Tensor  # (C,)
 
-    def __call__(self, x: Tensor) -> Distribution:
+    def __call__(self, x: Tensor) -> Categorical:
         return Categorical(logits=x @ self.weight.T + self.bias, validate_args=False)
 
     def slack(self, ball: Ball, x: Tensor, y: Tensor) -> Tensor:
@@ -73,97 +69,75 @@ class Planted:
         return Categorical(logits=torch.stack([margin, -margin], 1), validate_args=False)
 
 
+@check("E19", "the attack itself", cost=lambda size: 0.5 * size.passes, attacks=True)
 def attack_itself(case: Case) -> Finding:
     """E19: no mismatch with the linear closed form, and a planted vulnerability found in 95 %."""
-    if not case.attacks:
-        return not_run("E19", "give the attacks, not only their arrays")
     if case.task == "regression":
         return not_applicable(
-            "E19", "the closed form is that of classes; regression attacks share their engine"
+            "the closed form is that of classes; regression attacks share their engine"
         )
-    ball = _plain(case.ball)
+    # the closed forms hold without box, scale and mask
+    ball = type(case.ball)(eps=case.ball.eps if case.ball.eps > 0 else 1.0)
     generator = generator_for(case.seed, "audit/linear")
-    classes = 3
-    model = Linear(torch.randn(classes, DIMENSIONS, generator=generator), torch.zeros(classes))
-    attacks = {name: with_ball(attack, ball) for name, attack in case.attacks_on(model).items()}
+    linear = Linear(torch.randn(3, DIMENSIONS, generator=generator), torch.zeros(3))
+    attacks = [with_ball(attack, ball) for attack in case.attacks_on(linear).values()]
     if not attacks:
         return not_run(
-            "E19",
-            "give attacks that are made for any predictor: these cannot run on a linear model",
+            "give attacks that are made for any predictor: these cannot run on a linear model"
         )
-    x = (
-        2.0
-        * ball.eps
-        * (0.7 if isinstance(ball, L2) else 1.0)
-        * torch.randn(200, DIMENSIONS, generator=generator)
-    )
-    y = model(x).logits.argmax(1)  # type: ignore[attr-defined]
-    slack = model.slack(ball, x, y)
-    broken = torch.zeros(len(x), dtype=torch.bool)
-    points, hidden = torch.zeros(100, DIMENSIONS), torch.zeros(100, dtype=torch.long)
-    points = points + 0.05 * ball.eps * torch.randn(points.shape, generator=generator) / DIMENSIONS
-    found = torch.zeros(len(points), dtype=torch.bool)
+    spread = 2.0 * ball.eps * (0.7 if isinstance(ball, L2) else 1.0)
+    x = spread * torch.randn(200, DIMENSIONS, generator=generator)
+    y = linear(x).logits.argmax(1)
     planted = Planted(ball)
-    for attack in attacks.values():
+    points = 0.05 * ball.eps * torch.randn(100, DIMENSIONS, generator=generator) / DIMENSIONS
+    zeros = torch.zeros(len(points), dtype=torch.long)
+    broken, reached = torch.zeros(len(x)).bool(), torch.zeros(len(points)).bool()
+    for attack in attacks:
         with torch.no_grad():
-            broken |= succeeded(model(attack(model, x, y, generator=generator)), y)
-            found |= succeeded(
-                planted(attack(planted, points, hidden, generator=generator)), hidden
-            )
-    clear = slack.abs() > 1e-3 * ball.eps * _dual(ball, model.weight).max()
+            broken |= succeeded(linear(attack(linear, x, y, generator=generator)), y)
+            x_adv = attack(planted, points, zeros, generator=generator)
+            reached |= succeeded(planted(x_adv), zeros)
+    slack = linear.slack(ball, x, y)
+    clear = slack.abs() > 1e-3 * ball.eps * _dual(ball, linear.weight).max()
     mismatches = int(((slack < 0) != broken)[clear].sum())
-    rate = float(found.double().mean())
+    rate = float(reached.double().mean())
     advice = (
         "the attack misses what is there on models whose answer is known: repair it before "
         "anything else"
     )
-    return judged(
-        "E19",
-        mismatches > 0 or rate < 0.95,
-        advice,
-        mismatches=mismatches,
-        of=int(clear.sum()),
-        planted_found=rate,
-    )
+    figures = {"mismatches": mismatches, "of": int(clear.sum()), "planted_found": rate}
+    return judged(mismatches > 0 or rate < 0.95, advice, **figures)
 
 
+@check("E22", "trivial predictors")
 def trivial_predictors(case: Case) -> Finding:
     """E22: better than saying nothing; no NLL below a homoscedastic model's Gaussian floor."""
     rows = {"clean": case.clean, **({"worst": case.worst()} if case.support.better else {})}
-    y = (
-        case.y
-        if case.support.train_y is None
-        else torch.as_tensor(case.support.train_y).to(case.y).reshape(-1)
-    )
     figures: dict[str, float] = {}
     bad = []
     if case.task == "classification":
         with torch.no_grad():
             num_classes = case.predict(case.x[:1]).logits.shape[-1]  # type: ignore[attr-defined]
-        floor = math.log(num_classes)
-        guess = metrics.majority(y, num_classes)(case.x)
-        share = float(metrics.expected_correct(guess, case.y).mean())
+        train_y = case.y if case.support.train_y is None else case.support.train_y
+        labels = torch.as_tensor(train_y).to(case.y).reshape(-1)
+        guess = metrics.majority(labels, num_classes)(case.x)
+        floor, share = math.log(num_classes), float(metrics.expected_correct(guess, case.y).mean())
         for name, columns in rows.items():
             loss, accuracy = -float(columns["log_prob"].mean()), float(columns["correct"].mean())
             figures |= {f"{name} NLL": loss, f"{name} accuracy": accuracy}
             bad += [f"{name} NLL above ln C = {floor:.3f}"] * (loss > floor)
             bad += [f"{name} accuracy below the majority class' {share:.3f}"] * (accuracy < share)
-        return judged("E22", bool(bad), "; ".join(bad), **figures)
+        return judged(bool(bad), "; ".join(bad), **figures)
     for name, columns in rows.items():
-        error, loss = (
-            float(columns["squared_error"].mean().sqrt()),
-            -float(columns["log_prob"].mean()),
-        )
-        figures |= {f"{name} RMSE": error, f"{name} NLL": loss}
+        error = float(columns["squared_error"].mean().sqrt())
+        figures |= {f"{name} RMSE": error, f"{name} NLL": -float(columns["log_prob"].mean())}
         bad += [f"{name} RMSE above sd(y) = {case.spread:.3g}"] * (error > case.spread)
     gaussian = _gaussian_floor(case)
     if gaussian is not None:
         figures["Gaussian floor"] = gaussian
-        loss = -float(case.clean["log_prob"].mean())
-        bad += [
-            "NLL below the Gaussian floor: the errors and the densities are in different units"
-        ] * (loss < gaussian - 1e-4)
-    return judged("E22", bool(bad), "; ".join(bad), **figures)
+        units = "NLL below the Gaussian floor: the errors and the densities are in different units"
+        bad += [units] * (figures["clean NLL"] < gaussian - 1e-4)
+    return judged(bool(bad), "; ".join(bad), **figures)
 
 
 def _gaussian_floor(case: Case) -> float | None:

@@ -85,7 +85,7 @@ class Differences:
         if not (torch.is_grad_enabled() and x.requires_grad):
             return self.predict(x)
         values = _Estimated.apply(x, self)  # type: ignore[no-untyped-call]
-        if isinstance(self.predict(x.detach()[:1]), Categorical):
+        if predicts_classes(self.predict(x.detach()[:1])):
             return Categorical(logits=values, validate_args=False)
         normal = Normal(values[..., 0], values[..., 1].exp(), validate_args=False)
         return Independent(normal, values.ndim - 2) if values.ndim > 2 else normal

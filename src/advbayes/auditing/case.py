@@ -14,15 +14,15 @@ from torch.distributions import Distribution
 
 from advbayes.attacks import applies_to
 from advbayes.attacks.balls import Ball
+from advbayes.attacks.parts import settings
 from advbayes.auditing.claim import Claim
 from advbayes.auditing.copies import Copies
-from advbayes.auditing.findings import Finding, Status
 from advbayes.auditing.support import Support
 from advbayes.auditing.threat import ThreatModel
 from advbayes.distributed import ranks
 from advbayes.evaluation.inputs import Task
 from advbayes.evaluation.measuring import attacked, batches, scored, with_generator
-from advbayes.evaluation.scoring import Columns, worst
+from advbayes.evaluation.scoring import Columns, joined, worst
 from advbayes.predictive import Certificates
 from advbayes.purification import Purifier
 from advbayes.seeds import GlobalStream
@@ -120,13 +120,12 @@ class Case:
         x, y = self.x if centre is None else centre, self.y
         x, y = (x, y) if rows is None else (x[rows], y[rows])
         predict = self.target if through is None else through
-        options: Any = {"seed": self.seed, "key": f"audit/{purpose}"}
-        made = ranks().mapped(
-            lambda part: {"x_adv": attacked(predict, attack, x, y, part, **options)},
+        key = f"audit/{purpose}"
+        parts = ranks().mapped(
+            lambda part: {"x": attacked(predict, attack, x, y, part, seed=self.seed, key=key)},
             batches(len(x), self.budget.batch_size),
         )
-        parts = [found["x_adv"] for found in made]
-        return torch.cat(parts) if parts else x.clone()
+        return torch.cat([part["x"] for part in parts]) if len(x) else x.clone()
 
     def scored(
         self,
@@ -140,40 +139,32 @@ class Case:
         (see `worst`)."""
         y = self.y if rows is None else self.y[rows]
         predict = self.predict if by is None else by
-        repeats = self.rescored if self.stochastic and by is None else 1
         options: Any = {
             "seed": self.seed,
             "key": f"audit/{purpose}",
-            "repeats": repeats,
+            "repeats": self.rescored if self.stochastic and by is None else 1,
             "what": f"the scores ({purpose})",
         }
-        made = ranks().mapped(
+        parts = ranks().mapped(
             lambda part: scored(
                 predict, x_adv[part], y[part], self.task, start=part.start, **options
             ),
             batches(len(x_adv), self.budget.batch_size),
         )
-        parts = list(made)
-        return (
-            {name: torch.cat([columns[name] for columns in parts]) for name in parts[0]}
-            if parts
-            else {}
-        )
+        return joined(list(parts), self.task)
 
     def attacks_on(self, predict: Predictor) -> dict[str, Attack]:
         """The attacks under audit that are made for a predictor: a purifier's own do not run on its
         controls."""
-        return {
-            name: attack for name, attack in self.attacks.items() if applies_to(attack, predict)
-        }
+        attacks = self.attacks.items()
+        return {name: attack for name, attack in attacks if applies_to(attack, predict)}
 
     @property
     def target(self) -> Predictor:
         """What the attacks under audit go through: the predictor itself, or whatever a claim's
         attacks went through."""
-        return (
-            self.predict if self.claim is None or self.claim.through is None else self.claim.through
-        )
+        through = None if self.claim is None else self.claim.through
+        return self.predict if through is None else through
 
     def calm(self) -> Case:
         """The same case with the predictor's randomness fixed: for checks of the attack, which
@@ -181,9 +172,8 @@ class Case:
         if not self.stochastic:
             return self
         fixed = Frozen(self.predict, self.seed)
-        return self.once(
-            "calm", lambda: dataclasses.replace(self, predict=fixed, stochastic=False, memory={})
-        )
+        calm = dataclasses.replace(self, predict=fixed, stochastic=False, memory={})
+        return self.once("calm", lambda: calm)
 
     # --- shared figures --------------------------------------------------------------------------
 
@@ -227,12 +217,8 @@ class Case:
 
     def join(self, name: str, columns: Columns, rows: Tensor | None = None) -> None:
         """Let another attack's results (on some rows, or all) into `worst`."""
-        if rows is not None:
-            full = {key: value.clone() for key, value in self.clean.items()}
-            for key, value in columns.items():
-                full[key][rows] = value
-            columns = full
-        self.memory.setdefault("joined", {})[name] = columns
+        full = columns if rows is None else overwritten(self.clean, columns, rows)
+        self.memory.setdefault("joined", {})[name] = full
 
     def union(
         self,
@@ -262,9 +248,13 @@ class Case:
 
     def standing(self) -> Tensor:
         """The examples that the attacks under audit did not break (in regression: all)."""
+        return self.unbroken(self.gradient())
+
+    def unbroken(self, columns: Columns) -> Tensor:
+        """The rows that are still answered right (in regression: all)."""
         if self.task == "regression":
             return torch.arange(len(self.x))
-        return (self.gradient()["correct"] >= 0.5).nonzero().squeeze(1)
+        return (columns["correct"] >= 0.5).nonzero().squeeze(1)
 
     def value(self, columns: Columns) -> float:
         """Accuracy; in regression minus the RMSE in standard deviations of y, so that larger is
@@ -295,9 +285,25 @@ class Case:
         return self.num_thetas is not None or self.support.fresh is not None
 
     @property
+    def unpurified(self) -> Predictor | None:
+        """The model behind a purifier, where it is known."""
+        if self.support.unpurified is not None:
+            return self.support.unpurified
+        base: Predictor | None = getattr(self.predict, "base", None)
+        return base
+
+    @property
     def is_purifier(self) -> bool:
         """Whether the predictor purifies its input."""
         return isinstance(self.predict, Purifier) or self.support.unpurified is not None
+
+
+def overwritten(columns: Columns, part: Columns, rows: Tensor) -> Columns:
+    """The columns with those of `part` in some of their rows."""
+    full = {name: values.clone() for name, values in columns.items()}
+    for name, values in part.items():
+        full[name][rows] = values
+    return full
 
 
 def layers_of(predict: Predictor | None) -> list[Any]:
@@ -313,37 +319,17 @@ def layers_of(predict: Predictor | None) -> list[Any]:
 def num_thetas(predict: Predictor | None) -> int | None:
     """How many different thetas a predictor averages over, where it has any."""
     for inner in layers_of(predict):
-        thetas = getattr(inner, "thetas", None)
-        if isinstance(thetas, Tensor) and thetas.ndim == 2:
-            return len(thetas)
-        if hasattr(inner, "posterior") and isinstance(getattr(inner, "num", None), int):
-            return int(inner.num)
+        match inner:
+            case object(thetas=Tensor(ndim=2) as thetas):
+                return len(thetas)
+            case object(posterior=_, num=int() as num):
+                return num
     return None
-
-
-def finding(id: str, status: Status, advice: str = "", **figures: Any) -> Finding:
-    """A finding whose title and mandatoriness the table of checks fills in."""
-    return Finding(id, "", status, figures, advice)
-
-
-def judged(id: str, bad: bool, advice: str, **figures: Any) -> Finding:
-    """Failed with advice if `bad`, passed otherwise."""
-    return finding(id, "failed", advice, **figures) if bad else finding(id, "passed", **figures)
-
-
-def not_run(id: str, why: str) -> Finding:
-    """A check that would have needed something that was not given."""
-    return finding(id, "not run", why)
-
-
-def not_applicable(id: str, why: str) -> Finding:
-    """A check that has nothing to say here."""
-    return finding(id, "not applicable", why)
 
 
 def with_thetas(fresh: Any, num: int) -> Predictor | None:
     """The same fresh predictor drawing `num` thetas, or None where it cannot."""
-    if dataclasses.is_dataclass(fresh) and not isinstance(fresh, type) and hasattr(fresh, "num"):
+    if "num" in settings(fresh):
         return cast(Predictor, dataclasses.replace(fresh, num=num))
     make = getattr(fresh, "with_thetas", None)
     return None if make is None else cast(Predictor, make(num))

@@ -17,6 +17,7 @@ from advbayes.attacks.balls import L2
 from advbayes.auditing.case import Case
 from advbayes.auditing.findings import Figure, Finding
 from advbayes.evaluation.inputs import Task
+from advbayes.evaluation.measuring import batches
 from advbayes.metrics.intervals import clopper_pearson
 from advbayes.predictive import Certificates, Smoothed, certify
 from advbayes.seeds import generator_for
@@ -42,13 +43,16 @@ def radii_of(certified: Any, num: int, task: Task) -> Certificates | Tensor:
         raise checks.InputError(
             f"certified radii say that a class does not change: they have no meaning in {task}"
         )
-    values = certified.radii if isinstance(certified, Certificates) else certified
-    if not isinstance(values, (Tensor, np.ndarray)):
-        raise checks.InputTypeError(
-            f"certified must be what certify(...) gives, or a tensor or an array of radii, got "
-            f"{checks.describe(certified)}"
-        )
-    radii = torch.as_tensor(values)
+    match certified:
+        case Certificates():
+            radii = certified.radii
+        case Tensor() | np.ndarray():
+            radii = torch.as_tensor(certified)
+        case _:
+            raise checks.InputTypeError(
+                f"certified must be what certify(...) gives, or a tensor or an array of radii, got "
+                f"{checks.describe(certified)}"
+            )
     if radii.dtype == torch.bool or radii.is_complex():
         raise checks.InputTypeError(f"certified must hold radii, got {checks.describe(radii)}")
     if tuple(radii.shape) not in ((num,), (num, 1)):
@@ -67,11 +71,9 @@ def radii_of(certified: Any, num: int, task: Task) -> Certificates | Tensor:
 def cut(certified: Certificates | Tensor | None, rows: Tensor) -> Certificates | Tensor | None:
     """Those of some examples."""
     if isinstance(certified, Certificates):
-        columns = {
-            name: getattr(certified, name)[rows.to(certified.classes.device)]
-            for name in ("classes", "lower")
-        }
-        return replace(certified, radii=certified.radii[rows], **columns)
+        there = rows.to(certified.classes.device)
+        classes, lower = certified.classes[there], certified.lower[there]
+        return replace(certified, radii=certified.radii[rows], classes=classes, lower=lower)
     return None if certified is None else certified[rows]
 
 
@@ -79,59 +81,62 @@ def certificate(
     case: Case, findings: tuple[Finding, ...], only: object
 ) -> tuple[bool, dict[str, Figure]]:
     """Whether the audit confirms the certificate, and the figures, certified accuracy first."""
-    if case.certified is None:
-        return False, {}
-    radii = case.certified.radii if isinstance(case.certified, Certificates) else case.certified
-    right = case.clean["correct"] > 0.5
-    if isinstance(case.certified, Certificates):
-        right = case.certified.classes.cpu() == case.y.cpu()
+    match case.certified:
+        case None:
+            return False, {}
+        case Certificates(radii=radii, classes=classes):
+            right = classes.cpu() == case.y.cpu()
+        case radii:
+            right = case.clean["correct"] > 0.5
     share = float(((radii >= case.ball.eps) & right).double().mean())
     figures: dict[str, Figure] = {
         "certified accuracy": share,
         "certified at eps": float(case.ball.eps),
     }
-    why = _not_settled(case, findings, only, share)
-    if not why:
-        assert isinstance(case.certified, Certificates)
-        assert isinstance(case.predict, Smoothed)
-        again = certified_again(case, case.predict, case.certified)
-        broken = broken_at_their_radius(case, case.predict, case.certified)
-        figures |= {
-            "certified again": again.num,
-            "above what was certified again": again.above,
-            "broken at their radius": broken,
-        }
-        why = again.why or f"{broken} examples were broken within their own radius" * bool(broken)
+    match case.certified, case.predict:
+        case Certificates() as claimed, Smoothed() as smoothed if only is None:
+            why = _unsettled(case, smoothed, claimed, findings, share)
+            if not why:
+                again = certified_again(case, smoothed, claimed)
+                broken = broken_at_their_radius(case, smoothed, claimed)
+                figures |= {
+                    "certified again": again.num,
+                    "above what was certified again": again.above,
+                    "broken at their radius": broken,
+                }
+                contradicted = f"{broken} examples were broken within their own radius"
+                why = again.why or contradicted * bool(broken)
+        case _:
+            why = (
+                "no level A under `only`"
+                if only is not None
+                else "to certify a sample again the audit needs the Smoothed predictor and the "
+                "Certificates themselves, not radii alone"
+            )
     return not why, {**figures, "certificate": why or "confirmed"}
 
 
-def _not_settled(case: Case, findings: tuple[Finding, ...], only: object, share: float) -> str:
+def _unsettled(
+    case: Case,
+    smoothed: Smoothed,
+    claimed: Certificates,
+    findings: tuple[Finding, ...],
+    share: float,
+) -> str:
     """Why the certificate cannot be confirmed, before anything is spent on it."""
     status = {finding.id: finding.status for finding in findings}
-    if only is not None:
-        return "no level A under `only`"
-    if not isinstance(case.certified, Certificates) or not isinstance(case.predict, Smoothed):
-        return (
-            "to certify a sample again the audit needs the Smoothed predictor and the "
-            "Certificates themselves, not radii alone"
-        )
     if type(case.ball) is not L2 or case.ball.scale is not None:
         return "the radii are L2 radii in the units of x, the ball is not"
-    if case.certified.sigma != case.predict.sigma:
-        return (
-            f"it is for sigma = {case.certified.sigma:g}, the predictor has {case.predict.sigma:g}"
-        )
+    if claimed.sigma != smoothed.sigma:
+        return f"it is for sigma = {claimed.sigma:g}, the predictor has {smoothed.sigma:g}"
     left_out = [id for id in ATTACK_CHECKS if status.get(id) == "not run"]
     failed = [id for id in MUST_PASS if status.get(id) == "failed"]
     if left_out or failed:
         return f"{', '.join(left_out or failed)} {'did not run' if left_out else 'failed'}"
-    claimed = (
-        None
-        if case.claim is None or case.claim.worst is None
-        else float(case.claim.worst.double().mean())
-    )
-    if claimed is not None and claimed > share + 1e-9:
-        return f"it proves {share:.4g}, but {claimed:.4g} is claimed"
+    if case.claim is not None and case.claim.worst is not None:
+        said = float(case.claim.worst.double().mean())
+        if said > share + 1e-9:
+            return f"it proves {share:.4g}, but {said:.4g} is claimed"
     return "" if share > 0 else "it certifies nothing at eps"
 
 
@@ -161,38 +166,34 @@ def certified_again(case: Case, smoothed: Smoothed, claimed: Certificates) -> Ag
     generator = generator_for(case.seed, "audit/certify", device=x.device)
     new = certify(smoothed, x, n0=claimed.n0, n=claimed.n, alpha=claimed.alpha, generator=generator)
     votes = smoothed.votes(x, claimed.n, generator=generator)
-    # an abstention has radius 0
-    said, classes = (claimed.radii[rows], claimed.classes[rows].clamp_min(0))
+    said, classes = claimed.radii[rows], claimed.classes[rows].clamp_min(0)  # abstained: radius 0
     counts = votes.gather(1, classes.unsqueeze(1).to(votes.device)).squeeze(1).tolist()
-    level = 1 - CONFIDENCE / max(1, len(rows))
-    bounds = [clopper_pearson(vote, claimed.n, level=level, side="upper")[1] for vote in counts]
-    most = torch.tensor(
-        [smoothed.sigma * _quantile(bound) for bound in bounds], dtype=torch.float64
-    )
+    bounds = [_quantile(_upper(count, claimed.n, len(rows))) for count in counts]
+    most = smoothed.sigma * torch.tensor(bounds, dtype=torch.float64)
     cap = smoothed.sigma * _quantile(
         clopper_pearson(claimed.n, claimed.n, level=1 - claimed.alpha, side="lower")[0]
     )
+    impossible = int(((said > 0) & (said > torch.clamp(most, max=cap) + 1e-9)).sum())
     excess = said - new.radii.cpu()
     # the same whichever of the two is the old one
     middle = (said + new.radii.cpu()) / (2 * smoothed.sigma)
     # of a radius, to a factor
     noise = torch.special.ndtr(middle) * torch.special.ndtr(-middle) * middle.square().exp()
     weighed = excess * middle / noise  # most for the examples whose radius is known best
-    signs = (
-        torch.randint(
-            2, (EXCHANGES, len(rows)), generator=generator_for(case.seed, "audit/exchange")
-        ).double()
-        * 2
-        - 1
-    )
+    coins = generator_for(case.seed, "audit/exchange")
+    signs = torch.randint(2, (EXCHANGES, len(rows)), generator=coins).double() * 2 - 1
     p = (1 + int((signs @ weighed >= weighed.sum() - 1e-12).sum())) / (1 + EXCHANGES)
-    impossible = int(((said > 0) & (said > torch.clamp(most, max=cap) + 1e-9)).sum())
     above, why = int((excess > 1e-9).sum()), ""
     if impossible:
         why = f"{impossible} radii are larger than the votes allow"
     elif p <= CONFIDENCE:
         why = f"{above} of {len(rows)} radii are larger than when certified again (p = {p:.2g})"
     return Again(len(rows), above, why)
+
+
+def _upper(votes: int, num: int, shared: int) -> float:
+    """Clopper and Pearson's upper bound of a vote, where `shared` examples share the 0.1 %."""
+    return clopper_pearson(votes, num, level=1 - CONFIDENCE / max(1, shared), side="upper")[1]
 
 
 def _quantile(bound: float) -> float:
@@ -235,23 +236,15 @@ def broken_at_their_radius(case: Case, smoothed: Smoothed, claimed: Certificates
     for name, attack in case.attacks_on(wrapped).items():
         within = with_ball(attack, ball)
         generator = generator_for(case.seed, f"audit/own radius {name}", device=x.device)
-        found = torch.cat(
-            [
-                within(wrapped, *part, generator=generator)
-                for part in _batches((start, y), case.budget.batch_size)
-            ]
-        )
-        points = wrapped.points(found)
+        attacked = [
+            within(wrapped, start[part], y[part], generator=generator)
+            for part in batches(len(rows), case.budget.batch_size)
+        ]
+        points = wrapped.points(torch.cat(attacked))
         with torch.no_grad():
             doubtful = smoothed(points).logits.argmax(-1).cpu() != y.cpu()  # type: ignore[attr-defined]
         for row in (doubtful & ~broken).nonzero().squeeze(1).tolist():
             votes = smoothed.votes(points[row : row + 1], claimed.n, generator=generator)[0]
-            upper = clopper_pearson(
-                int(votes[y[row]]), claimed.n, level=1 - CONFIDENCE / len(rows), side="upper"
-            )[1]
+            upper = _upper(int(votes[y[row]]), claimed.n, len(rows))
             broken[row] = upper < 0.5
     return int(broken.sum())
-
-
-def _batches(parts: tuple[Tensor, Tensor], size: int) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(*(torch.split(part, size) for part in parts), strict=True))

@@ -48,8 +48,8 @@ class Claim:
     test_hash: str | None = None
 
     def __post_init__(self) -> None:
-        for field_name in ("x_adv", "correct", "log_prob"):
-            object.__setattr__(self, field_name, _tensors(field_name, getattr(self, field_name)))
+        for name in ("x_adv", "correct", "log_prob"):
+            object.__setattr__(self, name, _tensors(name, getattr(self, name)))
         if self.worst is not None:
             object.__setattr__(self, "worst", _tensor("worst", self.worst))
         if not self.x_adv:
@@ -57,26 +57,29 @@ class Claim:
                 "x_adv must hold the scored array of at least one attack, got none"
             )
         shares = {f"correct[{name!r}]": value for name, value in self.correct.items()}
-        for what, value in (
-            shares if self.worst is None else shares | {"worst": self.worst}
-        ).items():
-            if not bool(((value >= 0) & (value <= 1)).all()):
+        if self.worst is not None:
+            shares["worst"] = self.worst
+        for what, value in shares.items():
+            if not _in_unit_interval(value):
                 raise checks.InputError(
                     f"{what} must say for each example whether it was right (0 to 1), got "
                     f"{checks.describe(value)}"
                 )
         for name, value in self.log_prob.items():
-            if bool((value > 1e-6).any()) and bool(((value >= 0) & (value <= 1)).all()):
+            if bool((value > 1e-6).any()) and _in_unit_interval(value):
                 raise checks.InputError(
                     f"log_prob[{name!r}] must hold log-probabilities (<= 0 for classes), got "
-                    f"{float(value.min()):g} to "
-                    f"{float(value.max()):g}: these are probabilities"
+                    f"{float(value.min()):g} to {float(value.max()):g}: these are probabilities"
                 )
             checks.finite(f"log_prob[{name!r}]", value)
 
     def accuracy(self, attack: str) -> float:
         """The claimed accuracy."""
         return float(self.correct[attack].double().mean())
+
+
+def _in_unit_interval(value: Tensor) -> bool:
+    return bool(((value >= 0) & (value <= 1)).all())
 
 
 def _tensors(name: str, values: Mapping[str, Values]) -> dict[str, Tensor]:
@@ -116,19 +119,19 @@ def fitted(
             )
         return value.reshape(-1)
 
-    scores: dict[str, dict[str, Tensor]] = {}
-    for kind, given in (("correct", claim.correct), ("log_prob", claim.log_prob)):
-        unknown = [name for name in given if name not in claim.x_adv]
+    def columns(kind: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        unknown = [name for name in values if name not in claim.x_adv]
         if unknown:
             raise checks.InputError(
                 f"{kind} must speak of attacks in x_adv ({', '.join(claim.x_adv)}), got "
                 f"{', '.join(unknown)}"
             )
-        scores[kind] = {name: column(f"{kind}[{name!r}]", value) for name, value in given.items()}
+        return {name: column(f"{kind}[{name!r}]", value) for name, value in values.items()}
+
     return dataclasses.replace(
         claim,
         x_adv={name: x_adv.to(x) for name, x_adv in claim.x_adv.items()},
-        correct=scores["correct"],
-        log_prob=scores["log_prob"],
+        correct=columns("correct", claim.correct),
+        log_prob=columns("log_prob", claim.log_prob),
         worst=None if claim.worst is None else column("worst", claim.worst),
     )

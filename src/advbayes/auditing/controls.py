@@ -10,26 +10,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical
 
 from advbayes import metrics
 from advbayes.attacks import pgd, with_ball
 from advbayes.attacks.balls import Ball
-from advbayes.auditing.case import (
-    Case,
-    finding,
-    judged,
-    layers_of,
-    not_applicable,
-    not_run,
-    num_thetas,
-)
+from advbayes.auditing.case import Case, layers_of, num_thetas
+from advbayes.auditing.check import check, judged, not_applicable, not_run
 from advbayes.auditing.findings import Finding
 from advbayes.auditing.strength import SIGNIFICANT, breaks_more
 from advbayes.auditing.support import Baseline, Support, published_for, recorded_for
 from advbayes.channels import AttackChannel, Noise
 from advbayes.evaluation.inputs import as_tensors, is_stochastic
 from advbayes.evaluation.scoring import Columns, worst
+from advbayes.likelihoods import predicts_classes
 from advbayes.model import BayesianModel
 from advbayes.posteriors import PointMass
 from advbayes.predictive import PosteriorPredictive
@@ -46,16 +39,16 @@ COMPARED = 256
 ALL = 2000  # examples on which clean accuracies are compared
 
 
+@check("E20", "undefended control", cost=lambda size: 3 * size.passes * (size.sources > 0))
 def undefended_control(case: Case) -> Finding:
     """E20: the same attack leaves an undefended deterministic net at most 5 %."""
     control = case.support.undefended
     if case.task == "regression":
-        return not_applicable("E20", "regression has no accuracy")
+        return not_applicable("regression has no accuracy")
     if control is None or not case.attacks_on(control):
         return not_run(
-            "E20",
             "give Support(undefended=...) (--undefended RUN) or Support(training=(x, y)), and the "
-            "attacks",
+            "attacks"
         )
     right, audited = (clean_answers(each, case) for each in (control, case.predict))
     clean, defended = (float(each.double().mean()) for each in (right, audited))
@@ -66,16 +59,15 @@ def undefended_control(case: Case) -> Finding:
         differ = min(metrics.mcnemar(*pair) for pair in pairs) < SIGNIFICANT
         if not unfit and len(right) * NEAR < 1 and not differ:  # one example is more than 3 points
             return not_run(
-                "E20",
                 f"{len(right)} examples are too few to tell whether the clean accuracies of "
-                f"control ({clean:.3f}) and audited model ({defended:.3f}) are within 3 points",
+                f"control ({clean:.3f}) and audited model ({defended:.3f}) are within 3 points"
             )
         unfit.append(
             f"its clean accuracy must be within 3 points of the audited model's, {clean:.3f} is "
             f"not within {defended:.3f}"
         )
     if unfit:
-        return finding("E20", "failed", f"this is no control: {'; '.join(unfit)}", **figures)
+        return judged(True, f"this is no control: {'; '.join(unfit)}", **figures)
     ball, columns = _control(case, control)
     left = case.value(columns)
     figures |= {"accuracy": left, "eps": float(ball.eps), "eps_of_distance": ball.eps / apart(case)}
@@ -84,40 +76,38 @@ def undefended_control(case: Case) -> Finding:
     )
     if case.support.control_ball is None:
         advice += "; where a larger ball is meant, give Support(control_ball=...) (--control-eps)"
-    return judged("E20", left > LEFT, advice, **figures)
+    return judged(left > LEFT, advice, **figures)
 
 
 def _unfit(control: Predictor, case: Case) -> list[str]:
     """What keeps a predictor from being an undefended deterministic net of the same design."""
     faults = []
-    thetas = next(
-        (
-            inner.thetas
-            for inner in layers_of(control)
-            if isinstance(getattr(inner, "thetas", None), Tensor)
-        ),
-        None,
-    )
-    several = (
-        len(thetas.unique(dim=0)) > 1 if thetas is not None else (num_thetas(control) or 1) > 1
-    )
-    if several or is_stochastic(control, case.x[:8]):
+    different = num_thetas(control) or 1
+    for inner in reversed(layers_of(control)):
+        match inner:
+            case object(thetas=Tensor() as thetas):
+                different = len(torch.unique(thetas, dim=0))
+    if different > 1 or is_stochastic(control, case.x[:8]):
         faults.append(
             "it averages over thetas or noise, which is a defense of a kind: give one net, such "
             "as model.at(theta)"
         )
-    sizes = [getattr(model_of(each), "num_params", None) for each in (control, case.predict)]
-    if None not in sizes and sizes[0] != sizes[1]:
+    here, there = model_of(control), model_of(case.predict)
+    if here is not None and there is not None and here.num_params != there.num_params:
         faults.append(
-            f"its architecture is another ({sizes[0]} parameters, the audited model has {sizes[1]})"
+            f"its architecture is another ({here.num_params} parameters, the audited model has "
+            f"{there.num_params})"
         )
     return faults
 
 
 def model_of(predict: Predictor | None) -> BayesianModel | None:
     """The model behind a predictor, where it shows one."""
-    models = (getattr(inner, "model", None) for inner in layers_of(predict))
-    return next((model for model in models if isinstance(model, BayesianModel)), None)
+    for inner in layers_of(predict):
+        match inner:
+            case object(model=BayesianModel() as model):
+                return model
+    return None
 
 
 @torch.no_grad()
@@ -150,7 +140,7 @@ def to_another_answer(case: Case, control: Predictor, ball: Ball) -> float:
     """The distance within which all but 3 % of the examples have one that the control answers with
     another class than theirs; 0 in regression, or where there is none."""
     prediction = control(case.x)
-    if not isinstance(prediction, Categorical):
+    if not predicts_classes(prediction):
         return 0.0
     said = prediction.logits.argmax(-1)
     nearest = [
@@ -192,13 +182,12 @@ def breaking(case: Case, control: Predictor) -> tuple[Ball, Columns]:
 def _left(case: Case, predict: Predictor, ball: Ball) -> Columns:
     """The union of clean and the attacks under audit, on another predictor in some ball."""
     attacks = {name: with_ball(attack, ball) for name, attack in case.attacks_on(predict).items()}
-    parts = [case.scored(case.x, "control clean", by=predict)]
-    return worst(
-        [*parts, case.union(attacks, f"control {ball.eps:g}", through=predict, by=predict)],
-        case.task,
-    )
+    clean = case.scored(case.x, "control clean", by=predict)
+    attacked = case.union(attacks, f"control {ball.eps:g}", through=predict, by=predict)
+    return worst([clean, attacked], case.task)
 
 
+@check("E21", "credible baseline", cost=lambda size: size.passes * (size.sources > 0))
 def credible_baseline(case: Case) -> Finding:
     """E21: the published recipe is at most 5 points below its figure; where none is published,
     adversarial training is better than the undefended control under the same attack: significantly
@@ -209,50 +198,72 @@ def credible_baseline(case: Case) -> Finding:
     baseline = support.baseline or (recorded_for(support.dataset, case.ball) if published else None)
     if baseline is None:
         return not_run(
-            "E21",
             "give Support(baseline=...), adversarial training or its record, or "
-            "Support(training=(x, y))",
+            "Support(training=(x, y))"
         )
-    if published is not None:
-        return _published(case, baseline, published)
     if isinstance(baseline, Baseline):
+        return _recorded(case, baseline, published)
+    if published is None:
+        return _against_control(case, baseline)
+    if not case.attacks_on(baseline):
+        return not_run("give the attacks, not only their arrays")
+    clean = case.value(case.scored(case.x, "baseline clean", by=baseline))
+    left = case.value(_left(case, baseline, case.ball))
+    return _published(published, clean, left, examples=len(case.x), source="attacked here")
+
+
+def _recorded(case: Case, record: Baseline, published: tuple[float, float] | None) -> Finding:
+    """The baseline is the record of a published recipe."""
+    if published is None:
         return not_run(
-            "E21",
-            f"the record is of {baseline.dataset}, {baseline.norm}, eps {baseline.eps:g}: give a "
-            f"baseline here",
+            f"the record is of {record.dataset}, {record.norm}, eps {record.eps:g}: give a "
+            f"baseline here"
         )
-    if support.undefended is None or not case.attacks_on(baseline):
+    if not record.is_of(case.support.dataset, case.ball) and case.support.published is None:
+        advice = "the record is of other data or another ball"
+        return judged(True, advice, recorded=record.dataset)
+    about = {"examples": record.num_examples, "source": f"recorded at {record.commit}"}
+    return _published(published, record.clean, record.worst, **about)
+
+
+def _published(
+    published: tuple[float, float], clean: float, left: float, **about: object
+) -> Finding:
+    """What was reached here against the published clean and worst-case accuracy."""
+    bad = clean < published[0] - BEHIND - 1e-9 or left < published[1] - BEHIND - 1e-9
+    advice = "train the baseline as its authors do before beating it"
+    figures = {"published_clean": published[0], "published_worst": published[1], **about}
+    return judged(bad, advice, clean=clean, worst=left, **figures)
+
+
+def _against_control(case: Case, baseline: Predictor) -> Finding:
+    """Nothing is published: the baseline must beat the undefended control."""
+    control = case.support.undefended
+    if control is None or not case.attacks_on(baseline):
         return not_run(
-            "E21",
             "there is no published figure: give the undefended control too, which the baseline "
-            "must beat",
+            "must beat"
         )
-    ball = comparing(case, support.undefended)
+    ball = comparing(case, control)
     if len(case.x) < COMPARED:  # a comparison wants more examples than a look
         x, y = (part[:COMPARED] for part in case.whole)
         case = replace(case, x=x, y=y, memory={})
-    plain, trained = (_left(case, each, ball) for each in (support.undefended, baseline))
+    plain, trained = (_left(case, each, ball) for each in (control, baseline))
+    undefended, defended = case.value(plain), case.value(trained)
     better = breaks_more(case, plain, trained)[0]
     if not better and _too_few(plain, trained):
         return not_run(
-            "E21",
-            f"{len(case.x)} examples are too few to tell the baseline "
-            f"({case.value(trained):.3f}) from the control ({case.value(plain):.3f}): give "
-            f"{COMPARED}",
+            f"{len(case.x)} examples are too few to tell the baseline ({defended:.3f}) from the "
+            f"control ({undefended:.3f}): give {COMPARED}"
         )
     if case.task == "regression":  # the slope of the truth itself bounds what training can gain
-        better = case.value(trained) > case.value(plain)
-    figures = {
-        "undefended": case.value(plain),
-        "baseline": case.value(trained),
-        "eps": float(ball.eps),
-        "examples": len(case.x),
-    }
+        better = defended > undefended
     advice = (
         "adversarial training must beat the undefended net under the same attack before "
         "anything else may"
     )
-    return judged("E21", not better, advice, **figures)
+    figures = {"undefended": undefended, "baseline": defended, "eps": float(ball.eps)}
+    return judged(not better, advice, **figures, examples=len(case.x))
 
 
 def _too_few(plain: Columns, trained: Columns) -> bool:
@@ -263,47 +274,6 @@ def _too_few(plain: Columns, trained: Columns) -> bool:
         return False
     ahead = int(((correct >= 0.5) & (plain["correct"] < 0.5)).sum())
     return metrics.clopper_pearson(ahead, len(correct), side="upper")[1] >= BEHIND
-
-
-def _published(
-    case: Case, baseline: Predictor | Baseline, published: tuple[float, float]
-) -> Finding:
-    if isinstance(baseline, Baseline):
-        if not baseline.is_of(case.support.dataset, case.ball) and case.support.published is None:
-            return finding(
-                "E21",
-                "failed",
-                "the record is of other data or another ball",
-                recorded=baseline.dataset,
-            )
-        clean, left, num, source = (
-            baseline.clean,
-            baseline.worst,
-            baseline.num_examples,
-            f"recorded at {baseline.commit}",
-        )
-    elif not case.attacks_on(baseline):
-        return not_run("E21", "give the attacks, not only their arrays")
-    else:
-        first, columns = (
-            case.scored(case.x, "baseline clean", by=baseline),
-            _left(case, baseline, case.ball),
-        )
-        clean, left, num, source = (
-            case.value(first),
-            case.value(columns),
-            len(case.x),
-            "attacked here",
-        )
-    bad = clean < published[0] - BEHIND - 1e-9 or left < published[1] - BEHIND - 1e-9
-    advice = "train the baseline as its authors do before beating it"
-    figures = {
-        "clean": clean,
-        "worst": left,
-        "published_clean": published[0],
-        "published_worst": published[1],
-    }
-    return judged("E21", bad, advice, **figures, examples=num, source=source)
 
 
 # --- training what is missing -------------------------------------------------------------------
@@ -334,20 +304,17 @@ def with_controls(case: Case, *, progress: bool | None = None) -> Support:
     if support.training is None or model is None or not support.lacks_controls or not case.attacks:
         return support
     x, y = as_tensors(support.training, model.dtype)
-    data = (
-        x,
-        y.reshape(-1).long()
-        if case.task == "classification"
-        else y.reshape(len(y), *case.y.shape[1:]).to(x.dtype),
-    )
+    classes = case.task == "classification"
+    y = y.reshape(-1).long() if classes else y.reshape(len(y), *case.y.shape[1:]).to(x.dtype)
+    options: Any = {"seed": case.seed, "progress": progress}
     control, baseline = support.undefended, support.baseline
     if control is None:
-        near = case if case.task == "classification" else None
-        control = trained_control(model, Noise(0.0), data, near, seed=case.seed, progress=progress)
+        near = case if classes else None
+        control = trained_control(model, Noise(0.0), (x, y), near, **options)
     if baseline is None and published_for(support.dataset, case.ball) is None:
         channel = AttackChannel(pgd(comparing(case, control), Recipe.attack_steps), 0.0)
-        baseline = trained_control(model, channel, data, None, seed=case.seed, progress=progress)
-    return support.but(undefended=control, baseline=baseline)
+        baseline = trained_control(model, channel, (x, y), None, **options)
+    return replace(support, undefended=control, baseline=baseline)
 
 
 def training_passes(case: Case) -> float:

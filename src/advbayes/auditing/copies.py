@@ -39,12 +39,15 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
     (1, 2, 1)
     """
     memo = {} if memo is None else memo
-    if isinstance(value, SHARED) or id(value) in memo:
-        return memo.get(id(value), value)
-    if isinstance(value, type):
-        return _class(value, memo)
-    if isinstance(value, FunctionType):
-        return _function(value, memo)
+    if id(value) in memo:
+        return memo[id(value)]
+    match value:
+        case ModuleType() | BuiltinFunctionType():
+            return value
+        case type():
+            return _class(value, memo)
+        case FunctionType():
+            return _function(value, memo)
     parts = list(_parts(value))
     for part in parts:  # `deepcopy` shares functions, unless it finds a copy in the memo
         if isinstance(part, FunctionType):
@@ -89,8 +92,8 @@ def _function(value: FunctionType, memo: dict[int, Any]) -> FunctionType:
             space[name] = copied(space[name], memo)
     closed_over = zip(value.__code__.co_freevars, value.__closure__ or (), cells, strict=True)
     for name, cell, new in closed_over:
-        held = cell.cell_contents
-        new.cell_contents = held if name == "__class__" else copied(held, memo)  # super() wants it
+        content = cell.cell_contents  # super() wants the class itself
+        new.cell_contents = content if name == "__class__" else copied(content, memo)
     made.__defaults__ = copied(value.__defaults__, memo)
     made.__kwdefaults__ = copied(value.__kwdefaults__, memo)
     made.__dict__.update(copied(value.__dict__, memo))
@@ -112,10 +115,11 @@ def _class(value: type, memo: dict[int, Any]) -> type:
         if not _foreign(base):
             continue
         for name, member in vars(base).items():
-            if isinstance(member, (staticmethod, classmethod)):
-                setattr(made, name, type(member)(copied(member.__func__, memo)))
-            elif isinstance(member, FunctionType) or not name.startswith("__"):
-                setattr(made, name, copied(member, memo))
+            match member:
+                case staticmethod() | classmethod():
+                    setattr(made, name, type(member)(copied(member.__func__, memo)))
+                case _ if isinstance(member, FunctionType) or not name.startswith("__"):
+                    setattr(made, name, copied(member, memo))
     return made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,9 @@ from torch import Tensor
 from advbayes import metrics
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import ball_of, family_of, loss_names
-from advbayes.auditing.case import Case, finding, judged, not_applicable, not_run
+from advbayes.auditing.case import Case
+from advbayes.auditing.check import check, judged, not_applicable, not_run
+from advbayes.auditing.claim import Claim
 from advbayes.auditing.findings import Finding
 from advbayes.channels import AttackChannel, Learned, Mixture
 from advbayes.evaluation.files import Folder, data_hash
@@ -22,35 +23,27 @@ from advbayes.evaluation.scoring import worst
 from advbayes.likelihoods import predicts_classes
 from advbayes.types import Channel
 
-MARGINS = {"margin", "dlr", "MarginTo"}
+MARGINS, ERRORS = {"margin", "dlr", "MarginTo"}, {"squared_error"}
+NOTHING: tuple[Any, ...] = (None, "", {}, [])  # what a saved setting must not be
 SCORES = {"entropy": {"entropy", "certainty"}}  # a detector's score -> the losses that attack it
 
 
+@check("E0", "threat model complete")
 def threat_model(case: Case) -> Finding:
     """E0: everything is said, and what is said is what was run."""
     said = case.threat_model
-    missing = said.missing()
-    wrong = _contradictions(case)
+    missing, wrong = said.missing(), _contradictions(case)
     advice = "; ".join([f"say {', '.join(missing)}"] * bool(missing) + wrong)
-    return judged(
-        "E0",
-        bool(missing or wrong),
-        advice,
-        missing=len(missing),
-        contradictions=len(wrong),
-        eps=said.eps,
-        units=said.units,
-    )
+    figures = {"missing": len(missing), "contradictions": len(wrong)}
+    return judged(bool(missing or wrong), advice, **figures, eps=said.eps, units=said.units)
 
 
 def _contradictions(case: Case) -> list[str]:
     """Where the threat model, the ball, the attacks and the arrays speak of different units."""
     said, ball = case.threat_model, case.ball
-    faults = (
-        []
-        if said.norm == type(ball).__name__
-        else [f"the norm is said to be {said.norm}, but the ball is {ball}"]
-    )
+    faults = []
+    if said.norm != type(ball).__name__:
+        faults.append(f"the norm is said to be {said.norm}, but the ball is {ball}")
     if said.eps is not None and abs(said.eps - ball.eps) > 1e-6 * ball.eps:
         faults.append(f"eps is said to be {said.eps:g}, but the ball has {ball.eps:g}")
     if said.units == "raw" and ball.scale is not None:
@@ -62,14 +55,11 @@ def _contradictions(case: Case) -> list[str]:
                 f"{name} reaches {_reach(other):.3g} in the units of x, eps = {ball.eps:g} "
                 f"reaches {_reach(ball):.3g}"
             )
-    units = check_units(ball, case.x)
-    if units:
+    if units := check_units(ball, case.x):
         faults.append(units)
     if case.claim is not None and ball.eps > 0:
-        largest = max(
-            float(ball.norm(x_adv - case.x).nan_to_num(torch.inf).max())
-            for x_adv in case.claim.x_adv.values()
-        )
+        norms = (ball.norm(x_adv - case.x) for x_adv in case.claim.x_adv.values())
+        largest = max(float(norm.nan_to_num(torch.inf).max()) for norm in norms)
         if largest < 0.5 * ball.eps:
             faults.append(
                 f"no scored point comes nearer to the edge than {largest:.3g} of eps = "
@@ -84,152 +74,123 @@ def _reach(ball: Ball) -> float:
     return float(ball.eps) * float(scale.double().mean())
 
 
+def _losses(case: Case) -> set[str]:
+    return {name for attack in case.attacks.values() for name in loss_names(attack)}
+
+
+@check("E16", "two losses through the predictive", cost=lambda size: 1)
 def two_losses(case: Case) -> Finding:
     """E16: log-mean-exp NLL and a margin loss, and probabilities soft-maxed once."""
     if case.black_box:
-        return not_applicable("E16", "there is no gradient for a loss to be pulled through")
+        return not_applicable("there is no gradient for a loss to be pulled through")
     with torch.no_grad():
         prediction = case.predict(case.x)
-    twice = predicts_classes(prediction) and softmaxed_twice(prediction.logits, case.y)
-    names = {name for attack in case.attacks.values() for name in loss_names(attack)}
-    names |= {name.strip() for name in (case.threat_model.loss or "").split(",") if name.strip()}
-    top = float(prediction.probs.max()) if predicts_classes(prediction) else None
-    if twice:
-        advice = "give logits or log-probabilities to Categorical(logits=...), not probabilities"
-        return finding("E16", "failed", advice, largest_confidence=top)
+    top = None
+    if predicts_classes(prediction):
+        top = float(prediction.probs.max())
+        if softmaxed_twice(prediction.logits, case.y):
+            advice = (
+                "give logits or log-probabilities to Categorical(logits=...), not probabilities"
+            )
+            return judged(True, advice, largest_confidence=top)
+    said = (case.threat_model.loss or "").split(",")
+    names = _losses(case) | {name.strip() for name in said if name.strip()}
     if not names:
-        return not_run("E16", "give the attacks, or say their losses in ThreatModel(loss=...)")
-    wanted = "nll" in names and (
-        bool(names & MARGINS) if case.task == "classification" else "squared_error" in names
-    )
-    other = "a margin loss" if case.task == "classification" else "the squared error"
+        return not_run("give the attacks, or say their losses in ThreatModel(loss=...)")
+    classes = case.task == "classification"
+    other, wanted = ("a margin loss", MARGINS) if classes else ("the squared error", ERRORS)
     advice = f"attack through the predictive with both its NLL and {other}"
-    return judged(
-        "E16", not wanted, advice, losses=", ".join(sorted(names)), largest_confidence=top
-    )
+    figures = {"losses": ", ".join(sorted(names)), "largest_confidence": top}
+    return judged("nll" not in names or not names & wanted, advice, **figures)
 
 
+@check("E17", "worst-case column")
 def worst_column(case: Case) -> Finding:
     """E17: a worst-case column that is nowhere above the least of the attacks, example by example,
     when they are scored again."""
     if case.claim is None:
         value, least = case.value(case.worst()), min(map(case.value, case.columns().values()))
-        return judged(
-            "E17",
-            value > least + 1e-9,
-            "take the union per example",
-            worst=value,
-            least_attack=least,
-        )
+        advice = "take the union per example"
+        return judged(value > least + 1e-9, advice, worst=value, least_attack=least)
     if case.task == "regression":
-        return not_applicable("E17", "a claim has no worst-case column of errors")
+        return not_applicable("a claim has no worst-case column of errors")
     if case.claim.worst is None:
-        return finding(
-            "E17",
-            "failed",
-            "add the worst case over attacks, example by example",
-            claimed_worst="absent",
-        )
+        advice = "add the worst case over attacks, example by example"
+        return judged(True, advice, claimed_worst="absent")
     claimed = case.claim.worst.double().cpu()
     union = worst(list(case.columns().values()), case.task)["correct"]
     # a stochastic predictor may differ on points near the edge
-    doubt = 0.5 if case.stochastic else 0.0
+    doubt, allowed = (0.5, 0.05 * len(claimed)) if case.stochastic else (0.0, 0)
     better = int((claimed > union + doubt + 1e-9).sum())
-    said = [case.claim.accuracy(name) for name in case.claim.correct]
-    value, again = float(claimed.mean()), float(union.mean())
-    bad = (
-        better > (0.05 * len(claimed) if case.stochastic else 0)
-        or value > min(said, default=1.0) + 1e-9
-    )
+    least = min((case.claim.accuracy(name) for name in case.claim.correct), default=1.0)
+    value = float(claimed.mean())
+    figures = {"claimed_worst": value, "recomputed_worst": float(union.mean())}
     advice = "take the union per example, of the arrays as they are scored"
-    return judged(
-        "E17",
-        bad,
-        advice,
-        claimed_worst=value,
-        recomputed_worst=again,
-        better_than_the_union=better,
-    )
+    bad = better > allowed or value > least + 1e-9
+    return judged(bad, advice, **figures, better_than_the_union=better)
 
 
+@check("E18", "stochastic re-scoring")
 def rescoring(case: Case) -> Finding:
     """E18: ten scorings of each final point when the predictor is stochastic."""
     if not case.stochastic:
-        return not_applicable("E18", "the predictor answers the same twice")
+        return not_applicable("the predictor answers the same twice")
     num = case.claim.rescored if case.claim is not None else case.rescored
-    return judged(
-        "E18",
-        num < 10,
-        "score each final point at least 10 times with fresh randomness",
-        scorings=num,
-    )
+    advice = "score each final point at least 10 times with fresh randomness"
+    return judged(num < 10, advice, scorings=num)
 
 
+@check("E25", "statistics", mandatory=lambda case: False)
 def statistics(case: Case) -> Finding:
     """E25: five training seeds behind a compared row, and "better" only where paired tests (Holm)
     say so.
 
     The intervals are the tables' own: every proportion carries Wilson's.
     """
-    if case.support.num_seeds is None:
-        return not_run(
-            "E25", "say how many training seeds are behind the row in Support(num_seeds=...)"
-        )
-    bad = [] if case.support.num_seeds >= 5 else ["train with at least 5 seeds before comparing"]
-    figures: dict[str, float] = {"seeds": case.support.num_seeds}
-    report = case.support.evaluation
-    if case.support.better and isinstance(report, Evaluation) and case.task == "classification":
-        own, *rivals = [name for name in report.predictors if name not in report.trivial]
-        pairs = [
-            (report.columns(own)["correct"] > 0.5, report.columns(name)["correct"] > 0.5)
-            for name in rivals
-        ]
-        adjusted = metrics.holm([metrics.mcnemar(first, second) for first, second in pairs])
-        figures["largest adjusted p"] = max(adjusted, default=0.0)
-        bad += ["it is not significantly the best: do not set it in bold"] * (
-            figures["largest adjusted p"] >= 0.05
-        )
-    return judged("E25", bool(bad), "; ".join(bad), **figures)
+    support, report = case.support, case.support.saved
+    if support.num_seeds is None:
+        return not_run("say how many training seeds are behind the row in Support(num_seeds=...)")
+    bad = [] if support.num_seeds >= 5 else ["train with at least 5 seeds before comparing"]
+    figures: dict[str, float] = {"seeds": support.num_seeds}
+    if support.better and report is not None and case.task == "classification":
+        names = [name for name in report.predictors if name not in report.trivial]
+        first, *rivals = [report.columns(name)["correct"] > 0.5 for name in names]
+        adjusted = metrics.holm([metrics.mcnemar(first, rival) for rival in rivals])
+        largest = figures["largest adjusted p"] = max(adjusted, default=0.0)
+        bad += ["it is not significantly the best: do not set it in bold"] * (largest >= 0.05)
+    return judged(bool(bad), "; ".join(bad), **figures)
 
 
+@check("E26", "attack on the score", mandatory=lambda case: case.support.detector is not None)
 def attack_on_score(case: Case) -> Finding:
     """E26: a detector meets an attack on its own score."""
-    if case.support.detector is None:
-        return not_applicable("E26", "there is no detector")
-    wanted = SCORES.get(case.support.detector, {case.support.detector})
-    names = {name for attack in case.attacks.values() for name in loss_names(attack)}
-    advice = f"add an attack on {case.support.detector} itself, in both directions"
-    return judged(
-        "E26",
-        not (wanted & names),
-        advice,
-        detector=case.support.detector,
-        losses=", ".join(sorted(names)),
-    )
+    detector = case.support.detector
+    if detector is None:
+        return not_applicable("there is no detector")
+    names = _losses(case)
+    advice = f"add an attack on {detector} itself, in both directions"
+    figures = {"detector": detector, "losses": ", ".join(sorted(names))}
+    return judged(not SCORES.get(detector, {detector}) & names, advice, **figures)
 
 
+@check("E27", "re-scorable", cost=lambda size: size.attacks)
 def rescorable(case: Case) -> Finding:
     """E27: arrays, seeds, config and code hash are kept, of these data and in this ball, and give
     the same table again."""
     if case.claim is not None:
-        return _rescored_claim(case)
-    report = case.support.evaluation
-    if not isinstance(report, Evaluation) or report.folder is None:
-        return not_run("E27", "give Support(evaluation=...), made with evaluate(..., out=folder)")
+        return _rescored_claim(case, case.claim)
+    report = case.support.saved
+    if report is None or report.folder is None:
+        return not_run("give Support(evaluation=...), made with evaluate(..., out=folder)")
     config = Folder(report.folder).config()
-    absent = [
-        name
-        for name in ("seed", "code", "attacks", "data")
-        if not config.get(name) and config.get(name) != 0
-    ]
+    absent = [name for name in ("seed", "code", "attacks", "data") if config.get(name) in NOTHING]
     if absent:
-        return finding("E27", "failed", f"save {', '.join(absent)}", missing=", ".join(absent))
-    elsewhere = _elsewhere(case, report)
+        return judged(True, f"save {', '.join(absent)}", missing=", ".join(absent))
+    elsewhere = _elsewhere(case, report, Folder(report.folder))
     if elsewhere:
-        return finding("E27", "failed", "; ".join(elsewhere), of_other_data_or_ball=len(elsewhere))
-    again = rescore(report.folder, case.predict)
+        return judged(True, "; ".join(elsewhere), of_other_data_or_ball=len(elsewhere))
     changed, drift = 0, 0.0
-    for cell, rows in again.cells.items():
+    for cell, rows in rescore(report.folder, case.predict).cells.items():
         saved = report.cells[cell]
         if case.task == "classification":
             changed += int((saved["correct"] != rows["correct"]).sum())
@@ -237,29 +198,21 @@ def rescorable(case: Case) -> Finding:
     advice = (
         "the files and the table disagree: the model, or the arrays, are not those that were scored"
     )
-    return judged("E27", changed > 0 or drift > 1e-3, advice, changed=changed, largest_drift=drift)
+    return judged(changed > 0 or drift > 1e-3, advice, changed=changed, largest_drift=drift)
 
 
-def _elsewhere(case: Case, report: Evaluation) -> list[str]:
+def _elsewhere(case: Case, report: Evaluation, folder: Folder) -> list[str]:
     """Where a saved evaluation is not of the data and the ball that are audited."""
     ball, faults = case.ball, []
-    if float(ball.eps) not in [eps for eps in report.radii if eps is not None]:
+    if float(ball.eps) not in report.radii:
         faults.append(f"the evaluation has eps {report.radii}, the ball {ball.eps:g}")
-    texts = report.config.get("attacks", {})
-    if not any(f"{type(ball).__name__}(" in text for text in texts.values()):
-        faults.append(
-            f"no attack of the evaluation stays in a ball of the norm {type(ball).__name__}"
-        )
-    folder = Folder(report.folder or Path())
-    clean = [
-        block
-        for block in saved_blocks(folder)
-        if (block.predictor, block.attack) == (report.predictors[0], CLEAN)
-    ]
-    here, there = (
-        rows_of(case.whole[0]),
-        {row for block in clean for row in rows_of(folder.read_array(block)[0])},
-    )
+    norm, texts = type(ball).__name__, report.config.get("attacks", {})
+    if not any(f"{norm}(" in text for text in texts.values()):
+        faults.append(f"no attack of the evaluation stays in a ball of the norm {norm}")
+    first = (report.predictors[0], CLEAN)
+    clean = [each for each in saved_blocks(folder) if (each.predictor, each.attack) == first]
+    here = rows_of(case.whole[0])
+    there = {row for block in clean for row in rows_of(folder.read_array(block)[0])}
     if not there <= here and not here <= there:
         faults.append(
             f"{len(there - here)} of the evaluation's {len(there)} inputs are not among the "
@@ -268,64 +221,49 @@ def _elsewhere(case: Case, report: Evaluation) -> list[str]:
     return faults
 
 
-def _rescored_claim(case: Case) -> Finding:
-    claim = case.claim
-    assert claim is not None
-    scores = claim.correct or claim.log_prob
-    named = (
-        ("seed", claim.seed),
-        ("config", claim.config),
-        ("code hash", claim.code),
-        ("scores", scores),
-        (
-            "size and hash of the whole test set (test_size, test_hash)",
-            claim.test_size and claim.test_hash,
-        ),
-    )
-    absent = [name for name, value in named if value is None or value == {}]
-    unscored = (
-        [name for name in claim.x_adv if name not in claim.correct]
-        if case.task == "classification"
-        else []
-    )
-    absent += [f"the correctness of {name}" for name in unscored if claim.correct]
-    figures: dict[str, Any] = {}
-    changed, total = 0, 0
+def _rescored_claim(case: Case, claim: Claim) -> Finding:
+    wanted = {
+        "seed": claim.seed,
+        "config": claim.config,
+        "code hash": claim.code,
+        "scores": claim.correct or claim.log_prob,
+        "size and hash of the whole test set (test_size, test_hash)": claim.test_size
+        and claim.test_hash,
+    }
+    absent = [name for name, value in wanted.items() if value is None or value == {}]
+    if case.task == "classification" and claim.correct:
+        unscored = [name for name in claim.x_adv if name not in claim.correct]
+        absent += [f"the correctness of {name}" for name in unscored]
+    # a stochastic predictor may differ on points near the edge
+    doubt = 0.5 if case.stochastic else 0.0
+    changed, total, drift = 0, 0, 0.0
+    accuracies: dict[str, float] = {}
     for name, correct in claim.correct.items():
         again = case.columns()[name]["correct"]
-        doubt = case.stochastic  # a stochastic predictor may differ on points near the edge
-        off = (again - correct.double().cpu()).abs() > (0.5 if doubt else 0)
+        off = (again - correct.double().cpu()).abs() > doubt
         changed, total = changed + int(off.sum()), total + len(off)
-        figures |= {
-            f"claimed {name}": claim.accuracy(name),
-            f"recomputed {name}": float(again.mean()),
-        }
-    drift = max(
-        (
-            float((case.columns()[name]["log_prob"] - value.double().cpu()).abs().max())
-            for name, value in claim.log_prob.items()
-        ),
-        default=0.0,
-    )
-    figures = {"changed": changed, "of": total, "largest_drift": drift, **figures}
+        accuracies[f"claimed {name}"] = claim.accuracy(name)
+        accuracies[f"recomputed {name}"] = float(again.mean())
+    for name, value in claim.log_prob.items():
+        off = (case.columns()[name]["log_prob"] - value.double().cpu()).abs()
+        drift = max(drift, float(off.max()))
+    figures: dict[str, Any] = {"changed": changed, "of": total, "largest_drift": drift}
+    figures |= accuracies
     bad = []
     if changed > (0.05 * total if case.stochastic else 0) or (drift > 1e-3 and not case.stochastic):
         bad.append(
             "scoring the saved arrays again changes the table: the model scored is not the model "
             "given"
         )
-    if (
-        claim.test_size is not None
-        and claim.test_size <= len(case.x)
-        and claim.test_hash != data_hash(*case.whole)
-    ):
+    whole = claim.test_size is not None and claim.test_size <= len(case.x)
+    if whole and claim.test_hash != data_hash(*case.whole):
         bad.append(
             f"the {len(case.x)} examples are said to be the whole test set, but its hash is another"
         )
     if absent:
         figures["missing"] = ", ".join(absent)
         bad.append(f"save {', '.join(absent)} with the arrays")
-    return judged("E27", bool(bad), "; ".join(bad), **figures)
+    return judged(bool(bad), "; ".join(bad), **figures)
 
 
 def notes_on_data(case: Case) -> tuple[str, ...]:
@@ -342,17 +280,20 @@ def notes_on_data(case: Case) -> tuple[str, ...]:
     return tuple(notes)
 
 
+@check("E30", "unseen family")
 def unseen_family(case: Case) -> Finding:
     """E30: some attack has a loss or step rule that the training channel has not."""
     if case.support.channel is None:
-        return not_run("E30", "give Support(channel=...), the training's (Noise(0) for none)")
+        return not_run("give Support(channel=...), the training's (Noise(0) for none)")
     if not case.attacks:
-        return not_run("E30", "give the attacks, not only their arrays")
-    seen = {family for attack in _attacks_in(case.support.channel) for family in family_of(attack)}
-    used = {family for attack in case.attacks.values() for family in family_of(attack)}
-    new = used - seen
+        return not_run("give the attacks, not only their arrays")
+    trained_on = _attacks_in(case.support.channel)
+    seen, used = (
+        {family for attack in attacks for family in family_of(attack)}
+        for attacks in (trained_on, case.attacks.values())
+    )
     advice = "add an attack whose loss or step rule the training never used"
-    return judged("E30", not new, advice, unseen=len(new), used=len(used))
+    return judged(not used - seen, advice, unseen=len(used - seen), used=len(used))
 
 
 def rows_of(x: Tensor) -> set[bytes]:
@@ -365,8 +306,11 @@ def rows_of(x: Tensor) -> set[bytes]:
 
 
 def _attacks_in(channel: Channel) -> list[object]:
-    if isinstance(channel, Mixture):
-        return [attack for part in channel.channels for attack in _attacks_in(part)]
-    if isinstance(channel, AttackChannel):
-        return [channel.attack]
-    return [channel] if isinstance(channel, Learned) else []
+    match channel:
+        case Mixture():
+            return [attack for part in channel.channels for attack in _attacks_in(part)]
+        case AttackChannel():
+            return [channel.attack]
+        case Learned():
+            return [channel]
+    return []

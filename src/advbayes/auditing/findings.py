@@ -44,17 +44,10 @@ class Finding:
     def json(self) -> dict[str, Any]:
         """A dictionary that JSON can hold."""
         figures = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in self.figures.items()
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in self.figures.items()
         }
-        return {
-            "id": self.id,
-            "title": self.title,
-            "status": self.status,
-            "figures": figures,
-            "advice": self.advice,
-            "mandatory": self.mandatory,
-        }
+        return vars(self) | {"figures": figures}
 
 
 def _shown(value: Figure) -> str:
@@ -93,25 +86,29 @@ class Verdict:
     @property
     def failed(self) -> tuple[str, ...]:
         """The ids of the checks that failed."""
-        return tuple(finding.id for finding in self.findings if finding.status == "failed")
+        return self._ids("failed")
 
     @property
     def failed_mandatory(self) -> tuple[str, ...]:
         """The ids of the mandatory checks that failed: these put a dagger on attacked values."""
-        return tuple(
-            finding.id
-            for finding in self.findings
-            if finding.status == "failed" and finding.mandatory
-        )
+        return self._ids("failed", mandatory=True)
 
     @property
     def not_run(self) -> tuple[str, ...]:
         """The ids of the mandatory checks that did not run."""
+        return self._ids("not run", mandatory=True)
+
+    def _ids(self, status: Status, mandatory: bool = False) -> tuple[str, ...]:
         return tuple(
             finding.id
             for finding in self.findings
-            if finding.status == "not run" and finding.mandatory
+            if finding.status == status and (finding.mandatory or not mandatory)
         )
+
+    def _certified(self) -> tuple[str, str]:
+        names = ("certified accuracy", "certified at eps")
+        share, eps = (_shown(self.summary.get(name)) for name in names)
+        return share, eps
 
     def __getitem__(self, id: str) -> Finding:
         """The finding of one check, by its id."""
@@ -129,10 +126,7 @@ class Verdict:
         'The attacked numbers must not be quoted as they are: one check failed.'
         """
         if self.level == "A":
-            share, eps = (
-                _shown(self.summary.get(name))
-                for name in ("certified accuracy", "certified at eps")
-            )
+            share, eps = self._certified()
             return (
                 f"A share of {share} of the examples is proven right within eps = {eps}, "
                 f"whatever the attack."
@@ -152,9 +146,7 @@ class Verdict:
         """The line beneath a table."""
         parts = [f"audit ({self.tier}): level {self.level}. {self.sentence()[:-1]}"]
         if "certified accuracy" in self.summary and self.level != "A":
-            share, eps = (
-                _shown(self.summary[name]) for name in ("certified accuracy", "certified at eps")
-            )
+            share, eps = self._certified()
             parts.append(
                 f"certified accuracy {share} at eps {eps}, not confirmed: "
                 f"{self.summary.get('certificate')}"

@@ -5,70 +5,49 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from advbayes.attacks import Square, margin, nll
 from advbayes.attacks.parts import steps_of
-from advbayes.auditing.case import (
-    POINT,
-    Case,
-    Frozen,
-    finding,
-    judged,
-    not_applicable,
-    not_run,
-    with_thetas,
-)
+from advbayes.auditing.case import POINT, Case, Frozen, with_thetas
+from advbayes.auditing.check import check, judged, not_applicable, not_run
 from advbayes.auditing.findings import Finding
 from advbayes.auditing.strength import breaks_more
 from advbayes.types import Predictor
 
 QUERIES, BEYOND = 5000, 0.002  # of the black box
+LEVELS = ("thetas known", "thetas fresh")
 
 
+@check("E11", "black box not better", cost=lambda size: size.budget.queries)
 def black_box(case: Case) -> Finding:
     """E11: Square with 5,000 queries breaks at most 0.2 points beyond the union of all attacks."""
-    attack = case.support.black_box or Square(
-        case.ball, case.budget.queries, margin if case.task == "classification" else nll
-    )
+    loss = margin if case.task == "classification" else nll
+    attack = case.support.black_box or Square(case.ball, case.budget.queries, loss)
     queries = steps_of(attack)
     if (queries or 0) < QUERIES:
         return not_run(
-            "E11",
-            f"a black-box attack with at least {QUERIES} queries is due, this one has {queries}",
+            f"a black-box attack with at least {QUERIES} queries is due, this one has {queries}"
         )
     before = case.worst()
-    rows = (
-        torch.arange(len(case.x))
-        if case.task == "regression"
-        else (before["correct"] >= 0.5).nonzero().squeeze(1)
-    )
-    if not len(rows):
-        return finding("E11", "passed", beyond=0.0, standing=0, queries=queries)
-    case.union({"black box": attack}, "E11", rows=rows, join=True)
-    beyond = case.value(before) - case.value(case.worst())
+    rows = case.unbroken(before)
+    beyond = 0.0
+    if len(rows):
+        case.union({"black box": attack}, "E11", rows=rows, join=True)
+        beyond = case.value(before) - case.value(case.worst())
     advice = "gradients mislead the attack: the predictor masks them"
-    return judged(
-        "E11", beyond > BEYOND + 1e-9, advice, beyond=beyond, standing=len(rows), queries=queries
-    )
+    figures = {"beyond": beyond, "standing": len(rows), "queries": queries}
+    return judged(beyond > BEYOND + 1e-9, advice, **figures)
 
 
+@check("E13", "transfer not better", cost=lambda size: size.sources * size.passes)
 def transfer(case: Case) -> Finding:
     """E13: examples made for an undefended or sibling model do not break more."""
     support = case.support
-    unpurified = (
-        support.unpurified
-        if support.unpurified is not None
-        else getattr(case.predict, "base", None)
-    )
-    given = {**support.siblings, "undefended": support.undefended, "unpurified": unpurified}
-    sources = {name: source for name, source in given.items() if source is not None}
+    named = {**support.siblings, "undefended": support.undefended, "unpurified": case.unpurified}
+    sources = {name: source for name, source in named.items() if source is not None}
     if not sources:
-        return not_run(
-            "E13", "give Support(undefended=...) (--undefended RUN) or Support(siblings={...})"
-        )
+        return not_run("give Support(undefended=...) (--undefended RUN) or Support(siblings={...})")
     if not case.attacks:
-        return not_run("E13", "give the attacks, not only their arrays")
+        return not_run("give the attacks, not only their arrays")
     direct = case.gradient()
     figures: dict[str, Any] = {"own attack": case.value(direct)}
     worse = []
@@ -76,7 +55,7 @@ def transfer(case: Case) -> Finding:
         attacks = case.attacks_on(source)
         if not attacks:
             return not_run(
-                "E13", f"give attacks that are made for any predictor: these cannot run on {name}"
+                f"give attacks that are made for any predictor: these cannot run on {name}"
             )
         columns = case.union(attacks, f"transfer {name}", through=source, join=True)
         figures[f"from {name}"] = case.value(columns)
@@ -85,85 +64,76 @@ def transfer(case: Case) -> Finding:
         f"examples made for {', '.join(worse)} do more harm than the attack itself: its "
         f"gradients are no use"
     )
-    return judged("E13", bool(worse), advice, **figures)
+    return judged(bool(worse), advice, **figures)
 
 
+@check(
+    "E10",
+    "enough thetas in the attack",
+    cost=lambda size: 3 * size.passes * size.thetas,
+    applies=lambda case: case.is_bayesian,
+)
 def enough_thetas(case: Case) -> Finding:
     """E10: twice the thetas in the attack cost at most half a point, from 20 thetas up."""
     if not case.is_bayesian:
-        return not_applicable("E10", "the predictor has no thetas")
+        return not_applicable("the predictor has no thetas")
     if not case.attacks:
-        return not_run("E10", "give the attacks, not only their arrays")
-    claimed = case.claim is not None and case.claim.through is not None
-    if claimed:
-        used = case.threat_model.attack_thetas or 1
-        wider = _wider(case, max(20, 2 * used))
-        if wider is None:
-            return not_run(
-                "E10", "give Support(fresh=...), a FreshPredictive to draw more thetas from"
-            )
-        before, after = (
-            case.value(case.gradient()),
-            case.value(case.union(case.attacks, f"thetas {wider[1]}", through=wider[0])),
-        )
-        advice = f"attack through at least {wider[1]} thetas, not {used}"
-        return judged(
-            "E10",
-            before - after > POINT + 1e-9,
-            advice,
-            thetas=used,
-            cost=before - after,
-            **{case.label: after},
-        )
+        return not_run("give the attacks, not only their arrays")
+    if case.claim is not None and case.claim.through is not None:
+        return _enough_in_claim(case)
     num = max(20, case.threat_model.attack_thetas or 20) if case.num_thetas is None else 20
-    wide = with_thetas(case.support.fresh, num)
-    if wide is None:
-        return not_run(
-            "E10",
-            "give Support(fresh=...), a FreshPredictive (or a predictor with `with_thetas`) to "
-            "draw more thetas from",
-        )
     # noise in the scores is none of the attack's
     by = Frozen(case.predict, case.seed) if case.stochastic else None
-    before = case.value(case.union(case.attacks, f"thetas {num}", through=wide, by=by))
+
+    def left(num: int, join: bool) -> float | None:
+        wide = with_thetas(case.support.fresh, num)
+        if wide is None:
+            return None
+        columns = case.union(case.attacks, f"thetas {num}", through=wide, by=by, join=join)
+        return case.value(columns)
+
+    before = left(num, join=False)
+    if before is None:
+        return not_run(
+            "give Support(fresh=...), a FreshPredictive (or a predictor with `with_thetas`) to "
+            "draw more thetas from"
+        )
     while True:
         num *= 2
-        wide = with_thetas(case.support.fresh, num)
-        assert wide is not None
-        after = case.value(
-            case.union(case.attacks, f"thetas {num}", through=wide, by=by, join=by is None)
-        )
-        if before - after <= POINT + 1e-9 or num >= case.budget.max_thetas:
+        after = left(num, join=by is None)
+        assert after is not None
+        cost = before - after
+        if cost <= POINT + 1e-9 or num >= case.budget.max_thetas:
             break
         before = after
     advice = "draw more thetas in the attack until doubling changes nothing"
-    return judged(
-        "E10",
-        before - after > POINT + 1e-9,
-        advice,
-        thetas=num // 2,
-        cost=before - after,
-        **{case.label: after},
-    )
+    figures = {"thetas": num // 2, "cost": cost, case.label: after}
+    return judged(cost > POINT + 1e-9, advice, **figures)
 
 
-def _wider(case: Case, num: int) -> tuple[Predictor, int] | None:
-    wide = with_thetas(case.support.fresh, num)
-    if wide is not None:
-        return wide, num
-    thetas = case.num_thetas
-    return (
-        (case.predict, thetas)
-        if thetas is not None and thetas >= 20 and not case.stochastic
-        else None
-    )
+def _enough_in_claim(case: Case) -> Finding:
+    """The same of a claim whose attack went through thetas of its own: against at least 20."""
+    used = case.threat_model.attack_thetas or 1
+    num, known = max(20, 2 * used), case.num_thetas
+    wide: Predictor | None = with_thetas(case.support.fresh, num)
+    if wide is None and known is not None and known >= 20 and not case.stochastic:
+        wide, num = case.predict, known
+    if wide is None:
+        return not_run("give Support(fresh=...), a FreshPredictive to draw more thetas from")
+    after = case.value(case.union(case.attacks, f"thetas {num}", through=wide))
+    cost = case.value(case.gradient()) - after
+    advice = f"attack through at least {num} thetas, not {used}"
+    figures = {"thetas": used, "cost": cost, case.label: after}
+    return judged(cost > POINT + 1e-9, advice, **figures)
 
 
+@check("E14", "fixed randomness", cost=lambda size: 2 * size.passes * size.thetas)
 def fixed_randomness(case: Case) -> Finding:
     """E14: the attack that knows the evaluated thetas is not weaker than the one that does not, by
     more than a point."""
     if not case.is_bayesian and not case.stochastic:
-        return not_applicable("E14", "the predictor has no randomness to know")
+        return not_applicable("the predictor has no randomness to know")
+    scorer = Frozen(case.predict, case.seed) if case.stochastic else case.predict
     if case.claim is not None and case.threat_model.randomness == "fixed" and case.stochastic:
         advice = (
             "the thetas are said to be fixed, but are drawn anew at each call: fix them for "
@@ -171,54 +141,39 @@ def fixed_randomness(case: Case) -> Finding:
         )
         figures = {"claimed arrays leave": case.value(case.gradient())}
         if case.attacks:
-            fixed = Frozen(case.predict, case.seed)
-            figures["thetas truly known leave"] = case.value(
-                case.union(case.attacks, "thetas fixed", through=fixed, by=fixed)
-            )
-        return finding("E14", "failed", advice, **figures)
+            fixed = case.union(case.attacks, "thetas fixed", through=scorer, by=scorer)
+            figures["thetas truly known leave"] = case.value(fixed)
+        return judged(True, advice, **figures)
     if not case.attacks:
-        return not_run("E14", "give the attacks, not only their arrays")
-    blind = (
-        case.support.fresh
-        if case.support.fresh is not None
-        else case.predict
-        if case.stochastic
-        else None
-    )
+        return not_run("give the attacks, not only their arrays")
+    blind = case.support.fresh
+    if blind is None and case.stochastic:
+        blind = case.predict
     if blind is None:
         return not_run(
-            "E14",
-            "give Support(fresh=...), a FreshPredictive that does not know the evaluated thetas",
+            "give Support(fresh=...), a FreshPredictive that does not know the evaluated thetas"
         )
-    scorer = Frozen(case.predict, case.seed) if case.stochastic else case.predict
-
     known = case.value(case.union(case.attacks, "thetas known", through=scorer, by=scorer))
     unknown = case.value(case.union(case.attacks, "thetas fresh", through=blind, by=scorer))
-    case.memory["knowledge"] = {"thetas known": known, "thetas fresh": unknown}
+    case.memory["knowledge"] = dict(zip(LEVELS, (known, unknown), strict=True))
     advice = (
         "the attack that knows the thetas must be at least as strong: they were redrawn "
         "between attack and score"
     )
-    return judged(
-        "E14", known - unknown > 2 * POINT + 1e-9, advice, thetas_known=known, thetas_fresh=unknown
-    )
+    bad = known - unknown > 2 * POINT + 1e-9
+    return judged(bad, advice, thetas_known=known, thetas_fresh=unknown)
 
 
+@check("E15", "two knowledge levels")
 def two_knowledge_levels(case: Case) -> Finding:
     """E15: the table has a column for thetas known and one for thetas fresh."""
     if not case.is_bayesian and not case.stochastic:
-        return not_applicable("E15", "the predictor has no thetas")
+        return not_applicable("the predictor has no thetas")
     if case.claim is not None:
-        absent = [
-            level for level in ("thetas known", "thetas fresh") if level not in case.claim.knowledge
-        ]
-        return judged(
-            "E15",
-            bool(absent),
-            f"add the column {' and '.join(absent)}",
-            columns=len(case.claim.knowledge),
-        )
+        absent = [level for level in LEVELS if level not in case.claim.knowledge]
+        advice = f"add the column {' and '.join(absent)}"
+        return judged(bool(absent), advice, columns=len(case.claim.knowledge))
     levels = case.memory.get("knowledge")
     if levels is None:
-        return not_run("E15", "give Support(fresh=...), so that both columns can be made")
-    return finding("E15", "passed", **levels)
+        return not_run("give Support(fresh=...), so that both columns can be made")
+    return judged(False, "", **levels)

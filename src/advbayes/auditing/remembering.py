@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from advbayes import metrics
-from advbayes.auditing.case import Case, Frozen, judged, not_run
+from advbayes.auditing.case import Case, Frozen
+from advbayes.auditing.check import check, judged, not_run
 from advbayes.auditing.copies import Forgetful
 from advbayes.auditing.findings import Finding
 from advbayes.auditing.strength import SIGNIFICANT, breaks_more, further
@@ -25,27 +26,23 @@ ASKED = 64  # examples of E29
 SAME = 1e-4
 
 
+@check("E28", "displaced centre", cost=lambda size: size.passes, attacks=True, calm=True)
 def displaced_centre(case: Case) -> Finding:
     """E28: within eps of a point eps / 2 away from x the attack does not find much more than within
     eps of x."""
-    case = case.calm()
-    if not case.attacks:
-        return not_run("E28", "give the attacks, not only their arrays")
     generator = generator_for(case.seed, "audit/displaced", device=case.x.device)
     centre = replace(case.ball, eps=0.5 * case.ball.eps).sphere(case.x, generator=generator)
     there = case.scored(centre, "displaced")
     for name, attack in case.attacks.items():
         there = further(case, f"displaced {name}", attack, there, centre)
-    here = (
-        case.gradient()
-        if case.claim is None
-        else worst([case.clean, case.union(case.attacks, "in place")], case.task)
-    )
+    if case.claim is None:
+        here = case.gradient()
+    else:
+        here = worst([case.clean, case.union(case.attacks, "in place")], case.task)
     lost, figures = loses_more(there, here, case)
     advice = "it is robust around the test points alone: it recognises them"
-    return judged(
-        "E28", lost, advice, at_x=case.value(here), displaced=case.value(there), **figures
-    )
+    values = {"at_x": case.value(here), "displaced": case.value(there)}
+    return judged(lost, advice, **values, **figures)
 
 
 def loses_more(there: Columns, here: Columns, case: Case) -> tuple[bool, dict[str, float]]:
@@ -53,10 +50,8 @@ def loses_more(there: Columns, here: Columns, case: Case) -> tuple[bool, dict[st
     points of the examples are taken off; in regression a paired bootstrap of the squared errors
     after half of the mean is."""
     if case.task == "regression":
-        before = (1 + ALLOWED_ERROR) * here["squared_error"]
-        lower = metrics.paired_difference(
-            there["squared_error"], before, level=1 - 2 * SIGNIFICANT
-        ).low
+        before, after = (1 + ALLOWED_ERROR) * here["squared_error"], there["squared_error"]
+        lower = metrics.paired_difference(after, before, level=1 - 2 * SIGNIFICANT).low
         return lower > 0, {"beyond_allowed": lower}
     broken, stood = there["correct"] < 0.5, here["correct"] >= 0.5
     aside = (broken & stood).nonzero().squeeze(1)[: int(ALLOWED * len(broken))]
@@ -66,18 +61,20 @@ def loses_more(there: Columns, here: Columns, case: Case) -> tuple[bool, dict[st
     return p < SIGNIFICANT, {"p": p}
 
 
+@check(
+    "E29", "order independence", cost=lambda size: size.passes * min(1.0, ASKED / size.budget.num)
+)
 def order_independence(case: Case) -> Finding:
     """E29: adversarial points asked first, of a copy, get the answers that they get after
     everything else; so do clean ones, in whatever order and company they are asked."""
     make = case.copies.make
     if make is None:
-        why = (
+        return not_run(
             f"the predictor cannot be copied ({case.copies.why}): give Support(factory=...), "
             f"which makes it anew"
         )
-        return not_run("E29", why)
     if not case.attacks and case.claim is None:
-        return not_run("E29", "give the attacks")
+        return not_run("give the attacks")
     rows = torch.arange(min(ASKED, len(case.x)))
     unasked: Predictor = Forgetful(make)
     asked: Predictor = case.predict
@@ -87,16 +84,12 @@ def order_independence(case: Case) -> Finding:
         f"{name} of the copy": case.attacked(attack, f"unasked {name}", through=unasked, rows=rows)
         for name, attack in case.attacks_on(unasked).items()
     }
-    points |= {
-        name: x_adv[rows]
-        for name, x_adv in case.arrays().items()
-        if bool(torch.isfinite(x_adv[rows]).all())
-    }
+    arrays = {name: x_adv[rows] for name, x_adv in case.arrays().items()}
+    points |= {name: x_adv for name, x_adv in arrays.items() if bool(torch.isfinite(x_adv).all())}
     clean = case.x[rows]
-    if changed(
-        unasked, unasked, clean, case
-    ).any():  # it draws from a source of its own: its answers are compared on average
-        return _on_average(case, make, points, rows)
+    if changed(unasked, unasked, clean, case).any():
+        # it draws from a source of its own: its answers are compared on average
+        return _on_average(case, Forgetful(make), {"clean": clean, **points}, rows)
     asked(clean)
     other = torch.stack([changed(unasked, asked, x_adv, case) for x_adv in points.values()]).any(0)
     again = changed(unasked, asked, clean, case)
@@ -108,7 +101,7 @@ def order_independence(case: Case) -> Finding:
         if not bool((other | again).any()):
             advice = "answers depend on the batch that an input comes in"
         other = other | moved
-    return judged("E29", bool((other | again).any()), advice, **figures)
+    return judged(bool((other | again).any()), advice, **figures)
 
 
 @torch.no_grad()
@@ -142,15 +135,15 @@ def apart(first: Tensor, second: Tensor) -> Tensor:  # (B, K) each -> (B,) bool
     return ((first - second).abs().amax(1) > SAME).cpu()
 
 
-def _on_average(case: Case, make: object, points: dict[str, Tensor], rows: Tensor) -> Finding:
+def _on_average(case: Case, unasked: Predictor, points: dict[str, Tensor], rows: Tensor) -> Finding:
     """The same where a predictor's randomness cannot be fixed: paired tests in both directions."""
-    copy = replace(case, predict=Forgetful(make), memory={})  # type: ignore[arg-type]
+    copy = replace(case, predict=unasked, memory={})
     worse = []
-    for name, x_adv in {"clean": case.x[rows], **points}.items():
+    for name, x_adv in points.items():
         first, after = (each.scored(x_adv, f"order {name}", rows=rows) for each in (copy, case))
         worse += [name] * (breaks_more(case, first, after)[0] or breaks_more(case, after, first)[0])
     advice = (
         f"answers ({', '.join(worse)}) depend on what was asked before: the predictor "
         f"remembers its queries"
     )
-    return judged("E29", bool(worse), advice, other_answers=len(worse), of=len(points) + 1)
+    return judged(bool(worse), advice, other_answers=len(worse), of=len(points))

@@ -1,11 +1,12 @@
-"""`audit`: run the table of checks. A new check is a function of a Case and one row of CHECKS."""
+"""`audit`: run the table of checks. A new check is a function of a Case under `@check`, and a place
+in CHECKS."""
 
 from __future__ import annotations
 
 import re
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from advbayes.auditing import answers, controls, describing, others, purifier, r
 from advbayes.auditing.answers_alone import ANSWERS_ALONE, blind_attacks, gives_gradient
 from advbayes.auditing.case import TIERS, Budget, Case
 from advbayes.auditing.certificate import certificate, cut, radii_of
+from advbayes.auditing.check import Check, Size, not_run
 from advbayes.auditing.claim import Claim, Values, fitted
 from advbayes.auditing.copies import copies_of
 from advbayes.auditing.findings import Finding, Verdict
@@ -40,115 +42,39 @@ from advbayes.predictive import Certificates
 from advbayes.progress import Progress
 from advbayes.types import Attack, Predictor
 
-
-@dataclass(frozen=True)
-class Size:
-    """What the costs are made of: gradient passes of all attacks once, their number, the tier, the
-    sources of transfer."""
-
-    passes: float
-    attacks: int
-    sources: int
-    thetas: bool
-    budget: Budget
-
-
-@dataclass(frozen=True)
-class Check:
-    """A row of the table. `cost` is in passes through the predictor for each example."""
-
-    id: str
-    title: str
-    run: Callable[[Case], Finding]
-    cost: Callable[[Size], float] = lambda size: 0.0
-    mandatory: Callable[[Case], bool] = lambda case: True
-    # a tier does not leave out what has nothing to say anyway
-    applies: Callable[[Case], bool] = lambda case: True
-
-
 # In the order of running: what joins the worst case comes before what is judged against it.
 CHECKS: tuple[Check, ...] = (
-    Check("E0", "threat model complete", describing.threat_model),
-    Check("E1", "feasible", strength.feasible, lambda size: size.passes),
-    Check("E2", "null attack", strength.null_attack, lambda size: size.attacks),
-    Check("E3", "iterative beats one-step", strength.beats_one_step, lambda size: 2),
-    Check("E9", "usable gradients", strength.usable_gradients, lambda size: 2),
-    Check(
-        "E8",
-        "no silent success",
-        strength.silent_success,
-        lambda size: size.passes * min(1.0, 32 / size.budget.num),
-    ),
-    Check("E6", "converged in steps", strength.converged_in_steps, lambda size: 2 * size.passes),
-    Check(
-        "E7", "converged in restarts", strength.converged_in_restarts, lambda size: 2 * size.passes
-    ),
-    Check("E4", "monotone in eps", strength.monotone, lambda size: 4 * size.passes),
-    Check("E5", "unbounded attack wins", strength.unbounded),
-    Check(
-        "E12", "noise not better", strength.noise_not_better, lambda size: size.budget.random_points
-    ),
-    Check("E13", "transfer not better", others.transfer, lambda size: size.sources * size.passes),
-    Check(
-        "E14",
-        "fixed randomness",
-        others.fixed_randomness,
-        lambda size: 2 * size.passes * size.thetas,
-    ),
-    Check("E15", "two knowledge levels", others.two_knowledge_levels),
-    Check(
-        "E10",
-        "enough thetas in the attack",
-        others.enough_thetas,
-        lambda size: 3 * size.passes * size.thetas,
-        applies=lambda case: case.is_bayesian,
-    ),
-    Check(
-        "E23",
-        "adaptive attack on a purifier",
-        purifier.adaptive_attacks,
-        mandatory=lambda case: case.is_purifier,
-    ),
-    Check(
-        "E24",
-        "effective sample size",
-        purifier.effective_sample_size,
-        mandatory=lambda case: case.is_purifier,
-    ),
-    Check("E11", "black box not better", others.black_box, lambda size: size.budget.queries),
-    Check("E16", "two losses through the predictive", describing.two_losses, lambda size: 1),
-    Check("E17", "worst-case column", describing.worst_column),
-    Check("E18", "stochastic re-scoring", describing.rescoring),
-    Check("E19", "the attack itself", answers.attack_itself, lambda size: 0.5 * size.passes),
-    Check(
-        "E20",
-        "undefended control",
-        controls.undefended_control,
-        lambda size: 3 * size.passes * (size.sources > 0),
-    ),
-    Check(
-        "E21",
-        "credible baseline",
-        controls.credible_baseline,
-        lambda size: size.passes * (size.sources > 0),
-    ),
-    Check("E22", "trivial predictors", answers.trivial_predictors),
-    Check("E25", "statistics", describing.statistics, mandatory=lambda case: False),
-    Check(
-        "E26",
-        "attack on the score",
-        describing.attack_on_score,
-        mandatory=lambda case: case.support.detector is not None,
-    ),
-    Check("E27", "re-scorable", describing.rescorable, lambda size: size.attacks),
-    Check("E28", "displaced centre", remembering.displaced_centre, lambda size: size.passes),
-    Check("E30", "unseen family", describing.unseen_family),
-    Check(
-        "E29",
-        "order independence",
-        remembering.order_independence,
-        lambda size: size.passes * min(1.0, remembering.ASKED / size.budget.num),
-    ),
+    describing.threat_model,
+    strength.feasible,
+    strength.null_attack,
+    strength.beats_one_step,
+    strength.usable_gradients,
+    strength.silent_success,
+    strength.converged_in_steps,
+    strength.converged_in_restarts,
+    strength.monotone,
+    strength.unbounded,
+    strength.noise_not_better,
+    others.transfer,
+    others.fixed_randomness,
+    others.two_knowledge_levels,
+    others.enough_thetas,
+    purifier.adaptive_attacks,
+    purifier.effective_sample_size,
+    others.black_box,
+    describing.two_losses,
+    describing.worst_column,
+    describing.rescoring,
+    answers.attack_itself,
+    controls.undefended_control,
+    controls.credible_baseline,
+    answers.trivial_predictors,
+    describing.statistics,
+    describing.attack_on_score,
+    describing.rescorable,
+    remembering.displaced_centre,
+    describing.unseen_family,
+    remembering.order_independence,
 )
 
 
@@ -192,66 +118,56 @@ def audit(
     ('D', 'passed', 0)
     """
     progress = distributed.ranks().shown(progress)
-    tier, support = _renamed(tier, support, deprecated)
+    spent, budget, support = _renamed(tier, support, deprecated)
     predict, data, training, train_y = with_estimators(
         predict, data, support.training, support.train_y
     )
-    support = support.but(training=training, train_y=train_y)
-    case = _case(predict, data, ball, tier, attacks, threat_model, support, claim, certified, seed)
+    support = replace(support, training=training, train_y=train_y)
+    case = _case(
+        predict, data, ball, budget, attacks, threat_model, support, claim, certified, seed
+    )
     known = {check.id for check in CHECKS}
     if only is not None and not set(only) <= known:
         raise checks.InputError(f"only must hold ids among {sorted(known, key=_order)}, got {only}")
     if only is None or {"E13", "E20", "E21"} & set(only):
         with distributed.alone():  # to the bit what one process trains
             case.support = controls.with_controls(case, progress=progress)
-    found: list[Finding] = []
+    left_out = dict.fromkeys(budget.left_out, f"tier {spent!r} leaves it out")
+    if only is not None:
+        left_out = dict.fromkeys(known - set(only), "`only` leaves it out")
+    made: list[Finding] = []
     with Progress("audit", len(CHECKS), progress) as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore", NoGradientWarning)  # E9 says it
         for check in CHECKS:
-            if only is not None and check.id not in only:
-                if not check.applies(case):
-                    continue
-                result = Finding(check.id, check.title, "not run", {}, "`only` leaves it out")
-            elif check.id in case.budget.left_out and only is None and check.applies(case):
-                result = Finding(
-                    check.id, check.title, "not run", {}, f"tier {tier!r} leaves it out"
-                )
-            else:
-                result = _run(check, case)
-            found.append(replace(result, title=check.title, mandatory=check.mandatory(case)))
+            why = left_out.get(check.id)
+            if why is None or (only is None and not check.applies(case)):
+                made.append(_run(check, case))
+            elif check.applies(case):
+                made.append(check.named(not_run(why), case))
             bar.advance(check.id)
-    findings = tuple(sorted(found, key=lambda item: _order(item.id)))
-    summary: dict[str, Any] = {
-        "examples": len(case.x),
-        f"clean {case.label}": case.value(case.clean),
-    }
+    findings = tuple(sorted(made, key=lambda finding: _order(finding.id)))
+    clean = case.value(case.clean)
+    summary: dict[str, Any] = {"examples": len(case.x), f"clean {case.label}": clean}
     if "columns" in case.memory:
         summary[f"worst {case.label}"] = case.value(case.worst())
     proven, figures = certificate(case, findings, only)
-    # a budget of one's own is no tier: its figures say what was spent
-    spent = tier if isinstance(tier, str) else "custom"
     return Verdict(findings, spent, proven, summary | figures, describing.notes_on_data(case))
 
 
 def _run(check: Check, case: Case) -> Finding:
     """The check's finding; where something raises, "not run" with what it said."""
     try:
-        return check.run(case)
+        return check(case)
     except Exception as error:  # whatever a foreign predictor or attack raises
-        return Finding(
-            check.id,
-            check.title,
-            "not run",
-            {},
-            f"{check.id} was cut short by {type(error).__name__}: {error}",
-        )
+        why = f"{check.id} was cut short by {type(error).__name__}: {error}"
+        return check.named(not_run(why), case)
 
 
 def _renamed(
     tier: str | Budget, support: Support | None, deprecated: dict[str, Any]
-) -> tuple[str | Budget, Support]:
-    """The keywords of the version before: `budget` is a tier, `batch_size` the tier's, the rest is
-    the support's."""
+) -> tuple[str, Budget, Support]:
+    """The tier's name, its budget and the support, after the keywords of the version before:
+    `budget` is a tier, `batch_size` the tier's, the rest is the support's."""
     support = support or Support()
     checks.instance("support", support, Support, "a Support(...)")
     names = {field.name for field in fields(Support)}
@@ -261,24 +177,26 @@ def _renamed(
             f"audit takes no argument {', '.join(unknown)}; what helps it is "
             f"Support({', '.join(sorted(names))})"
         )
+    new = {"budget": "tier=Budget(...)", "batch_size": "tier=Budget(..., batch_size=...)"}
     for name in deprecated:
-        new = {"budget": "tier=Budget(...)", "batch_size": "tier=Budget(..., batch_size=...)"}.get(
-            name, f"support=Support({name}=...)"
-        )
+        use = new.get(name, f"support=Support({name}=...)")
         warnings.warn(
-            f"audit({name}=...) will go in the next version: use {new}",
+            f"audit({name}=...) will go in the next version: use {use}",
             DeprecationWarning,
             stacklevel=3,
         )
-    renamed = {
-        name: value for name, value in deprecated.items() if name in names and value is not None
-    }
-    budget = deprecated.get("budget")
-    tier = tier if budget is None else budget
+    tier = tier if deprecated.get("budget") is None else deprecated["budget"]
+    if isinstance(tier, Budget):  # of one's own: its figures say what is spent
+        spent, budget = "custom", tier
+    else:
+        spent = checks.choice("tier", tier, tuple(TIERS))
+        budget = TIERS[spent]
     if "batch_size" in deprecated:
         size = checks.count("batch_size", deprecated["batch_size"])
-        tier = replace(TIERS[tier] if isinstance(tier, str) else tier, batch_size=size)
-    return tier, support.but(**renamed) if renamed else support
+        spent, budget = "custom", replace(budget, batch_size=size)
+    present = {name: value for name, value in deprecated.items() if value is not None}
+    changes = {name: value for name, value in present.items() if name in names}
+    return spent, budget, replace(support, **changes)
 
 
 def audit_records(
@@ -353,23 +271,18 @@ def audit_cost(
     40
     """
     same = {"threat_model", "claim", "certified", "only", "seed", "progress"}
-    tier, support = _renamed(
-        tier, support, {name: value for name, value in others.items() if name not in same}
-    )
+    older = {name: value for name, value in others.items() if name not in same}
+    spent, budget, support = _renamed(tier, support, older)
     predict, data = with_estimators(predict, data)
-    case = _case(predict, data, ball, tier, attacks, None, support, None, None, 0)
-    probe = slice(0, min(64, len(case.x)))
-
-    def ask() -> None:
+    case = _case(predict, data, ball, budget, attacks, None, support, None, None, 0)
+    x, y = case.x[:64], case.y[:64]
+    for _ in range(2):  # the first pass may build what later ones share
+        began = time.perf_counter()
         if case.black_box:
-            predict(case.x[probe])
+            predict(x)
         else:
-            loss_and_gradient(predict, nll, case.x[probe], case.y[probe])
-
-    ask()
-    began = time.perf_counter()
-    ask()
-    each = (time.perf_counter() - began) / len(case.x[probe])
+            loss_and_gradient(predict, nll, x, y)
+        seconds = (time.perf_counter() - began) / len(x)
     controls_too = support.training is not None and bool(support.lacks_controls)
     size = Size(
         passes=float(sum((steps_of(attack) or 1) for attack in case.attacks.values())),
@@ -378,20 +291,17 @@ def audit_cost(
         thetas=case.is_bayesian or case.stochastic,
         budget=case.budget,
     )
-    costs = {
-        check.id: 0.0 if check.id in case.budget.left_out else float(check.cost(size))
-        for check in CHECKS
-    }
+    costs = {check.id: float(check.cost(size)) for check in CHECKS}
+    costs |= dict.fromkeys(budget.left_out, 0.0)
     passes = sum(costs.values())
     trained = controls.training_passes(case) if controls_too else 0.0
-    name = tier if isinstance(tier, str) else "custom"
     return Cost(
-        name,
-        len(case.x),
-        passes,
-        (passes * len(case.x) + trained) * each,
-        costs,
-        support.lacks_controls * controls_too,
+        tier=spent,
+        examples=len(case.x),
+        passes=passes,
+        seconds=(passes * len(case.x) + trained) * seconds,
+        by_check=costs,
+        trained=support.lacks_controls * controls_too,
     )
 
 
@@ -403,7 +313,7 @@ def _case(
     predict: Predictor,
     data: Data,
     ball: Ball,
-    tier: str | Budget,
+    budget: Budget,
     attacks: Mapping[str, Attack] | None,
     threat_model: ThreatModel | None,
     support: Support,
@@ -413,19 +323,20 @@ def _case(
 ) -> Case:
     """The case: some rows of the data, or those of a claim's arrays."""
     checks.instance("ball", ball, Ball, "a ball such as L2(eps)")
-    budget = tier if isinstance(tier, Budget) else TIERS[checks.choice("tier", tier, tuple(TIERS))]
     copies = copies_of(predict, support.factory)  # before anything is asked
     x, y = as_tensors(data, dtype_of(predict))
     ball.check(x)
-    rows = (
-        torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[: budget.num]
-        .sort()
-        .values
-    )
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    rows = order[: budget.num].sort().values
     if claim is not None:  # the arrays are as they were scored
         rows, claim = torch.arange(len(x)), fitted(claim, x)
     task = check_predictor(predict, x[rows][:256], y[rows][:256])
-    y = y.reshape(-1).long() if task == "classification" else _as_predicted(predict, x[rows], y)
+    if task == "classification":
+        y = y.reshape(-1).long()
+    else:  # in the shape of the predictions, so that (N, 1) never meets (N,)
+        with torch.no_grad():
+            one = predict(x[rows][:1])
+        y = y.reshape(len(y), *(one.batch_shape + one.event_shape)[1:]).to(x.dtype)
     radii = None if certified is None else radii_of(certified, len(x), task)
     blind = not gives_gradient(predict, x[rows][:2])
     if claim is None:
@@ -463,15 +374,6 @@ def _case(
     )
     case.threat_model = _filled(case)
     return case
-
-
-def _as_predicted(predict: Predictor, x: Tensor, y: Tensor) -> Tensor:
-    """Regression targets in the shape of the predictions, so that (N, 1) never meets (N,), and of
-    x's dtype."""
-    with torch.no_grad():
-        prediction = predict(x[:1])
-    one = (prediction.batch_shape + prediction.event_shape)[1:]
-    return y.reshape(len(y), *one).to(x.dtype)
 
 
 def _filled(case: Case) -> ThreatModel:

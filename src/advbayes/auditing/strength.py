@@ -14,7 +14,8 @@ from advbayes.attacks import loss_and_gradient, nll, one_step, squared_error, wi
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import score
 from advbayes.attacks.parts import losses_of, steps_of, with_eps, with_restarts, with_steps
-from advbayes.auditing.case import POINT, Case, finding, judged, not_applicable, not_run
+from advbayes.auditing.case import POINT, Case, overwritten
+from advbayes.auditing.check import check, judged, not_applicable, not_run
 from advbayes.auditing.findings import Finding
 from advbayes.evaluation.inputs import extent_of
 from advbayes.evaluation.measuring import batches
@@ -39,6 +40,7 @@ def breaks_more(case: Case, first: Columns, second: Columns) -> tuple[bool, floa
     return difference.low > 0, difference.low
 
 
+@check("E1", "feasible", cost=lambda size: size.passes)
 def feasible(case: Case) -> Finding:
     """E1: every scored point is finite, in the ball and in the box."""
     outside, farthest = 0, 0.0
@@ -46,37 +48,27 @@ def feasible(case: Case) -> Finding:
         outside += int((~case.ball.contains(x_adv, case.x)).sum())
         farthest = max(farthest, float(case.ball.norm(x_adv - case.x).nan_to_num(torch.inf).max()))
     advice = "project the array that is scored, after every conversion of it"
-    return judged(
-        "E1",
-        outside > 0,
-        advice,
-        infeasible=outside,
-        largest_norm=farthest,
-        eps=float(case.ball.eps),
-    )
+    figures = {"infeasible": outside, "largest_norm": farthest, "eps": float(case.ball.eps)}
+    return judged(outside > 0, advice, **figures)
 
 
+@check("E2", "null attack", cost=lambda size: size.attacks, attacks=True)
 def null_attack(case: Case) -> Finding:
     """E2: eps = 0 changes nothing."""
-    if not case.attacks:
-        return not_run("E2", "give the attacks, not only their arrays")
     changed = 0
     for name, attack in case.attacks.items():
         x_adv = case.attacked(with_eps(attack, 0.0), f"null {name}")
         changed += int((x_adv != case.x).flatten(1).any(1).sum())
-    return judged(
-        "E2",
-        changed > 0,
-        "with eps = 0 the attack must return x itself, to the bit",
-        changed=changed,
-    )
+    advice = "with eps = 0 the attack must return x itself, to the bit"
+    return judged(changed > 0, advice, changed=changed)
 
 
+@check("E3", "iterative beats one-step", cost=lambda size: 2)
 def beats_one_step(case: Case) -> Finding:
     """E3: the one-step attack does not break more than the iterative one."""
     iterative = [name for name in case.arrays() if (steps_of(case.attacks.get(name)) or 2) > 1]
     if not iterative:
-        return not_run("E3", "there is no iterative attack")
+        return not_run("there is no iterative attack")
     loss = squared_error if case.task == "regression" else nll
     single = case.union({"one step": one_step(case.ball, loss)}, "E3", join=True)
     many = case.columns()[iterative[0]]
@@ -85,7 +77,7 @@ def beats_one_step(case: Case) -> Finding:
         "the iterative attack is broken: keep the best iterate, start at the one-step point, "
         "check its step size"
     )
-    return judged("E3", worse, advice, one_step=case.value(single), iterative=case.value(many), p=p)
+    return judged(worse, advice, one_step=case.value(single), iterative=case.value(many), p=p)
 
 
 def _radii(case: Case) -> list[tuple[float, Columns]]:
@@ -98,10 +90,9 @@ def _radii(case: Case) -> list[tuple[float, Columns]]:
     def at(eps: float) -> Columns:
         if eps == case.ball.eps and case.claim is None:
             return worst(list(case.columns().values()), case.task)
-        attacks = {
-            name: with_eps(attack, eps, free=eps == whole) for name, attack in case.attacks.items()
-        }
-        return _left_by(case, attacks, f"eps {eps!r}")
+        attacks = case.attacks.items()
+        wider = {name: with_eps(each, eps, free=eps == whole) for name, each in attacks}
+        return _left_by(case, wider, f"eps {eps!r}")
 
     return case.once("radii", lambda: [(eps, at(eps)) for eps in radii])
 
@@ -139,11 +130,9 @@ def _box_of(x: Tensor) -> tuple[Tensor, Tensor]:
     return low - (low == high).to(x), high + (low == high).to(x)
 
 
+@check("E4", "monotone in eps", cost=lambda size: 4 * size.passes, attacks=True, calm=True)
 def monotone(case: Case) -> Finding:
     """E4: accuracy does not rise with eps, and the largest eps leaves at most 1 %."""
-    case = case.calm()
-    if not case.attacks:
-        return not_run("E4", "give the attacks, not only their arrays")
     curve = _radii(case)
     rises = [
         f"{nearer:g} to {farther:g}"
@@ -153,22 +142,16 @@ def monotone(case: Case) -> Finding:
     figures = {f"at eps {eps:.3g}": case.value(columns) for eps, columns in curve}
     left = case.value(worst([columns for _, columns in curve], case.task))
     bad = bool(rises) or (case.task == "classification" and left > 0.01)
-    advice = (
-        f"accuracy rises from eps {', '.join(rises)}"
-        if rises
-        else "the largest eps leaves too much"
-    )
-    return judged(
-        "E4", bad, f"{advice}: the attack does not use its budget, or the labels leak", **figures
-    )
+    rising = f"accuracy rises from eps {', '.join(rises)}"
+    advice = rising if rises else "the largest eps leaves too much"
+    advice += ": the attack does not use its budget, or the labels leak"
+    return judged(bad, advice, **figures)
 
 
+@check("E5", "unbounded attack wins", attacks=True, calm=True)
 def unbounded(case: Case) -> Finding:
     """E5: with the whole box to move in, nothing is left; and where some features are out of the
     attacker's reach, the others have a say in the answers, or the labels may sit in those."""
-    case = case.calm()
-    if not case.attacks:
-        return not_run("E5", "give the attacks, not only their arrays")
     figures: dict[str, float] = {}
     bad = void = False
     if case.task == "classification":
@@ -178,7 +161,7 @@ def unbounded(case: Case) -> Finding:
         figures, bad = {"eps": curve[-1][0], "accuracy": left}, left > 0.01
     reach = within_reach(case.ball, case.x)
     if reach is None and case.task == "regression":
-        return not_applicable("E5", "regression has no accuracy")
+        return not_applicable("regression has no accuracy")
     if reach is not None:
         ball = replace(case.ball, mask=reach, box=case.ball.box or _box_of(case.x))
         ball = replace(ball, eps=extent_of(ball, case.x))
@@ -191,37 +174,27 @@ def unbounded(case: Case) -> Finding:
         "some of the answer does not come from what the attacker may touch (leaked labels, "
         "masked gradients)"
     )
-    return judged("E5", bad or void, advice, **figures)
+    return judged(bad or void, advice, **figures)
 
 
 def further(
     case: Case, name: str, attack: Attack, columns: Columns, centre: Tensor | None = None
 ) -> Columns:
     """The union of what `columns` broke and what `attack` breaks of the rest."""
-    rows = (
-        torch.arange(len(case.x))
-        if case.task == "regression"
-        else (columns["correct"] >= 0.5).nonzero().squeeze(1)
-    )
+    rows = case.unbroken(columns)
     if not len(rows):
         return columns
     scores = case.scored(case.attacked(attack, name, rows=rows, centre=centre), name, rows=rows)
-    full = {key: value.clone() for key, value in columns.items()}
-    part = worst([{key: columns[key][rows] for key in scores}, scores], case.task)
-    for key, value in part.items():
-        full[key][rows] = value
-    return full
+    before = {key: columns[key][rows] for key in scores}
+    return overwritten(columns, worst([before, scores], case.task), rows)
 
 
+@check("E6", "converged in steps", cost=lambda size: 2 * size.passes, attacks=True, calm=True)
 def converged_in_steps(case: Case) -> Finding:
     """E6: twice the steps cost at most half a point; an attack of the audit's own choosing is
     escalated first."""
-    case = case.calm()
-    if not case.attacks:
-        return not_run("E6", "give the attacks, not only their arrays")
     if all(steps_of(attack) is None for attack in case.attacks.values()):
-        return not_run("E6", "the attacks do not say how many steps they take")
-    may_escalate = case.claim is None
+        return not_run("the attacks do not say how many steps they take")
     before = case.gradient()
     attacks, factor = dict(case.attacks), 1
     while True:
@@ -232,25 +205,19 @@ def converged_in_steps(case: Case) -> Finding:
         cost = case.value(before) - case.value(after)
         case.join(f"steps x{factor}", after)
         steps = max((steps_of(attack) or 0) * factor for attack in case.attacks.values())
-        if cost <= POINT + 1e-9 or not may_escalate or steps * 2 > case.budget.max_steps:
+        if cost <= POINT + 1e-9 or case.claim is not None or steps * 2 > case.budget.max_steps:
             break
         attacks = {name: with_steps(attack, factor) for name, attack in case.attacks.items()}
         before = after
     case.memory["converged attacks"] = attacks
     figures = {"cost": cost, "steps": steps // 2, case.label: case.value(after)}
-    return judged(
-        "E6",
-        cost > POINT + 1e-9,
-        "use more steps, or adaptive step sizes, until doubling changes nothing",
-        **figures,
-    )
+    advice = "use more steps, or adaptive step sizes, until doubling changes nothing"
+    return judged(cost > POINT + 1e-9, advice, **figures)
 
 
+@check("E7", "converged in restarts", cost=lambda size: 2 * size.passes, attacks=True, calm=True)
 def converged_in_restarts(case: Case) -> Finding:
     """E7: twice the restarts cost at most half a point."""
-    case = case.calm()
-    if not case.attacks:
-        return not_run("E7", "give the attacks, not only their arrays")
     attacks: dict[str, Attack] = case.memory.get("converged attacks", case.attacks)
     before = case.gradient() if attacks is case.attacks or case.claim is not None else case.worst()
     after = before
@@ -258,9 +225,8 @@ def converged_in_restarts(case: Case) -> Finding:
         after = further(case, f"restarts x2 {name}", with_restarts(attack, 2), after)
     case.join("restarts x2", after)
     cost = case.value(before) - case.value(after)
-    return judged(
-        "E7", cost > POINT + 1e-9, "use more restarts until doubling changes nothing", cost=cost
-    )
+    advice = "use more restarts until doubling changes nothing"
+    return judged(cost > POINT + 1e-9, advice, cost=cost)
 
 
 class _Watched:
@@ -280,82 +246,70 @@ class _Watched:
         # of an estimated gradient: no iterates
         probes = self.case.black_box and len(x) > len(self.x)
         if self.aligned and not probes and predicts_classes(prediction):
-            with torch.no_grad():
-                # (B, N): point, example
-                wrong = prediction.logits.argmax(-1).unsqueeze(1) != self.y
-                point, example = (
-                    (
-                        wrong
-                        if self.apart
-                        else wrong & torch.eye(len(x), dtype=torch.bool, device=x.device)
-                    )
-                    .nonzero()
-                    .unbind(1)
-                )
-                inside = self.case.ball.contains(x.detach()[point], self.x[example])
-                for row, place in zip(
-                    example[inside].tolist(), point[inside].tolist(), strict=True
-                ):
-                    self.seen[row].append(x[place].detach().clone())
+            self._keep(x.detach(), prediction.logits.detach().argmax(-1))
         return prediction
+
+    def _keep(self, x: Tensor, classes: Tensor) -> None:
+        wrong = classes.unsqueeze(1) != self.y  # (B, N): point, example
+        if not self.apart:
+            wrong &= torch.eye(len(x), dtype=torch.bool, device=x.device)
+        point, example = wrong.nonzero().unbind(1)
+        inside = self.case.ball.contains(x[point], self.x[example])
+        for row, place in zip(example[inside].tolist(), point[inside].tolist(), strict=True):
+            self.seen[row].append(x[place].clone())
 
 
 def _apart(case: Case, rows: Tensor) -> list[Tensor]:
     """The rows in groups within which no two balls meet."""
     groups: list[list[int]] = []
+    reach = 2.001 * case.ball.eps + 1e-6
     for row in rows.tolist():
-        far = (
-            bool((case.ball.norm(case.x[group] - case.x[row]) > 2.001 * case.ball.eps + 1e-6).all())
-            for group in groups
-        )
-        place = next((index for index, fits in enumerate(far) if fits), None)
-        if place is None:
-            groups.append([row])
+        for group in groups:
+            if bool((case.ball.norm(case.x[group] - case.x[row]) > reach).all()):
+                group.append(row)
+                break
         else:
-            groups[place].append(row)
+            groups.append([row])
     return [torch.tensor(group) for group in groups]
 
 
+@check(
+    "E8",
+    "no silent success",
+    cost=lambda size: size.passes * min(1.0, 32 / size.budget.num),
+    calm=True,
+)
 def silent_success(case: Case) -> Finding:
     """E8: whenever an adversarial iterate was seen, an adversarial one is returned."""
-    case = case.calm()
     if case.task == "regression":
-        return not_applicable("E8", "regression has no success to miss")
+        return not_applicable("regression has no success to miss")
     if not case.attacks:
-        return not_run("E8", "give the attacks, not only their arrays")
-    through = case.target
-    rows = torch.arange(min(len(case.x), 32))
+        return not_run("give the attacks, not only their arrays")
+    first = torch.arange(min(len(case.x), 32))
     # Black boxes are asked about one example at a time: the number of inputs tells a probe from an
     # iterate.
-    groups = list(torch.split(rows[:4], 1)) if case.black_box else _apart(case, rows)[:16]
+    groups = list(torch.split(first[:4], 1)) if case.black_box else _apart(case, first)[:16]
     missed, watched = 0, 0
 
-    def watch(
-        attack: Attack, purpose: str, rows: Tensor, apart: bool
-    ) -> tuple[Tensor, _Watched, Tensor]:
-        spy = _Watched(through, case.x[rows], case.y[rows], case, apart)
-        return rows, spy, case.attacked(attack, f"watched {purpose}", through=spy, rows=rows)
+    def watch(attack: Attack, purpose: str, rows: Tensor, apart: bool) -> tuple[_Watched, Tensor]:
+        spy = _Watched(case.target, case.x[rows], case.y[rows], case, apart)
+        return spy, case.attacked(attack, f"watched {purpose}", through=spy, rows=rows)
 
     for name, attack in case.attacks.items():
-        parts = [watch(attack, name, rows, apart=len(groups) == 1)]
-        if not parts[0][1].aligned:
+        parts = [watch(attack, name, first, apart=len(groups) == 1)]
+        if not parts[0][0].aligned:
             parts = [
                 watch(attack, f"{name} {number}", group, apart=True)
                 for number, group in enumerate(groups)
             ]
-        for index, spy, final in parts:
-            harmless = _harmless(through, final, case.y[index])
-            for row, points in enumerate(spy.seen):
+        for spy, final in parts:
+            harmless = _harmless(case.target, final, spy.y).tolist()
+            for seen, x_adv, missing in zip(spy.seen, final, harmless, strict=True):
                 watched += 1
-                if (
-                    points
-                    and bool(harmless[row])
-                    and not any(torch.equal(final[row], point) for point in points)
-                ):
-                    missed += 1
-    return judged(
-        "E8", missed > 0, "return the best iterate, not the last", missed=missed, watched=watched
-    )
+                returned = any(torch.equal(x_adv, point) for point in seen)
+                missed += bool(seen) and missing and not returned
+    advice = "return the best iterate, not the last"
+    return judged(missed > 0, advice, missed=missed, watched=watched)
 
 
 @torch.no_grad()
@@ -365,15 +319,14 @@ def _harmless(predict: Predictor, x: Tensor, y: Tensor) -> Tensor:
     return prediction.logits.argmax(-1) == y
 
 
+@check("E9", "usable gradients", cost=lambda size: 2)
 def usable_gradients(case: Case) -> Finding:
     """E9: at most 1 % of the examples have no gradient in what the attacker may touch (for every
     loss in use), one that is not finite, or one of other answers than those that are scored."""
     if case.black_box:
-        return not_applicable("E9", "there is no gradient, and no attack asks for one")
-    losses = list(
-        dict.fromkeys(loss for attack in case.attacks.values() for loss in losses_of(attack))
-    )
-    losses = [loss for loss in losses if hasattr(loss, "__name__")] or [nll]
+        return not_applicable("there is no gradient, and no attack asks for one")
+    used = dict.fromkeys(loss for attack in case.attacks.values() for loss in losses_of(attack))
+    losses = [loss for loss in used if hasattr(loss, "__name__")] or [nll]
     flat = torch.ones(len(case.x), dtype=torch.bool)
     broken, foreign = torch.zeros_like(flat), torch.zeros_like(flat)
     comparable = case.target is case.predict and not case.stochastic
@@ -393,47 +346,30 @@ def usable_gradients(case: Case) -> Finding:
         "gradients are masked: attack through a differentiable stand-in (straight-through), "
         "and with black-box attacks"
     )
-    return judged(
-        "E9",
-        share > 0.01,
-        advice,
-        unusable=share,
-        zero=int(flat.sum()),
-        not_finite=int(broken.sum()),
-        of_other_answers=int(foreign.sum()),
-    )
+    counts = {"zero": flat, "not_finite": broken, "of_other_answers": foreign}
+    figures = {name: int(rows.sum()) for name, rows in counts.items()}
+    return judged(share > 0.01, advice, unusable=share, **figures)
 
 
+@check("E12", "noise not better", cost=lambda size: size.budget.random_points, calm=True)
 def noise_not_better(case: Case) -> Finding:
     """E12: random points of the sphere break at most 0.5 % of what the gradient attack left."""
-    case = case.calm()
     rows = case.standing()
     if not len(rows):
-        return finding("E12", "passed", standing=0, broken=0.0)
-    left = case.gradient()
+        return judged(False, "", standing=0, broken=0.0)
     generator = generator_for(case.seed, "audit/noise", device=case.x.device)
-    columns: list[Columns] = []
-    for draw in range(case.budget.random_points):
-        x = case.x[rows]
-        columns.append(
-            case.scored(case.ball.sphere(x, generator=generator), f"noise {draw}", rows=rows)
-        )
-    noisy = worst(columns, case.task)
+    draws = [
+        case.scored(case.ball.sphere(case.x[rows], generator=generator), f"noise {k}", rows=rows)
+        for k in range(case.budget.random_points)
+    ]
+    noisy = worst(draws, case.task)
     if case.task == "classification":
-        broken = float((noisy["correct"] < 0.5).double().mean())
+        harmed = noisy["correct"] < 0.5
     else:  # clearly larger errors than the attack's
-        broken = float(
-            (noisy["squared_error"] > left["squared_error"][rows] + 0.01 * case.spread**2)
-            .double()
-            .mean()
-        )
+        left = case.gradient()["squared_error"][rows]
+        harmed = noisy["squared_error"] > left + 0.01 * case.spread**2
+    broken = float(harmed.double().mean())
     case.join("noise", noisy, rows)
     advice = "the gradient attack misses what noise finds: it is broken, or gradients are masked"
-    return judged(
-        "E12",
-        broken > POINT,
-        advice,
-        broken=broken,
-        standing=len(rows),
-        points=case.budget.random_points,
-    )
+    figures = {"broken": broken, "standing": len(rows), "points": case.budget.random_points}
+    return judged(broken > POINT, advice, **figures)

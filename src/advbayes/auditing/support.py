@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -43,25 +43,24 @@ class Baseline:
     commit: str
 
     def __post_init__(self) -> None:
-        for name in ("clean", "worst"):
-            checks.number(name, getattr(self, name), low=0, high=1)
+        checks.number("clean", self.clean, low=0, high=1)
+        checks.number("worst", self.worst, low=0, high=1)
         checks.count("num_examples", self.num_examples)
-        for name in ("dataset", "norm", "architecture", "recipe", "commit"):
-            if not getattr(self, name):
+        for name, value in vars(self).items():
+            if value == "":
                 raise checks.InputError(f"{name} must be said in a recorded baseline, got nothing")
 
     @staticmethod
     def load(path: str | Path) -> Baseline:
         """Read a record from JSON; what it lacks is named."""
         document = json.loads(Path(path).read_text())
-        absent = (
-            [each.name for each in fields(Baseline) if each.name not in document]
-            if isinstance(document, dict)
-            else ["everything"]
-        )
+        names = [each.name for each in fields(Baseline)]
+        absent = ["everything"]
+        if isinstance(document, dict):
+            absent = [name for name in names if name not in document]
         if absent:
             raise checks.InputError(f"a baseline record must say {', '.join(absent)}, got {path}")
-        return Baseline(**{each.name: document[each.name] for each in fields(Baseline)})
+        return Baseline(**{name: document[name] for name in names})
 
     def is_of(self, dataset: str, ball: Ball) -> bool:
         """Whether it was measured on these data and in this ball."""
@@ -120,21 +119,25 @@ class Support:
     better: bool = False  # E22, E25: whether the row is said to beat others
 
     def __post_init__(self) -> None:
-        for name in ("siblings", "purifier_attacks"):
-            object.__setattr__(self, name, named(name, getattr(self, name)))
+        object.__setattr__(self, "siblings", named("siblings", self.siblings))
+        attacks = named("purifier_attacks", self.purifier_attacks)
+        object.__setattr__(self, "purifier_attacks", attacks)
         if isinstance(self.evaluation, (str, Path)):
             object.__setattr__(self, "evaluation", load_evaluation(self.evaluation))
         if self.training is not None and self.train_y is None:
             object.__setattr__(self, "train_y", self.training[1])
 
-    def but(self, **changes: Any) -> Support:
-        """The same with some fields changed."""
-        return replace(self, **changes)
+    @property
+    def saved(self) -> Evaluation | None:
+        """The evaluation, read from its folder."""
+        assert not isinstance(self.evaluation, (str, Path))
+        return self.evaluation
 
     @property
     def lacks_controls(self) -> tuple[str, ...]:
         """What `with_controls` would train."""
-        return tuple(name for name in ("undefended", "baseline") if getattr(self, name) is None)
+        controls = {"undefended": self.undefended, "baseline": self.baseline}
+        return tuple(name for name, control in controls.items() if control is None)
 
 
 def named(argument: str, mapping: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from advbayes import checks
@@ -49,26 +49,22 @@ class ThreatModel:
 
     def missing(self) -> tuple[str, ...]:
         """The fields that nothing is said about."""
-        absent = [
-            field.name
-            for field in fields(self)
-            if field.name != "scale" and getattr(self, field.name) is None
-        ]
+        absent = [name for name, value in vars(self).items() if value is None and name != "scale"]
         if self.units == "standardised" and self.scale is None:
             absent.append("scale (of the standardised units)")
         return tuple(absent)
 
     def filled(self, **known: Any) -> ThreatModel:
         """The same, with what is missing taken from `known`."""
-        return replace(
-            self, **{name: value for name, value in known.items() if getattr(self, name) is None}
-        )
+        said = {name for name, value in vars(self).items() if value is not None}
+        return replace(self, **{name: known[name] for name in known if name not in said})
 
 
 def said_by(ball: Ball, attacks: Mapping[str, Attack]) -> dict[str, Any]:
     """What a ball and attacks say about the threat model by themselves."""
     steps = [steps for attack in attacks.values() if (steps := steps_of(attack))]
     sizes = [getattr(attack, "step_size", None) for attack in attacks.values()]
+    size = next((size for size in sizes if size is not None), None) or "adapted to steps"
     losses = dict.fromkeys(name for attack in attacks.values() for name in loss_names(attack))
     return {
         "norm": type(ball).__name__,
@@ -76,11 +72,7 @@ def said_by(ball: Ball, attacks: Mapping[str, Attack]) -> dict[str, Any]:
         "box": "none" if ball.box is None else str(ball.box),
         "goal": "untargeted",
         "steps": max(steps) if steps else None,
-        "step_size": (
-            next((size for size in sizes if size is not None), None) or "adapted to steps"
-        )
-        if attacks
-        else None,
+        "step_size": size if attacks else None,
         "restarts": max((restarts_of(attack) for attack in attacks.values()), default=None),
         "loss": ", ".join(losses) or None,
     }

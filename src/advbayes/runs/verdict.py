@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def audit_run(
         ball=ball,
         tier=tier,
         threat_model=ThreatModel(**units),
-        support=support.but(evaluation=saved),
+        support=replace(support, evaluation=saved),
         seed=seed,
     )
     raw = {} if scaling is None else {"raw_eps": scaling.raw_eps(ball.eps).tolist()}
