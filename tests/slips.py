@@ -233,8 +233,8 @@ FIRST = (
     Bug(
         "the norm of a change is recorded without the ball's units",
         "evaluation/run.py",
-        "ball.norm(change)\n        if ball is not None\n",
-        "ball.norm(change)\n        if ball is not None and ball.scale is None\n",
+        "norm = plain if ball is None else ball.norm(change)",
+        "norm = plain if ball is None or ball.scale is not None else ball.norm(change)",
         "test_evaluation test_evaluation_scores",
     ),
     # --- the audit
@@ -255,8 +255,8 @@ FIRST = (
     Bug(
         "knowing the thetas must not help by more than a point",
         "auditing/others.py",
-        '"E14", known - unknown > 2 * POINT + 1e-9',
-        '"E14", unknown - known > 2 * POINT + 1e-9',
+        "bad = known - unknown > 2 * POINT + 1e-9",
+        "bad = unknown - known > 2 * POINT + 1e-9",
         "test_audit_rules test_audit",
     ),
     Bug(
@@ -340,9 +340,9 @@ FIRST = (
     ),
     Bug(
         "the Markdown report prints the calibration interval's lower end twice",
-        "report/markdown.py",
-        'value, low, high = (percent(estimate[key]) for key in ("value", "low", "high"))',
-        'value, low, high = (percent(estimate[key]) for key in ("value", "low", "low"))',
+        "report/telling.py",
+        'value, low, high = (percent(entry[key][name]) for name in ("value", "low", "high"))',
+        'value, low, high = (percent(entry[key][name]) for name in ("value", "low", "low"))',
         "test_report test_readback",
     ),
     # --- estimators, decisions, conformal prediction
@@ -513,8 +513,8 @@ SECOND = (
     Bug(
         "a first look counts checks that did not run as passed",
         "report/telling.py",
-        'meaning = FIRST_LOOK.format(passed=ran["passed"], missing=ran["not run"])',
-        'meaning = FIRST_LOOK.format(passed=len(checks), missing=ran["not run"])',
+        "meaning = FIRST_LOOK.format(passed=len(passed), missing=len(not_run))",
+        "meaning = FIRST_LOOK.format(passed=len(checks), missing=len(not_run))",
         "test_report test_readback",
     ),
 )

@@ -37,7 +37,8 @@ from advbayes.report import (
 )
 from advbayes.report.figures import security_curves
 from advbayes.report.pictures import png
-from advbayes.report.text import clean, markdown
+from advbayes.report.text import clean
+from advbayes.report.text import inert_markdown as markdown
 from advbayes.report.words import MANDATORY
 
 pytest.importorskip("matplotlib")

@@ -4,6 +4,7 @@ their own units."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,36 @@ from advbayes.report.pictures import UNTOUCHED, Gallery, View, is_image, picture
 from advbayes.report.text import clean
 
 MOST_FEATURES = 12
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """From the model's units to those of the data; the model's are kept where nothing is known."""
+
+    features: Sequence[str]
+    mean: Tensor  # (D,)
+    std: Tensor  # (D,)
+    target_mean: float = 0.0
+    target_std: float = 1.0
+
+    @staticmethod
+    def of(scaling: Mapping[str, Any] | None, num: int) -> Units:
+        """As the document has them, for `num` features."""
+        known: Mapping[str, Any] = scaling or {}
+        features = known.get("features") or ()
+        if len(features) != num:
+            features = [f"feature {i}" for i in range(num)]
+        mean, std = [0.0] * num, [1.0] * num
+        if len(known.get("std") or ()) == num:
+            mean, std = known["mean"], known["std"]
+        moments = (torch.tensor(each, dtype=torch.float64) for each in (mean, std))
+        if not known.get("target_std"):
+            return Units(features, *moments)
+        return Units(features, *moments, known["target_mean"][0], known["target_std"][0])
+
+    def target(self, value: float) -> float:
+        """A target in its own unit."""
+        return float(value * self.target_std + self.target_mean)
 
 
 def gallery_of(
@@ -25,26 +56,27 @@ def gallery_of(
     """Examples, in each the predictors, in each the views: untouched, then attacked.
 
     >>> view = View("MIX", "untouched", torch.zeros(1, 1, 2, 2), torch.tensor([[0.25, 0.75]]))
-    >>> found = gallery_of(Gallery(view.x, torch.tensor([1]), (view,)), ("no", "yes"), None, {}, {})
-    >>> found["kind"], found["examples"][0]["predictors"][0]["views"][0]["says"]
+    >>> made = gallery_of(Gallery(view.x, torch.tensor([1]), (view,)), ("no", "yes"), None, {}, {})
+    >>> made["kind"], made["examples"][0]["predictors"][0]["views"][0]["says"]
     ('images', 'yes')
     """
     event = tuple(gallery.x.shape[1:])
-    images = is_image(event)
-    box = _box(gallery)
+    images, box = is_image(event), _box(gallery)
+    units = Units.of(scaling, gallery.x[0].numel() if len(gallery.x) else 0)
+    classes = _classes(gallery, class_names)
     examples = []
-    for row in range(len(gallery.x)):
+    for row, x in enumerate(gallery.x):
         grouped: dict[str, list[dict[str, Any]]] = {}
         for view in gallery.views:
-            shown = _said(gallery, view, row, class_names, scaling)
-            change = (view.x[row] - gallery.x[row]).double().flatten()
-            shown |= {
+            change = (view.x[row] - x).double().flatten()
+            shown = {
                 "label": clean(view.label),
                 "untouched": view.label == UNTOUCHED,
                 "eps": view.eps,
                 "l2": float(torch.linalg.vector_norm(change)),
                 "linf": float(change.abs().max()),
                 "picture": picture(view.x[row], box, pictures) if images else None,
+                **_said(gallery, view, row, classes, units),
             }
             grouped.setdefault(clean(view.predictor), []).append(shown)
         truth = gallery.y[row]
@@ -52,12 +84,12 @@ def gallery_of(
             "index": int(gallery.index[row]),
             "truth": _class(int(truth), class_names)
             if gallery.task == "classification"
-            else _target(float(truth.reshape(-1)[0]), scaling),
-            "picture": picture(gallery.x[row], box, pictures) if images else None,
+            else units.target(float(truth.reshape(-1)[0])),
+            "picture": picture(x, box, pictures) if images else None,
             "predictors": [{"name": name, "views": views} for name, views in grouped.items()],
         }
         if not images:
-            example["features"] = _features(gallery, row, scaling)
+            example["features"] = _features(gallery, row, units)
         examples.append(example)
     return {
         "kind": "images" if images else "features",
@@ -65,7 +97,7 @@ def gallery_of(
         "shape": list(event),
         "norm": clean(threat.get("norm", "L2")),
         "how_chosen": clean(gallery.how_chosen),
-        "classes": _classes(gallery, class_names),
+        "classes": classes,
         "examples": examples,
         "raw_units": bool(scaling and scaling.get("std")),
     }
@@ -89,70 +121,44 @@ def _classes(gallery: Gallery, names: Sequence[str] | None) -> list[str] | None:
     return [_class(label, names) for label in range(gallery.views[0].prediction.shape[1])]
 
 
-def _target(value: float, scaling: Mapping[str, Any] | None) -> float:
-    """A target in its own units."""
-    if scaling is None or not scaling.get("target_std"):
-        return value
-    return float(value * scaling["target_std"][0] + scaling["target_mean"][0])
-
-
 def _said(
-    gallery: Gallery,
-    view: View,
-    row: int,
-    names: Sequence[str] | None,
-    scaling: Mapping[str, Any] | None,
+    gallery: Gallery, view: View, row: int, classes: Sequence[str] | None, units: Units
 ) -> dict[str, Any]:
     values = view.prediction[row].double()
-    if gallery.task == "classification":
-        best = int(values.argmax())
-        return {
-            "says": _class(best, names),
-            "class": best,
-            "truth_class": int(gallery.y[row]),
-            "right": best == int(gallery.y[row]),
-            "probabilities": values.tolist(),
-        }
-    spread = float(values[1]) * (
-        scaling["target_std"][0] if scaling and scaling.get("target_std") else 1.0
-    )
-    return {"mean": _target(float(values[0]), scaling), "spread": spread}
+    if classes is None:
+        spread = float(values[1]) * units.target_std
+        return {"mean": units.target(float(values[0])), "spread": spread}
+    best, truth = int(values.argmax()), int(gallery.y[row])
+    return {
+        "says": classes[best],
+        "class": best,
+        "truth_class": truth,
+        "right": best == truth,
+        "probabilities": values.tolist(),
+    }
 
 
-def _features(gallery: Gallery, row: int, scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+def _features(gallery: Gallery, row: int, units: Units) -> dict[str, Any]:
     """Those features that an attack moved most (in the model's units), with value and changes in
     their own units."""
     before = gallery.x[row].double().flatten()
-    moves = [
-        (view, (view.x[row] - gallery.x[row]).double().flatten())
-        for view in gallery.views
-        if view.label != UNTOUCHED
-    ]
-    names = (
-        scaling["features"]
-        if scaling and len(scaling["features"]) == len(before)
-        else [f"feature {i}" for i in range(len(before))]
-    )
-    mean, std = _moments(scaling, len(before))
-    largest = (
-        torch.stack([move.abs() for _, move in moves]).amax(0)
-        if moves
-        else torch.zeros_like(before)
-    )
+    attacked = [view for view in gallery.views if view.label != UNTOUCHED]
+    moves = [(view.x[row] - gallery.x[row]).double().flatten() for view in attacked]
+    largest = torch.stack([torch.zeros_like(before), *(move.abs() for move in moves)]).amax(0)
     order = sorted(range(len(before)), key=lambda i: -float(largest[i]))[:MOST_FEATURES]
     top = max(float(largest.max()), 1e-300)
     return {
         "columns": [
-            {"predictor": clean(view.predictor), "attack": clean(view.label)} for view, _ in moves
+            {"predictor": clean(view.predictor), "attack": clean(view.label)} for view in attacked
         ],
         "left_out": max(0, len(before) - MOST_FEATURES),
         "rows": [
             {
-                "name": names[i],
-                "value": _raw(float(before[i]), float(mean[i]), float(std[i])),
-                "changes": [float(move[i] * std[i]) for _, move in moves],
-                "standardised": [float(move[i]) for _, move in moves],
-                "share": [float(move[i]) / top for _, move in moves],
+                "name": units.features[i],
+                "value": _raw(float(before[i]), float(units.mean[i]), float(units.std[i])),
+                "changes": [float(move[i] * units.std[i]) for move in moves],
+                "standardised": [float(move[i]) for move in moves],
+                "share": [float(move[i]) / top for move in moves],
             }
             for i in order
         ],
@@ -167,11 +173,3 @@ def _raw(value: float, mean: float, std: float) -> float:
     """
     raw = value * std + mean
     return 0.0 if abs(raw) <= 1e-6 * abs(mean) else raw
-
-
-def _moments(scaling: Mapping[str, Any] | None, num: int) -> tuple[Tensor, Tensor]:
-    if scaling is None or not scaling.get("std") or len(scaling["std"]) != num:
-        return torch.zeros(num, dtype=torch.float64), torch.ones(num, dtype=torch.float64)
-    return torch.tensor(scaling["mean"], dtype=torch.float64), torch.tensor(
-        scaling["std"], dtype=torch.float64
-    )

@@ -27,6 +27,8 @@ NUM_COLOURS = 6
 MARKERS = ("o", "s", "^", "D", "v", "P")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 
+EDGE: Any = {"markeredgecolor": PAPER, "markeredgewidth": 0.8}
+
 # The styles of all figures: those of experiments, as files, and those of reports, in the page.
 AS_FILE: Any = {"svg.hashsalt": "advbayes", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 ON_PAGE: Any = {
@@ -57,12 +59,10 @@ ON_PAGE: Any = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawing, what it is about, and what a reader who does not see it should know."""
+    """A drawing as an <svg> element, and what stands below and above it."""
 
     svg: str
-    title: str
-    description: str
-    caption: str = ""
+    caption: str
     predictor: str = ""
 
 
@@ -151,110 +151,90 @@ def _log_axis(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def _marker(i: int) -> dict[str, Any]:
+    """Colour and shape of a series."""
+    return {"color": colour(i), "marker": MARKERS[i % NUM_COLOURS]}
+
+
+def _error_bars(axes: Axes, x: Sequence[float], estimates: Sequence[Any], **style: Any) -> None:
+    y = [each["value"] for each in estimates]
+    low = [max(0.0, each["value"] - each["low"]) for each in estimates]
+    high = [max(0.0, each["high"] - each["value"]) for each in estimates]
+    axes.errorbar(x, y, yerr=[low, high], **style)
+
+
+def _untouched_or_not(entry: Mapping[str, Any], i: int) -> dict[str, Any]:
+    """Hollow and grey for untouched inputs."""
+    hollow = entry["attack"] == "clean"
+    grey = {"color": MUTED, "markerfacecolor": PAPER}
+    return {**_marker(i), "markerfacecolor": colour(i), **(grey if hollow else {})}
+
+
 def security_curves(document: Mapping[str, Any]) -> list[Figure]:
     """The main metric and the NLL against eps, with their confidence bands.
 
     >>> security_curves({"curves": [], "predictors": [], "threat_model": {}, "scaling": None})
     []
     """
-    figures = []
-    order = {name: index for index, name in enumerate(document["predictors"])}
-    single = len(order) == 1
+    metrics = dict.fromkeys(curve["metric"] for curve in document["curves"])
+    return [_security_curve(document, metric) for metric in metrics]
+
+
+def _security_curve(document: Mapping[str, Any], metric: str) -> Figure:
+    names, about = list(document["predictors"]), METRICS[metric]
+    single = len(names) == 1
     norm = NORMS.get(str(document["threat_model"].get("norm", "")).lower(), ("", ""))[0]
-    for metric in dict.fromkeys(curve["metric"] for curve in document["curves"]):
-        curves = [curve for curve in document["curves"] if curve["metric"] == metric]
-        label, size = METRICS[metric].label, telling.factor(document, metric)
-        named = label if METRICS[metric].share else telling.label(document, metric)
-        floor = [size * value for value in _trivial(document, metric)]
-        curves = [
-            {**curve, "points": [_sized(point, size) for point in curve["points"]]}
-            for curve in curves
-        ]
+    size = telling.factor(document, metric)
+    floor = [size * value for value in _trivial(document, metric)]
+    curves = [
+        {**curve, "points": [_sized(point, size) for point in curve["points"]]}
+        for curve in document["curves"]
+        if curve["metric"] == metric
+    ]
 
-        def paint(
-            axes: Axes,
-            curves: list[Any] = curves,
-            metric: str = metric,
-            label: str = named,
-            floor: list[float] = floor,
-        ) -> None:
-            for index, curve in enumerate(curves):
-                i = index if single else order[curve["predictor"]]
-                points = _finite(curve["points"], "value", "low", "high")
-                x = [point["eps"] for point in points]
-                many = len(points) > 2
-                if (
-                    index == 0 or not single
-                ):  # attacks on one predictor are near each other: one band, that of the worst case
-                    axes.fill_between(
-                        x,
-                        [p["low"] for p in points],
-                        [p["high"] for p in points],
-                        color=colour(i),
-                        alpha=0.14,
-                        linewidth=0,
-                    )
-                axes.plot(
-                    x,
-                    [p["value"] for p in points],
-                    color=colour(i),
-                    marker=MARKERS[i % NUM_COLOURS],
-                    linestyle=DASHES[(i // NUM_COLOURS) % 4] if many else (0, (1.5, 2.5)),
-                    markeredgecolor=PAPER,
-                    markeredgewidth=0.8,
-                    zorder=3 - 0.1 * index if single else 2,  # the worst case above its attacks
-                )
-            for level in floor:
-                axes.axhline(level, color=MUTED, linewidth=1, linestyle=(0, (1, 2)))
-            if METRICS[metric].share:
-                axes.set_ylim(-0.02, 1.02)
-                _percent_axis(axes.yaxis)
-            elif _spans(
-                values := [p["value"] for c in curves for p in _finite(c["points"], "value")]
-            ):
-                axes.set_yscale("log")
-                _log_axis(axes.yaxis)
-                axes.set_ylim(0.8 * min(values), 1.25 * max(values))
-            else:
-                axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
-            radii = sorted({point["eps"] for curve in curves for point in curve["points"]})
-            axes.set_xlim(0, 1.04 * max(radii))
-            if len(radii) <= 6 and min(b - a for a, b in pairwise(radii)) > max(radii) / 12:
-                axes.set_xticks(radii, [short(eps) for eps in radii])
-            axes.set_xlabel(f"budget ε{f' ({norm})' if norm else ''}")
-            axes.set_ylabel(label)
+    def paint(axes: Axes) -> None:
+        for index, curve in enumerate(curves):
+            i = index if single else names.index(curve["predictor"])
+            points = _finite(curve["points"], "value", "low", "high")
+            x, y, low, high = ([p[key] for p in points] for key in ("eps", "value", "low", "high"))
+            # attacks on one predictor are near each other: one band, that of the worst case
+            if index == 0 or not single:
+                axes.fill_between(x, low, high, color=colour(i), alpha=0.14, linewidth=0)
+            dashes = DASHES[(i // NUM_COLOURS) % 4] if len(points) > 2 else (0, (1.5, 2.5))
+            above = 3 - 0.1 * index if single else 2  # the worst case above its attacks
+            axes.plot(x, y, linestyle=dashes, zorder=above, **_marker(i), **EDGE)
+        for level in floor:
+            axes.axhline(level, color=MUTED, linewidth=1, linestyle=(0, (1, 2)))
+        values = [p["value"] for curve in curves for p in _finite(curve["points"], "value")]
+        if about.share:
+            axes.set_ylim(-0.02, 1.02)
+            _percent_axis(axes.yaxis)
+        elif _spans(values):
+            axes.set_yscale("log")
+            _log_axis(axes.yaxis)
+            axes.set_ylim(0.8 * min(values), 1.25 * max(values))
+        else:
+            axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        radii = sorted({point["eps"] for curve in curves for point in curve["points"]})
+        axes.set_xlim(0, 1.04 * max(radii))
+        if len(radii) <= 6 and min(b - a for a, b in pairwise(radii)) > max(radii) / 12:
+            axes.set_xticks(radii, [short(eps) for eps in radii])
+        axes.set_xlabel(f"budget ε{f' ({norm})' if norm else ''}")
+        axes.set_ylabel(about.label if about.share else telling.label(document, metric))
 
-        said = []
-        for curve in curves:
-            who = curve["attack"] if single else curve["predictor"]
-            steps = ", ".join(
-                f"{_said(metric, p['value'])} at ε = {short(p['eps'])}" for p in curve["points"]
-            )
-            said.append(f"{who}: {steps}")
-        title = f"{label} as the attacker's budget grows"
-        description = ". ".join(said) + "."
-        arrow = {"higher": "Higher is better.", "lower": "Lower is better."}.get(
-            METRICS[metric].better, ""
+    said = []
+    for curve in curves:
+        steps = ", ".join(
+            f"{_said(metric, p['value'])} at ε = {short(p['eps'])}" for p in curve["points"]
         )
-        figures.append(
-            Figure(
-                draw(paint, name=f"curve-{metric}", title=title, description=description),
-                title,
-                description,
-                f"{label}: {METRICS[metric].meaning}. {arrow} Bands are 95 % confidence intervals"
-                + (
-                    "; the dotted line is the best possible without looking at the input"
-                    if floor
-                    else ""
-                )
-                + ".",
-            )
-        )
-    return figures
-
-
-def _under(entry: Mapping[str, Any]) -> str:
-    return "untouched" if entry["attack"] == "clean" else f"worst case, ε = {short(entry['eps'])}"
+        said.append(f"{curve['attack' if single else 'predictor']}: {steps}")
+    title, description = f"{about.label} as the attacker's budget grows", ". ".join(said) + "."
+    better = {"higher": "Higher is better.", "lower": "Lower is better."}.get(about.better, "")
+    dotted = "; the dotted line is the best possible without looking at the input" if floor else ""
+    return Figure(
+        draw(paint, name=f"curve-{metric}", title=title, description=description),
+        f"{about.label}: {about.meaning}. {better} Bands are 95 % confidence intervals{dotted}.",
+    )
 
 
 def _sized(point: Mapping[str, Any], size: float) -> dict[str, Any]:
@@ -275,8 +255,8 @@ def _said(metric: str, value: Any) -> str:
 
 def _trivial(document: Mapping[str, Any], metric: str) -> list[float]:
     """The best value among predictors that never look at the input."""
-    rows = [row["values"][metric]["value"] for row in document["table"] if row["kind"] == "trivial"]
-    values = [value for value in rows if isinstance(value, float)]
+    rows = [row["values"][metric] for row in document["table"] if row["kind"] == "trivial"]
+    values = [row["value"] for row in _finite(rows, "value")]
     return [max(values) if METRICS[metric].better == "higher" else min(values)] if values else []
 
 
@@ -287,78 +267,55 @@ def calibration(document: Mapping[str, Any]) -> list[Figure]:
     >>> calibration({"calibration": [], "predictors": [], "task": "classification"})
     []
     """
+    entries = document["calibration"]
     if document["task"] == "regression":
-        return _coverages(document) if document["calibration"] else []
-    figures = []
-    for i, name in enumerate(document["predictors"]):
-        entries = [entry for entry in document["calibration"] if entry["predictor"] == name]
-        if not entries:
-            continue
-
-        def paint(axes: Axes, entries: list[Any] = entries, i: int = i) -> None:
-            axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-            for entry in entries:
-                attacked = entry["attack"] != "clean"
-                bins = entry["bins"]
-                x, y = [b["confidence"] for b in bins], [b["accuracy"]["value"] for b in bins]
-                low = [max(0.0, b["accuracy"]["value"] - b["accuracy"]["low"]) for b in bins]
-                high = [max(0.0, b["accuracy"]["high"] - b["accuracy"]["value"]) for b in bins]
-                axes.errorbar(
-                    x,
-                    y,
-                    yerr=[low, high],
-                    color=colour(i) if attacked else MUTED,
-                    marker=MARKERS[i % NUM_COLOURS],
-                    markerfacecolor=colour(i) if attacked else PAPER,
-                    elinewidth=0.8,
-                    linewidth=1.4,
-                )
-            axes.set_xlim(0, 1.02)
-            axes.set_ylim(-0.02, 1.04)
-            axes.set_xticks([0, 0.5, 1])
-            axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-            _percent_axis(axes.xaxis)
-            _percent_axis(axes.yaxis)
-            axes.set_xlabel("confidence")
-            axes.set_ylabel("accuracy")
-
-        said = [
-            f"{_under(entry).capitalize()}: "
-            f"expected calibration error {percent(entry['ece']['value'])} % "
-            f"({percent(entry['ece']['low'])} to {percent(entry['ece']['high'])})"
-            for entry in entries
-        ]
-        title = "Reliability diagram"
-        description = f"{name}. {'. '.join(said)}. Points below the diagonal are overconfident."
-        svg = draw(
-            paint, name=f"reliability-{i}", title=title, description=description, size=(3.1, 2.9)
-        )
-        figures.append(Figure(svg, title, description, ". ".join(said) + ".", predictor=name))
-    return figures
+        return [_coverages(document)] if entries else []
+    return [
+        _reliability(i, name, of_it)
+        for i, name in enumerate(document["predictors"])
+        if (of_it := [entry for entry in entries if entry["predictor"] == name])
+    ]
 
 
-def _coverages(document: Mapping[str, Any]) -> list[Figure]:
+def _reliability(i: int, name: str, entries: Sequence[Mapping[str, Any]]) -> Figure:
+    def paint(axes: Axes) -> None:
+        axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        for entry in entries:
+            confidence = [each["confidence"] for each in entry["bins"]]
+            accuracy = [each["accuracy"] for each in entry["bins"]]
+            style = _untouched_or_not(entry, i) | {"elinewidth": 0.8, "linewidth": 1.4}
+            _error_bars(axes, confidence, accuracy, **style)
+        axes.set_xlim(0, 1.02)
+        axes.set_ylim(-0.02, 1.04)
+        axes.set_xticks([0, 0.5, 1])
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
+        _percent_axis(axes.xaxis)
+        _percent_axis(axes.yaxis)
+        axes.set_xlabel("confidence")
+        axes.set_ylabel("accuracy")
+
+    said = ". ".join(
+        f"{telling.under(entry).capitalize()}: {telling.calibrated(entry)}" for entry in entries
+    )
+    options: Any = {
+        "title": "Reliability diagram",
+        "description": f"{name}. {said}. Points below the diagonal are overconfident.",
+        "size": (3.1, 2.9),
+    }
+    return Figure(draw(paint, name=f"reliability-{i}", **options), f"{said}.", name)
+
+
+def _coverages(document: Mapping[str, Any]) -> Figure:
     entries, level = document["calibration"], document["interval_level"]
     names = list(document["predictors"])
 
     def paint(axes: Axes) -> None:
         axes.axhline(level, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
         for entry in entries:
-            i, attacked = names.index(entry["predictor"]), entry["attack"] != "clean"
-            coverage = entry["coverage"]
-            axes.errorbar(
-                [i + (0.14 if attacked else -0.14)],
-                [coverage["value"]],
-                yerr=[
-                    [coverage["value"] - coverage["low"]],
-                    [coverage["high"] - coverage["value"]],
-                ],
-                color=colour(i) if attacked else MUTED,
-                marker=MARKERS[i % NUM_COLOURS],
-                markerfacecolor=colour(i) if attacked else PAPER,
-                markersize=7,
-                capsize=3,
-            )
+            i = names.index(entry["predictor"])
+            beside = i + (-0.14 if entry["attack"] == "clean" else 0.14)
+            style = _untouched_or_not(entry, i) | {"markersize": 7, "capsize": 3}
+            _error_bars(axes, [beside], [entry["coverage"]], **style)
         axes.set_xlim(-0.6, len(names) - 0.4)
         axes.set_xticks(range(len(names)), [str(i + 1) for i in range(len(names))])
         axes.set_ylim(0, 1.04)
@@ -366,20 +323,13 @@ def _coverages(document: Mapping[str, Any]) -> list[Figure]:
         axes.set_xlabel("predictor, in the order of the legend")
         axes.set_ylabel("coverage")
 
-    said = [
-        f"{entry['predictor']}, {_under(entry)}: {percent(entry['coverage']['value'])} %"
+    said = "; ".join(
+        f"{entry['predictor']}, {telling.under(entry)}: {percent(entry['coverage']['value'])} %"
         for entry in entries
-    ]
+    )
     title = f"Truths inside the {percent(level, 0)} % intervals"
-    description = f"{'; '.join(said)}. The dashed line is what was promised."
-    return [
-        Figure(
-            draw(paint, name="coverage", title=title, description=description),
-            title,
-            description,
-            description,
-        )
-    ]
+    description = f"{said}. The dashed line is what was promised."
+    return Figure(draw(paint, name="coverage", title=title, description=description), description)
 
 
 def risk_coverage(document: Mapping[str, Any]) -> list[Figure]:
@@ -388,45 +338,35 @@ def risk_coverage(document: Mapping[str, Any]) -> list[Figure]:
     >>> risk_coverage({"risk_coverage": [], "predictors": [], "task": "classification"})
     []
     """
-    figures = []
+    return [
+        _risk(document, attack, entries)
+        for attack in ("clean", "worst")
+        if (entries := [one for one in document["risk_coverage"] if one["attack"] == attack])
+    ]
+
+
+def _risk(document: Mapping[str, Any], attack: str, entries: Sequence[Mapping[str, Any]]) -> Figure:
     names, share = list(document["predictors"]), document["task"] == "classification"
-    for attack, words in (("clean", "untouched inputs"), ("worst", "worst case")):
-        entries = [entry for entry in document["risk_coverage"] if entry["attack"] == attack]
-        if not entries:
-            continue
 
-        def paint(axes: Axes, entries: list[Any] = entries) -> None:
-            for entry in entries:
-                i = names.index(entry["predictor"])
-                axes.plot(
-                    [p["coverage"] for p in entry["points"]],
-                    [p["risk"] for p in entry["points"]],
-                    color=colour(i),
-                    marker=MARKERS[i % NUM_COLOURS],
-                    markevery=max(1, len(entry["points"]) // 6),
-                    markeredgecolor=PAPER,
-                    markeredgewidth=0.8,
-                )
-            axes.set_xlim(0, 1.02)
-            axes.set_ylim(bottom=0, top=max(axes.get_ylim()[1], 0.05))
-            _percent_axis(axes.xaxis)
-            if share:
-                _percent_axis(axes.yaxis)
-            axes.set_xlabel("share answered, most certain first")
-            axes.set_ylabel("error rate" if share else "mean squared error")
+    def paint(axes: Axes) -> None:
+        for entry in entries:
+            points = entry["points"]
+            x, y = ([point[key] for point in points] for key in ("coverage", "risk"))
+            every = max(1, len(points) // 6)
+            axes.plot(x, y, markevery=every, **_marker(names.index(entry["predictor"])), **EDGE)
+        axes.set_xlim(0, 1.02)
+        axes.set_ylim(bottom=0, top=max(axes.get_ylim()[1], 0.05))
+        _percent_axis(axes.xaxis)
+        if share:
+            _percent_axis(axes.yaxis)
+        axes.set_xlabel("share answered, most certain first")
+        axes.set_ylabel("error rate" if share else "mean squared error")
 
-        eps = entries[0]["eps"]
-        where = words if attack == "clean" else f"{words}, ε = {short(eps)}"
-        said = (
-            "; ".join(
-                f"{entry['predictor']}: mean risk {number(entry['aurc'])}" for entry in entries
-            )
-            + "."
-        )
-        title = f"Risk against coverage, {where}"
-        svg = draw(paint, name=f"risk-{attack}", title=title, description=said)
-        figures.append(Figure(svg, title, said, f"{title}. {said}"))
-    return figures
+    where = "untouched inputs" if attack == "clean" else telling.under(entries[0])
+    risks = (f"{entry['predictor']}: mean risk {number(entry['aurc'])}" for entry in entries)
+    title, said = f"Risk against coverage, {where}", f"{'; '.join(risks)}."
+    svg = draw(paint, name=f"risk-{attack}", title=title, description=said)
+    return Figure(svg, f"{title}. {said}")
 
 
 def training(document: Mapping[str, Any]) -> list[Figure]:
@@ -441,33 +381,23 @@ def training(document: Mapping[str, Any]) -> list[Figure]:
     order = {name: index for index, name in enumerate(document["predictors"])}
 
     def paint(axes: Axes) -> None:
-        lowest = []
+        lowest, highest = [], []
         for index, entry in enumerate(entries):
-            values = [p["bound"] for p in entry["points"]]
-            lowest.append(sorted(values)[len(values) // 20])
-            axes.plot(
-                [p["step"] for p in entry["points"]],
-                values,
-                color=colour(order.get(entry["predictor"], index)),
-            )
-        top = max(max(p["bound"] for p in entry["points"]) for entry in entries)
-        if top > min(lowest):  # the first steps of a training would flatten all that follows
-            axes.set_ylim(
-                min(lowest) - 0.05 * (top - min(lowest)), top + 0.05 * (top - min(lowest))
-            )
+            x, y = ([point[key] for point in entry["points"]] for key in ("step", "bound"))
+            lowest.append(sorted(y)[len(y) // 20])
+            highest.append(max(y))
+            axes.plot(x, y, color=colour(order.get(entry["predictor"], index)))
+        low, top = min(lowest), max(highest)
+        if top > low:  # the first steps of a training would flatten all that follows
+            axes.set_ylim(low - 0.05 * (top - low), top + 0.05 * (top - low))
         axes.set_xlabel("step")
         axes.set_ylabel("bound")
 
     said = "; ".join(
         f"{entry['predictor']}: from {number(entry['points'][0]['bound'])} to "
-        f"{number(entry['points'][-1]['bound'])} "
-        f"in {entry['steps']} steps"
+        f"{number(entry['points'][-1]['bound'])} in {entry['steps']} steps"
         for entry in entries
     )
     title = "The bound on the evidence during training"
     caption = f"{title} (higher is better): {said}."
-    return [
-        Figure(
-            draw(paint, name="training", title=title, description=caption), title, caption, caption
-        )
-    ]
+    return [Figure(draw(paint, name="training", title=title, description=caption), caption)]

@@ -12,6 +12,7 @@ from advbayes import store
 from advbayes.checks import InputError
 from advbayes.evaluation import Cell, Evaluation, load_evaluation
 from advbayes.evaluation.files import Block, Folder
+from advbayes.evaluation.run import saved_blocks
 from advbayes.report.pictures import Gallery, is_image, make_gallery
 from advbayes.report.write import ReportPaths, command_line, write_report
 
@@ -191,8 +192,10 @@ def _loadable(run: Run, trusted: bool) -> bool:
 
 def _threat(audit: Any) -> Any:
     """The threat model beside a verdict, where the file has one."""
-    threat = audit.get("threat_model") if isinstance(audit, Mapping) else None
-    return threat if isinstance(threat, Mapping) else None
+    match audit:
+        case {"threat_model": {**threat}}:
+            return threat
+    return None
 
 
 def _commands(names: Mapping[str, Run]) -> list[str]:
@@ -270,16 +273,11 @@ def _arrays(
 ) -> tuple[tuple[Tensor, Tensor], Tensor, float | None] | None:
     """(x, y) and x_adv of the first block of an attack on the first predictor."""
     assert evaluation.folder is not None
-    folder, first = Folder(evaluation.folder), evaluation.config.get("trivial", [])
-    blocks: dict[tuple[str, float | None], Block] = {}
-    for record in folder.log.read():
-        eps = record["eps"]
-        key = str(record["attack"]), None if eps is None else float(eps)  # type: ignore[arg-type]
-        if record["predictor"] in first or record["index"] != 0 or key in blocks:
-            continue
-        array = str(record.get("array", ""))
-        blocks[key] = Block(int(record["block"]), str(record["predictor"]), *key, 0, 1, array)  # type: ignore[arg-type]
-    if label not in blocks or ("clean", 0.0) not in blocks:
+    folder, trivial = Folder(evaluation.folder), evaluation.config.get("trivial", [])
+    first: dict[tuple[str, float | None], Block] = {}
+    for block in saved_blocks(folder):
+        if block.start == 0 and block.predictor not in trivial:
+            first.setdefault(block.job, block)
+    if label not in first or ("clean", 0.0) not in first:
         return None
-    clean = folder.read_array(blocks["clean", 0.0])
-    return clean, folder.read_array(blocks[label])[0], label[1]
+    return folder.read_array(first["clean", 0.0]), folder.read_array(first[label])[0], label[1]

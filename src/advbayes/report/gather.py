@@ -3,17 +3,19 @@ from nothing else."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, TypedDict, Unpack
 
 import torch
 
 from advbayes import metrics
+from advbayes.attacks.parts import settings
+from advbayes.auditing import Verdict
 from advbayes.checks import InputError
-from advbayes.evaluation.result import CLEAN, REDUCTIONS, WORST, Evaluation, gives
+from advbayes.evaluation.result import CLEAN, REDUCTIONS, WORST, Evaluation, gives, risk_coverage_of
 from advbayes.evaluation.scoring import Columns
 from advbayes.metrics import Estimate
 from advbayes.report.examples import gallery_of
@@ -28,35 +30,39 @@ _CURVE_POINTS = 60
 _UNKNOWN: dict[str, Any] = dict.fromkeys(("value", "low", "high"), None) | {"num": 0, "level": 0.95}
 # What differs between two runs of one seed (where it ran, when, how it was called) is told, but is
 # no result.
-_NOT_RESULTS = (
-    "started",
-    "command",
-    "machine",
-    "folder",
-    "root",
-    "out",
-    "path",
-    "seconds",
-    "time",
-    "host",
-    "pid",
-    "log",
-)
+_PLACE = ("started", "command", "machine", "folder", "root", "out", "path", "host", "pid", "log")
+_NOT_RESULTS = (*_PLACE, "seconds", "time")
+_UNSAID = {  # of a finding that leaves something out
+    "id": "?",
+    "title": "",
+    "status": "not run",
+    "figures": {},
+    "advice": "",
+    "mandatory": True,
+}
+_OF_MANIFEST = ("versions", "weights", "steps", "skipped", "status")
+_SETTINGS = ("code", "versions", "data", "rescored", "batch_size")  # of the evaluation
+
+
+class Sources(TypedDict, total=False):
+    """What a report is made from besides its title and the evaluation (see `write_report`)."""
+
+    audit: Any
+    threat_model: Any
+    run: Mapping[str, Any] | None
+    history: Any
+    gallery: Gallery | None
+    class_names: Sequence[str] | None
+    feature_names: Sequence[str] | None
+    scaling: Any
 
 
 def gather(
     *,
     title: str,
     evaluation: Evaluation,
-    audit: Any = None,
-    threat_model: Any = None,
-    run: Mapping[str, Any] | None = None,
-    history: Any = None,
-    gallery: Gallery | None = None,
-    class_names: Sequence[str] | None = None,
-    feature_names: Sequence[str] | None = None,
-    scaling: Any = None,
     pictures: dict[str, str] | None = None,
+    **sources: Unpack[Sources],
 ) -> Document:
     """The document of a report: the same for two runs of one seed, and all of it JSON. Images go to
     `pictures`.
@@ -73,27 +79,31 @@ def gather(
     >>> document["summary"][0]["worst"]["value"], document["summary"][0]["believed"]
     (0.5, False)
     """
-    audits = _audits(audit, evaluation)
-    threat = _threat(threat_model, evaluation, run)
-    eps = _headline(evaluation, threat)
+    run, classes = sources.get("run"), sources.get("class_names")
+    audits = _audits(sources.get("audit"), evaluation)
+    threat = _threat(sources.get("threat_model"), evaluation, run)
+    scale = _scaling(sources.get("scaling"), sources.get("feature_names"))
+    gallery = sources.get("gallery")
     names = [name for name in evaluation.predictors if name not in evaluation.trivial]
     believed = {name: _believed(audits.get(name)) for name in names}
-    scale = _scaling(scaling, feature_names)
-    document: Document = {
+    believed |= dict.fromkeys(evaluation.trivial, True)
+    eps = _headline(evaluation, threat)
+    config = evaluation.config
+    return {
         "schema": SCHEMA,
         "title": clean(title),
         "task": evaluation.task,
         "examples": len(next(iter(evaluation.cells.values()))["log_prob"]),
-        "seed": evaluation.config.get("seed"),
-        "interval_level": evaluation.config.get("interval_level", 0.9),
+        "seed": config.get("seed"),
+        "interval_level": config.get("interval_level", 0.9),
         "metric": MAIN[evaluation.task],
         "metrics": list(REDUCTIONS[evaluation.task]),
         "eps": eps,
         "predictors": [clean(name) for name in names],
         "trivial": [clean(name) for name in evaluation.trivial],
         "attacks": _attacks(evaluation),
-        "summary": _summary(evaluation, names, eps, audits, believed),
-        "table": _table(evaluation, names, believed),
+        "summary": _summary(evaluation, eps, audits, believed),
+        "table": _table(evaluation, believed),
         "curves": _curves(evaluation, names, believed),
         "calibration": _calibration(evaluation, names, eps),
         "risk_coverage": _risk_coverage(evaluation, names, eps),
@@ -102,19 +112,12 @@ def gather(
         "scaling": scale,
         "gallery": None
         if gallery is None
-        else gallery_of(gallery, class_names, scale, threat, {} if pictures is None else pictures),
-        "training": _training(history, names),
+        else gallery_of(gallery, classes, scale, threat, {} if pictures is None else pictures),
+        "training": _training(sources.get("history"), names),
         "runs": _runs(run),
-        "class_names": None if class_names is None else [clean(name) for name in class_names],
-        "evaluation": _plain(
-            {
-                k: v
-                for k, v in evaluation.config.items()
-                if k in ("code", "versions", "data", "rescored", "batch_size")
-            }
-        ),
+        "class_names": None if classes is None else [clean(name) for name in classes],
+        "evaluation": _plain({key: config[key] for key in config if key in _SETTINGS}),
     }
-    return document
 
 
 # --- who may be believed ------------------------------------------------------------------------
@@ -124,35 +127,25 @@ def _audits(audit: Any, evaluation: Evaluation) -> dict[str, dict[str, Any]]:
     """Predictor -> verdict as a dictionary; one verdict alone is that of the first predictor."""
     if audit is None:
         return {}
-    if hasattr(audit, "json") or (isinstance(audit, Mapping) and "findings" in audit):
-        return {evaluation.predictors[0]: _verdict(audit)}
+    if isinstance(audit, Verdict) or "findings" in audit:
+        audit = {evaluation.predictors[0]: audit}
     return {str(name): _verdict(verdict) for name, verdict in audit.items() if verdict is not None}
 
 
 def _verdict(verdict: Any) -> dict[str, Any]:
-    document = verdict.json() if hasattr(verdict, "json") else dict(verdict)
-    if not isinstance(document.get("findings"), (list, tuple)) or "level" not in document:
-        raise InputError(
-            f"audit must be a Verdict, its JSON, or a mapping of predictors to them, got "
-            f"{type(verdict).__name__}"
-        )
-    findings = [
-        {
-            "id": str(one.get("id", "?")),
-            "title": one.get("title", ""),
-            "status": one.get("status", "not run"),
-            "figures": dict(one.get("figures") or {}),
-            "advice": one.get("advice", ""),
-            "mandatory": bool(one.get("mandatory", True)),
-        }
-        for one in document["findings"]
-    ]
-    ids = {finding["id"] for finding in findings}
-    return {
-        **document,
-        "findings": findings,
-        "never_asked": [id for id in MANDATORY if id not in ids],
-    }
+    document = verdict.json() if isinstance(verdict, Verdict) else dict(verdict)
+    match document:
+        case {"findings": [*findings], "level": _}:
+            pass
+        case _:
+            raise InputError(
+                f"audit must be a Verdict, its JSON, or a mapping of predictors to them, got "
+                f"{type(verdict).__name__}"
+            )
+    known = [{key: each.get(key, _UNSAID[key]) for key in _UNSAID} for each in findings]
+    ids = {finding["id"] for finding in known}
+    never_asked = [id for id in MANDATORY if id not in ids]
+    return {**document, "findings": known, "never_asked": never_asked}
 
 
 def _believed(verdict: Mapping[str, Any] | None) -> bool:
@@ -176,52 +169,40 @@ def estimate(found: Estimate) -> dict[str, Any]:
     >>> estimate(Estimate(0.5, 0.4, 0.6, 10, 0.95))["low"]
     0.4
     """
-    return {
-        "value": _number(found.value),
-        "low": _number(found.low),
-        "high": _number(found.high),
-        "num": found.num,
-        "level": found.level,
-    }
+    return {name: _number(value) for name, value in vars(found).items()}
 
 
 def _headline(evaluation: Evaluation, threat: Mapping[str, Any]) -> float | None:
     """The radius that the summary is about: the threat model's if evaluated, else the largest."""
     radii = [eps for eps in evaluation.radii if eps is not None]
-    wanted = threat.get("eps")
-    near = [
-        eps
-        for eps in radii
-        if isinstance(wanted, (int, float)) and math.isclose(eps, wanted, rel_tol=1e-6)
-    ]
+    said = threat.get("eps")
+    wanted = said if isinstance(said, (int, float)) else math.nan
+    near = [eps for eps in radii if math.isclose(eps, wanted, rel_tol=1e-6)]
     return near[0] if near else max(radii, default=None)
-
-
-def _held(evaluation: Evaluation, predictor: str) -> list[float | None]:
-    """The radii at which a predictor was attacked, smallest first."""
-    found = dict.fromkeys(
-        cell.eps
-        for cell in evaluation.cells
-        if cell.predictor == predictor and cell.attack != CLEAN
-    )
-    return sorted(found, key=lambda eps: math.inf if eps is None else eps)
 
 
 def _columns(
     evaluation: Evaluation, predictor: str, attack: str, eps: float | None
 ) -> Columns | None:
     """The scores of a cell, None where it was not evaluated."""
-    if attack != CLEAN and eps not in _held(evaluation, predictor):
+    if attack != CLEAN and eps not in evaluation.radii_of(predictor, attack):
         return None
-    try:
-        return evaluation.columns(predictor, attack, eps)
-    except (KeyError, ValueError):
-        return None
+    return evaluation.columns(predictor, attack, eps)
+
+
+def _both(
+    evaluation: Evaluation, names: Sequence[str], eps: float | None
+) -> Iterator[tuple[dict[str, Any], Columns]]:
+    """Each predictor untouched and under the worst case, with its scores."""
+    for name in names:
+        for attack, radius in ((CLEAN, 0.0), (WORST, eps)):
+            rows = _columns(evaluation, name, attack, radius)
+            if rows is not None:
+                yield {"predictor": clean(name), "attack": attack, "eps": radius}, rows
 
 
 def _summary(
     evaluation: Evaluation,
-    names: Sequence[str],
     eps: float | None,
     audits: Mapping[str, Mapping[str, Any]],
     believed: Mapping[str, bool],
@@ -229,64 +210,45 @@ def _summary(
     """One line a predictor: untouched, worst case at the headline radius, level of its audit."""
     reduce = REDUCTIONS[evaluation.task][MAIN[evaluation.task]]
     lines = []
-    for name in (*names, *evaluation.trivial):
+    for name in believed:
         trivial = name in evaluation.trivial
-        clean_rows = evaluation.cells[
-            next(c for c in evaluation.cells if c.predictor == name and c.attack == CLEAN)
-        ]
-        rows = clean_rows if trivial else _columns(evaluation, name, WORST, eps)
+        untouched = evaluation.columns(name, CLEAN)
+        rows = untouched if trivial else _columns(evaluation, name, WORST, eps)
         lines.append(
             {
                 "predictor": clean(name),
                 "trivial": trivial,
-                "clean": estimate(reduce(clean_rows)),
+                "clean": estimate(reduce(untouched)),
                 "worst": None if rows is None else estimate(reduce(rows)),
                 "eps": None if trivial else eps,
                 "level": audits.get(name, {}).get("level"),
-                "believed": trivial or believed[name],
+                "believed": believed[name],
             }
         )
     return lines
 
 
-def _table(
-    evaluation: Evaluation, names: Sequence[str], believed: Mapping[str, bool]
-) -> list[dict[str, Any]]:
+def _table(evaluation: Evaluation, believed: Mapping[str, bool]) -> list[dict[str, Any]]:
     """Every predictor under every attack at every radius, clean first, the worst case after its
     attacks, trivial ones last."""
-    reductions = REDUCTIONS[evaluation.task]
     rows = []
-    for name in (*names, *evaluation.trivial):
-        trivial = name in evaluation.trivial
-        keys: list[tuple[str, float | None]] = [(CLEAN, 0.0)]
-        for eps in [] if trivial else _held(evaluation, name):
-            keys += [
-                (c.attack, eps)
-                for c in evaluation.cells
-                if (c.predictor, c.eps) == (name, eps) and c.attack != CLEAN
-            ]
-            keys.append((WORST, eps))
-        for attack, eps in keys:
-            columns = _columns(evaluation, name, attack, eps)
-            if columns is None:
-                continue
-            rows.append(
-                {
-                    "predictor": clean(name),
-                    "attack": "any" if trivial else clean(attack),
-                    "kind": "trivial"
-                    if trivial
-                    else attack
-                    if attack in (CLEAN, WORST)
-                    else "attack",
-                    "eps": None if trivial else eps,
-                    "dagger": attack != CLEAN and not trivial and not believed[name],
-                    "values": {
-                        metric: estimate(reduce(columns)) if gives(columns, metric) else _UNKNOWN
-                        for metric, reduce in reductions.items()
-                    },
-                }
-            )
+    for cell in [cell for name in believed for cell in evaluation.shown(name)]:
+        columns = evaluation.columns(cell.predictor, cell.attack, cell.eps)
+        kind = cell.attack if cell.attack in (CLEAN, WORST) else "attack"
+        trivial = cell.predictor in evaluation.trivial
+        rows.append(
+            {
+                "predictor": clean(cell.predictor),
+                "attack": "any" if trivial else clean(cell.attack),
+                "kind": "trivial" if trivial else kind,
+                "eps": None if trivial else cell.eps,
+                "dagger": cell.attack != CLEAN and not believed[cell.predictor],
+                "values": {
+                    metric: estimate(reduce(columns)) if gives(columns, metric) else _UNKNOWN
+                    for metric, reduce in REDUCTIONS[evaluation.task].items()
+                },
+            }
+        )
     return rows
 
 
@@ -294,31 +256,25 @@ def _curves(
     evaluation: Evaluation, names: Sequence[str], believed: Mapping[str, bool]
 ) -> list[dict[str, Any]]:
     """Security curves: the worst case of every predictor; of a single one, each attack as well."""
-    shown = [MAIN[evaluation.task], "nll"]
-    labels = [
-        WORST,
-        *(evaluation.attacks if len(names) == 1 and len(evaluation.attacks) > 1 else ()),
-    ]
+    single = len(names) == 1 and len(evaluation.attacks) > 1
+    attacks = [WORST, *(evaluation.attacks if single else ())]
     curves = []
-    for metric in shown:
+    for metric, name, attack in product((MAIN[evaluation.task], "nll"), names, attacks):
         reduce = REDUCTIONS[evaluation.task][metric]
-        for name in names:
-            for attack in labels:
-                points = []
-                for eps in (0.0, *(eps for eps in _held(evaluation, name) if eps)):
-                    rows = _columns(evaluation, name, CLEAN if eps == 0.0 else attack, eps)
-                    if rows is not None:
-                        points.append({"eps": eps, **estimate(reduce(rows))})
-                if len(points) > 1:
-                    curves.append(
-                        {
-                            "predictor": clean(name),
-                            "attack": clean(attack),
-                            "metric": metric,
-                            "points": points,
-                            "believed": believed[name],
-                        }
-                    )
+        points = [{"eps": 0.0, **estimate(reduce(evaluation.columns(name, CLEAN)))}]
+        for eps in sorted(eps for eps in evaluation.radii_of(name, attack) if eps):
+            rows = evaluation.columns(name, attack, eps)
+            points.append({"eps": eps, **estimate(reduce(rows))})
+        if len(points) > 1:
+            curves.append(
+                {
+                    "predictor": clean(name),
+                    "attack": clean(attack),
+                    "metric": metric,
+                    "points": points,
+                    "believed": believed[name],
+                }
+            )
     return curves
 
 
@@ -327,28 +283,20 @@ def _calibration(
 ) -> list[dict[str, Any]]:
     """Reliability bins of classes, interval coverage of regressions; untouched and under the worst
     case."""
+    reductions = REDUCTIONS[evaluation.task]
     entries = []
-    for name in names:
-        for attack, radius in ((CLEAN, 0.0), (WORST, eps)):
-            rows = _columns(evaluation, name, attack, radius)
-            if rows is None or (evaluation.task == "regression" and not gives(rows, "coverage")):
-                continue
-            entry: dict[str, Any] = {"predictor": clean(name), "attack": attack, "eps": radius}
-            if evaluation.task == "classification":
-                bins = metrics.reliability(rows["confidence"], rows["correct"], bins=10)
-                entry["bins"] = [
-                    {
-                        "low": b.low,
-                        "high": b.high,
-                        "confidence": b.confidence,
-                        "accuracy": estimate(b.accuracy),
-                    }
-                    for b in bins
-                ]
-                entry["ece"] = estimate(REDUCTIONS["classification"]["ece"](rows))
-            else:
-                entry["coverage"] = estimate(REDUCTIONS["regression"]["coverage"](rows))
-            entries.append(entry)
+    for entry, rows in _both(evaluation, names, eps):
+        if evaluation.task == "classification":
+            entry["bins"] = [
+                {**vars(each), "accuracy": estimate(each.accuracy)}
+                for each in metrics.reliability(rows["confidence"], rows["correct"], bins=10)
+            ]
+            entry["ece"] = estimate(reductions["ece"](rows))
+        elif gives(rows, "coverage"):
+            entry["coverage"] = estimate(reductions["coverage"](rows))
+        else:
+            continue
+        entries.append(entry)
     return entries
 
 
@@ -357,39 +305,20 @@ def _risk_coverage(
 ) -> list[dict[str, Any]]:
     """The risk among the most certain answers, thinned to a few points."""
     entries = []
-    for name in names:
-        for attack, radius in ((CLEAN, 0.0), (WORST, eps)):
-            rows = _columns(evaluation, name, attack, radius)
-            if rows is None or not gives(rows, "aurc") or len(rows["entropy"]) < 2:
-                continue
-            losses = (
-                1 - rows["correct"]
-                if evaluation.task == "classification"
-                else rows["squared_error"]
-            )
-            curve = metrics.risk_coverage(losses, -rows["entropy"])
-            # Below a twentieth of the examples the risk is that of a handful, and jumps.
-            first = max(0, math.ceil(len(curve.risk) / 20) - 1)
-            keep = (
-                torch.linspace(
-                    first, len(curve.risk) - 1, min(_CURVE_POINTS, len(curve.risk) - first)
-                )
-                .round()
-                .long()
-                .tolist()
-            )
-            entries.append(
-                {
-                    "predictor": clean(name),
-                    "attack": attack,
-                    "eps": radius,
-                    "aurc": curve.aurc,
-                    "points": [
-                        {"coverage": curve.coverage[i], "risk": curve.risk[i]}
-                        for i in dict.fromkeys(keep)
-                    ],
-                }
-            )
+    for entry, rows in _both(evaluation, names, eps):
+        if not gives(rows, "aurc") or len(rows["entropy"]) < 2:
+            continue
+        curve = risk_coverage_of(rows, evaluation.task)
+        # Below a twentieth of the examples the risk is that of a handful, and jumps.
+        num = len(curve.risk)
+        first = max(0, math.ceil(num / 20) - 1)
+        keep = torch.linspace(first, num - 1, min(_CURVE_POINTS, num - first)).round().int()
+        entry["aurc"] = curve.aurc
+        entry["points"] = [
+            {"coverage": curve.coverage[i], "risk": curve.risk[i]}
+            for i in dict.fromkeys(keep.tolist())
+        ]
+        entries.append(entry)
     return entries
 
 
@@ -412,75 +341,47 @@ def _attacks(evaluation: Evaluation) -> list[dict[str, Any]]:
 def _threat(threat: Any, evaluation: Evaluation, run: Mapping[str, Any] | None) -> dict[str, Any]:
     """What is said of the attacker; what is not said is taken from the attacks' settings and the
     run's configuration."""
-    if dataclasses.is_dataclass(threat) and not isinstance(threat, type):
-        threat = {field.name: getattr(threat, field.name) for field in dataclasses.fields(threat)}
-    document = {
-        str(key): value
-        for key, value in dict(threat or {}).items()
-        if value is not None and key != "scale"
-    }
-    settings = " ".join(str(text) for text in evaluation.config.get("attacks", {}).values())
-    norms = sorted(set(re.findall(r"\b(L2|Linf)\(", settings)))
-    if "norm" not in document and norms:
-        document["norm"] = " and ".join(norms)
-    boxes = sorted(set(re.findall(r"box=(\([^()]*\))", settings)))
-    if "box" not in document and settings:
-        document["box"] = " and ".join(boxes) or "none"
-    if "eps" not in document:
-        radii = [eps for eps in evaluation.radii if eps is not None]
-        configs = [one.get("config", {}) for one in _each_run(run).values()]
-        trained = {
-            float(config["eps"])
-            for config in configs
-            if isinstance(config.get("eps"), (int, float))
-        } & set(radii)
-        document["eps"] = min(trained) if len(trained) == 1 else max(radii, default=None)
-    document["radii"] = [eps for eps in evaluation.radii if eps is not None]
-    return _plain({key: value for key, value in document.items() if value is not None})  # type: ignore[no-any-return]
+    said = settings(threat) or dict(threat or {})
+    document = {str(key): value for key, value in said.items() if key != "scale"}
+    document = {key: value for key, value in document.items() if value is not None}
+    texts = " ".join(str(text) for text in evaluation.config.get("attacks", {}).values())
+    norms = sorted(set(re.findall(r"\b(L2|Linf)\(", texts)))
+    boxes = sorted(set(re.findall(r"box=(\([^()]*\))", texts)))
+    if norms:
+        document.setdefault("norm", " and ".join(norms))
+    if texts:
+        document.setdefault("box", " and ".join(boxes) or "none")
+    radii = [eps for eps in evaluation.radii if eps is not None]
+    if "eps" not in document and radii:
+        used = [dict(one.get("config") or {}).get("eps") for one in each_run(run).values()]
+        trained = {eps for eps in radii if eps in used}
+        document["eps"] = min(trained) if len(trained) == 1 else max(radii)
+    return _plain({**document, "radii": radii})  # type: ignore[no-any-return]
 
 
 def _scaling(scaling: Any, feature_names: Sequence[str] | None) -> dict[str, Any] | None:
     """Means and standard deviations of the features, with their names; of the target too, where it
     is scaled."""
-    named = (
-        None
-        if feature_names is None or len(feature_names) == 0
-        else [clean(name) for name in feature_names]
-    )
-    if scaling is None:
-        return (
-            None
-            if named is None
-            else {
-                "features": named,
-                "mean": None,
-                "std": None,
-                "target_mean": None,
-                "target_std": None,
-            }
-        )
-    document = scaling.to_dict() if hasattr(scaling, "to_dict") else dict(scaling)
-    flat = {
-        name: torch.as_tensor(value, dtype=torch.float64).reshape(-1).tolist()
-        for name, value in document.items()
-        if value is not None
-    }
-    if not {"mean", "std"} <= flat.keys():
-        raise InputError(f"scaling must have mean and std, got {sorted(flat)}")
-    features = named or [f"feature {i}" for i in range(len(flat["mean"]))]
-    return {
-        "features": features,
-        "mean": flat["mean"],
-        "std": flat["std"],
-        "target_mean": flat.get("target_mean"),
-        "target_std": flat.get("target_std"),
-    }
+    features = [clean(name) for name in (() if feature_names is None else feature_names)]
+    moments: Mapping[str, Any] = {}
+    if scaling is not None:
+        moments = scaling if isinstance(scaling, Mapping) else scaling.to_dict()
+        moments = {name: value for name, value in moments.items() if value is not None}
+        if not {"mean", "std"} <= moments.keys():
+            raise InputError(f"scaling must have mean and std, got {sorted(moments)}")
+    elif not features:
+        return None
+    document: dict[str, Any] = dict.fromkeys(("mean", "std", "target_mean", "target_std"))
+    for name in document.keys() & moments.keys():
+        document[name] = torch.as_tensor(moments[name], dtype=torch.float64).reshape(-1).tolist()
+    numbered = [f"feature {i}" for i in range(len(document["mean"] or ()))]
+    return {"features": features or numbered, **document}
 
 
 # --- runs and their history ---------------------------------------------------------------------
 
 
-def _each_run(run: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
+def each_run(run: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
     """Name -> {config, manifest}; one run alone has the name of its defense."""
     if run is None:
         return {}
@@ -491,20 +392,16 @@ def _each_run(run: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
 
 def _runs(run: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     documents = []
-    for name, one in _each_run(run).items():
-        config, manifest = dict(one.get("config") or {}), dict(one.get("manifest") or {})
+    for name, one in each_run(run).items():
+        manifest = dict(one.get("manifest") or {})
         started = manifest.get("started") or {}
         documents.append(
             {
                 "name": clean(name),
-                "config": _plain(config),
+                "config": _plain(dict(one.get("config") or {})),
                 "commit": clean(started["commit"]) if "commit" in started else None,
-                "versions": _plain(manifest.get("versions")),
                 "data": _plain((manifest.get("data") or {}).get("sha256")),
-                "weights": _plain(manifest.get("weights")),
-                "steps": _plain(manifest.get("steps")),
-                "skipped": _plain(manifest.get("skipped")),
-                "status": _plain(manifest.get("status")),
+                **{key: _plain(manifest.get(key)) for key in _OF_MANIFEST},
             }
         )
     return documents
@@ -514,13 +411,12 @@ def _training(history: Any, names: Sequence[str]) -> list[dict[str, Any]]:
     """The bound over the steps, thinned by averaging."""
     if history is None:
         return []
-    many = isinstance(history, Mapping) and not all(_is_column(value) for value in history.values())
-    histories = {str(name): one for name, one in history.items()} if many else {names[0]: history}
+    single = not isinstance(history, Mapping) or all(map(_is_column, history.values()))
+    histories = {names[0]: history} if single else history
     curves = []
     for name, one in histories.items():
-        rows = (
-            one.get("bound", []) if isinstance(one, Mapping) else [row.get("bound") for row in one]
-        )
+        columns = one if isinstance(one, Mapping) else {"bound": [row.get("bound") for row in one]}
+        rows = columns.get("bound", [])
         values = [
             (step, float(value))
             for step, value in enumerate(rows, 1)
@@ -538,11 +434,12 @@ def _training(history: Any, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _is_column(value: Any) -> bool:
-    return (
-        isinstance(value, Sequence)
-        and not isinstance(value, str)
-        and (not value or not isinstance(value[0], Mapping))
-    )
+    match value:
+        case [{}, *_]:  # one record a step
+            return False
+        case [*_]:
+            return True
+    return False
 
 
 def _plain(value: Any) -> Any:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from advbayes.evaluation.tables import Grid
 from advbayes.report.text import number, percent, short
 from advbayes.report.words import (
     DEFENSES,
@@ -27,6 +28,8 @@ UNITS = {
     "raw": "in the units of the raw data",
     "standardised": "in standard deviations of each feature",
 }
+MODEL_UNITS = "in the model's units"
+NETWORKS = {"conv": "a convolutional", "mlp": "a fully connected"}
 WHITE_BOX = "the whole predictor (white box): gradients pass through all of the defense"
 
 
@@ -199,56 +202,33 @@ def headline(document: Document) -> list[str]:
 
 def verdicts(document: Document) -> list[dict[str, Any]]:
     """For each predictor: level, what it means, failed and missing checks with advice."""
+    believed = {row["predictor"] for row in document["summary"] if row["believed"]}
     verdicts = []
     for name in document["predictors"]:
-        audit = document["audit"].get(name)
-        if audit is None:
-            verdicts.append(
-                {
-                    "predictor": name,
-                    "level": None,
-                    "head": UNAUDITED[0],
-                    "meaning": UNAUDITED[1],
-                    "believed": False,
-                }
-            )
-            continue
-        level = str(audit["level"])
+        audit = document["audit"].get(name) or {"level": "", "findings": [], "never_asked": []}
+        level, checks, missing = str(audit["level"]), audit["findings"], len(audit["never_asked"])
+        by_status: dict[str, list[Any]] = {"passed": [], "failed": [], "not run": []}
+        for check in checks:
+            by_status.setdefault(check["status"], []).append(check)
+        passed, failed, not_run = (by_status[key] for key in ("passed", "failed", "not run"))
         head, meaning = LEVELS.get(level, UNAUDITED)
-        missing = len(audit["never_asked"])
         if missing and level == "B":
             head, meaning = PARTIAL[0], PARTIAL[1].format(level=level, missing=missing)
-        checks = list(audit["findings"])
-        ran = {
-            status: sum(one["status"] == status for one in checks)
-            for status in ("passed", "failed", "not run")
-        }
-        if level == "D" and audit.get("tier") == "quick" and not ran["failed"]:
+        if level == "D" and audit.get("tier") == "quick" and not failed:
             head = "A first look"
-            meaning = FIRST_LOOK.format(passed=ran["passed"], missing=ran["not run"])
-        optional = [
-            one for one in checks if one["status"] == "failed" and not one.get("mandatory", True)
-        ]
+            meaning = FIRST_LOOK.format(passed=len(passed), missing=len(not_run))
         verdicts.append(
             {
                 "predictor": name,
                 "level": level,
                 "head": head,
                 "meaning": meaning,
-                "believed": any(
-                    row["believed"] for row in document["summary"] if row["predictor"] == name
-                ),
+                "believed": name in believed,
                 "tier": audit.get("tier"),
-                "failed": [
-                    one for one in checks if one["status"] == "failed" and one not in optional
-                ],
-                "remarks": optional,
-                "not_run": [
-                    one
-                    for one in checks
-                    if one["status"] == "not run" and one.get("mandatory", True)
-                ],
-                "passed": sum(one["status"] == "passed" for one in checks),
+                "failed": [check for check in failed if check["mandatory"]],
+                "remarks": [check for check in failed if not check["mandatory"]],
+                "not_run": [check for check in not_run if check["mandatory"]],
+                "passed": len(passed),
                 "checks": checks,
                 "examples": (audit.get("summary") or {}).get("examples"),
             }
@@ -268,101 +248,147 @@ def figures_of(check: Mapping[str, Any]) -> str:
     )
 
 
+def checked(check: Mapping[str, Any]) -> str:
+    """A check with its figures and what to do about it.
+
+    >>> checked(
+    ...     {"id": "E1", "title": "feasible", "figures": {"infeasible": 3}, "advice": "project"}
+    ... )
+    'E1 feasible (infeasible 3). project'
+    """
+    figures = figures_of(check)
+    said = f"{check['id']} {check['title']}{f' ({figures})' if figures else ''}"
+    return f"{said}. {check['advice']}" if check["advice"] else said
+
+
+def under(entry: Mapping[str, Any]) -> str:
+    """Which inputs an entry is about.
+
+    >>> under({"attack": "worst", "eps": 0.5})
+    'worst case, ε = 0.5'
+    """
+    return "untouched" if entry["attack"] == "clean" else f"worst case, ε = {short(entry['eps'])}"
+
+
+def calibrated(entry: Mapping[str, Any]) -> str:
+    """The calibration of an entry, with its interval.
+
+    >>> calibrated({"coverage": {"value": 0.5, "low": 0.25, "high": 0.75}})
+    'coverage 50.0 % (25.0 to 75.0)'
+    """
+    what, key = ("expected calibration error", "ece") if "ece" in entry else ("coverage",) * 2
+    value, low, high = (percent(entry[key][name]) for name in ("value", "low", "high"))
+    return f"{what} {value} % ({low} to {high})"
+
+
+def results_table(document: Document) -> Grid:
+    """All results, values with their intervals."""
+    table = results(document)[-1]
+    rows = []
+    for row in table["rows"]:
+        mark = "†" if row["dagger"] else ""
+        cells = [f"{cell['value']}{mark} ({cell['interval']})" for cell in row["cells"]]
+        rows.append([row["predictor"], row["attack"], row["eps"], *cells])
+    return Grid(["predictor", "attack", "ε", *table["head"]], rows)
+
+
+def examples_table(gallery: Mapping[str, Any]) -> Grid:
+    """The examples of the gallery: how far each input was moved, and what is said of it."""
+    norm = "linf" if gallery["norm"].lower() == "linf" else "l2"
+    rows = []
+    for example in gallery["examples"]:
+        truth = example["truth"] if gallery["classes"] else short(example["truth"])
+        for predictor in example["predictors"]:
+            for view in predictor["views"]:
+                if gallery["classes"]:
+                    said = f"{view['says']} ({percent(view['probabilities'][view['class']], 0)} %)"
+                else:
+                    said = f"{short(view['mean'])} ± {short(view['spread'], 3)}"
+                moved = short(view[norm])
+                rows.append(
+                    [example["index"], truth, predictor["name"], view["label"], moved, said]
+                )
+    return Grid(["example", "truth", "predictor", "input", "moved by", "prediction"], rows)
+
+
+def attacks_table(document: Document) -> Grid:
+    """The attacks, the losses that they climb and how long."""
+    rows = [
+        [attack["name"], ", ".join(attack["losses"]), attack["iterations"] or "–"]
+        for attack in document["attacks"]
+    ]
+    return Grid(["attack", "losses", "iterations"], rows)
+
+
+def reach_table(reach: Mapping[str, Any]) -> Grid:
+    """eps in each feature's own unit."""
+    rows = [[row["name"], short(row["std"]), short(row["raw"])] for row in reach["rows"]]
+    return Grid(["feature", "standard deviation", "ε in raw units"], rows)
+
+
 def trained(document: Document) -> list[str]:
     """What each run trained, in a sentence."""
-    lines = []
-    for run in document["runs"]:
-        config = run["config"]
-        if not config:
-            continue
-        parts = [f"{run['name']}: "]
-        network = config.get("network")
-        posterior = POSTERIORS.get(str(config.get("posterior")), config.get("posterior"))
-        if posterior:
-            over = f" over {_article(network)} network" if network in ("conv", "mlp") else ""
-            parts.append(f"{posterior}{over}, ")
-        parts.append("trained")
-        if config.get("data"):
-            parts.append(f" on {config['data']}")
-        if config.get("epochs"):
-            parts.append(f" for {short(config['epochs'])} epochs")
-        if run.get("steps"):
-            parts.append(f" ({run['steps']:,} steps)")
-        how = DEFENSES.get(str(config.get("defense")))
-        if how:
-            parts.append(f" {how}")
-        if config.get("defense") not in (None, "none", "noise") and config.get("eps") is not None:
-            parts.append(
-                f"; the training adversary had {norm_name(config.get('norm', ''))} ε = "
-                f"{short(config['eps'])}"
-            )
-        if config.get("sigma") and config.get("defense") in ("noise", "os", "os50", "mix", "pgd"):
-            parts.append(f"; noise σ = {short(config['sigma'])}")
-        lines.append("".join(parts) + ".")
-    return lines
+    return [
+        f"{run['name']}: {_how(run, run['config'])}." for run in document["runs"] if run["config"]
+    ]
+
+
+def _how(run: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    defense, network = config.get("defense"), NETWORKS.get(str(config.get("network")))
+    posterior = POSTERIORS.get(str(config.get("posterior")), config.get("posterior"))
+    adversary = defense not in (None, "none", "noise") and config.get("eps") is not None
+    noisy = config.get("sigma") and defense in ("noise", "os", "os50", "mix", "pgd")
+    norm = norm_name(config.get("norm", ""))
+    parts = (
+        (posterior, f"{posterior}{f' over {network} network' if network else ''}, "),
+        (True, "trained"),
+        (config.get("data"), f" on {config.get('data')}"),
+        (config.get("epochs"), f" for {short(config.get('epochs'))} epochs"),
+        (run.get("steps"), f" ({run.get('steps') or 0:,} steps)"),
+        (str(defense) in DEFENSES, f" {DEFENSES.get(str(defense))}"),
+        (adversary, f"; the training adversary had {norm} ε = {short(config.get('eps'))}"),
+        (noisy, f"; noise σ = {short(config.get('sigma'))}"),
+    )
+    return "".join(text for known, text in parts if known)
 
 
 def threat_rows(document: Document) -> list[tuple[str, str]]:
     """The threat model as labelled lines."""
-    threat, task = document["threat_model"], document["task"]
-    norm = str(threat.get("norm", ""))
+    threat, eps, size = document["threat_model"], document["eps"], _dimension(document)
+    norm, goal = str(threat.get("norm", "")), str(threat.get("goal") or "untargeted")
     name, meaning = NORMS.get(norm.lower(), (norm or "not stated", ""))
-    goal = str(threat.get("goal") or "untargeted")
-    words = {
-        "untargeted": "any wrong answer (untargeted)"
-        if task == "classification"
-        else "as large an error as possible"
+    if goal == "untargeted":
+        classes = document["task"] == "classification"
+        goal = "any wrong answer (untargeted)" if classes else "as large an error as possible"
+    standardised = (document["scaling"] or {}).get("std")
+    units = threat.get("units") or ("standardised" if standardised else None)
+    radii = listed([short(eps) for eps in threat.get("radii") or []]) or "not stated"
+    rows = {
+        "Goal": goal,
+        "Norm": f"{name}{f': {meaning}' if meaning else ''}",
+        "Budget ε": f"{radii}, {UNITS.get(str(units), MODEL_UNITS)}",
     }
-    rows = [("Goal", words.get(goal, goal)), ("Norm", f"{name}{f': {meaning}' if meaning else ''}")]
-    radii = threat.get("radii") or []
-    units = threat.get("units") or (
-        "standardised" if (document["scaling"] or {}).get("std") else None
-    )
-    unit = UNITS.get(str(units), "in the model's units")
-    rows.append(("Budget ε", f"{listed([short(eps) for eps in radii]) or 'not stated'}, {unit}"))
-    size = _dimension(document)
-    if size and document["eps"] and norm.lower() == "l2":
-        each = short(document["eps"] / math.sqrt(size))
-        rows.append(
-            (
-                "Spread evenly",
-                f"over all {size:,} features, ε = {short(document['eps'])} moves each of them by "
-                f"{each}",
-            )
+    if size and eps and norm.lower() == "l2":
+        each = short(eps / math.sqrt(size))
+        rows["Spread evenly"] = (
+            f"over all {size:,} features, ε = {short(eps)} moves each of them by {each}"
         )
     box = str(threat.get("box", "not stated"))
-    rows.append(
-        (
-            "Box",
-            "none: inputs may take any value"
-            if box in ("none", "None")
-            else f"inputs stay within {box}",
-        )
-    )
+    unbounded = box in ("none", "None")
+    rows["Box"] = "none: inputs may take any value" if unbounded else f"inputs stay within {box}"
     knowledge = threat.get("knowledge")
-    rows.append(
-        ("Knows", KNOWLEDGE.get(str(knowledge), str(knowledge)) if knowledge else WHITE_BOX)
+    rows["Knows"] = KNOWLEDGE.get(str(knowledge), str(knowledge)) if knowledge else WHITE_BOX
+    rows["Randomness"] = str(threat.get("randomness") or "")
+    thetas = {"attack_thetas": "in the attack", "evaluation_thetas": "in the evaluation"}
+    rows["Parameter draws"] = ", ".join(
+        f"{threat[key]} {where}" for key, where in thetas.items() if threat.get(key)
     )
-    if threat.get("randomness"):
-        rows.append(("Randomness", f"{threat['randomness']}"))
-    counts = [
-        f"{threat[key]} {label}"
-        for key, label in (
-            ("attack_thetas", "in the attack"),
-            ("evaluation_thetas", "in the evaluation"),
-        )
-        if threat.get(key)
-    ]
-    if counts:
-        rows.append(("Parameter draws", ", ".join(counts)))
-    effort = [
+    rows["Effort"] = ", ".join(
         f"{key.replace('_', ' ')} {threat[key]}"
         for key in ("steps", "step_size", "restarts", "loss")
         if threat.get(key)
-    ]
-    if effort:
-        rows.append(("Effort", ", ".join(effort)))
-    return rows
+    )
+    return [(label, value) for label, value in rows.items() if value]
 
 
 def _dimension(document: Document) -> int | None:
@@ -388,41 +414,25 @@ def reach(document: Document) -> dict[str, Any] | None:
 
 def facts(document: Document, provenance: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What somebody who repeats this needs to know."""
-    rows: list[tuple[str, str]] = []
-    if document["seed"] is not None:
-        rows.append(("Seed of the evaluation", str(document["seed"])))
-    seeds = {str(run["config"]["seed"]) for run in document["runs"] if "seed" in run["config"]}
-    if seeds:
-        rows.append(("Seed of the training", listed(sorted(seeds))))
-    commits = {str(run["commit"]) for run in document["runs"] if run.get("commit")}
-    commit = provenance.get("commit") or (listed(sorted(commits)) if commits else None)
-    if commit:
-        rows.append(("Commit", str(commit)))
-    versions = provenance.get("versions") or next(
-        (run["versions"] for run in document["runs"] if run.get("versions")), None
+    runs, evaluation, seed = document["runs"], document["evaluation"], document["seed"]
+    seeds = {str(run["config"]["seed"]) for run in runs if "seed" in run["config"]}
+    commits = {str(run["commit"]) for run in runs if run.get("commit")}
+    known = [provenance, *runs, evaluation]
+    versions: Mapping[str, Any] = next(
+        (one["versions"] for one in known if one.get("versions")), {}
     )
-    versions = versions or document["evaluation"].get("versions")
-    if isinstance(versions, Mapping):
-        rows.append(
-            (
-                "Versions",
-                ", ".join(f"{name} {version}" for name, version in sorted(versions.items())),
-            )
-        )
-    if provenance.get("machine"):
-        rows.append(("Machine", str(provenance["machine"])))
-    if provenance.get("folder"):
-        rows.append(("Run", str(provenance["folder"])))
-    rows += [
-        (f"Weights of {run['name']}", f"SHA-256 {run['weights']}")
-        for run in document["runs"]
-        if run.get("weights")
-    ]
-    if document["evaluation"].get("data"):
-        rows.append(("Test data", f"SHA-256 {document['evaluation']['data']}"))
-    if document["evaluation"].get("code"):
-        rows.append(("Code", f"SHA-256 {document['evaluation']['code']}"))
-    return rows
+    hashes = {f"Weights of {run['name']}": run.get("weights") for run in runs}
+    hashes |= {"Test data": evaluation.get("data"), "Code": evaluation.get("code")}
+    rows = {
+        "Seed of the evaluation": "" if seed is None else seed,
+        "Seed of the training": listed(sorted(seeds)),
+        "Commit": provenance.get("commit") or listed(sorted(commits)),
+        "Versions": ", ".join(f"{name} {number}" for name, number in sorted(versions.items())),
+        "Machine": provenance.get("machine"),
+        "Run": provenance.get("folder"),
+        **{label: f"SHA-256 {value}" for label, value in hashes.items() if value},
+    }
+    return [(label, str(value)) for label, value in rows.items() if value not in (None, "")]
 
 
 def listed(items: list[str]) -> str:
@@ -431,16 +441,10 @@ def listed(items: list[str]) -> str:
     >>> listed(["a", "b", "c"])
     'a, b and c'
     """
-    items = [str(item) for item in items]
-    return (
-        items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}" if items else ""
-    )
+    *others, last = [str(item) for item in items] or [""]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _count(num: int) -> str:
     words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
     return words[num] if num < len(words) else str(num)
-
-
-def _article(network: Any) -> str:
-    return {"conv": "a convolutional", "mlp": "a fully connected"}.get(str(network), f"a {network}")

@@ -34,17 +34,17 @@ def clean(value: object, limit: int = LONGEST) -> str:
     return text if len(text) <= limit else f"{text[: limit - 1]}…"
 
 
-def markdown(value: object) -> str:
+def inert_markdown(value: object) -> str:
     """Text for Markdown, in which nothing is markup: no emphasis, links, code, math, tables, lists,
     headings, HTML.
 
     >>> (
-    ...     markdown("MIX"),
-    ...     markdown("[a](javascript:b)"),
-    ...     markdown("<b>|"),
-    ...     markdown("- 1"),
-    ...     markdown("1. x"),
-    ...     markdown("0.2"),
+    ...     inert_markdown("MIX"),
+    ...     inert_markdown("[a](javascript:b)"),
+    ...     inert_markdown("<b>|"),
+    ...     inert_markdown("- 1"),
+    ...     inert_markdown("1. x"),
+    ...     inert_markdown("0.2"),
     ... )
     ('MIX', '\\\\[a\\\\](javascript&#58;b)', '&lt;b&gt;\\\\|', '&#45; 1', '1&#46; x', '0.2')
     """
@@ -60,10 +60,11 @@ def csv(value: Any) -> str:
     >>> print(csv("=1+1"), csv(-0.5), csv("a"))
     "'=1+1" -0.5 "a"
     """
-    if value is None:
-        return ""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return repr(value)
+    match value:
+        case None:
+            return ""
+        case int() | float() if value is not True and value is not False:
+            return repr(value)
     text = clean(value)
     if text[:1] in "=+-@|%＝＋－＠" and text:
         text = f"'{text}"
@@ -76,17 +77,20 @@ def number(value: float | str | None, digits: int = 3) -> str:
     >>> number(0.61234), number(1234.5), number(0.00032), number("inf"), number(2)
     ('0.612', '1,234', '0.0003', '∞', '2')
     """
-    if value is None:
-        return "–"
-    if isinstance(value, str) or not math.isfinite(value):
-        return "−∞" if str(value).startswith("-") else "∞"
-    size = abs(value)
-    if isinstance(value, int):
-        text = f"{value:,}"
-    elif size >= 1000:
-        text = f"{value:,.0f}"
-    else:
-        text = f"{value:.{digits + (0.5 * 10**-digits > size >= 0.5 * 10 ** -(digits + 1))}f}"
+    match value:
+        case None:
+            return "–"
+        case str():
+            return "−∞" if value.startswith("-") else "∞"
+        case float() if not math.isfinite(value):
+            return "−∞" if value < 0 else "∞"
+        case int():
+            text = f"{value:,}"
+        case _ if abs(value) >= 1000:
+            text = f"{value:,.0f}"
+        case _:
+            small = 0.5 * 10**-digits > abs(value) >= 0.5 * 10 ** -(digits + 1)
+            text = f"{value:.{digits + small}f}"
     return text.replace("-", "−", 1) if value < 0 else text
 
 

@@ -9,12 +9,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from advbayes.evaluation import Evaluation
-from advbayes.report import html, markdown
-from advbayes.report.gather import gather
-from advbayes.report.pictures import Gallery
+from advbayes.report import rendering
+from advbayes.report.gather import Sources, each_run, gather
 from advbayes.report.text import clean
 from advbayes.store import write_bytes
 
@@ -42,16 +41,9 @@ def write_report(
     *,
     title: str,
     evaluation: Evaluation,
-    audit: Any = None,
-    threat_model: Any = None,
-    run: Mapping[str, Any] | None = None,
-    history: Any = None,
-    gallery: Gallery | None = None,
-    class_names: Sequence[str] | None = None,
-    feature_names: Sequence[str] | None = None,
-    scaling: Any = None,
     reproduce: str | Sequence[str] | Mapping[str, Any] | None = None,
     left_out: Sequence[str] = (),
+    **sources: Unpack[Sources],  # audit, threat_model, run, history, gallery, class_names, ...
 ) -> ReportPaths:
     """Write report.html, report.md, report.json and report.csv into the folder `out`.
 
@@ -77,39 +69,24 @@ def write_report(
     True
     """
     pictures: dict[str, str] = {}
-    document = gather(
-        title=title,
-        evaluation=evaluation,
-        audit=audit,
-        threat_model=threat_model,
-        run=run,
-        history=history,
-        gallery=gallery,
-        class_names=class_names,
-        feature_names=feature_names,
-        scaling=scaling,
-        pictures=pictures,
-    )
+    document = gather(title=title, evaluation=evaluation, pictures=pictures, **sources)
     # Escaped, so that the file stays text even where somebody pastes it into a page.
     results = json.dumps(document, sort_keys=True, indent=1, allow_nan=False)
     results = results.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026") + "\n"
     digest = hashlib.sha256(results.encode()).hexdigest()
-    provenance = provenance_of(reproduce, run) | {"left_out": [clean(name) for name in left_out]}
+    provenance = provenance_of(reproduce, sources.get("run"))
+    provenance["left_out"] = [clean(name) for name in left_out]
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    paths = ReportPaths(
-        folder / "report.html",
-        folder / "report.md",
-        folder / "report.json",
-        folder / "report.csv",
-        digest,
-    )
-    page = html.render(document, pictures, provenance, digest=digest)
-    write_bytes(paths.html, page.encode())
-    write_bytes(paths.markdown, markdown.render(document, provenance, digest=digest).encode())
-    write_bytes(paths.json, results.encode())
-    write_bytes(paths.csv, markdown.spreadsheet(document).encode())
-    return paths
+    page, text, data, table = (folder / f"report.{end}" for end in ("html", "md", "json", "csv"))
+    for path, content in (
+        (page, rendering.page(document, pictures, provenance, digest=digest)),
+        (text, rendering.markdown(document, provenance, digest=digest)),
+        (data, results),
+        (table, rendering.spreadsheet(document)),
+    ):
+        write_bytes(path, content.encode())
+    return ReportPaths(page, text, data, table, digest)
 
 
 def provenance_of(reproduce: Any, run: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -118,32 +95,21 @@ def provenance_of(reproduce: Any, run: Mapping[str, Any] | None) -> dict[str, An
     >>> provenance_of("advbayes demo", None)["commands"]
     ['advbayes demo']
     """
-    named = dict(reproduce) if isinstance(reproduce, Mapping) else {}
-    commands = (
-        named.get("commands", named.get("command", []))
-        if isinstance(reproduce, Mapping)
-        else reproduce or []
-    )
+    named = dict(reproduce) if isinstance(reproduce, Mapping) else {"commands": reproduce or []}
+    commands = named.get("commands", named.get("command", []))
     lines = [commands] if isinstance(commands, str) else list(commands)
-    runs = (
-        [] if run is None else [run] if "config" in run or "manifest" in run else list(run.values())
-    )
-    started = [dict((one.get("manifest") or {}).get("started") or {}) for one in runs]
+    manifests = [one.get("manifest") or {} for one in each_run(run).values()]
+    started = [dict(manifest.get("started") or {}) for manifest in manifests]
     if not lines:
         lines = [command_line(one["command"]) for one in started if one.get("command")]
     document: dict[str, Any] = {"commands": [clean(line, 2000) for line in lines]}
     for key in ("commit", "machine"):
         values = dict.fromkeys(clean(one[key]) for one in started if one.get(key))
-        value = named.get(key) or ", ".join(values)
-        if value:
-            document[key] = clean(value)
-    if isinstance(named.get("versions"), Mapping):
-        document["versions"] = {
-            clean(name): clean(version) for name, version in named["versions"].items()
-        }
-    if named.get("folder"):
-        document["folder"] = clean(named["folder"])
-    return document
+        document[key] = clean(named.get(key) or ", ".join(values))
+    versions = dict(named.get("versions") or {})
+    document["versions"] = {clean(name): clean(version) for name, version in versions.items()}
+    document["folder"] = clean(named.get("folder") or "")
+    return {key: value for key, value in document.items() if value or key == "commands"}
 
 
 def command_line(words: Any) -> str:

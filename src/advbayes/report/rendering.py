@@ -1,5 +1,5 @@
-"""The document as one HTML page that needs nothing else: no script, no outside host, colours for
-light, dark and paper."""
+"""The document as one HTML page that needs nothing else (no script, no outside host, colours for
+light, dark and paper), as Markdown and as CSV."""
 
 from __future__ import annotations
 
@@ -8,72 +8,44 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from advbayes.evaluation.tables import Grid
 from advbayes.report import figures, telling
-from advbayes.report.text import number, percent, short
+from advbayes.report.text import csv, inert_markdown, number, percent, short
 from advbayes.report.words import METRICS, norm_name
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
+Document = Mapping[str, Any]
 TEMPLATES = Path(__file__).parent / "templates"
+CSV_HEAD = "predictor,attack,eps,metric,value,low,high,examples,believed"
 
 
-def render(
-    document: Mapping[str, Any],
-    pictures: Mapping[str, str],
-    provenance: Mapping[str, Any],
-    *,
-    digest: str,
-) -> str:
-    """The page."""
+@lru_cache(maxsize=2)
+def _environment(markdown: bool) -> Environment:
+    """The templates, compiled once; whatever they print is escaped for its format."""
     try:
+        from jinja2 import Environment, FileSystemLoader, StrictUndefined
         from markupsafe import Markup
     except ImportError as error:
         raise ImportError(
             "the report's page needs jinja2: pip install 'advbayes[report]'"
         ) from error
-    drawn = {
-        "curves": figures.security_curves(document),
-        "calibration": figures.calibration(document),
-        "risk": figures.risk_coverage(document),
-        "training": figures.training(document),
-    }
-    single = len(document["predictors"]) == 1
-    return (
-        _environment()
-        .get_template("report.html.j2")
-        .render(
-            document=document,
-            pictures=pictures,
-            provenance=provenance,
-            digest=digest,
-            drawn={
-                name: [
-                    {"svg": Markup(one.svg), "caption": one.caption, "predictor": one.predictor}
-                    for one in figures_of
-                ]
-                for name, figures_of in drawn.items()
-            },
-            legend=legend(document["predictors"]),
-            curve_legend=legend(
-                list(dict.fromkeys(curve["attack"] for curve in document["curves"]))
-                if single
-                else document["predictors"]
-            ),
-            tables=telling.results(document),
-        )
-    )
 
-
-@lru_cache(maxsize=1)
-def _environment() -> Environment:
-    """The templates, compiled once; whatever they print is escaped."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
+    def dead(value: Any) -> str:
+        """Text in which nothing is Markdown, tables by their cells; what is marked safe stays."""
+        match value:
+            case Grid():
+                cells = [[inert_markdown(cell) for cell in row] for row in value.rows]
+                return Grid(value.head, cells).markdown()
+            case Markup():
+                return value
+        return inert_markdown(value)
 
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
+        autoescape=not markdown,
+        finalize=dead if markdown else None,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -86,6 +58,53 @@ def _environment() -> Environment:
         "style": Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),  # our own file
     }
     return environment
+
+
+def page(
+    document: Document, pictures: Mapping[str, str], provenance: Mapping[str, Any], *, digest: str
+) -> str:
+    """The report as an HTML page."""
+    template = _environment(False).get_template("report.html.j2")
+    names = document["predictors"]
+    attacks = list(dict.fromkeys(curve["attack"] for curve in document["curves"]))
+    return template.render(
+        document=document,
+        pictures=pictures,
+        provenance=provenance,
+        digest=digest,
+        drawn={
+            "curves": figures.security_curves(document),
+            "calibration": figures.calibration(document),
+            "risk": figures.risk_coverage(document),
+            "training": figures.training(document),
+        },
+        legend=legend(names),
+        curve_legend=legend(attacks if len(names) == 1 else names),
+        tables=telling.results(document),
+    )
+
+
+def markdown(document: Document, provenance: Mapping[str, Any], *, digest: str) -> str:
+    """The report in Markdown, without its figures."""
+    template = _environment(True).get_template("report.md.j2")
+    text = template.render(document=document, provenance=provenance, digest=digest)
+    return text.rstrip() + "\n"
+
+
+def spreadsheet(document: Document) -> str:
+    """The table of results as CSV, one value a line.
+
+    >>> spreadsheet({"table": [], "metrics": []})
+    'predictor,attack,eps,metric,value,low,high,examples,believed\\n'
+    """
+    lines = [CSV_HEAD]
+    for row in document["table"]:
+        for metric in document["metrics"]:
+            estimate = row["values"][metric]
+            cells = [row["predictor"], row["attack"], row["eps"], metric]
+            cells += [estimate[key] for key in ("value", "low", "high", "num")]
+            lines.append(",".join(map(csv, [*cells, "no" if row["dagger"] else "yes"])))
+    return "\n".join(lines) + "\n"
 
 
 def legend(names: Sequence[str]) -> list[dict[str, Any]]:
