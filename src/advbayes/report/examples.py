@@ -23,8 +23,8 @@ class Units:
     features: Sequence[str]
     mean: Tensor  # (D,)
     std: Tensor  # (D,)
-    target_mean: float = 0.0
-    target_std: float = 1.0
+    target_mean: float
+    target_std: float
 
     @staticmethod
     def of(scaling: Mapping[str, Any] | None, num: int) -> Units:
@@ -36,10 +36,11 @@ class Units:
         mean, std = [0.0] * num, [1.0] * num
         if len(known.get("std") or ()) == num:
             mean, std = known["mean"], known["std"]
-        moments = (torch.tensor(each, dtype=torch.float64) for each in (mean, std))
-        if not known.get("target_std"):
-            return Units(features, *moments)
-        return Units(features, *moments, known["target_mean"][0], known["target_std"][0])
+        target = (0.0, 1.0)
+        if known.get("target_std"):
+            target = (known["target_mean"][0], known["target_std"][0])
+        moments = [torch.tensor(each, dtype=torch.float64) for each in (mean, std)]
+        return Units(features, moments[0], moments[1], *target)
 
     def target(self, value: float) -> float:
         """A target in its own unit."""

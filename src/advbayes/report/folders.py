@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from advbayes import store
 from advbayes.checks import InputError
 from advbayes.evaluation import Cell, Evaluation, load_evaluation
 from advbayes.evaluation.files import Block, Folder
+from advbayes.evaluation.result import CLEAN
 from advbayes.evaluation.run import saved_blocks
 from advbayes.report.pictures import Gallery, is_image, make_gallery
 from advbayes.report.write import ReportPaths, command_line, write_report
@@ -70,29 +72,32 @@ def report_runs(
         name: _evaluations(run, name, alone=len(runs) == 1) for name, run in names.items()
     }
     evaluation = merged([one for several in evaluations.values() for one in several])
-    first = evaluation.predictors[0]
     trained = {
         name: load_trained(run.path, trusted=trusted)
         for name, run in names.items()
-        if _loadable(run, trusted)
+        if run.model_path.exists() and (trusted or ":" not in run.config.network)
     }
     example = next(iter(trained.values()), None)
     configs = {name: run.config.model_dump(mode="json") for name, run in names.items()}
     datasets = sorted({Path(str(config["data"])).stem for config in configs.values()})
-    audits = {
+    audits: dict[str, Any] = {
         name: store.read_document(run.path / "audit.json")
         for name, run in names.items()
         if (run.path / "audit.json").is_file()
     }
+    threat = None
+    match list(audits.values()):
+        case [{"threat_model": {**said}}, *_]:  # beside the verdict, where the file has one
+            threat = said
     if len(runs) == 1 and audits:
-        audits = {first: next(iter(audits.values()))}
+        audits = {evaluation.predictors[0]: next(iter(audits.values()))}
     return write_report(
         out,
         title=title or f"{', '.join(names)} on {', '.join(datasets)}",
         left_out=_left_out(evaluation, evaluations),
         evaluation=evaluation,
         audit=audits or None,
-        threat_model=_threat(next(iter(audits.values()), None)),
+        threat_model=threat,
         run={
             name: {"config": configs[name], "manifest": run.manifest} for name, run in names.items()
         },
@@ -113,11 +118,11 @@ def report_runs(
     )
 
 
-def _left_out(whole: Evaluation, found: Mapping[str, Sequence[Evaluation]]) -> list[str]:
+def _left_out(whole: Evaluation, by_run: Mapping[str, Sequence[Evaluation]]) -> list[str]:
     """Evaluations that cannot stand in one table with the others, being of other examples."""
     return [
         f"{name}: {one.folder.name} ({one.config.get('num', '?')} examples)"
-        for name, evaluations in found.items()
+        for name, evaluations in by_run.items()
         for one in evaluations
         if one.folder is not None and one.config.get("data") != whole.config.get("data")
     ]
@@ -125,13 +130,10 @@ def _left_out(whole: Evaluation, found: Mapping[str, Sequence[Evaluation]]) -> l
 
 def _names(runs: Sequence[Run]) -> dict[str, Run]:
     """Runs by their defense; by folder where two have the same."""
-    defenses = [run.config.defense for run in runs]
-    names = (
-        defenses if len(set(defenses)) == len(runs) else [run.path.resolve().name for run in runs]
-    )
-    if len(set(names)) < len(runs):
-        names = [str(run.path) for run in runs]
-    return dict(zip(names, runs, strict=True))
+    by_defense = {run.config.defense: run for run in runs}
+    by_folder = {run.path.resolve().name: run for run in runs}
+    whole = (names for names in (by_defense, by_folder) if len(names) == len(runs))
+    return next(whole, {str(run.path): run for run in runs})
 
 
 def _evaluations(run: Run, name: str, *, alone: bool) -> list[Evaluation]:
@@ -141,24 +143,18 @@ def _evaluations(run: Run, name: str, *, alone: bool) -> list[Evaluation]:
         raise store.StoreError(run.path, wanted=wanted, got="none")
     evaluations = [load_evaluation(folder) for folder in run.evaluations]
     defense = run.config.defense
-    return (
-        evaluations
-        if alone or defense == name
-        else [_renamed(one, defense, name) for one in evaluations]
-    )
+    if alone or defense == name:
+        return evaluations
+    return [_renamed(one, defense, name) for one in evaluations]
 
 
 def _renamed(evaluation: Evaluation, old: str, new: str) -> Evaluation:
     def name(predictor: str) -> str:
         return predictor if predictor in evaluation.trivial else predictor.replace(old, new, 1)
 
-    cells = {
-        Cell(name(cell.predictor), cell.attack, cell.eps): rows
-        for cell, rows in evaluation.cells.items()
-    }
-    return Evaluation(
-        evaluation.task, cells, evaluation.trivial, evaluation.config, evaluation.folder
-    )
+    cells = evaluation.cells.items()
+    renamed = {Cell(name(cell.predictor), cell.attack, cell.eps): rows for cell, rows in cells}
+    return replace(evaluation, cells=renamed)
 
 
 def merged(evaluations: Sequence[Evaluation]) -> Evaluation:
@@ -184,18 +180,6 @@ def merged(evaluations: Sequence[Evaluation]) -> Evaluation:
         cell: cells[cell] for cell in sorted(cells, key=lambda cell: cell.predictor in trivial)
     }
     return Evaluation(largest.task, ordered, tuple(trivial), config, largest.folder)
-
-
-def _loadable(run: Run, trusted: bool) -> bool:
-    return run.model_path.exists() and (trusted or ":" not in run.config.network)
-
-
-def _threat(audit: Any) -> Any:
-    """The threat model beside a verdict, where the file has one."""
-    match audit:
-        case {"threat_model": {**threat}}:
-            return threat
-    return None
 
 
 def _commands(names: Mapping[str, Run]) -> list[str]:
@@ -232,35 +216,21 @@ def _gallery(
     label = _strongest(whole)
     for name, model in trained.items():
         for evaluation in evaluations[name]:
-            if (
-                evaluation.config.get("data") != whole.config.get("data")
-                or evaluation.folder is None
-            ):
-                continue
-            arrays = _arrays(evaluation, label)
-            if arrays is None:
-                continue
-            clean, x_adv, eps = arrays
-            predictors[name], attacked[name] = model.predict(num_thetas), x_adv
+            same = evaluation.config.get("data") == whole.config.get("data")
+            arrays = _arrays(evaluation, label) if same and evaluation.folder is not None else None
+            if arrays is not None:
+                clean, attacked[name], eps = arrays
+                predictors[name] = model.predict(num_thetas)
     if clean is None or not predictors:
         return None
-    return make_gallery(
-        predictors,
-        clean[0],
-        clean[1],
-        {label[0]: attacked},
-        eps=eps,
-        num=SHOWN if is_image(tuple(clean[0].shape[1:])) else SHOWN_TABLES,
-    )
+    num = SHOWN if is_image(tuple(clean[0].shape[1:])) else SHOWN_TABLES
+    return make_gallery(predictors, *clean, {label[0]: attacked}, eps=eps, num=num)
 
 
 def _strongest(evaluation: Evaluation) -> tuple[str, float | None]:
     """The attack and radius that hurt the first predictor most."""
-    cells = [
-        c
-        for c in evaluation.cells
-        if c.predictor == evaluation.predictors[0] and c.attack != "clean"
-    ]
+    first = evaluation.predictors[0]
+    cells = [c for c in evaluation.cells if c.predictor == first and c.attack != CLEAN]
     radius = max((c.eps for c in cells if c.eps is not None), default=None)
     at = [c for c in cells if c.eps == radius] or cells
     name = "correct" if evaluation.task == "classification" else "log_prob"
@@ -278,6 +248,6 @@ def _arrays(
     for block in saved_blocks(folder):
         if block.start == 0 and block.predictor not in trivial:
             first.setdefault(block.job, block)
-    if label not in first or ("clean", 0.0) not in first:
+    if label not in first or (CLEAN, 0.0) not in first:
         return None
-    return folder.read_array(first["clean", 0.0]), folder.read_array(first[label])[0], label[1]
+    return folder.read_array(first[CLEAN, 0.0]), folder.read_array(first[label])[0], label[1]

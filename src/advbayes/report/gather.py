@@ -163,13 +163,13 @@ def _number(value: float) -> float | str:
     return value if math.isfinite(value) else "inf" if value > 0 else "-inf"
 
 
-def estimate(found: Estimate) -> dict[str, Any]:
+def estimate(each: Estimate) -> dict[str, Any]:
     """An estimate as a dictionary.
 
     >>> estimate(Estimate(0.5, 0.4, 0.6, 10, 0.95))["low"]
     0.4
     """
-    return {name: _number(value) for name, value in vars(found).items()}
+    return {name: _number(value) for name, value in vars(each).items()}
 
 
 def _headline(evaluation: Evaluation, threat: Mapping[str, Any]) -> float | None:

@@ -7,12 +7,12 @@ import hashlib
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from advbayes import checks
+from advbayes.likelihoods import predicts_classes
 from advbayes.types import Predictor
 
 UNTOUCHED = "untouched"
@@ -108,21 +108,15 @@ def make_gallery(
             if x_adv is not None:
                 states[attack] = x_adv[: len(x)].detach().cpu()
         for label, state in states.items():
-            prediction: Any = predict(state)
-            if hasattr(prediction, "probs"):
+            prediction = predict(state)
+            if predicts_classes(prediction):
                 said = prediction.probs
             else:
                 task = "regression"
-                said = torch.stack(
-                    [
-                        prediction.mean.reshape(len(x), -1)[:, 0],
-                        prediction.stddev.reshape(len(x), -1)[:, 0],
-                    ],
-                    1,
-                )
-            views.append(
-                View(name, label, state, said.detach().cpu(), None if label == UNTOUCHED else eps)
-            )
+                moments = (prediction.mean, prediction.stddev)
+                said = torch.stack([each.reshape(len(x), -1)[:, 0] for each in moments], 1)
+            budget = None if label == UNTOUCHED else eps
+            views.append(View(name, label, state, said.detach().cpu(), budget))
     return Gallery(x, y, tuple(views), task, how_chosen=how_chosen)
 
 
@@ -156,7 +150,7 @@ def _pixels(image: Tensor, box: tuple[float, float]) -> Tensor:  # (C, H, W), by
 
 
 def picture(image: Tensor, box: tuple[float, float], pictures: dict[str, str]) -> str:
-    """Keep an image as a data address in `held`; its name there is the SHA-256 of its pixels
+    """Keep an image as a data address in `pictures`; its name there is the SHA-256 of its pixels
     (compressors may differ)."""
     name = hashlib.sha256(_pixels(image, box).contiguous().numpy().tobytes()).hexdigest()
     pictures[name] = f"data:image/png;base64,{base64.b64encode(png(image, box)).decode()}"

@@ -154,8 +154,7 @@ def lede(document: Document) -> list[str]:
     first = f"This report says how well {who} {does} on {on}, untouched and under attack."
     second = (
         f"The attacker may change every input by up to {budget(document)} and uses "
-        f"{listed(attacks)}; the worst case takes, "
-        "for each example, whichever did most harm."
+        f"{listed(attacks)}; the worst case takes, for each example, whichever did most harm."
         if attacks
         else "No attack was run."
     )

@@ -44,8 +44,7 @@ LEVELS = {
     "A": (
         "Certified",
         "A certificate bounds what any attack within the budget can do, and no attack that was "
-        "tried contradicts it. "
-        "The numbers can be relied on.",
+        "tried contradicts it. The numbers can be relied on.",
     ),
     "B": (
         "Every mandatory check passed",
@@ -56,15 +55,13 @@ LEVELS = {
     "C": (
         "All checks ran, and some failed",
         "At least one check shows that the attacks or the reporting are not good enough, so the "
-        "true robustness may be "
-        "lower than what is printed. Do not rely on the numbers marked † until the failed checks "
-        "are mended.",
+        "true robustness may be lower than what is printed. Do not rely on the numbers marked † "
+        "until the failed checks are mended.",
     ),
     "D": (
         "Some checks did not run",
         "A check that did not run never counts as passed, so nothing is known about what it would "
-        "have found. Treat the "
-        "numbers marked † as upper bounds until the audit is complete.",
+        "have found. Treat the numbers marked † as upper bounds until the audit is complete.",
     ),
 }
 FIRST_LOOK = (
@@ -85,8 +82,7 @@ MANDATORY = (*(f"E{i}" for i in range(23)), "E27", "E30")
 UNAUDITED = (
     "Not audited",
     "Nobody has checked whether the attacks were strong enough. Numbers under attack are upper "
-    "bounds at best: treat those "
-    "marked † as not known.",
+    "bounds at best: treat those marked † as not known.",
 )
 
 DEFENSES = {

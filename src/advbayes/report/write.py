@@ -62,9 +62,9 @@ def write_report(
     >>> from advbayes.evaluation import evaluate
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> data = torch.tensor([[2.0], [-0.3]]), torch.tensor([0, 1])
-    >>> found = evaluate(predict, data, attacks={"PGD": pgd(L2(1.0), steps=5)})
+    >>> report = evaluate(predict, data, attacks={"PGD": pgd(L2(1.0), steps=5)})
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     paths = write_report(folder, title="Toy", evaluation=found)
+    ...     paths = write_report(folder, title="Toy", evaluation=report)
     ...     paths.html.read_text().startswith("<!doctype html>")
     True
     """
