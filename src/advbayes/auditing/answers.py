@@ -71,7 +71,7 @@ class Planted:
 
 @check("E19", "the attack itself", cost=lambda size: 0.5 * size.passes, attacks=True)
 def attack_itself(case: Case) -> Finding:
-    """E19: no mismatch with the linear closed form, and a planted vulnerability found in 95 %."""
+    """E19: no mismatch with the linear closed form, and 95 % success on a planted vulnerability."""
     if case.task == "regression":
         return not_applicable(
             "the closed form is that of classes; regression attacks share their engine"

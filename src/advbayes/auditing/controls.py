@@ -32,7 +32,7 @@ from advbayes.types import Channel, Predictor
 
 LEFT, NEAR = 0.05, 0.03  # E20: what the control may keep; how near its clean accuracy must be
 BEHIND = 0.05  # E21: how far below its published figure the recipe may be
-GROWTH = 2.0**0.5  # of the control ball, where none is given
+GROWTH = 2.0**0.5  # of the control ball, where Support has none
 CHECKED = 20  # times that a control's clean accuracy is looked at while it trains
 # examples, at least, on which baseline and control are compared (where there are as many)
 COMPARED = 256
@@ -129,7 +129,7 @@ def apart(case: Case) -> float:
 
 
 def comparing(case: Case, control: Predictor) -> Ball:
-    """The ball in which adversarial training is held against the control: the one that breaks it,
+    """The ball in which adversarial training is compared to the control: the one that breaks it,
     but not beyond half the distance between two examples, where nothing can stand."""
     ball, _ = breaking(case, control)
     return replace(ball, eps=min(ball.eps, max(case.ball.eps, 0.5 * apart(case))))
@@ -152,8 +152,8 @@ def to_another_answer(case: Case, control: Predictor, ball: Ball) -> float:
 
 
 def _control(case: Case, control: Predictor) -> tuple[Ball, Columns]:
-    """The control under attack, and in which ball: the one given, the audited one where a figure is
-    published for it, else the one that breaks it."""
+    """The control under attack, and in which ball: that of Support, the audited one where a figure
+    is published for it, else the one that breaks it."""
     if case.support.control_ball is None and published_for(case.support.dataset, case.ball) is None:
         return breaking(case, control)
     ball = case.support.control_ball or case.ball

@@ -252,8 +252,8 @@ def _rescored_claim(case: Case, claim: Claim) -> Finding:
     bad = []
     if changed > (0.05 * total if case.stochastic else 0) or (drift > 1e-3 and not case.stochastic):
         bad.append(
-            "scoring the saved arrays again changes the table: the model scored is not the model "
-            "given"
+            "scoring the saved arrays again changes the table: this is not the model that was "
+            "scored"
         )
     whole = claim.test_size is not None and claim.test_size <= len(case.x)
     if whole and claim.test_hash != data_hash(*case.whole):

@@ -109,11 +109,11 @@ def in_other_company(predict: Predictor, x: Tensor, case: Case) -> Tensor:  # (B
     """Which of the points are answered differently in the opposite order, in half of the batch or
     (the first one) alone."""
     usual = answers(predict(x), case)
-    found = torch.zeros(len(x), dtype=torch.bool)
+    moved = torch.zeros(len(x), dtype=torch.bool)
     for size in {len(x), (len(x) + 1) // 2, 1}:
         turned = answers(predict(x[:size].flip(0)), case).flip(0)
-        found[:size] |= apart(usual[:size], turned)
-    return found
+        moved[:size] |= apart(usual[:size], turned)
+    return moved
 
 
 @torch.no_grad()

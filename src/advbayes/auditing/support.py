@@ -141,7 +141,7 @@ class Support:
 
 
 def named(argument: str, mapping: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A mapping from names, or what was given instead is named."""
+    """A mapping from names; an error says what came instead."""
     if mapping is not None and not isinstance(mapping, Mapping):
         raise checks.InputTypeError(
             f"{argument} must be a mapping from names, such as {{'PGD': ...}}, got "

@@ -159,32 +159,27 @@ def worst(columns: Sequence[Columns], task: Task) -> Columns:
     """
     if not columns:
         raise InputError("worst wants at least one attack's columns, got none")
-    names = [name for name in WORSE[task] if all(name in rows for rows in columns)]
+    names = [name for name in WORSE[task] if _everywhere(name, columns)]
     if len(columns) == 1:
         return {name: columns[0][name] for name in names}
     if not all(f"log_prob_{half}" in rows for rows in columns for half in HALVES):
         pick = _picked(columns, task)
         return {name: _taken(columns, name, pick[name]) for name in names}
-    found: Columns = {}
+    sides = []
     for chosen_on, reported in (HALVES, HALVES[::-1]):
-        pick = _picked(
-            [
-                {name: rows.get(f"{name}_{chosen_on}", rows[name]) for name in names}
-                for rows in columns
-            ],
-            task,
-        )
-        for name in names:
-            chosen = (
-                f"{name}_{reported}"
-                if all(f"{name}_{reported}" in rows for rows in columns)
-                else name
-            )
-            found[name] = (
-                found.get(name, torch.zeros((), dtype=torch.float64))
-                + _taken(columns, chosen, pick[name]) / 2
-            )
-    return found
+        first = [
+            {name: rows.get(f"{name}_{chosen_on}", rows[name]) for name in names}
+            for rows in columns
+        ]
+        pick = _picked(first, task)
+        half = {name: f"{name}_{reported}" for name in names}
+        side = {name: half[name] if _everywhere(half[name], columns) else name for name in names}
+        sides.append({name: _taken(columns, side[name], pick[name]) for name in names})
+    return {name: (sides[0][name] + sides[1][name]) / 2 for name in names}
+
+
+def _everywhere(name: str, columns: Sequence[Columns]) -> bool:
+    return all(name in rows for rows in columns)
 
 
 def _picked(columns: Sequence[Columns], task: Task) -> dict[str, Tensor]:
@@ -196,7 +191,7 @@ def _picked(columns: Sequence[Columns], task: Task) -> dict[str, Tensor]:
         harm = torch.stack([rows.get("squared_error", -rows["log_prob"]) for rows in columns])
     pick = {}
     for name, direction in WORSE[task].items():
-        if all(name in rows for rows in columns):
+        if _everywhere(name, columns):
             # of equally correct ones, the one that came closest to breaking
             by_itself = direction != 0 and name != "correct"
             pick[name] = (

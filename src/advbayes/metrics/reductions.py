@@ -116,7 +116,7 @@ def rmse(
 
 @dataclass(frozen=True)
 class Bin:
-    """One bar of a reliability diagram: confidences in [low, high], their mean, the accuracy found.
+    """One bar of a reliability diagram: confidences in [low, high], their mean, their accuracy.
 
     >>> Bin(0.5, 1.0, 0.7, Estimate(0.5, 0.2, 0.8, 10, 0.95)).confidence
     0.7
@@ -139,7 +139,7 @@ def reliability(
     """The data of a reliability diagram, without its empty bins.
 
     Equal width: [i/bins, (i+1)/bins), low and high its edges. Equal mass: low and high are the
-    confidences found at its ends, and examples that tie across an edge share their accuracy, so
+    confidences at its ends, and examples that tie across an edge share their accuracy, so
     that their order does not matter.
 
     >>> [
@@ -152,15 +152,15 @@ def reliability(
     index, confidence, correct = (
         rows[0] for rows in _assign(confidence[None], correct[None], bins, binning)
     )
-    found = []
+    bars = []
     for i in torch.unique(index).tolist():
         inside = confidence[index == i]
         if binning == "equal_width":
             low, high = i / bins, (i + 1) / bins
         else:
             low, high = float(inside[0]), float(inside[-1])
-        found.append(Bin(low, high, float(inside.mean()), proportion(correct[index == i], level)))
-    return tuple(found)
+        bars.append(Bin(low, high, float(inside.mean()), proportion(correct[index == i], level)))
+    return tuple(bars)
 
 
 def ece(

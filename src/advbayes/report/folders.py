@@ -130,7 +130,7 @@ def _left_out(whole: Evaluation, by_run: Mapping[str, Sequence[Evaluation]]) -> 
 
 def _names(runs: Sequence[Run]) -> dict[str, Run]:
     """Runs by their defense; by folder where two have the same."""
-    by_defense = {run.config.defense: run for run in runs}
+    by_defense: dict[str, Run] = {run.config.defense: run for run in runs}
     by_folder = {run.path.resolve().name: run for run in runs}
     whole = (names for names in (by_defense, by_folder) if len(names) == len(runs))
     return next(whole, {str(run.path): run for run in runs})
