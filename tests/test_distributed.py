@@ -7,6 +7,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -267,6 +269,24 @@ def test_a_killed_rank_ends_the_run_which_goes_on_exactly(tmp_path: Path) -> Non
         for place in (run, tmp_path / "one")
     ]
     assert last[0] == pytest.approx(last[1], rel=1e-4)
+
+
+def test_torchrun_trains_what_one_process_trains(tmp_path: Path) -> None:
+    """The command as users give it, with ranks that torchrun starts itself."""
+    settings = killing.SMALL | {"epochs": "1", "defense": "mix"}
+    argv = ["train", *killing.flags(settings), "--quiet", "--out"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*torchrun, "--nproc-per-node=2", "-m", "advbayes", *argv, str(tmp_path / "two")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert main([*argv, str(tmp_path / "one")]) == 0
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "history.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    assert len(one) == len(two) == 8
+    for wanted, found in zip(one, two, strict=True):
+        assert found["bound"] == pytest.approx(wanted["bound"], rel=1e-4)
 
 
 def test_the_evaluate_command_writes_the_same_files_on_any_number_of_ranks(tmp_path: Path) -> None:
