@@ -6,6 +6,7 @@ even for `typing`.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from importlib.machinery import ModuleSpec
@@ -48,7 +49,13 @@ __all__ = sorted(_HOME_OF)
 def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'advbayes' has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"advbayes.{_HOME_OF[name]}"), name)
+    collects = gc.isenabled()
+    gc.disable()  # an import leaves no garbage, and a collection walks through all of torch: 0.1 s
+    try:
+        value: object = getattr(importlib.import_module(f"advbayes.{_HOME_OF[name]}"), name)
+    finally:
+        if collects:
+            gc.enable()
     globals()[name] = value
     return value
 
