@@ -177,3 +177,21 @@ def test_train_predict_and_load(csv_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "p.json"
     assert main(["predict", str(run.path), str(new), "--out", str(out)]) == 0
     np.testing.assert_allclose(mean.numpy(), json.loads(out.read_text())["price"], rtol=1e-5)
+
+
+def test_predict_says_which_categories_training_has_not_seen(
+    csv_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"data": str(csv_file), "target": "price", "drop": ["label"], "epochs": 1}
+    with create_run(make_config(config), tmp_path / "run") as run:
+        train(run, progress=False)
+    new = tmp_path / "new.csv"
+    new.write_text("size,colour,weight\n9,red,2\n9,violet,2\n9,,2\n9,violet,\n")
+    said = r"column 'colour' .* in 3 of 4 rows \('violet', an empty cell\)"
+    with pytest.warns(UserWarning, match=said) as caught:
+        assert main(["predict", str(run.path), str(new)]) == 0
+    assert len(caught) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 5
+    new.write_text("size,colour,weight\n9,red,2\n")
+    assert main(["predict", str(run.path), str(new)]) == 0
+    assert not capsys.readouterr().err

@@ -77,10 +77,16 @@ def described_run(run: Run) -> dict[str, Any]:
         "metrics": _document(run.path / "metrics.json"),
         "audit": _document(run.path / "audit.json"),
         "evaluations": [path.name for path in run.evaluations],
+        "changed_since_training": {},
     }
     if run.model_path.exists():
         _, documents, scaling = _bundle(run.model_path)
-        names = documents.get("extra", {}).get("feature_names", ())
+        extra = documents.get("extra", {})
+        names = extra.get("feature_names", ())
+        result["changed_since_training"] = {
+            key: {"trained": before, "now": now}
+            for key, (before, now) in run.changed(extra.get("config")).items()
+        }
         threat = documents.get("threat_model") or {}
         reach = {
             key: torch.tensor(threat[key])
@@ -102,6 +108,12 @@ def lines_of_run(run: Run) -> str:
         *([why_task(config, metrics["task"])] if metrics else []),
         f"status {described['status']}, {described['steps']} steps, {described['skipped']} skipped",
     ]
+    if changed := described["changed_since_training"]:
+        said = ", ".join(f"{key} ({each['trained']!r})" for key, each in changed.items())
+        lines.append(
+            f"  config.toml was edited after training and is not what was trained; trained with: "
+            f"{said}"
+        )
     if "threat_model" in described:
         lines.append(f"trained within {config.norm} {said_units(described['threat_model'])}")
     if metrics:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,6 +98,24 @@ class Encoding:
                 ]
         return features
 
+    def unseen(self, rows: Any) -> dict[str, list[str]]:  # (N, len(columns)) -> by column
+        """The words of text columns that were not there when it was fitted, one for each row that
+        has such a word.
+
+        >>> table = np.array([["red"], ["blue"]], object)
+        >>> Encoding.fit(("colour",), table, numeric=(False,)).unseen([["red"], ["green"]])
+        {'colour': ['green']}
+        """
+        found: dict[str, list[str]] = {}
+        for part, fitted, places in self.transformer.transformers_:
+            for index, known in zip(
+                *((places, fitted.categories_) if part == "text" else ((), ())), strict=True
+            ):
+                words = [_word(row[index]) for row in rows]
+                if new := [word for word in words if word not in set(known)]:
+                    found[self.columns[index]] = new
+        return found
+
     def transform(self, rows: Any) -> Tensor:  # (N, len(columns)) -> (N, F)
         """Rows of the table, numbers and text, as features; None and NaN are missing, an unknown
         word is no category."""
@@ -115,9 +134,19 @@ class Encoding:
         return float32("the rows", "the table", encoded)
 
     def read(self, data: bytes, name: str) -> Tensor:
-        """The rows of a CSV file, by the names of its columns."""
+        """The rows of a CSV file, by the names of its columns; words that are no category draw a
+        warning."""
         text = parse_table(data, name, text=self.columns, numbers=()).text
         cells = np.array([text[column] for column in self.columns], object)
+        for column, words in self.unseen(cells.T).items():
+            shown = sorted({repr(word[:40]) if word else "an empty cell" for word in words})
+            more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
+            warnings.warn(
+                f"{name}: column {column!r} has values that were not in the training data, in "
+                f"{len(words)} of {cells.shape[1]} rows ({', '.join(shown[:5])}{more}); they are "
+                f"predicted as of no known category",
+                stacklevel=2,
+            )
         return self.transform(cells.T)
 
     def to_json(self) -> dict[str, Any]:

@@ -98,26 +98,32 @@ class Run:
         """The right to write here, to be entered."""
         return store.Lock(self.path)
 
-    def check_sealed(self, sealed: object, place: str) -> None:
-        """Refuse a config.toml that differs from the one that the run's files were made with; only
-        the location of the data may change.
+    def changed(self, sealed: object) -> dict[str, tuple[Any, Any]]:
+        """The keys of config.toml that differ from the one that the run's files were made with:
+        before and now; the location of the data may change.
 
         `sealed` is the configuration as a checkpoint or model holds it; None: from a version that
         did not seal it.
         """
         match sealed:
             case None:
-                return
+                return {}
             case dict() as before:
                 pass
             case _:
                 before = {}
         now = self.config.model_dump(mode="json")
-        for key in sorted(now.keys() - {"root"}):
-            if now[key] != before.get(key, RunConfig.model_fields[key].default):
-                wanted = f"{key} = {before.get(key)!r}, which the run's {place} was made with"
-                wanted += " (or a new run)"
-                raise store.StoreError(self.path / "config.toml", wanted, f"{now[key]!r}")
+        return {
+            key: (before.get(key), now[key])
+            for key in sorted(now.keys() - {"root"})
+            if now[key] != before.get(key, RunConfig.model_fields[key].default)
+        }
+
+    def check_sealed(self, sealed: object, place: str) -> None:
+        """Refuse a config.toml that differs from the one that the run's files were made with."""
+        for key, (before, now) in self.changed(sealed).items():
+            wanted = f"{key} = {before!r}, which the run's {place} was made with (or a new run)"
+            raise store.StoreError(self.path / "config.toml", wanted, f"{now!r}")
 
     def log(self, message: str) -> None:
         """A dated line in log.txt; a log that cannot be written stops nothing."""
