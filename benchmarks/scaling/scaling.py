@@ -53,6 +53,7 @@ from advbayes import (
 )
 from advbayes.datasets import find_dataset, load_dataset
 from advbayes.networks import conv_net
+from advbayes.purification.banks import Query
 from advbayes.seeds import generator_for
 
 HERE = Path(__file__).parent
@@ -416,7 +417,8 @@ def indexed(make: Callable[[int, int], tuple[Tensor, Tensor]], num: int, queries
             took.append(time.perf_counter() - began)
         seconds[kind] = min(took)
     assert quick._index is not None
-    bound = quick._index.search(quick.store, quick.flat(x), MASS)[1]
+    whole = Query(x, quick.flat(x), quick.store.origin, torch.float64)
+    bound = quick._index.search(quick.store, whole, MASS)[1]
     return {
         **seconds,
         "faster": seconds["exact"] / seconds["indexed"],
