@@ -36,10 +36,10 @@ from advbayes.report import (
     write_report,
 )
 from advbayes.report.figures import security_curves
+from advbayes.report.gather import MANDATORY
 from advbayes.report.pictures import png
 from advbayes.report.text import clean
 from advbayes.report.text import inert_markdown as markdown
-from advbayes.report.words import MANDATORY
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -342,6 +342,16 @@ def test_a_dagger_stands_at_what_is_not_to_be_believed(audit: Any, daggers: set[
         if row["predictor"] in daggers:
             assert row["dagger"] == (row["kind"] != "clean")
     assert {row["predictor"] for row in document["summary"] if not row["believed"]} == daggers
+
+
+# all but E25, E26 (without a detector) and E23, E24 (without a purifier)
+@pytest.mark.parametrize("left_out", [*(f"E{i}" for i in range(23)), "E27", "E28", "E29", "E30"])
+def test_a_mandatory_check_that_was_never_asked_for_did_not_pass(left_out: str) -> None:
+    asked = verdict("B", failed=())
+    asked["findings"] = [each for each in asked["findings"] if each["id"] != left_out]
+    document = gather(title="t", evaluation=image_case()["evaluation"], audit={"MIX": asked})
+    assert document["audit"]["MIX"]["never_asked"] == [left_out]
+    assert not any(row["believed"] for row in document["summary"] if row["predictor"] == "MIX")
 
 
 def test_the_verdict_is_told_in_words_with_advice(images: ReportPaths) -> None:

@@ -78,7 +78,6 @@ PARTIAL = (
 )
 # What an audit must say something about; the rest depends on the predictor (a purifier, a detector)
 # or is advice.
-MANDATORY = (*(f"E{i}" for i in range(23)), "E27", "E30")
 UNAUDITED = (
     "Not audited",
     "Nobody has checked whether the attacks were strong enough. Numbers under attack are upper "
