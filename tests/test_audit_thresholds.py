@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ from advbayes.auditing import (
 from advbayes.auditing.case import Case
 from advbayes.auditing.certificate import certificate
 from advbayes.auditing.run import _case
-from advbayes.evaluation import Evaluation
+from advbayes.evaluation import Evaluation, evaluate
 from advbayes.evaluation.result import CLEAN, Cell
 
 NUM = 200
@@ -224,6 +225,21 @@ def test_e27_a_claim_scored_again(
     result = describing.rescorable(found)
     assert result.status == wanted, result.line()
     assert result.figures["changed"] == flipped
+
+
+@pytest.mark.parametrize(("drift", "wanted"), [(9e-4, "passed"), (1.1e-3, "failed")])
+def test_e27_files_scored_again(drift: float, wanted: str, tmp_path: Path) -> None:
+    """The table as it was told and the arrays on disk agree to a thousandth."""
+    found = case()
+    attacks = {"a": pgd(found.ball, 2)}
+    told = evaluate(found.predict, (X, Y), attacks=attacks, out=tmp_path, progress=False)
+    cells = {
+        cell: rows | {"log_prob": rows["log_prob"] - drift} for cell, rows in told.cells.items()
+    }
+    found.support = found.support.but(evaluation=replace(told, cells=cells))
+    result = describing.rescorable(found)
+    assert result.status == wanted, result.line()
+    assert float(result.figures["largest_drift"]) == pytest.approx(drift, rel=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
@@ -251,7 +252,7 @@ def test_keys_of_the_machine_reach_the_training(
     before = torch.get_num_threads()
 
     def fit(*args: Any, **settings: Any) -> Any:
-        keys = ("compile", "own_thetas", "checkpoint_every")
+        keys = ("compile", "own_thetas", "checkpoint_every", "progress")
         seen.append((*(settings[key] for key in keys), torch.get_num_threads()))
         return kept(*args, **settings | {"compile": False})
 
@@ -259,10 +260,11 @@ def test_keys_of_the_machine_reach_the_training(
     argv = training(place, place / "machine", threads="2", checkpoint_every="3")
     try:
         assert main([*argv, "--compile", "--own-thetas"]) == 0
-        assert main([*training(place, place / "machine2"), "--no-compile"]) == 0
+        loud = [word for word in training(place, place / "machine2") if word != "--quiet"]
+        assert main([*loud, "--no-compile"]) == 0
     finally:
         torch.set_num_threads(before)
-    assert seen == [(True, True, 3, 2), (False, False, 200, 1)]
+    assert seen == [(True, True, 3, False, 2), (False, False, 200, None, 1)]
 
 
 @shows("train", "root", "config", "resume", "json")
@@ -504,7 +506,10 @@ def test_flags_of_an_audit_reach_it(
         5,
     )
     assert len(seen["predict"].thetas) == 2
-    assert seen["support"].control_ball.eps == 3
+    # the control is attacked in the same ball but for its size
+    ball, control = seen["ball"], seen["support"].control_ball
+    assert control == replace(ball, eps=3.0, scale=control.scale)
+    assert torch.allclose(3.0 * control.scale[1], 0.3 * ball.scale[1])  # of b, still 2
     assert seen["ball"].mask.tolist() == [False, True, True]
     assert float(0.3 * seen["ball"].scale[1] * load_trained(run).scaling.std[1]) == pytest.approx(2)  # type: ignore[union-attr]
     assert seen["support"].undefended is not None
