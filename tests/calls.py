@@ -178,7 +178,7 @@ def brief(value: Any) -> dict[str, Any]:
     def walk(part: Any) -> Any:
         match part:
             case dict():
-                return [[key, walk(each)] for key, each in part.items()]
+                return [[key, walk(part[key])] for key in sorted(part)]
             case list():
                 return [walk(each) for each in part]
             case float() if math.isfinite(part):

@@ -4,7 +4,9 @@
     python tests/mutations.py --slips PATTERN    those whose name contains PATTERN
 
 `FIRST` were chosen before any test was read: 24 of the 50 were caught. Tests of the kinds that were missing came then (every
-setting of every attack, formulas at any coverage and in any units, both halves, levels of intervals), and `SECOND` after them.
+setting of every attack, formulas at any coverage and in any units, both halves, levels of intervals), and `SECOND` after them:
+7 of 20. `THIRD` were chosen in the same way: 32 of 50. `tests/test_calls.py` came then, and `FOURTH` after it, at lines of the
+package that were drawn by chance.
 """
 
 # ruff: noqa: E501 (the lines to change are quoted whole)
@@ -567,8 +569,8 @@ THIRD = (
     Bug(
         "a purifier with thetas drawn anew is always online",
         "purification/purifier.py",
-        "return Purifier(model, channel, fresh, given, update, **options)",
-        "return Purifier(model, channel, fresh, given, **options)",
+        "                    x if y is None else (x, y),\n                    update,\n",
+        "                    x if y is None else (x, y),\n",
         "test_purifier test_purifier_attacks test_purifier_everywhere test_settings",
     ),
     Bug(
@@ -656,8 +658,8 @@ THIRD = (
     Bug(
         "the bootstrap of a mean always draws 1,000 times",
         "metrics/reductions.py",
-        "_mean, scores, level=level, num_resamples=num_resamples, generator=generator",
-        "_mean, scores, level=level, generator=generator",
+        "return bootstrap(lambda rows: rows.mean(1), scores, **options)",
+        "return bootstrap(lambda rows: rows.mean(1), scores, level=level)",
         "test_metrics test_metric_levels",
     ),
     Bug(
@@ -693,15 +695,15 @@ THIRD = (
     Bug(
         "the cost of an audit counts what its tier leaves out",
         "auditing/run.py",
-        "0.0 if check.id in case.budget.left_out else float(check.cost(size))",
-        "float(check.cost(size))",
+        "costs |= dict.fromkeys(budget.left_out, 0.0)",
+        "costs |= {}",
         "test_audit test_audit_run test_audit_first_contact test_audit_rules test_audit_thresholds",
     ),
     Bug(
         "a row is bold at half a chance of error",
         "auditing/describing.py",
-        'figures["largest adjusted p"] >= 0.05',
-        'figures["largest adjusted p"] >= 0.5',
+        "* (largest >= 0.05)",
+        "* (largest >= 0.5)",
         "test_audit_rules test_audit_thresholds test_audit",
     ),
     Bug(
@@ -730,8 +732,8 @@ THIRD = (
     Bug(
         "a bundle's predictor always averages 20 thetas",
         "store/bundle.py",
-        "self.model, thetas_of(self.posterior, num, key",
-        "self.model, thetas_of(self.posterior, 20, key",
+        "thetas = thetas_of(self.posterior, num, key)",
+        "thetas = thetas_of(self.posterior, 20, key)",
         "test_store_model test_store_bundle test_table_users",
     ),
     Bug(
@@ -752,8 +754,8 @@ THIRD = (
     Bug(
         "built-in data sets ignore the test share asked for",
         "datasets/loading.py",
-        "_Options(seed, 0.2 if test_fraction is None else test_fraction, target)",
-        "_Options(seed, 0.2, target)",
+        "fraction = 0.2 if test_fraction is None else test_fraction",
+        "fraction = 0.2",
         "test_datasets test_file_options",
     ),
     Bug(
@@ -766,8 +768,8 @@ THIRD = (
     Bug(
         "a file's delimiter is always guessed",
         "datasets/own.py",
-        "text=text, numbers=numbers, delimiter=delimiter",
-        "text=text, numbers=numbers",
+        "header=header, delimiter=delimiter)",
+        "header=header)",
         "test_file_options test_datasets test_tables_as_they_come",
     ),
     # --- runs
@@ -803,8 +805,8 @@ THIRD = (
     Bug(
         "the report's changes of features are left standardised",
         "report/examples.py",
-        '"changes": [float(move[i] * std[i]) for _, move in moves],',
-        '"changes": [float(move[i]) for _, move in moves],',
+        '"changes": [float(move[i] * units.std[i]) for move in moves],',
+        '"changes": [float(move[i]) for move in moves],',
         "test_report test_readback test_written_out",
     ),
     Bug(
@@ -840,8 +842,8 @@ THIRD = (
     Bug(
         "predicted standard deviations are shifted by the mean",
         "cli/predicting.py",
-        "value * spread + (0 if index == 1 else shift) for",
-        "value * spread + shift for",
+        "        std = std * spread\n",
+        "        std = std * spread + shift\n",
         "test_cli test_table_users test_readback test_options",
     ),
     Bug(
@@ -908,8 +910,8 @@ FOURTH = (
     Bug(
         "a success that was returned by another point counts as missed",
         "auditing/strength.py",
-        "                    and bool(harmless[row])\n",
-        "",
+        "bool(seen) and missing and not returned",
+        "bool(seen) and not returned",
         "test_audit_rules test_audit_thresholds test_audit",
     ),
     Bug(
@@ -929,8 +931,8 @@ FOURTH = (
     Bug(
         "the report does not say for how many epochs was trained",
         "report/telling.py",
-        'if config.get("epochs"):',
-        'if config.get("epoch"):',
+        '(config.get("epochs"), f" for {short(config.get(\'epochs\'))} epochs")',
+        '(config.get("epoch"), f" for {short(config.get(\'epochs\'))} epochs")',
         "test_report test_readback",
     ),
     Bug(
@@ -949,7 +951,7 @@ FOURTH = (
     ),
     Bug(
         "the interval of an accuracy ignores its level",
-        "metrics/reductions.py",
+        "metrics/intervals.py",
         "return Estimate(total / num, *wilson(total, num, level=level), num, level)",
         "return Estimate(total / num, *wilson(total, num), num, level)",
         "test_metrics test_metric_levels test_interval_coverage",
@@ -971,8 +973,8 @@ FOURTH = (
     Bug(
         "balls that meet are taken for apart",
         "auditing/strength.py",
-        "> 2.001 * case.ball.eps + 1e-6",
-        "> 1.001 * case.ball.eps + 1e-6",
+        "reach = 2.001 * case.ball.eps + 1e-6",
+        "reach = 1.001 * case.ball.eps + 1e-6",
         "test_audit_rules test_audit test_audit_thresholds",
     ),
     Bug(
@@ -992,8 +994,8 @@ FOURTH = (
     Bug(
         "a purified classifier does not meet the nearest centre",
         "cli/threat.py",
-        '(annealed, NearestCentre(ball)) if task == "classification" else (annealed,)',
-        "(annealed,)",
+        "        attacks.append(NearestCentre(ball))\n",
+        "        pass\n",
         "test_purify_command test_options",
     ),
     Bug(
@@ -1006,13 +1008,13 @@ FOURTH = (
     Bug(
         "a file's classes are not divided evenly",
         "datasets/own.py",
-        'labels=y if task == "classification" else None,',
-        "labels=None,",
+        '    labels = y if task == "classification" else None\n    train, test = split_rows(len(y)',
+        "    labels = None\n    train, test = split_rows(len(y)",
         "test_file_options test_datasets test_tables_as_they_come",
     ),
     Bug(
         "the spreadsheet believes what has a dagger",
-        "report/markdown.py",
+        "report/rendering.py",
         '"no" if row["dagger"] else "yes"',
         '"yes" if row["dagger"] else "no"',
         "test_report test_readback",
@@ -1020,8 +1022,8 @@ FOURTH = (
     Bug(
         "baseline and control are mistaken for each other",
         "auditing/controls.py",
-        "for each in (support.undefended, baseline))",
-        "for each in (baseline, support.undefended))",
+        "for each in (control, baseline))",
+        "for each in (baseline, control))",
         "test_audit_rules test_audit",
     ),
     Bug(

@@ -137,3 +137,13 @@ def test_consistency_wants_samples_to_compare_and_classes_that_vote() -> None:
     config = make_config({"data": "diabetes", "defense": "consistency", "num_channel": 2})
     with pytest.raises(ConfigError, match="defense: must be another than consistency"):
         build_defense(config, prepare(config))
+
+
+@pytest.mark.parametrize("data", ["a.npz", "digits", "diabetes"])
+@pytest.mark.parametrize(
+    ("key", "value"), [("features", ("a",)), ("drop", ("a",)), ("target", "a")]
+)
+def test_columns_are_named_for_tables_in_files_alone(data: str, key: str, value: object) -> None:
+    """Each key by itself: none is read and then ignored."""
+    with pytest.raises(ConfigError, match=key):
+        make_config({"data": data, key: value})
