@@ -308,6 +308,18 @@ def test_lock_is_released_by_an_exception(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_lock_on_a_full_disk_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(number, "no room")
+
+    monkeypatch.setattr("filelock.FileLock.acquire", full)
+    with pytest.raises(DiskFullError, match=r"\.lock: wanted 4096 bytes of disk"), Lock(tmp_path):
+        pass
+
+
 def test_lock_needs_a_folder(tmp_path: Path) -> None:
     with (
         pytest.raises(MissingError, match="absent: wanted a folder to lock"),

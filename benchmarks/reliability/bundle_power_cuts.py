@@ -121,8 +121,11 @@ class Recorder:
             self._add("size", self.open[args[0]][0], offset=args[1])
         elif name in ("replace", "rename"):
             (parent, old), (other, new) = self._place(args[0]), self._place(args[1])
-            assert parent == other
-            self._add("names", parent, names={old: None, new: before})
+            if parent == other:
+                self._add("names", parent, names={old: None, new: before})
+            else:  # either folder may reach the disk without the other
+                self._add("names", other, names={new: before})
+                self._add("names", parent, names={old: None})
         elif name in ("unlink", "rmdir"):
             parent, own = self._place(args[0])
             self._add("names", parent, names={own: None})

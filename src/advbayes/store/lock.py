@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,9 +18,10 @@ from filelock import FileLock, Timeout
 
 from advbayes.checks import number
 
-from .errors import LockedError, MissingError, StoreError
+from .errors import DiskFullError, LockedError, MissingError, StoreError
 
 _NAME = ".lock"
+_SIZE = 4096  # bytes, one block of most file systems
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,9 @@ def _named(path: Path) -> Iterator[None]:
     except StoreError:
         raise
     except (OSError, NotImplementedError) as error:
+        if error.args[:1] in ((errno.ENOSPC,), (errno.EDQUOT,)):
+            free = shutil.disk_usage(path.parent).free
+            raise DiskFullError(path, needed=_SIZE, free=free) from error
         raise StoreError(path, "a lock file", str(error)) from error
 
 
