@@ -525,6 +525,7 @@ call(
         "batch_size": 7,
         "lr": 0.01,
         "decay": 0.3,
+        "warmup": 0.5,
         "seed": 4,
         "stop": lambda: _stop_after(2),
         "channel": Mixture([0.4, 0.6], [Noise(0.2), OS]),

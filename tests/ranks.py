@@ -163,6 +163,7 @@ def trainings() -> dict[str, Found]:
     found = {name: numbers(trained(channel)) for name, channel in channels().items()}
     found["weighted"] = numbers(trained(mix(), "low", objective=weighted))
     found["tiny batches"] = numbers(trained(mix(), batch_size=2))  # fewer rows than three ranks
+    found["warm-up"] = numbers(trained(mix(), warmup=0.5))
     found["own thetas"] = numbers(trained(mix(), own_thetas=True))
     return found
 

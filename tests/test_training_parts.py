@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -157,6 +159,78 @@ def test_fit_is_adam_on_the_bound(posterior_type: type[MeanField], through: bool
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
         assert one.grad is None
+
+
+@pytest.mark.parametrize("posterior_type", [MeanField, PointMass])
+def test_a_warm_up_leaves_most_of_the_kl_out_of_the_gradient(
+    posterior_type: type[MeanField],
+) -> None:
+    """Two of five steps against a loop whose objective has 0.03 of the KL's weight, the others
+    against one with all of it; the history's bound is the whole one, its norm that of the gradient
+    that was followed."""
+    model = regressor()
+    channel = AttackChannel(one_step(L2(0.5)), 0.1)
+    objective = ChannelELBO(40, kl_weight=0.7)
+    ours, theirs, cold = posterior_type(model), posterior_type(model), posterior_type(model)
+    settings: dict[str, Any] = {"objective": objective, "steps": 5, "batch_size": 8, "lr": 1e-2}
+    history = fit(model, ours, channel, (X, Y), warmup=0.4, **settings).history
+    without = fit(model, cold, channel, (X, Y), **settings).history
+    batches = TensorBatches(X, Y, 8, seed=0)
+    reference = torch.optim.Adam(theirs.parameters(), lr=1e-2)
+    for step in range(5):
+        x, y = batches(step).gathered()[:2]
+        followed = replace(objective, kl_weight=0.03 * 0.7 if step < 2 else 0.7)
+        keyed = generator_for(0, "step", step)
+        terms = followed(model, theirs, channel, x, y, generator=keyed)
+        whole = terms.log_likelihood - 0.7 * terms.kl
+        reference.zero_grad()
+        (-terms.bound / 40).backward()
+        norm = math.sqrt(
+            sum(float(p.grad.square().sum()) for p in theirs.parameters() if p.grad is not None)
+        )
+        reference.step()
+        assert history["bound"][step] == pytest.approx(whole.item(), rel=1e-5)
+        assert history["kl"][step] == pytest.approx(terms.kl.item(), rel=1e-5)
+        assert history["gradient_norm"][step] == pytest.approx(norm, rel=1e-5)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    assert history["bound"][0] == without["bound"][0]
+    assert history["gradient_norm"][0] != without["gradient_norm"][0]
+
+
+@pytest.mark.parametrize("at", [1, 4, 7])
+def test_a_training_goes_on_exactly_before_at_and_after_the_end_of_its_warm_up(at: int) -> None:
+    model = regressor()
+    settings: dict[str, Any] = {"steps": 8, "batch_size": 8, "warmup": 0.5}
+    whole, parts = MeanField(model), MeanField(model)
+    first = fit(model, whole, Noise(0.1), (X, Y), **settings)
+    seen: list[State] = []
+    fit(
+        model,
+        MeanField(model),
+        Noise(0.1),
+        (X, Y),
+        checkpoint=seen.append,
+        checkpoint_every=at,
+        **settings,
+    )
+    state = next(state for state in seen if state.step == at)
+    rest = fit(model, parts, Noise(0.1), (X, Y), state=state, **settings)
+    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert rest.history["gradient_norm"] == first.history["gradient_norm"]
+
+
+def test_without_a_warm_up_nothing_changes_and_a_share_beyond_one_is_refused() -> None:
+    model = regressor()
+    posteriors = [MeanField(model) for _ in range(3)]
+    for posterior, options in zip(posteriors, ({}, {"warmup": 0.0}, {"warmup": 0.1}), strict=True):
+        fit(model, posterior, Noise(0.1), (X, Y), steps=4, batch_size=8, **options)
+    # a tenth of four steps is none
+    for other in posteriors[1:]:
+        assert torch.equal(posteriors[0].mu, other.mu)
+    with pytest.raises(ValueError, match=r"warmup must be .* <= 1, got 1\.5"):
+        fit(model, MeanField(model), Noise(0.1), (X, Y), steps=4, warmup=1.5)
 
 
 def test_gradients_through_the_attack_differ_from_those_that_stop_there() -> None:

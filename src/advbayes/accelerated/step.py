@@ -30,8 +30,8 @@ _SLOTS = ("exp_avg", "exp_avg_sq", "step")  # of Adam's state
 
 
 class CompiledStep:
-    """(batch, generator, learning rate) -> bound, log-likelihood, KL, penalty, norm of the gradient
-    of -bound / N.
+    """(batch, generator, learning rate, spared) -> bound, log-likelihood, KL, penalty, norm of the
+    gradient of -(bound + spared * KL) / N.
 
     Compiled at the first batch of each shape. The channel is part of the program where its
     randomness can be drawn beforehand (noise, one-step attacks, stratified mixtures of them), else
@@ -71,11 +71,14 @@ class CompiledStep:
             for tensor in (p.detach(), *map(optimiser.state[p].get, _SLOTS))
         ]
         self.lr = torch.zeros((), dtype=torch.float64, device=model.device)
+        self.spared = torch.zeros((), dtype=model.dtype, device=model.device)
         self.programs: dict[tuple[torch.Size, torch.Size], Program] = {}
         # whether the channel is compiled; its first draw may show that it cannot be
         self.inside = objective.num_channel == 1
 
-    def __call__(self, batch: Batch, generator: torch.Generator, lr: float) -> list[float]:
+    def __call__(
+        self, batch: Batch, generator: torch.Generator, lr: float, spared: float = 0.0
+    ) -> list[float]:
         objective, posterior = self.objective, self.posterior
         if batch.x.ndim > 2:  # gathered inside the program, images take twice the time (measured)
             batch = batch.gathered()
@@ -89,7 +92,9 @@ class CompiledStep:
             drawn = [objective.corrupt(*sources, generator=generator)]
         x, y, rows, *_ = batch
         self.lr.fill_(lr)
-        arguments = (*self.state, self.lr, noise, x, y, *(() if rows is None else (rows,)), *drawn)
+        self.spared.fill_(spared)
+        given = (x, y) if rows is None else (x, y, rows)
+        arguments = (*self.state, self.lr, self.spared, noise, *given, *drawn)
         key = (x.shape, y.shape) if rows is None else (rows.shape, y.shape)
         if key not in self.programs:
             what = f"a step of {self.model} with a channel of type {type(self.channel).__name__}"
@@ -112,14 +117,14 @@ class CompiledStep:
         return fields if self.inside else None
 
     def _program(self, gathers: bool) -> Callable[..., tuple[Tensor, ...]]:
-        """(state), learning rate, noise, x, y, (rows), (the channel's draws, or samples) ->
-        numbers, the state changed."""
+        """(state), learning rate, spared, noise, x, y, (rows), (the channel's draws, or samples)
+        -> numbers, the state changed."""
         step = _Bound(self)
 
         def program(*arguments: Tensor) -> tuple[Tensor, ...]:
             rest = iter(arguments)
             state = list(islice(rest, len(self.state)))
-            lr, noise, x, y = islice(rest, 4)
+            lr, spared, noise, x, y = islice(rest, 5)
             if gathers:
                 rows = next(rest)
                 x, y = x[rows], y[rows]
@@ -127,7 +132,7 @@ class CompiledStep:
                 leaves = [parameter.detach().requires_grad_() for parameter in state[::4]]
                 parameters = dict(zip(self.names, leaves, strict=True))
                 terms: Terms = functional_call(step, parameters, (noise, x, y, rest))
-                loss = -terms.bound / self.objective.num_data
+                loss = -(terms.bound + spared * terms.kl) / self.objective.num_data
                 gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
             squares = torch.stack(
                 [gradient.square().sum(dtype=torch.float64) for gradient in gradients]

@@ -40,6 +40,7 @@ except ImportError:  # a package without it trains the same, but for compile=Tru
 
 COLUMNS = ("bound", "log_likelihood", "kl", "penalty", "gradient_norm", "seconds")
 MAX_SKIPPED_IN_A_ROW = 10
+WARMUP_KL = 0.03  # of the KL term's weight, while warming up
 
 
 class SkippedStepWarning(RuntimeWarning):
@@ -94,6 +95,7 @@ def fit(
     batch_size: int = 128,
     lr: float = 1e-3,
     decay: float = 1.0,
+    warmup: float = 0.0,
     adversary_lr: float = 1e-3,
     seed: int = 0,
     progress: bool | None = None,
@@ -106,15 +108,18 @@ def fit(
 ) -> FitResult:
     """Train the posterior through the channel: maximise the objective by Adam, in place.
 
-    The learning rate falls by the factor `decay` over each pass through the data. Learned channels
-    take a step of their own (against the model) before each step of the posterior. A step whose
-    gradient is not finite is skipped and counted, the first with a warning; ten in a row raise
-    `NonFiniteError`. Ctrl-C (or `stop()` returning true) finishes the step and returns what is
-    trained, with `interrupted=True`. `progress=None` shows a bar on a terminal alone.
-    `checkpoint(state)` is called every `checkpoint_every` steps and at the end; passing a saved
-    state as `state` continues from there, bit for bit (a DataLoader starts a new pass). A
-    DataLoader without a generator of its own takes its order from `seed`; N is the number of
-    examples that one pass of it yields, and the global generator is left as it was.
+    The learning rate falls by the factor `decay` over each pass through the data. For the first
+    `warmup` of all steps (a share, 0 to 1) the KL term has only `WARMUP_KL` of its weight in the
+    gradient, so that a net learns what it can before the prior switches off units that explain
+    nothing yet; the bound in the history is the whole one throughout. Learned channels take a step
+    of their own (against the model) before each step of the posterior. A step whose gradient is not
+    finite is skipped and counted, the first with a warning; ten in a row raise `NonFiniteError`.
+    Ctrl-C (or `stop()` returning true) finishes the step and returns what is trained, with
+    `interrupted=True`. `progress=None` shows a bar on a terminal alone. `checkpoint(state)` is
+    called every `checkpoint_every` steps and at the end; passing a saved state as `state` continues
+    from there, bit for bit (a DataLoader starts a new pass). A DataLoader without a generator of
+    its own takes its order from `seed`; N is the number of examples that one pass of it yields, and
+    the global generator is left as it was.
     `compile=True` compiles the step at its first batch (ten to sixty seconds, less when cached):
     two to five times faster on small nets, the same draws, results equal up to rounding.
 
@@ -150,6 +155,7 @@ def fit(
     total = _total_steps(epochs, steps, batches)
     checks.number("lr", lr, low=0, open_low=True)
     checks.number("decay", decay, low=0, high=1, open_low=True)
+    num_warm = round(checks.number("warmup", warmup, low=0, high=1) * total)
     checks.number("adversary_lr", adversary_lr, low=0, open_low=True)
     if checkpoint_every is not None:
         checks.count("checkpoint_every", checkpoint_every)
@@ -185,9 +191,9 @@ def fit(
 
             for adversary in adversaries:
                 adversary.step(model, posterior, batch, keyed("adversary"))
-            taken = Taken(
-                *take_step(batch, keyed("step"), lr * decay ** (step / batches.steps_per_epoch))
-            )
+            rate = lr * decay ** (step / batches.steps_per_epoch)
+            spared = (1 - WARMUP_KL) * objective.kl_weight if step < num_warm else 0.0
+            taken = Taken(*take_step(batch, keyed("step"), rate, spared))
             if taken.is_finite():
                 skipped_in_a_row = 0
             else:

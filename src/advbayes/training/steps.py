@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ except ImportError:  # a package without it trains the same, but for compile=Tru
 
 
 class Taken(NamedTuple):
-    """The bound and its parts for the whole data set, and the gradient norm of -bound / N."""
+    """The bound and its parts for the whole data set, and the norm of the gradient of -bound / N,
+    `spared` of the KL term added to the bound."""
 
     bound: float
     log_likelihood: float
@@ -38,8 +39,17 @@ class Taken(NamedTuple):
         return math.isfinite(self.bound) and math.isfinite(self.norm)
 
 
-# (batch, generator seeded for the step, learning rate) -> the fields of `Taken`
-Step = Callable[[Batch, torch.Generator, float], list[float]]
+class Step(Protocol):
+    """One step along the gradient of bound + spared * kl, where `spared` is the part of the KL
+    term's weight that a warm-up leaves out; the bound that it tells is the true one."""
+
+    def __call__(
+        self,
+        batch: Batch,
+        generator: torch.Generator,  # seeded for the step
+        lr: float,
+        spared: float = 0.0,
+    ) -> list[float]: ...  # the fields of `Taken`
 
 
 def eager_step(
@@ -53,11 +63,14 @@ def eager_step(
     """One estimate of the bound, its gradient by autograd, and Adam along it if all is finite."""
     parameters = [p for p in posterior.parameters() if p.requires_grad]
 
-    def step(batch: Batch, generator: torch.Generator, lr: float) -> list[float]:
+    def step(
+        batch: Batch, generator: torch.Generator, lr: float, spared: float = 0.0
+    ) -> list[float]:
         total = objective.num_data if batch.weight is None else float(batch.weight.sum())
         x, y, _, weight, share = batch.gathered()
         terms = objective(model, posterior, channel, x, y, weight=weight, generator=generator)
-        of_share = torch.autograd.grad(-terms.bound / total, parameters, materialize_grads=True)
+        gain = terms.bound + spared * terms.kl if spared else terms.bound
+        of_share = torch.autograd.grad(-gain / total, parameters, materialize_grads=True)
         values = torch.stack([term.detach() for term in terms])
         *gradients, values = ranks.mean([*of_share, values], share)
         norm = math.hypot(*(torch.linalg.vector_norm(gradient).item() for gradient in gradients))
