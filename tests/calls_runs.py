@@ -358,8 +358,8 @@ call(
 )
 call(
     schedule,
-    {"epochs": None, "decay": None, "num_data": 1000, "batch_size": 128},
-    {"epochs": 3, "decay": 0.5, "num_data": 100, "batch_size": 32},
+    {"epochs": None, "lr": None, "decay": None, "x": torch.zeros(1000, 3), "batch_size": 128},
+    {"epochs": 3, "lr": 0.5, "decay": 0.5, "x": torch.zeros(1000, 1, 1, 3), "batch_size": 32},
 )
 call(
     lambda: [

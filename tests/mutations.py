@@ -750,6 +750,13 @@ _through = _Shared()""",
         "test_training_parts",
     ),
     Bug(
+        "images warm up at a table's rate",
+        "runs/building.py",
+        "if epochs is None and x.ndim == 2:",
+        "if epochs is None:",
+        "test_table_users",
+    ),
+    Bug(
         "learning rate never decays",
         "training/loop.py",
         "lr * decay ** (step / batches.steps_per_epoch)",

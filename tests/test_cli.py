@@ -253,7 +253,7 @@ def test_flags_override_the_file_and_all_is_written_back(
         ],
     )
     assert (
-        found["config"] | {"epochs": 1.0, "seed": 7, "hidden": [4, 4], "lr": 0.01, "compile": False}
+        found["config"] | {"epochs": 1.0, "seed": 7, "hidden": [4, 4], "lr": None, "compile": False}
         == found["config"]
     )
     again = told(

@@ -20,9 +20,9 @@ from advbayes.cli.scores import legend
 from advbayes.cli.threat import ball_for
 from advbayes.estimators import RobustClassifier, RobustRegressor
 from advbayes.experiments.catalogue import BASE, EXPERIMENTS
-from advbayes.runs import load_trained
-from advbayes.runs.building import schedule
-from advbayes.runs.config import RunConfig
+from advbayes.runs import create_run, load_trained, train
+from advbayes.runs.building import prepare, schedule
+from advbayes.runs.config import RunConfig, make_config
 
 
 @pytest.mark.parametrize("kind", [RobustClassifier, RobustRegressor])
@@ -44,21 +44,49 @@ def test_experiments_do_not_follow_the_defaults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num", "batch", "epochs"),
+    ("num", "table", "images"),
     [
-        (60_000, 128, 10.0),  # at least ten passes
-        (1280, 128, 200.0),  # 2,000 steps
-        (100, 128, 500.0),  # at most 500 passes
+        (60_000, 10.0, 10.0),  # at least ten passes
+        (1280, 400.0, 200.0),  # 4,000 steps, 2,000
+        (100, 4000.0, 500.0),  # images: at most 500 passes
     ],
 )
-def test_passes_over_the_data_that_are_left_open(num: int, batch: int, epochs: float) -> None:
-    found, decay = schedule(None, None, num, batch)
-    assert found == epochs
-    assert decay**found == pytest.approx(0.01)
-    assert schedule(3.0, 0.5, num, batch) == (3.0, 0.5)
-    # a short training keeps its rate; a long one ends at a hundredth, too
-    assert schedule(3.0, None, num, batch) == (3.0, decay)
-    assert schedule(800.0, None, num, batch)[1] ** 800 == pytest.approx(0.01)
+def test_what_is_left_open_of_a_training(num: int, table: float, images: float) -> None:
+    rows, pictures = torch.zeros(num, 3), torch.zeros(num, 1, 2, 2)
+    for x, passes, lr, warmup in ((rows, table, 0.02, 0.1), (pictures, images, 0.01, 0.0)):
+        found = schedule(None, None, None, x, 128)
+        assert found == (passes, lr, found.decay, warmup)
+        assert found.decay**passes == pytest.approx(0.01)
+        assert schedule(None, 0.2, 0.5, x, 128) == (passes, 0.2, 0.5, warmup)
+    for x in (rows, pictures):
+        assert schedule(3.0, 0.2, 0.5, x, 128) == (3.0, 0.2, 0.5, 0.0)
+        # a short training keeps its rate; a long one ends at a hundredth, too
+        decay = 0.01 ** (1 / images)
+        assert schedule(3.0, None, None, x, 128) == (3.0, 0.01, pytest.approx(decay), 0.0)
+        assert schedule(800.0, None, None, x, 128).decay ** 800 == pytest.approx(0.01)
+
+
+def test_command_line_and_estimators_train_a_table_alike(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Both hand to `fit` what `schedule` says: steps, rate, decay, warm-up."""
+    seen: list[dict[str, Any]] = []
+
+    def noted(*_: Any, **settings: Any) -> None:
+        names = ("epochs", "batch_size", "lr", "decay", "warmup")
+        seen.append({name: settings[name] for name in names})
+        raise InterruptedError
+
+    monkeypatch.setattr("advbayes.runs.training.fit", noted)
+    monkeypatch.setattr("advbayes.estimators.fit", noted)
+    config = make_config({"data": "diabetes"})
+    x = prepare(config).x_train
+    with create_run(config, tmp_path / "run") as run, pytest.raises(InterruptedError):
+        train(run)
+    with pytest.raises(InterruptedError):
+        RobustRegressor().fit(x.numpy(), x[:, 0].numpy())
+    assert seen[0] == seen[1]
+    assert (seen[0]["lr"], seen[0]["warmup"]) == (0.02, 0.1)
 
 
 def estimates(**values: tuple[float, float]) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         init_scale: float = 0.02,
         epochs: float | None = None,
         batch_size: int = 128,
-        lr: float = 1e-2,
+        lr: float | None = None,
         decay: float | None = None,
         num_thetas: int = 20,
         abstain: float | None = None,
@@ -134,7 +134,6 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         self.posterior_ = named_posterior(
             self.posterior, model, seed=seed, init_scale=self.init_scale
         )
-        epochs, decay = schedule(self.epochs, self.decay, len(x), self.batch_size)
         proactive = self.defense in ("proactive", "both")
         self.result_ = fit(
             model,
@@ -143,11 +142,9 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             (seen, y),
             objective=ChannelELBO(len(x), kl_weight=self.kl_weight),
             sample_weight=None if bool((weights == 1).all()) else weights,
-            epochs=epochs,
             batch_size=self.batch_size,
-            lr=self.lr,
-            decay=decay,
             seed=seed,
+            **schedule(self.epochs, self.lr, self.decay, x, self.batch_size)._asdict(),
         )
         thetas = self.posterior_.sample(self.num_thetas, generator=generator_for(seed, "thetas"))
         if self.posterior in ("point", "ensemble"):
@@ -399,7 +396,7 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         init_scale: float = 0.02,
         epochs: float | None = None,
         batch_size: int = 128,
-        lr: float = 1e-2,
+        lr: float | None = None,
         decay: float | None = None,
         num_thetas: int = 20,
         abstain: float | None = None,

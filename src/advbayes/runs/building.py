@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -383,24 +383,54 @@ def _learned(config: RunConfig, data: Prepared, ball: Ball) -> Learned:
 
 
 MIN_STEPS, MIN_EPOCHS, MAX_EPOCHS = 2000, 10.0, 500.0
-LAST_LR = 0.01  # of the first, at the end of the training
+LR, LAST_LR = 0.01, 0.01  # the second of the first, at the end of the training
+TABLE_STEPS, TABLE_LR, TABLE_WARMUP = 4000, 0.02, 0.1
+
+
+class Schedule(NamedTuple):
+    """How long `fit` trains, and how fast."""
+
+    epochs: float
+    lr: float
+    decay: float
+    warmup: float
 
 
 def schedule(
-    epochs: float | None, decay: float | None, num_data: int, batch_size: int
-) -> tuple[float, float]:
-    """Passes over the data and the factor on the learning rate for each, where they are left open:
-    enough passes for 2,000 steps, but 10 to 500 of them; a rate that falls to a hundredth over
-    these, or over `epochs` if that is more. In fewer passes it falls no faster, so that a short
-    training is not one at a rate of nothing.
+    epochs: float | None,
+    lr: float | None,
+    decay: float | None,
+    x: Tensor,  # (N, *event), what is trained on
+    batch_size: int,
+) -> Schedule:
+    """What is left open of passes over the data, learning rate and its factor for each pass.
 
-    >>> schedule(None, None, 1280, 128), schedule(5, None, 1280, 128), schedule(5, 0.9, 1280, 128)
-    ((200.0, 0.9772372209558107), (5.0, 0.9772372209558107), (5.0, 0.9))
+    A table with `epochs` left open: enough passes for 4,000 steps, but at least 10; a tenth of them
+    warms up (see `fit`), at a rate of 0.02. Images, or `epochs` given: 2,000 steps, but 10 to 500
+    passes; no warm-up, a rate of 0.01. The rate falls to a hundredth over these passes, or over
+    `epochs` if that is more. In fewer it falls no faster, so that a short training is not one at a
+    rate of nothing.
+
+    >>> rows = torch.zeros(1280, 3)
+    >>> schedule(None, None, None, rows, 128)
+    Schedule(epochs=400.0, lr=0.02, decay=0.9885530946569389, warmup=0.1)
+    >>> schedule(5, None, None, rows, 128)
+    Schedule(epochs=5.0, lr=0.01, decay=0.9772372209558107, warmup=0.0)
     """
-    enough = MIN_STEPS * min(batch_size, num_data) / num_data
-    usual = min(max(enough, MIN_EPOCHS), MAX_EPOCHS)
+    passes_of_a_step = min(batch_size, len(x)) / len(x)
+    if epochs is None and x.ndim == 2:
+        usual = max(TABLE_STEPS * passes_of_a_step, MIN_EPOCHS)
+        first_lr, warmup = TABLE_LR, TABLE_WARMUP
+    else:
+        usual = min(max(MIN_STEPS * passes_of_a_step, MIN_EPOCHS), MAX_EPOCHS)
+        first_lr, warmup = LR, 0.0
     epochs = usual if epochs is None else checks.number("epochs", epochs, low=0, open_low=True)
-    return epochs, LAST_LR ** (1 / max(epochs, usual)) if decay is None else decay
+    return Schedule(
+        epochs,
+        first_lr if lr is None else lr,
+        LAST_LR ** (1 / max(epochs, usual)) if decay is None else decay,
+        warmup,
+    )
 
 
 NAMED_CHANNELS = ("none", "noise", "at", "os", "os50", "mix", "pgd", "trades", "alp", "consistency")

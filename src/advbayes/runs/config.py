@@ -146,13 +146,16 @@ class RunConfig(BaseModel):
 
     epochs: Annotated[
         Positive | None,
-        Field(description="Passes over the data (else enough for 2,000 steps, but 10 to 500)"),
+        Field(description="Passes over the data (else enough for 4,000 steps, images 2,000)"),
     ] = None
     batch_size: Annotated[Count, Field(description="Examples a step")] = 128
-    lr: Annotated[Positive, Field(le=10, description="Adam's learning rate")] = 1e-2
+    lr: Annotated[
+        Annotated[Positive, Field(le=10)] | None,
+        Field(description="Adam's learning rate (else 0.02 for a table without epochs, 0.01)"),
+    ] = None
     decay: Annotated[
         Annotated[float, Field(gt=0, le=1)] | None,
-        Field(description="Factor on lr for each epoch (else a hundredth in 2,000 steps)"),
+        Field(description="Factor on lr for each epoch (else so that it falls to a hundredth)"),
     ] = None
     adversary_lr: Annotated[
         Positive, Field(le=10, description="Learning rate of a learned channel")

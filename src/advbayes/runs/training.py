@@ -172,7 +172,7 @@ def fit_run(
     **options: Any,
 ) -> FitResult:
     """`fit` with the settings of a run."""
-    epochs, decay = schedule(config.epochs, config.decay, len(data.x_train), config.batch_size)
+    chosen = schedule(config.epochs, config.lr, config.decay, data.x_train, config.batch_size)
     lower = config.precision == "bfloat16"
     with torch.autocast(data.x_train.device.type, torch.bfloat16, enabled=lower):
         return fit(
@@ -181,10 +181,8 @@ def fit_run(
             channel,
             (data.x_train, data.y_train),
             objective=objective,
-            epochs=epochs,
             batch_size=config.batch_size,
-            lr=config.lr,
-            decay=decay,
+            **chosen._asdict(),
             adversary_lr=config.adversary_lr,
             seed=config.seed,
             **options,
