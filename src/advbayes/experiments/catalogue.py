@@ -456,7 +456,7 @@ def _audit(name: str) -> Experiment:
     )
 
 
-EXPERIMENTS |= {f"{name}-audit": _audit(name) for name in ("mnist", *TABLES)}
+EXPERIMENTS |= {f"{name}-audit": _audit(name) for name in ("mnist", "mnist-own", *TABLES)}
 EXPERIMENTS |= {f"validation-{name}": _validation(name) for name in TABLES}
 EXPERIMENTS = {
     name: replace(each, settings={**BASE, **each.settings}) for name, each in EXPERIMENTS.items()
