@@ -1,7 +1,10 @@
 """Clean error of the defaults of `advbayes train` and of the estimators on eight small public
 tables, beside ridge or logistic regression, a random forest and a plainly trained mean-field net.
 
-    nice -n 10 python benchmarks/table_defaults.py [SPLITS] [SPLITS OF THE DEFENDED]
+    nice -n 10 python benchmarks/table_defaults.py SPLITS DEFENDED [TABLE ...]
+
+on SPLITS splits, the defended nets on DEFENDED of them; with names of tables (or parts of names)
+on these alone, and what is recorded of the others stays.
 
 The splits are of the training rows, and other ones than those that the defaults were chosen on
 (seeds 10 to 14). The test rows of every table (a fifth, as `advbayes train` splits) are set aside
@@ -108,12 +111,14 @@ def compared(regression: bool, found: dict[str, list[float]]) -> dict[str, dict[
     return {"errors": {name: float(np.mean(each)) for name, each in found.items()}, "worse": worse}
 
 
-def main(splits: int, defended_splits: int) -> None:
+def main(splits: int, defended_splits: int, wanted: list[str]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    rows, began = [], time.process_time()
+    path = RESULTS / "table_defaults.json"
     for title, x, y, x_test, y_test in tables():
-        regression = y.dtype.kind == "f"
+        if wanted and not any(part in title for part in wanted):
+            continue
+        began, regression = time.process_time(), y.dtype.kind == "f"
         names = [*others(regression, len(x)), *TRIED]
         found: dict[str, list[float]] = {name: [] for name in names}
         for split in range(splits):
@@ -123,49 +128,41 @@ def main(splits: int, defended_splits: int) -> None:
                 found[name].append(value)
         test = {name: [value] for name, value in errors_of(names, x, y, x_test, y_test).items()}
         row = {
-            "table": title,
             "metric": "RMSE" if regression else "error rate",
-            "rows": len(x),
-            "test_rows": len(x_test),
-            "by_split": found,
+            "splits": splits,
+            "defended_splits": defended_splits,
             "validation": compared(regression, found),
             "test": compared(regression, test),
+            "processor_seconds": round(time.process_time() - began),
+            **record(),
         }
-        rows.append(row)
-        print(title, json.dumps({part: row[part] for part in ("validation", "test")}), flush=True)
-    seconds = round(time.process_time() - began)
-    about = {
-        "splits": splits,
-        "defended_splits": defended_splits,
-        "max_rows": MAX_ROWS,
-        "processor_seconds": seconds,
-        **record(),
-    }
-    document = {"about": about, "tried": TRIED, "tables": rows}
-    RESULTS.joinpath("table_defaults.json").write_text(json.dumps(document, indent=1) + "\n")
-    RESULTS.joinpath("table_defaults.md").write_text(markdown(document))
+        print(title, json.dumps(row), flush=True)
+        rows = {**json.loads(path.read_text()), title: row} if path.exists() else {title: row}
+        path.write_text(json.dumps(rows, indent=1) + "\n")
+        RESULTS.joinpath("table_defaults.md").write_text(markdown(rows))
 
 
-def markdown(document: dict[str, Any]) -> str:
-    rows, about = document["tables"], document["about"]
-    names = list(rows[0]["by_split"])
+def markdown(rows: dict[str, dict[str, Any]]) -> str:
+    names = ["linear", "forest", "plain mean field", *TRIED]
 
     def part(which: str) -> str:
-        lines = [f"| table | metric | {' | '.join(names)} |", "|" + "---|" * (len(names) + 2)]
-        for row in rows:
+        head = ["table", "splits (MIX)", "metric", *names]
+        lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+        for title, row in rows.items():
             errors, worse = row[which]["errors"], row[which]["worse"]
             cells = [
                 f"{errors[n]:.3g}" + (f" ({100 * worse[n]:+.1f} %)" if n in worse else "")
                 for n in names
             ]
-            lines.append(f"| {row['table']} | {row['metric']} | {' | '.join(cells)} |")
+            num = f"{row['splits']} ({row['defended_splits']})" if which == "validation" else ""
+            lines.append(f"| {title} | {num} | {row['metric']} | {' | '.join(cells)} |")
         passed = [
-            f"{sum(row[which]['worse'][n] <= 0.03 for row in rows)} of {len(rows)}"
+            f"{sum(row[which]['worse'][n] <= 0.03 for row in rows.values())} of {len(rows)}"
             if n in TRIED
             else ""
             for n in names
         ]
-        return "\n".join([*lines, f"| **within 3 %** | | {' | '.join(passed)} |"])
+        return "\n".join([*lines, f"| **within 3 %** | | | {' | '.join(passed)} |"])
 
     return (
         "# Clean error of the defaults\n\n"
@@ -173,13 +170,12 @@ def markdown(document: dict[str, Any]) -> str:
         "undefended, and through MIX at the default eps and sigma. In brackets how much worse than "
         "the best of the others and the undefended default, of RMSE or of accuracy. Written by "
         "`benchmarks/table_defaults.py`.\n\n"
-        f"## Held-out training rows\n\nMean of {about['splits']} splits "
-        f"(MIX: {about['defended_splits']}, compared on the same).\n\n{part('validation')}\n\n"
-        f"## Test rows\n\nOnce, by models of all training rows (at most {about['max_rows']})."
-        f"\n\n{part('test')}\n"
+        "## Held-out training rows\n\nMean over the splits, MIX over the number in brackets and "
+        f"compared on the same.\n\n{part('validation')}\n\n"
+        f"## Test rows\n\nOnce, by models of all training rows (at most {MAX_ROWS}).\n\n"
+        f"{part('test')}\n"
     )
 
 
 if __name__ == "__main__":
-    given = [int(value) for value in sys.argv[1:3]]
-    main(*(given + [3, 2][len(given) :]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
