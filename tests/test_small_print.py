@@ -182,11 +182,13 @@ def test_a_first_look_counts_the_checks_that_passed_and_those_left_out() -> None
         {"id": f"E{k}", "title": "", "status": each, "mandatory": True, "figures": {}, "advice": ""}
         for k, each in enumerate(status)
     ]
+    findings.append({**findings[3], "id": "E25", "mandatory": False})  # advice, not left out
     audit = {"level": "D", "tier": "quick", "findings": findings, "never_asked": []}
     document = {"predictors": ["a"], "audit": {"a": audit}, "summary": []}
     (found,) = verdicts(document)
     assert found["head"] == "A first look"
     assert found["meaning"] == FIRST_LOOK.format(passed=3, missing=2)
+    assert [check["id"] for check in found["not_run"]] == ["E3", "E4"]  # the list that it counts
 
 
 def test_budgets_of_single_features_are_printed_in_their_own_units() -> None:

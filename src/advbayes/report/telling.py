@@ -209,7 +209,8 @@ def verdicts(document: Document) -> list[dict[str, Any]]:
         by_status: dict[str, list[Any]] = {"passed": [], "failed": [], "not run": []}
         for check in checks:
             by_status.setdefault(check["status"], []).append(check)
-        passed, failed, not_run = (by_status[key] for key in ("passed", "failed", "not run"))
+        passed, failed = by_status["passed"], by_status["failed"]
+        not_run = [check for check in by_status["not run"] if check["mandatory"]]
         head, meaning = LEVELS.get(level, UNAUDITED)
         if missing and level == "B":
             head, meaning = PARTIAL[0], PARTIAL[1].format(level=level, missing=missing)
@@ -226,7 +227,7 @@ def verdicts(document: Document) -> list[dict[str, Any]]:
                 "tier": audit.get("tier"),
                 "failed": [check for check in failed if check["mandatory"]],
                 "remarks": [check for check in failed if not check["mandatory"]],
-                "not_run": [check for check in not_run if check["mandatory"]],
+                "not_run": not_run,
                 "passed": len(passed),
                 "checks": checks,
                 "examples": (audit.get("summary") or {}).get("examples"),

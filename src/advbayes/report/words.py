@@ -76,8 +76,6 @@ PARTIAL = (
     "never counts as passed. Treat the numbers marked † as upper bounds until the audit is "
     "complete.",
 )
-# What an audit must say something about; the rest depends on the predictor (a purifier, a detector)
-# or is advice.
 UNAUDITED = (
     "Not audited",
     "Nobody has checked whether the attacks were strong enough. Numbers under attack are upper "
