@@ -739,6 +739,9 @@ def test_csv_argument_faults(tmp_path: Path) -> None:
     path.write_bytes("ä,y\n1,2\n".encode("utf-16"))
     with pytest.raises(DataError, match="UTF-8"):
         from_csv(path, "y")
+    path.write_bytes(b"x,y\n1,a\n2,\xf6\n3,b\n")
+    with pytest.raises(DataError, match="byte 0xf6 in line 3"):
+        from_csv(path, "y")
 
 
 def test_npz_tables_images_and_splits(tmp_path: Path) -> None:

@@ -122,6 +122,13 @@ def test_truncations_of_one_file(tmp_path: Path) -> None:
         read_bundle(path)
 
 
+def test_a_file_of_another_kind_is_called_so(tmp_path: Path) -> None:
+    path = tmp_path / "patients.csv"
+    path.write_text("age,outcome\n40,ill\n" * 10)
+    with pytest.raises(StoreError, match="wanted a bundle that save wrote, got a file of another"):
+        read_bundle(path)
+
+
 def test_every_file_of_a_folder(tmp_path: Path) -> None:
     faults.small_bundle(tmp_path / "a")
     for file in sorted((tmp_path / "a").iterdir()):

@@ -148,6 +148,29 @@ def test_a_column_that_numbers_the_rows_is_named(
     assert command([*data, "--drop", "id", "--out", str(tmp_path / "without")]) == 0  # no warning
 
 
+def test_a_constant_column_and_a_class_that_says_missing_are_named(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    rows = [f"{k % 40},7,Oslo,{'NA' if k % 9 == 0 else 'ab'[k % 2]}" for k in range(60)]
+    table.write_text("\n".join(["age,site,city,y", *rows]))
+    data = ["train", "--data", str(table), "--target", "y", "--epochs", "1", "--quiet"]
+    with pytest.warns(UserWarning, match="same value in every|taken for a class") as said:
+        assert command([*data, "--out", str(tmp_path / "run")]) == 0
+    assert [str(each.message) for each in said] == [
+        "'site' has the same value in every training row, and an attacker may move it; "
+        "--drop site leaves it out",  # and city, which no attacker can move, is not named
+        "'NA' is taken for a class like any other; if it means that the class is not known, "
+        "leave those rows out",
+    ]
+
+
+def test_a_bad_value_of_a_flag_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    for given in ("-1", "abc"):
+        assert command(["evaluate", "nowhere", "--eps", given]) == 2
+        said = capsys.readouterr().err
+        assert "'--eps'" in said
+        assert f"got '{given}'" in said
+
+
 def test_text_stays_out_of_reach_when_more_is_fixed(tmp_path: Path) -> None:
     table = tmp_path / "t.csv"
     rows = [f"{k % 7},{k % 5},{('red', 'blue')[k % 2]},{k % 3}" for k in range(60)]

@@ -123,12 +123,30 @@ def test_rows_that_were_never_seen(csv_file: Path) -> None:
     assert rows[1:, 2].tolist() == [1.0, 1.0]
     for wrong, words in (
         ([[1, "red"]], "columns size, colour, weight"),
-        ([["tall", "red", 1]], "a number in column 'size'"),
+        ([["tall", "red", 1]], "the rows: wanted a number in row 1, column 'size'"),
     ):
         with pytest.raises(ValueError, match=words):
             encoding.transform(wrong)
     with pytest.raises(DataError, match="float32"):
         encoding.transform([[1e39, "red", 1]])
+
+
+def test_a_mistake_in_new_rows_is_named_with_file_and_row(csv_file: Path) -> None:
+    encoding = from_csv(csv_file, "price", drop=["label"]).encoding
+    assert encoding is not None
+    rows = b"size,colour,weight\n1,red,2\ntall,red,2\n"
+    with pytest.raises(DataError, match=r"new.csv: wanted a number in row 2, column 'size'"):
+        encoding.read(rows, "new.csv")
+
+
+@pytest.mark.parametrize("price", ["{:,}", "{} EUR"])
+def test_a_target_of_numbers_as_text_is_no_set_of_classes(tmp_path: Path, price: str) -> None:
+    path = tmp_path / "t.csv"
+    lines = [f'{row},"{price.format(250_000 + 1000 * row)}"' for row in range(20)]
+    path.write_text("\n".join(["size,price", *lines]))
+    with pytest.raises(DataError, match=r"the target 'price', got 20 different ones in 20 rows"):
+        from_csv(path, "price")
+    assert len(from_csv(path, "price", task="classification").class_names) == 20
 
 
 def test_it_comes_back_from_json(csv_file: Path) -> None:

@@ -106,6 +106,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         return 0
     except _USAGE_ERROR as error:
         if message := error.format_message():
+            for each in getattr(error.__cause__, "errors", list)():  # pydantic's: what came
+                message = f"{message.removesuffix('.')}, got {each['input']!r:.80}"
             place = error.ctx.command_path if error.ctx else "advbayes"
             fault(f"{message} (`{place} --help` shows how)")
         return int(error.exit_code)

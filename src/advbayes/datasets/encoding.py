@@ -116,7 +116,11 @@ class Encoding:
                     found[self.columns[index]] = new
         return found
 
-    def transform(self, rows: Any) -> Tensor:  # (N, len(columns)) -> (N, F)
+    def transform(
+        self,
+        rows: Any,  # (N, len(columns))
+        name: str = "the rows",  # in messages
+    ) -> Tensor:  # (N, F)
         """Rows of the table, numbers and text, as features; None and NaN are missing, an unknown
         word is no category."""
         values = np.array(rows, object)
@@ -126,12 +130,15 @@ class Encoding:
         for index, is_number in enumerate(self.numeric):
             column = values[:, index]
             if is_number:
-                values[:, index] = [_number(self.columns[index], cell) for cell in column]
+                title = self.columns[index]
+                values[:, index] = [
+                    _number(title, cell, row, name) for row, cell in enumerate(column, 1)
+                ]
             else:
                 values[:, index] = [_word(cell) for cell in column]
         with np.errstate(all="ignore"):
             encoded = np.asarray(self.transformer.transform(values), np.float64)
-        return float32("the rows", "the table", encoded)
+        return float32(name, "the table", encoded)
 
     def read(self, data: bytes, name: str) -> Tensor:
         """The rows of a CSV file, by the names of its columns; words that are no category draw a
@@ -147,7 +154,7 @@ class Encoding:
                 f"predicted as of no known category",
                 stacklevel=2,
             )
-        return self.transform(cells.T)
+        return self.transform(cells.T, name)
 
     def to_json(self) -> dict[str, Any]:
         """Settings and fitted values, for a bundle."""
@@ -209,12 +216,13 @@ def _word(cell: object) -> str:
     return "" if _missing(cell) else str(cell).strip()
 
 
-def _number(column: str, cell: object) -> float:
+def _number(column: str, cell: object, row: int, file: object) -> float:
     if _missing(cell):
         return float("nan")
     if (value := finite_number(str(cell))) is None:
         remedy = "Correct it, or leave it empty."
-        raise DataError("the rows", f"a number in column {column!r}", f"{cell!r:.80}", remedy)
+        wanted = f"a number in row {row}, column {column!r}"
+        raise DataError(file, wanted, f"{cell!r:.80}", remedy)
     return value
 
 
@@ -246,7 +254,7 @@ def sort_columns(
             raise DataError(file, wanted, f"{cell[:80]!r}", remedy)
         numeric.append(not wrong)
         if not wrong:
-            rows[:, index] = [_number(name, cell) for cell in cells]
+            rows[:, index] = [_number(name, cell, row, file) for row, cell in enumerate(cells, 1)]
             continue
         words = {cell.strip() for cell in cells}
         if len(words) > MAX_CATEGORIES:

@@ -86,6 +86,8 @@ def from_csv(
     if task is None:  # a number that is missing or mistyped does not make classes of the others
         text = 2 * numbers[0].count(None) >= len(numbers[0])
         task = "classification" if len(targets) == 1 and text else "regression"
+        if task == "classification":
+            _check_words(path, targets[0], cells[targets[0]])
     class_names: tuple[str, ...] = ()
     if task == "regression":
         y = _regression_target(path, cells, numbers)
@@ -188,6 +190,15 @@ def from_npz(
         scaling=scaling,
         provenance=Provenance(str(path), digest, note="the user's own file"),
     )
+
+
+def _check_words(path: Path, target: str, cells: list[str]) -> None:
+    """Text that nearly every row has to itself (a price with its unit, a name) is no class."""
+    num = len(set(cells))
+    if num > 2 and 2 * num > len(cells):
+        got = f"{num} different ones in {len(cells)} rows, such as {cells[0][:80]!r}"
+        remedy = "Write plain numbers (1234.5), or pass task='classification'."
+        raise DataError(path, f"numbers, or few words, in the target {target!r}", got, remedy)
 
 
 def _classes(

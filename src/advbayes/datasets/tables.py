@@ -118,7 +118,7 @@ class _Lines:
     """The lines of a file, decoded as they are read, none endless, each a row of its own."""
 
     def __init__(self, data: bytes, name: str) -> None:
-        self.name = name
+        self.name, self.data = name, data
         self.num = 0  # lines given out
         self.complete = 0  # lines whose row is complete
         self.stream = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig", newline="")
@@ -153,9 +153,19 @@ class _Lines:
         except csv.Error as error:
             got = f"{error} in line {self.num}"
             raise DataError(self.name, "delimited text", got, "Check that line.") from None
-        except UnicodeDecodeError as error:
-            got = f"byte {error.object[error.start]:#04x} after line {self.num}"
+        except UnicodeDecodeError as error:  # of a piece of the file, somewhere ahead of the reader
+            line = 1 + self.data.count(b"\n", 0, _undecodable(self.data))
+            got = f"byte {error.object[error.start]:#04x} in line {line}"
             raise DataError(self.name, "text in UTF-8", got, "Save it as UTF-8.") from None
+
+
+def _undecodable(data: bytes) -> int:
+    """Where the first byte that is no UTF-8 stands."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as error:
+        return error.start
+    return len(data)
 
 
 def _sniffed(lines: _Lines) -> str:

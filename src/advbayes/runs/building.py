@@ -21,6 +21,7 @@ from advbayes.attacks.balls import L2, Ball, Linf
 from advbayes.attacks.parts import is_attack
 from advbayes.channels import AttackChannel, Learned, Mixture, Noise
 from advbayes.datasets import Dataset, Standardize, class_weights, from_csv, from_npz, load_dataset
+from advbayes.datasets.encoding import MISSING
 from advbayes.evaluation.inputs import warn_units
 from advbayes.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 from advbayes.model import BayesianModel
@@ -121,6 +122,44 @@ def numbers_of_rows(dataset: Dataset) -> list[str]:
     steps = torch.cat([dataset.x_train, dataset.x_test]).sort(0).values.diff(dim=0)
     consecutive = (steps == 1).all(0).tolist()
     return [name for name, one in zip(dataset.feature_names, consecutive, strict=True) if one]
+
+
+def remarks(dataset: Dataset) -> list[str]:
+    """What is odd about a table, and what to do about it.
+
+    >>> x, y = torch.tensor([[5.0, 1.0], [5.0, 3.0], [5.0, 4.0]]), torch.tensor([0, 1, 0])
+    >>> data = Dataset("t", "classification", x, y, x, y, ("NA", "ill"), ("site", "age"))
+    >>> print(*remarks(data), sep="\\n")
+    'site' has the same value in every training row, and an attacker may move it; --drop site leaves it out
+    'NA' is taken for a class like any other; if it means that the class is not known, leave those rows out
+    """  # noqa: E501
+    said = []
+    if numbers := numbers_of_rows(dataset):
+        said.append(
+            f"{', '.join(map(repr, numbers))} only numbers the rows, and new ones have other "
+            f"numbers; --drop {','.join(numbers)} leaves it out"
+        )
+    if constant := _constants(dataset):
+        said.append(
+            f"{', '.join(map(repr, constant))} has the same value in every training row, and an "
+            f"attacker may move it; --drop {','.join(constant)} leaves it out"
+        )
+    if unknown := [name for name in dataset.class_names if name.lower() in MISSING]:
+        said.append(
+            f"{', '.join(map(repr, unknown))} is taken for a class like any other; if it means "
+            f"that the class is not known, leave those rows out"
+        )
+    return said
+
+
+def _constants(dataset: Dataset) -> list[str]:
+    """Numbers of a table that do not vary, within the attacker's reach."""
+    if not dataset.feature_names:  # images
+        return []
+    same = (dataset.x_train == dataset.x_train[:1]).all(0)
+    if dataset.mask is not None:
+        same = same & dataset.mask
+    return [name for name, one in zip(dataset.feature_names, same.tolist(), strict=True) if one]
 
 
 def reach_of(

@@ -26,8 +26,8 @@ from advbayes.runs.building import (
     Prepared,
     build_defense,
     build_model,
-    numbers_of_rows,
     prepare,
+    remarks,
     schedule,
 )
 from advbayes.runs.config import RunConfig, make_config
@@ -229,12 +229,8 @@ def _begin(run: Run, data: Prepared, state: State | None) -> None:
     now = {"source": where.source, "sha256": dict(where.sha256)}
     versions = store.versions()
     if state is None:
-        if run.config.file is not None and (numbers := numbers_of_rows(data.dataset)):
-            warnings.warn(
-                f"{', '.join(map(repr, numbers))} only numbers the rows, and new ones have other "
-                f"numbers; --drop {','.join(numbers)} leaves it out",
-                stacklevel=3,
-            )
+        for remark in remarks(data.dataset) if run.config.file is not None else ():
+            warnings.warn(remark, stacklevel=3)
         run.write_manifest(status="training", started=record(), versions=versions, data=now)
         run.log("training from the start")
         return

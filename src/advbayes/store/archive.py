@@ -66,6 +66,8 @@ def unpack(path: Path, *, limit: int) -> dict[str, bytes]:
     with opened(path) as (descriptor, size), os.fdopen(os.dup(descriptor), "rb") as stream:
         if size > min(limit, MAX_FILE):
             raise StoreError(path, f"a bundle of at most {min(limit, MAX_FILE)} bytes", f"{size}")
+        if stream.read(4) not in (b"PK\3\4", b""):
+            raise StoreError(path, "a bundle that save wrote", "a file of another kind")
         num, length = directory_size(stream, size)
         if not 0 < num <= MAX_MEMBERS or length > 256 * num:
             wanted = f"an archive as save writes it, of at most {MAX_MEMBERS} members"
