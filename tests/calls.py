@@ -30,6 +30,7 @@ from advbayes.likelihoods import GaussianMixture
 
 FILE = Path(__file__).with_name("data") / "calls.json"
 MODULES = tuple(f"tests.calls_{part}" for part in ("core", "users", "runs", "pages"))
+MACHINE = "recorded on"  # rounding, and with it what many steps lead to, is a machine's own
 LONGEST = 12  # numbers of one tensor that are kept one by one
 
 
@@ -205,6 +206,10 @@ def _short(value: Any) -> Any:
     return value
 
 
+def machine() -> str:
+    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+
+
 def main() -> None:
     pattern = sys.argv[1] if len(sys.argv) > 1 else ""
     calls = every()
@@ -216,6 +221,7 @@ def main() -> None:
             if name not in before or differences(now, before[name]):
                 print(name, *(differences(now, before[name])[:3] if name in before else ["new"]))
                 found[name] = now
+    found[MACHINE] = machine()
     lines = [f"{json.dumps(name)}: {json.dumps(_short(found[name]))}" for name in sorted(found)]
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -23,7 +23,7 @@ from advbayes import (
 )
 from advbayes.seeds import GlobalStream
 
-from .calls import FILE, answers, brief, differences, every
+from .calls import FILE, MACHINE, answers, brief, differences, every, machine
 
 CALLS = every()
 PUBLIC = (
@@ -57,6 +57,8 @@ def test_a_keyword_has_its_effect(name: str) -> None:
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_gives_what_it_gave(name: str) -> None:
     """Whatever the state of the global generator."""
+    if recorded()[MACHINE] != machine():
+        pytest.skip(f"recorded with {recorded()[MACHINE]}, this is {machine()}")
     assert differences(found(name), recorded()[name]) == []
 
 
@@ -100,4 +102,4 @@ def test_every_keyword_of_a_public_function_has_another_value() -> None:
 
 
 def test_nothing_is_recorded_that_is_not_called() -> None:
-    assert recorded().keys() == CALLS.keys()
+    assert recorded().keys() - {MACHINE} == CALLS.keys()
