@@ -236,7 +236,7 @@ def test_e27_files_scored_again(drift: float, wanted: str, tmp_path: Path) -> No
     cells = {
         cell: rows | {"log_prob": rows["log_prob"] - drift} for cell, rows in told.cells.items()
     }
-    found.support = found.support.but(evaluation=replace(told, cells=cells))
+    found.support = replace(found.support, evaluation=replace(told, cells=cells))
     result = describing.rescorable(found)
     assert result.status == wanted, result.line()
     assert float(result.figures["largest_drift"]) == pytest.approx(drift, rel=1e-2)

@@ -34,6 +34,7 @@ SMALL = {
     "defense": "none",
     "epochs": 2,
     "batch_size": 64,
+    "lr": 0.01,
     "checkpoint_every": 2,
 }
 
