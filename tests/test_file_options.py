@@ -71,7 +71,7 @@ def test_limits_of_parts(tmp_path: Path) -> None:
 
 def test_a_file_beyond_two_gigabytes_is_refused_before_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "m.advbayes"
-    path.touch()
+    path.write_bytes(b"PK\3\4")
     for size, words in (
         (archive.MAX_FILE + 1, "at most 2147483647 bytes"),
         (archive.MAX_FILE, "another end"),
