@@ -56,7 +56,8 @@ class Pen:
 
 def told(text: str) -> list[Any]:
     """Lines of text as words and numbers, without what differs from place to place."""
-    text = re.sub(r"\b[0-9a-f]{12,64}\b", "HASH", text)
+    # not the decimals of a number
+    text = re.sub(r"(?<![.\d])\b(?=\d*[a-f])[0-9a-f]{12,64}\b", "HASH", text)
     lines = []
     for line in text.splitlines():
         parts = re.split(
@@ -515,7 +516,7 @@ OTHERS = r'Commit|Machine|Versions|SHA-256|"(python|torch|safetensors|advbayes|b
 
 
 @lru_cache(None)
-def session(task: str) -> dict[str, Any]:
+def walk(task: str) -> dict[str, Any]:
     """A run by the command line, from its training to its report: what it tells."""
     draw = np.random.default_rng(3)
     x = draw.normal(size=(60, 3)) * [1, 10, 100] + [0, 5, 0]
@@ -681,4 +682,4 @@ def session(task: str) -> dict[str, Any]:
 
 
 for task in ("classification", "regression"):
-    call(session, {"task": task}, name=f"a session of commands, {task}")
+    call(walk, {"task": task}, name=f"the commands in turn, {task}")
