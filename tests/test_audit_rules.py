@@ -1009,6 +1009,37 @@ def test_e6_and_e7_allow_half_a_point(
     assert run(found).status == wanted
 
 
+@pytest.mark.parametrize(
+    ("own", "most", "status", "times"),
+    [(True, 8, "passed", 4), (True, 4, "failed", 2), (False, 8, "failed", 1)],
+)
+def test_e7_gives_the_audits_own_attacks_more_restarts(
+    own: bool, most: int, status: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice and four times the restarts break ten more each, eight times none; what they broke
+    stays in the worst case."""
+    num = 200
+    x = torch.randn(num, 5, generator=torch.Generator().manual_seed(0))
+    attacks = {"a": pgd(BALL, 1)}
+    budget = replace(SMALL, num=num, max_restarts=most)
+    data = x, predict(x).logits.argmax(1)
+    found = _case(predict, data, BALL, budget, attacks, None, Support(), None, None, 0)
+    found.own_attacks = own
+    found.memory |= {"clean": columns(num, 0), "columns": {"a": columns(num, 0)}}
+    broken = {"restarts x2 a": 10, "restarts x4 a": 20, "restarts x8 a": 20}
+    monkeypatch.setattr(
+        Case,
+        "scored",
+        lambda self, _, purpose, rows: {
+            name: each[rows] for name, each in columns(num, broken[purpose]).items()
+        },
+    )
+    verdict = strength.converged_in_restarts(found)
+    assert (verdict.status, verdict.figures["times"]) == (status, times)
+    joined = 10 if times == 1 else 20
+    assert found.value(found.worst()) == pytest.approx(1 - joined / num)
+
+
 @pytest.mark.parametrize(("flat", "wanted"), [(1, "passed"), (2, "failed")])
 def test_e9_allows_one_percent_without_a_gradient(flat: int, wanted: str) -> None:
     x = torch.randn(100, 5, generator=torch.Generator().manual_seed(0))

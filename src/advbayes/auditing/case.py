@@ -44,6 +44,7 @@ class Budget:
     # of Square where there is no gradient at all; absent: `queries`
     blind_queries: int | None = None
     max_steps: int = 1600
+    max_restarts: int = 8  # times those of the audit's own attacks
     max_thetas: int = 160
     certified_again: int = 32  # examples
     batch_size: int = 256
@@ -90,6 +91,7 @@ class Case:
     attacks: dict[str, Attack]
     threat_model: ThreatModel
     stochastic: bool
+    own_attacks: bool  # the audit chose them
     black_box: bool  # no gradient to be had at all: attacks that ask for answers alone
     copies: Copies
     support: Support = field(default_factory=Support)

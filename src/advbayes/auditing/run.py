@@ -246,8 +246,8 @@ class Cost:
         first = f"trains {' and '.join(self.trained)} first; " if self.trained else ""
         return (
             f"audit ({self.tier}): {first}{self.examples} examples, about {self.passes:,.0f} "
-            f"passes for each, "
-            f"about {self.seconds:,.0f} s; what is broken early costs less, escalation (E6) more"
+            f"passes for each, about {self.seconds:,.0f} s; what is broken early costs less, "
+            f"escalation (E6, E7) more"
         )
 
 
@@ -342,7 +342,8 @@ def _case(
     if claim is None:
         warn_units(ball, x, "ball")
     chosen = named("attacks", attacks)
-    if attacks is None and claim is None:
+    own_attacks = attacks is None and claim is None
+    if own_attacks:
         chosen = default_attacks(ball, task, steps=budget.steps, restarts=budget.restarts)
         if blind:
             chosen = blind_attacks(ball, task, budget.steps, budget.blind_queries or budget.queries)
@@ -365,6 +366,7 @@ def _case(
         attacks=chosen,
         threat_model=threat_model or ThreatModel(),
         stochastic=is_stochastic(predict, x[rows][:ASKED]),
+        own_attacks=own_attacks,
         black_box=blind and all(isinstance(attack, ANSWERS_ALONE) for attack in chosen.values()),
         copies=copies,
         support=support,

@@ -217,16 +217,25 @@ def converged_in_steps(case: Case) -> Finding:
 
 @check("E7", "converged in restarts", cost=lambda size: 2 * size.passes, attacks=True, calm=True)
 def converged_in_restarts(case: Case) -> Finding:
-    """E7: twice the restarts cost at most half a point."""
+    """E7: twice the restarts cost at most half a point; attacks of the audit's own choosing are
+    given more of them first."""
     attacks: dict[str, Attack] = case.memory.get("converged attacks", case.attacks)
     before = case.gradient() if attacks is case.attacks or case.claim is not None else case.worst()
-    after = before
-    for name, attack in attacks.items():
-        after = further(case, f"restarts x2 {name}", with_restarts(attack, 2), after)
-    case.join("restarts x2", after)
-    cost = case.value(before) - case.value(after)
+    factor = 1
+    while True:
+        factor *= 2
+        after = before
+        for name, attack in attacks.items():
+            more = with_restarts(attack, factor)
+            after = further(case, f"restarts x{factor} {name}", more, after)
+        cost = case.value(before) - case.value(after)
+        case.join(f"restarts x{factor}", after)
+        last = not case.own_attacks or 2 * factor > case.budget.max_restarts
+        if cost <= POINT + 1e-9 or last:
+            break
+        before = after
     advice = "use more restarts until doubling changes nothing"
-    return judged(cost > POINT + 1e-9, advice, cost=cost)
+    return judged(cost > POINT + 1e-9, advice, cost=cost, times=factor // 2)
 
 
 class _Watched:
