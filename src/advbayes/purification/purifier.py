@@ -212,9 +212,7 @@ class Purifier:
         """The values averaged over all thetas and reference points, (V, B), and the evidence (S, B)
         if it came with them."""
         if self._small is not None and self._small.fits(len(query) if num is None else num):
-            averages = self._small.averages(query.flat, self.update == "online")
-            if averages is not None:
-                return averages, None
+            return self._small.averages(query.flat, self.update == "online"), None
         log_evidence, each = self.evidence(query, num=num)
         shares = self.log_shares(log_evidence).exp()
         return (shares.unsqueeze(-1) * each).sum(0).T, log_evidence

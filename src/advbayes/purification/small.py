@@ -22,34 +22,19 @@ _WEIGHTS = 1 << 18  # numbers in the weights of one block of queries
 
 
 @dataclass(frozen=True, eq=False)
-class SmallBank:
-    """One bank in float64, its log2-density written as (x', 1).slope - gain / 2 |x'|^2; theta after
-    theta, side by side.
-
-    In bits, for exp2 takes half the time of exp; the constant is a row of the product, for adding
-    it costs a pass.
-    """
-
-    slope: Tensor  # (d + 1, G * N)
-    gain: float  # 1 / scale^2, in nats
-
-    def logits(self, points: Tensor) -> Tensor:  # (B, d + 1) -> (B, G * N), without the last term
-        return torch.mm(points, self.slope)
-
-
-@dataclass(frozen=True, eq=False)
 class Small:
     """A store that is small enough.
 
-    The value tables have a row of ones at the end, so that one product gives numerators and totals.
-    They are left factors: a product with a handful of columns is several times slower than its
-        transpose.
+    The log2-densities of all M = K N centres of the K banks are one product, (x', 1, |x'|^2).slope
+    - gain / 2 |x'|^2; in bits, for exp2 takes half the time of exp. The value tables have a row of
+    ones at the end, so that one product gives numerators and totals. They are left factors: a
+    product with a handful of columns is several times slower than its transpose.
     """
 
-    banks: tuple[SmallBank, ...]
-    values: Tensor  # (S, V + 1, N)
-    joint: Tensor  # (V + 1, G * N) of the first bank: averaged over the thetas where they share it
-    num_weights: int  # of one query
+    slope: Tensor  # (d + 2, G * M), theta after theta; G = 1 where all thetas share all centres
+    gain: float  # 1 / scale^2, in nats, of the widest bank
+    values: Tensor  # (S, V + 1, M)
+    joint: Tensor  # (V + 1, G * M), averaged over the thetas where they share the centres
     origin: Tensor  # (d,) float64
     dtype: torch.dtype  # of the data
 
@@ -58,29 +43,28 @@ class Small:
         """None where the store is too large for it, on disk, or not of plain Gaussians."""
         if not store.is_small or not store.gaussians:
             return None
-        banks = []
+        groups = max(bank.groups for bank in store.gaussians)
+        gain, slopes = min(1.0 / bank.sigma**2 for bank in store.gaussians), []
         for bank in store.gaussians:
             if bank.scales is not None or not isinstance(bank.centres, MemoryRows):
                 return None
-            centres = bank.centres.data.double().flatten(0, 1) - store.origin
-            gain, width = 1.0 / bank.sigma**2, centres.shape[-1]
+            centres = bank.centres.data.double() - store.origin  # (1 or G, N, d)
+            own, width = 1.0 / bank.sigma**2, centres.shape[-1]
             constant = bank.log_weight - width * (math.log(bank.sigma) + 0.5 * LOG_TWO_PI)
-            bias = constant - 0.5 * gain * centres.square().sum(-1)
-            slope = torch.cat([gain * centres, bias.unsqueeze(1)], 1).T.contiguous() / _BIT
-            banks.append(SmallBank(slope, gain))
-        num = store.num_reference
-        values = functional.pad(store.value_block(slice(0, num)), (0, 1), value=1.0)
-        values = values.permute(1, 2, 0)  # (S, V + 1, N)
-        joint = (
-            values.mean(0) if banks[0].slope.shape[1] == num else values.transpose(0, 1).flatten(1)
-        )
-        size = sum(bank.slope.shape[1] for bank in banks)
-        return cls(
-            tuple(banks), values.contiguous(), joint.contiguous(), size, store.origin, store.dtype
-        )
+            bias = constant - 0.5 * own * centres.square().sum(-1, keepdim=True)
+            square = torch.full_like(bias, 0.5 * (gain - own))
+            slope = torch.cat([own * centres, bias, square], -1) / _BIT
+            slopes.append(slope.expand(groups, -1, -1))
+        slope = torch.cat(slopes, 1).flatten(0, 1).T.contiguous()
+        values = functional.pad(
+            store.value_block(slice(0, store.num_reference)), (0, 1), value=1.0
+        ).permute(1, 2, 0)  # (S, V + 1, N)
+        values = values.repeat(1, 1, len(slopes))
+        joint = values.mean(0) if groups == 1 else values.transpose(0, 1).flatten(1)
+        return cls(slope, gain, values, joint.contiguous(), store.origin, store.dtype)
 
     def fits(self, batch: int) -> bool:
-        return batch * self.num_weights <= _WEIGHTS
+        return batch * self.slope.shape[1] <= _WEIGHTS
 
     @cached_property
     def _narrow(self) -> tuple[Tensor, Tensor]:
@@ -89,56 +73,46 @@ class Small:
     def _tables(self, terms: Tensor) -> tuple[Tensor, Tensor]:
         return (self.values, self.joint) if terms.dtype == torch.float64 else self._narrow
 
+    def _logits(self, flat: Tensor) -> tuple[Tensor, Tensor]:  # (B, d) -> (B, G * M), (B, 1)
+        """In bits, without the last term; and |x'|^2 around the origin."""
+        around = flat - self.origin
+        square = around.square().sum(1, keepdim=True)
+        return torch.mm(torch.cat([around, torch.ones_like(square), square], 1), self.slope), square
+
     def evidence(self, flat: Tensor, log_y: Tensor | None, values: bool) -> tuple[Tensor, Tensor]:
         """(B, d) -> log evidence (S, B) and averages (S, B, V), as the sweep gives them; jointly
         with log p(y | x_n, theta_s), (S, B, N), if there is a y."""
-        around = flat - self.origin
-        points = functional.pad(around, (0, 1), value=1.0)
-        square = around.square().sum(1)  # (B,)
+        logits, square = self._logits(flat)
         num_thetas, _, num = self.values.shape
-        alone = len(self.banks) == 1
-        logits: Tensor | None = None  # (B, G, N), in bits
-        for bank in self.banks:
-            here = bank.logits(points).view(len(flat), -1, num)
-            if not alone:
-                here = torch.add(here, square.view(-1, 1, 1), alpha=-0.5 * bank.gain / _BIT)
-            logits = here if logits is None else torch.logaddexp2(logits, here)
-        assert logits is not None
+        logits = logits.view(len(flat), -1, num)
         if log_y is not None:
-            logits = torch.add(logits, log_y.transpose(0, 1), alpha=1.0 / _BIT)
+            each = log_y.transpose(0, 1).repeat(1, 1, num // log_y.shape[-1])
+            logits = torch.add(logits, each, alpha=1.0 / _BIT)
         peak, terms = _terms(logits, self.dtype)
-        right = terms.permute(1, 2, 0)  # (G, N, B)
+        right = terms.permute(1, 2, 0)  # (G, M, B)
         if values:
             table = self._tables(terms)[0]
             if len(right) == 1:
-                sums = (
-                    torch.mm(table.flatten(0, 1), right[0]).view(num_thetas, -1, len(flat)).double()
-                )
+                sums = torch.mm(table.flatten(0, 1), right[0]).view(num_thetas, -1, len(flat))
             else:
-                sums = torch.bmm(table, right).double()  # (S, V + 1, B)
+                sums = torch.bmm(table, right)
+            sums = sums.double()  # (S, V + 1, B)
             total = sums[:, -1]
             averages = (sums[:, :-1] / total.unsqueeze(1)).transpose(1, 2)
         else:
             total = right.sum(1, dtype=torch.float64)
             averages = square.new_zeros((num_thetas, len(flat), 0))
         log_evidence = torch.add(total.log(), peak.squeeze(-1).T, alpha=_BIT)  # (G or S, B)
-        if alone:
-            log_evidence = torch.sub(log_evidence, square, alpha=0.5 * self.banks[0].gain)
+        log_evidence = torch.sub(log_evidence, square.T, alpha=0.5 * self.gain)
         return log_evidence.expand(num_thetas, -1), averages
 
-    def averages(self, flat: Tensor, online: bool) -> Tensor | None:  # (B, d) -> (V, B)
+    def averages(self, flat: Tensor, online: bool) -> Tensor:  # (B, d) -> (V, B)
         """The values averaged over reference points and thetas, without the evidence.
 
         Online each pair is weighed by p(x' | x_n, theta_s) alone, so that all thetas are one long
-        sum; offline each theta has a sum of its own. None for several banks, which `evidence` adds
-        up.
+        sum; offline each theta has a sum of its own.
         """
-        if len(self.banks) > 1:
-            return None
-        logits, num = (
-            self.banks[0].logits(functional.pad(flat - self.origin, (0, 1), value=1.0)),
-            self.values.shape[-1],
-        )
+        logits, num = self._logits(flat)[0], self.values.shape[-1]
         if online or logits.shape[1] == num:
             _, terms = _terms(logits, self.dtype)
             sums = torch.mm(self._tables(terms)[1], terms.T)
