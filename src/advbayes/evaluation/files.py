@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,17 @@ class Folder:
     def log(self) -> RecordLog:
         """The records."""
         return RecordLog(self.path / "records.jsonl")
+
+    def saved(self) -> list[tuple[Block, list[dict[str, Any]]]]:
+        """The blocks with the records that are there of each, in order."""
+        blocks = []
+        for number, group in groupby(self.log.read(), key=lambda record: record["block"]):
+            records: list[dict[str, Any]] = list(group)
+            first, stop = records[0], int(records[-1]["index"]) + 1
+            eps = None if first["eps"] is None else float(first["eps"])
+            place = (str(first["predictor"]), str(first["attack"]), eps, int(first["index"]), stop)
+            blocks.append((Block(int(number), *place, str(first.get("array", ""))), records))
+        return blocks
 
     def open(self, config: dict[str, Any]) -> None:
         """Begin, or go on with, the evaluation that `config` describes; another one's folder is

@@ -383,31 +383,24 @@ def _resumed(
     folder: Folder, blocks: Sequence[Block], task: Task
 ) -> dict[int, tuple[Block, Columns]]:
     """The whole blocks at the head of the log; one that was cut is made again."""
-    records = folder.log.read()
     done: dict[int, tuple[Block, Columns]] = {}
-    position = 0
-    for block in blocks:
-        size = block.stop - block.start
-        part = records[position : position + size]
-        if len(part) < size or any(record.get("block") != block.number for record in part):
+    for block, (saved, records) in zip(blocks, folder.saved(), strict=False):
+        if saved.number != block.number or len(records) < block.stop - block.start:
             break
-        for index, record in zip(range(block.start, block.stop), part, strict=True):
-            saved = tuple(map(record.get, ("predictor", "attack", "eps", "index")))
-            if saved != (block.predictor, block.attack, block.eps, index):
-                raise checks.InputError(
-                    f"out must hold the records of this evaluation in its order, got {saved[0]!r} "
-                    f"under {saved[1]!r} where {block.predictor!r} under {block.attack!r} was "
-                    f"wanted; give the predictors and attacks in their first order"
-                )
-        done[block.number] = replace(block, array=str(part[0].get("array", ""))), _read(part, task)
-        position += size
+        if replace(saved, array="") != block:
+            raise checks.InputError(
+                f"out must hold the records of this evaluation in its order, got "
+                f"{saved.predictor!r} under {saved.attack!r} where {block.predictor!r} under "
+                f"{block.attack!r} was wanted; give the predictors and attacks in their first order"
+            )
+        done[block.number] = saved, _columns(records, task)
     return done
 
 
-def _read(records: Sequence[Mapping[str, object]], task: Task) -> Columns:
+def _columns(records: Sequence[Mapping[str, Any]], task: Task) -> Columns:
     """The columns that every one of the records has."""
     return {
-        name: torch.tensor([float(record[name]) for record in records], dtype=torch.float64)  # type: ignore[arg-type]
+        name: torch.tensor([float(record[name]) for record in records], dtype=torch.float64)
         for name in column_names(task)
         if all(name in record for record in records)
     }
@@ -428,15 +421,12 @@ def load_evaluation(folder: str | os.PathLike[str]) -> Evaluation:
 
 
 def _loaded(place: Folder, config: dict[str, Any]) -> Evaluation:
-    for block in saved_blocks(place):
+    task: Task = "classification" if config["task"] == "classification" else "regression"
+    cells: dict[Cell, list[Mapping[str, Any]]] = {}
+    for block, records in place.saved():
         if block.array:
             place.check_array(block)
-    task: Task = "classification" if config["task"] == "classification" else "regression"
-    cells: dict[Cell, list[Mapping[str, object]]] = {}
-    for record in place.log.read():
-        eps = None if record["eps"] is None else float(record["eps"])  # type: ignore[arg-type]
-        cell = Cell(str(record["predictor"]), str(record["attack"]), eps)
-        cells.setdefault(cell, []).append(record)
+        cells.setdefault(block.cell, []).extend(records)
     # What is scored last: without it, a worst case would be one over fewer attacks or examples.
     last = Cell(config["trivial"][-1], CLEAN, 0.0)
     if (num := len(cells.get(last, ()))) != config["num"]:
@@ -445,7 +435,7 @@ def _loaded(place: Folder, config: dict[str, Any]) -> Evaluation:
             wanted=f"all records, to the last {config['num']} of {last.predictor}",
             got=f"{num} of these (interrupted or cut); evaluate into this folder once more",
         )
-    columns = {cell: _read(records, task) for cell, records in cells.items()}
+    columns = {cell: _columns(records, task) for cell, records in cells.items()}
     return Evaluation(task, columns, tuple(config["trivial"]), config, place.path)
 
 
@@ -479,12 +469,4 @@ def rescore(
 
 def saved_blocks(folder: Folder) -> list[Block]:
     """The blocks whose records are in a folder, in order."""
-    blocks: dict[int, list[Any]] = {}
-    for record in folder.log.read():
-        index, number = int(record["index"]), int(record["block"])  # type: ignore[arg-type]
-        array = record.get("array", "")
-        entry = blocks.setdefault(
-            number, [record["predictor"], record["attack"], record["eps"], index, index, array]
-        )
-        entry[4] = index + 1
-    return [Block(number, *entry) for number, entry in sorted(blocks.items())]
+    return [block for block, _ in folder.saved()]
