@@ -6,7 +6,7 @@ from __future__ import annotations
 from advbayes.auditing.case import TIERS, Budget, Case
 from advbayes.auditing.check import Check
 from advbayes.auditing.claim import Claim
-from advbayes.auditing.findings import Finding, Verdict
+from advbayes.auditing.findings import Finding, Verdict, is_first_look
 from advbayes.auditing.run import CHECKS, Cost, audit, audit_cost, audit_records
 from advbayes.auditing.support import Baseline, Support
 from advbayes.auditing.threat import ThreatModel
@@ -27,4 +27,5 @@ __all__ = [
     "audit",
     "audit_cost",
     "audit_records",
+    "is_first_look",
 ]

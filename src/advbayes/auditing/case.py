@@ -21,7 +21,7 @@ from advbayes.auditing.support import Support
 from advbayes.auditing.threat import ThreatModel
 from advbayes.distributed import ranks
 from advbayes.evaluation.inputs import Task
-from advbayes.evaluation.measuring import attacked, batches, scored, with_generator
+from advbayes.evaluation.measuring import attacked_in_batches, batches, scored, with_generator
 from advbayes.evaluation.scoring import Columns, joined, worst
 from advbayes.predictive import Certificates
 from advbayes.purification import Purifier
@@ -122,12 +122,10 @@ class Case:
         x, y = self.x if centre is None else centre, self.y
         x, y = (x, y) if rows is None else (x[rows], y[rows])
         predict = self.target if through is None else through
-        key = f"audit/{purpose}"
-        parts = ranks().mapped(
-            lambda part: {"x": attacked(predict, attack, x, y, part, seed=self.seed, key=key)},
-            batches(len(x), self.budget.batch_size),
-        )
-        return torch.cat([part["x"] for part in parts]) if len(x) else x.clone()
+        key: Any = {"seed": self.seed, "key": f"audit/{purpose}"}
+        size = self.budget.batch_size
+        parts = list(attacked_in_batches(predict, attack, x, y, batch_size=size, **key))
+        return torch.cat(parts) if parts else x.clone()
 
     def scored(
         self,

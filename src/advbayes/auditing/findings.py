@@ -181,5 +181,15 @@ class Verdict:
         }
 
 
+def is_first_look(level: str, tier: str | None, failed: int) -> bool:
+    """Whether a verdict is no more than a first look: the quick tier left checks out, and none of
+    those that ran failed.
+
+    >>> is_first_look("D", "quick", failed=0)
+    True
+    """
+    return level == "D" and tier == "quick" and not failed
+
+
 def _count(num: int) -> str:
     return "one check" if num == 1 else f"{num} checks"

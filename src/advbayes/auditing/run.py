@@ -19,8 +19,8 @@ from advbayes.attacks import default_attacks, loss_and_gradient, nll
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import NoGradientWarning
 from advbayes.attacks.parts import ball_of, steps_of
+from advbayes.attacks.zeroth_order import ANSWERS_ALONE, blind_attacks, gives_gradient
 from advbayes.auditing import answers, controls, describing, others, purifier, remembering, strength
-from advbayes.auditing.answers_alone import ANSWERS_ALONE, blind_attacks, gives_gradient
 from advbayes.auditing.case import TIERS, Budget, Case
 from advbayes.auditing.certificate import certificate, cut, radii_of
 from advbayes.auditing.check import Check, Size, not_run
@@ -35,6 +35,7 @@ from advbayes.evaluation.inputs import (
     as_tensors,
     check_predictor,
     dtype_of,
+    in_shape_of,
     is_stochastic,
     warn_units,
 )
@@ -335,8 +336,7 @@ def _case(
         y = y.reshape(-1).long()
     else:  # in the shape of the predictions, so that (N, 1) never meets (N,)
         with torch.no_grad():
-            one = predict(x[rows][:1])
-        y = y.reshape(len(y), *(one.batch_shape + one.event_shape)[1:]).to(x.dtype)
+            y = in_shape_of([predict(x[rows][:1])], y).to(x.dtype)
     radii = None if certified is None else radii_of(certified, len(x), task)
     blind = not gives_gradient(predict, x[rows][:2])
     if claim is None:

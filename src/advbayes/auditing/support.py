@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -130,8 +130,7 @@ class Support:
     @property
     def saved(self) -> Evaluation | None:
         """The evaluation, read from its folder."""
-        assert not isinstance(self.evaluation, (str, Path))
-        return self.evaluation
+        return cast(Evaluation | None, self.evaluation)
 
     @property
     def lacks_controls(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from advbayes import checks
 from advbayes.attacks.balls import Ball
-from advbayes.attacks.parts import loss_names, restarts_of, steps_of
+from advbayes.attacks.parts import loss_names, restarts_of, settings, steps_of
 from advbayes.types import Attack
 
 UNITS = ("raw", "standardised")
@@ -63,7 +63,7 @@ class ThreatModel:
 def said_by(ball: Ball, attacks: Mapping[str, Attack]) -> dict[str, Any]:
     """What a ball and attacks say about the threat model by themselves."""
     steps = [steps for attack in attacks.values() if (steps := steps_of(attack))]
-    sizes = [getattr(attack, "step_size", None) for attack in attacks.values()]
+    sizes = [settings(attack).get("step_size") for attack in attacks.values()]
     size = next((size for size in sizes if size is not None), None) or "adapted to steps"
     losses = dict.fromkeys(name for attack in attacks.values() for name in loss_names(attack))
     return {

@@ -32,9 +32,8 @@ def tensor_hash(*values: Tensor) -> str:
     for value in values:
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
         plain = value.detach().cpu().contiguous()
-        digest.update(
-            (plain.view(torch.uint8) if plain.dtype == torch.bfloat16 else plain).numpy().tobytes()
-        )
+        plain = plain.view(torch.uint8) if plain.dtype == torch.bfloat16 else plain
+        digest.update(plain.numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -48,12 +47,8 @@ def contents_of(attack: object, fingerprint: Fingerprint) -> dict[str, str | lis
     >>> from advbayes import L2, pgd
     >>> list(contents_of(pgd(L2(1.0, scale=torch.ones(3))), lambda predict: [0.0]))
     ['ball.scale']
-    >>> list(
-    ...     contents_of(
-    ...         (lambda power: lambda prediction, y: prediction.mean**power)(2),
-    ...         lambda predict: [0.0],
-    ...     )
-    ... )
+    >>> power = lambda power: lambda prediction, y: prediction.mean**power
+    >>> list(contents_of(power(2), lambda predict: [0.0]))
     ['code', 'closure.power']
     """
     return dict(_walked(attack, "", fingerprint, False, False, set()))
@@ -142,15 +137,13 @@ def _of_function(value: FunctionType) -> list[tuple[str, Any]]:
         if name in value.__globals__
     }
     parts = {
+        "code": _code(value.__code__),
         "defaults": value.__defaults__,
         "keyword defaults": value.__kwdefaults__,
         "closure": cells,
         "globals": named,
     }
-    return [
-        ("code", _code(value.__code__)),
-        *((name, part) for name, part in parts.items() if part),
-    ]
+    return [(name, part) for name, part in parts.items() if part]
 
 
 def _content(cell: CellType) -> Any:
@@ -176,9 +169,8 @@ def _code(code: CodeType) -> str:
         _code(constant) if isinstance(constant, CodeType) else repr(constant)
         for constant in code.co_consts
     ]
-    return hashlib.sha256(
-        repr((code.co_code, inner, code.co_names, code.co_varnames)).encode()
-    ).hexdigest()
+    text = repr((code.co_code, inner, code.co_names, code.co_varnames))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _predicts(value: Any, fingerprint: Fingerprint) -> list[float] | None:

@@ -184,9 +184,9 @@ as Categorical(logits=...), probabilities as Categorical(probs=...)
     if not predicts_classes(prediction):
         targets(prediction, y)
         log_prob = prediction.log_prob(y.reshape(prediction.mean.shape))
-        check_scores(log_prob, f"the log-probabilities of {name}")
+        checks.finite(f"the log-probabilities of {name}", log_prob)
         return "regression"
-    check_scores(prediction.logits, f"the log-probabilities of {name}")
+    checks.finite(f"the log-probabilities of {name}", prediction.logits)
     labels(prediction, y)
     constant = isinstance(predict, (ConstantClasses, ConstantGaussian))
     spread = prediction.logits.amax(1) - prediction.logits.amin(1)
@@ -205,21 +205,6 @@ as Categorical(logits=...), probabilities as Categorical(probs=...)
             stacklevel=3,
         )
     return "classification"
-
-
-def check_scores(scores: Tensor, what: str) -> None:
-    """Refuse scores that are not finite, with their number.
-
-    >>> check_scores(torch.tensor([0.0, float("nan")]), "the log-probabilities of MIX")
-    Traceback (most recent call last):
-    ...
-    advbayes.checks.InputError: the log-probabilities of MIX must be finite, got 1 NaN and 0 infinite of 2
-    """  # noqa: E501
-    if not bool(torch.isfinite(scores).all()):
-        nan, infinite = int(scores.isnan().sum()), int(scores.isinf().sum())
-        raise checks.InputError(
-            f"{what} must be finite, got {nan} NaN and {infinite} infinite of {scores.numel()}"
-        )
 
 
 def softmaxed_twice(

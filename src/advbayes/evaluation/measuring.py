@@ -12,6 +12,7 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks.parts import LOSSES, members, on_rows, rebuilt, settings
+from advbayes.distributed import ranks
 from advbayes.evaluation.inputs import Task
 from advbayes.evaluation.scoring import Columns, score
 from advbayes.seeds import GlobalStream, generator_for, seed_for
@@ -93,15 +94,8 @@ def attacked(
 
     >>> from advbayes import L2, pgd
     >>> predict = lambda x: torch.distributions.Normal(x[:, 0], 1.0)
-    >>> attacked(
-    ...     predict,
-    ...     pgd(L2(1.0), 3),
-    ...     torch.zeros(3, 1),
-    ...     torch.ones(3),
-    ...     slice(1, 3),
-    ...     seed=0,
-    ...     key="PGD",
-    ... )
+    >>> x, y, rows = torch.zeros(3, 1), torch.ones(3), slice(1, 3)
+    >>> attacked(predict, pgd(L2(1.0), 3), x, y, rows, seed=0, key="PGD")
     tensor([[-1.],
             [-1.]])
     """
@@ -109,12 +103,8 @@ def attacked(
     with seeded(seed, f"{key}/global", start):
         through = keyed(predict, seed, f"{key}/attack theta", start)
         method = _keyed_sources(on_rows(attack, rows), seed, f"{key}/sources", start)
-        x_adv = method(
-            through,
-            x[rows],
-            y[rows],
-            generator=generator_for(seed, f"{key}/attack", start, x.device),
-        ).detach()
+        generator = generator_for(seed, f"{key}/attack", start, x.device)
+        x_adv = method(through, x[rows], y[rows], generator=generator).detach()
     if x_adv.shape != x[rows].shape:
         raise checks.InputError(
             f"{key} must return inputs of shape {tuple(x[rows].shape)}, got "
@@ -126,9 +116,12 @@ def attacked(
 def attacked_in_batches(
     predict: Predictor, attack: Attack, x: Tensor, y: Tensor, *, batch_size: int, **key: Any
 ) -> Iterator[Tensor]:
-    """`attacked`, batch by batch; `key` is its seed and key."""
-    rows = batches(len(x), batch_size)
-    return (attacked(predict, attack, x, y, part, **key) for part in rows)
+    """`attacked`, batch by batch, which the ranks share; `key` is its seed and key."""
+    made = ranks().mapped(
+        lambda rows: {"x": attacked(predict, attack, x, y, rows, **key)},
+        batches(len(x), batch_size),
+    )
+    return (part["x"] for part in made)
 
 
 def scored(
@@ -148,22 +141,3 @@ def scored(
     with seeded(seed, f"{key}/score", start):
         through = keyed(predict, seed, f"{key}/score theta", start)
         return score(through, x_adv, y, task, repeats=repeats, halves=repeats > 1, **options)
-
-
-def measured(
-    predict: Predictor,
-    attack: Attack,
-    x: Tensor,  # (N, *event)
-    y: Tensor,
-    task: Task,
-    *,
-    seed: int,
-    key: str,
-    batch_size: int,
-    repeats: int = 1,
-) -> Iterator[Columns]:
-    """The scores under an attack, batch by batch."""
-    for rows in batches(len(x), batch_size):
-        x_adv = attacked(predict, attack, x, y, rows, seed=seed, key=key)
-        options: Any = {"seed": seed, "key": key, "start": rows.start, "repeats": repeats}
-        yield scored(predict, x_adv, y[rows], task, **options)

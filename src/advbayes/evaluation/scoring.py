@@ -13,8 +13,8 @@ from torch.distributions import Distribution
 from advbayes import metrics
 from advbayes.attacks import nll
 from advbayes.attacks.gradients import per_example
-from advbayes.checks import InputError
-from advbayes.evaluation.inputs import Task, check_scores
+from advbayes.checks import InputError, finite
+from advbayes.evaluation.inputs import Task
 from advbayes.likelihoods import predicts_classes
 from advbayes.types import Loss, Predictor
 
@@ -81,13 +81,9 @@ def score(
     `correct_second`, ...), from which `worst` chooses without favour. What a prediction cannot give
     (CRPS and intervals without draws or a cdf, entropy) is absent.
 
-    >>> y = torch.tensor([0, 1])
-    >>> score(
-    ...     lambda x: torch.distributions.Categorical(logits=x),
-    ...     torch.tensor([[9.0, 0.0], [9.0, 0.0]]),
-    ...     y,
-    ...     "classification",
-    ... )["correct"]
+    >>> predict = lambda x: torch.distributions.Categorical(logits=x)
+    >>> x, y = torch.tensor([[9.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 1])
+    >>> score(predict, x, y, "classification")["correct"]
     tensor([1., 0.], dtype=torch.float64)
     """
     total: Columns = {}
@@ -115,9 +111,9 @@ def _scores(
 ) -> Columns:
     """The scores of one call."""
     if predicts_classes(prediction):
-        check_scores(prediction.logits, f"{what} (log-probabilities)")
+        finite(f"{what} (log-probabilities)", prediction.logits)
     columns = {"log_prob": metrics.log_prob(prediction, y)}
-    check_scores(columns["log_prob"], f"{what} (log-probabilities of y)")
+    finite(f"{what} (log-probabilities of y)", columns["log_prob"])
     columns["loss"] = (
         -columns["log_prob"] if loss is nll else per_example(loss(prediction, y), len(y))
     )
@@ -139,7 +135,7 @@ def _scores(
             inside = metrics.interval(prediction, y, level=interval_level).inside
             columns["inside"] = inside.double().reshape(len(y), -1).mean(1)
     for name, values in columns.items():
-        check_scores(values, f"{what} ({name})")
+        finite(f"{what} ({name})", values)
     return {name: values.detach().cpu().double() for name, values in columns.items()}
 
 
@@ -194,9 +190,8 @@ def _picked(columns: Sequence[Columns], task: Task) -> dict[str, Tensor]:
         if _everywhere(name, columns):
             # of equally correct ones, the one that came closest to breaking
             by_itself = direction != 0 and name != "correct"
-            pick[name] = (
-                torch.stack([direction * rows[name] for rows in columns]) if by_itself else harm
-            ).argmax(0)
+            each = [direction * rows[name] for rows in columns]
+            pick[name] = (torch.stack(each) if by_itself else harm).argmax(0)
     return pick
 
 

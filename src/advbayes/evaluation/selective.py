@@ -24,7 +24,8 @@ from advbayes.evaluation.inputs import (
     is_stochastic,
     warn_units,
 )
-from advbayes.evaluation.measuring import batches, measured
+from advbayes.evaluation.measuring import attacked, batches, scored
+from advbayes.evaluation.scoring import Columns
 from advbayes.metrics import Estimate
 from advbayes.progress import Progress
 from advbayes.types import Attack, Predictor
@@ -69,12 +70,8 @@ def selective_task(
     >>> from advbayes import L2
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> known = torch.tensor([[3.0], [-3.0]]), torch.tensor([0, 1])
-    >>> [
-    ...     p.selective_accuracy.value
-    ...     for p in selective_task(
-    ...         predict, known, torch.zeros(2, 1), ball=L2(5.0), radii=(0.0, 5.0)
-    ...     )
-    ... ]
+    >>> points = selective_task(predict, known, torch.zeros(2, 1), ball=L2(5.0), radii=(0.0, 5.0))
+    >>> [point.selective_accuracy.value for point in points]
     [1.0, 0.0]
     """
     x, y = as_tensors(inside, dtype_of(predict))
@@ -99,21 +96,25 @@ def selective_task(
     )
     repeats = checks.count("rescore", rescore) if is_stochastic(predict, x[:ASKED]) else 1
     radii = (ball.eps,) if radii is None else as_radii(radii)
-    options: Any = {"seed": seed, "repeats": repeats, "batch_size": batch_size}
     nobody = torch.zeros_like(y)  # an outsider has no class; the entropy does not look at it
+    parts = batches(num, checks.count("batch_size", batch_size))
+
+    def measured(attack: Attack, x: Tensor, y: Tensor, rows: slice, key: str) -> Columns:
+        keyed: Any = {"seed": seed, "key": key}
+        x_adv = attacked(predict, attack, x, y, rows, **keyed)
+        return scored(predict, x_adv, y[rows], TASK, start=rows.start, repeats=repeats, **keyed)
+
     points = []
-    num_batches = len(batches(num, checks.count("batch_size", batch_size)))
-    with Progress("selective_task", len(radii) * num_batches, progress) as bar:
+    with Progress("selective_task", len(radii) * len(parts), progress) as bar:
         for eps in radii:
             attack, decoy = (with_eps(each, eps) for each in (inside_attack, outside_attack))
-            key = f"selective/{eps!r}"
-            known = measured(predict, attack, x, y, TASK, key=key, **options)
-            moved = measured(predict, decoy, foreign, nobody, TASK, key=f"{key}/outside", **options)
-            sides = []
-            for here, there in zip(known, moved, strict=True):
+            key, sides = f"selective/{eps!r}", []
+            for rows in parts:
+                here = measured(attack, x, y, rows, key)
+                there = measured(decoy, foreign, nobody, rows, f"{key}/outside")
                 sides.append((here["correct"], here["entropy"], there["entropy"]))
                 bar.advance(f"eps {eps:g}")
-            columns = (torch.cat(parts) for parts in zip(*sides, strict=True))
+            columns = (torch.cat(each) for each in zip(*sides, strict=True))
             points.append(_point(eps, *columns, coverage=coverage))
     return points
 
