@@ -28,8 +28,8 @@ from advbayes.accelerated import passes
 from advbayes.attacks import APGD
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import steps_of
+from advbayes.attacks.zeroth_order import blind_attacks
 from advbayes.auditing import TIERS, Budget
-from advbayes.auditing.answers_alone import blind_attacks
 from advbayes.auditing.copies import Forgetful
 from advbayes.networks import conv_net
 from advbayes.types import Loss, Predictor

@@ -22,6 +22,7 @@ from torch.distributions import Distribution, Normal
 import advbayes
 from advbayes import L2, Linf, Noise, Square, margin, pgd
 from advbayes.attacks import APGD, RandomSearch
+from advbayes.attacks.zeroth_order import ZerothOrder, gives_gradient
 from advbayes.auditing import (
     Baseline,
     Budget,
@@ -38,7 +39,6 @@ from advbayes.auditing import (
     remembering,
     strength,
 )
-from advbayes.auditing.answers_alone import ZerothOrder, gives_gradient
 from advbayes.auditing.case import Case
 from advbayes.auditing.copies import copied, copies_of
 from advbayes.auditing.run import CHECKS, _case

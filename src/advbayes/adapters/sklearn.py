@@ -199,12 +199,11 @@ def _apart(estimator: Any) -> tuple[Any, tuple[Tensor, Tensor] | None]:
     weight, bias = np.ones(()), np.zeros(())
     for _, step in estimator.steps[:-1]:
         match type(step).__name__:
-            case "StandardScaler" | "RobustScaler":
-                centre = step.center_ if hasattr(step, "center_") else step.mean_
+            case "StandardScaler" | "RobustScaler" as scaler:
+                standard = scaler == "StandardScaler"
+                centre = (step.mean_ if step.with_mean else None) if standard else step.center_
                 factor = 1 / (np.ones(()) if step.scale_ is None else step.scale_)
                 shift = np.zeros(()) if centre is None else -centre * factor
-                if hasattr(step, "with_mean") and not step.with_mean:
-                    shift = np.zeros(())
             case "MinMaxScaler" if not step.clip:
                 factor, shift = step.scale_, step.min_
             case "str" | "NoneType":  # passthrough

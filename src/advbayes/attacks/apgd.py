@@ -12,7 +12,7 @@ from advbayes import checks
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import is_flat, where_rows
 from advbayes.attacks.losses import MeanAlong, MeanOf, PerExample, margin, margins_to_wrong_classes
-from advbayes.attacks.search import Best, Problem, Search, check_ball, check_loss
+from advbayes.attacks.search import Best, Problem, Search, check_settings
 from advbayes.likelihoods import predicts_classes
 from advbayes.seeds import drawn
 from advbayes.types import Loss
@@ -32,9 +32,7 @@ class APGD(Search):
     exact optimum. With `stop_at_success`, later runs see only what is not yet broken, and broken
     examples leave within a run too.
 
-    >>> predict = lambda x: torch.distributions.Categorical(
-    ...     logits=torch.stack([x[:, 0], -x[:, 0]], 1)
-    ... )
+    >>> predict = lambda x: torch.distributions.Categorical(logits=torch.cat([x, -x], 1))
     >>> from advbayes import L2
     >>> APGD(L2(0.5), steps=10)(predict, torch.tensor([[1.0]]), torch.tensor([0]))
     tensor([[0.5000]])
@@ -51,11 +49,7 @@ class APGD(Search):
     progress: float = 0.75
 
     def __post_init__(self) -> None:
-        check_ball(self.ball)
-        check_loss(self.loss)
-        checks.count("steps", self.steps)
-        checks.count("restarts", self.restarts, low=0)
-        checks.count("targets", self.targets, low=0)
+        check_settings(self, steps=1, restarts=0, targets=0)
         if not self.restarts + self.targets:
             raise checks.InputError(
                 "restarts and targets must not both be 0: there would be no run"

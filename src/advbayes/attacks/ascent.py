@@ -30,9 +30,7 @@ class PGD(Search):
     `stop_at_success` broken examples leave the batch: the same accuracy for less work, but not the
     largest loss.
 
-    >>> predict = lambda x: torch.distributions.Categorical(
-    ...     logits=torch.stack([x[:, 0], -x[:, 0]], 1)
-    ... )
+    >>> predict = lambda x: torch.distributions.Categorical(logits=torch.cat([x, -x], 1))
     >>> from advbayes import L2
     >>> PGD(L2(0.5), stages=((nll, 10),))(predict, torch.tensor([[1.0]]), torch.tensor([0]))
     tensor([[0.5000]])

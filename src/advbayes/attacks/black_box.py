@@ -13,7 +13,7 @@ from advbayes import checks
 from advbayes.attacks.balls import L2, Ball, per_row
 from advbayes.attacks.gradients import where_rows
 from advbayes.attacks.losses import margin, nll
-from advbayes.attacks.search import Problem, Search, check_ball, check_loss
+from advbayes.attacks.search import Problem, Search, check_settings
 from advbayes.types import Loss
 
 
@@ -21,16 +21,10 @@ from advbayes.types import Loss
 class RandomSearch(Search):
     """The best of `num` random points of the sphere: what any attack with a gradient must beat.
 
-    >>> predict = lambda x: torch.distributions.Categorical(
-    ...     logits=torch.stack([x[:, 0], -x[:, 0]], 1)
-    ... )
+    >>> predict = lambda x: torch.distributions.Categorical(logits=torch.cat([x, -x], 1))
     >>> from advbayes import L2
-    >>> RandomSearch(L2(1.5), 50)(
-    ...     predict,
-    ...     torch.tensor([[1.0]]),
-    ...     torch.tensor([0]),
-    ...     generator=torch.Generator().manual_seed(0),
-    ... )
+    >>> seeded = torch.Generator().manual_seed(0)
+    >>> RandomSearch(L2(1.5), 50)(predict, torch.ones(1, 1), torch.tensor([0]), generator=seeded)
     tensor([[-0.5000]])
     """
 
@@ -40,9 +34,7 @@ class RandomSearch(Search):
     stop_at_success: bool = False
 
     def __post_init__(self) -> None:
-        check_ball(self.ball)
-        check_loss(self.loss)
-        checks.count("num", self.num)
+        check_settings(self, num=1)
 
     def _search(self, problem: Problem) -> Tensor:
         def proposal(number: int, point: Tensor, centre: Tensor) -> Tensor:
@@ -60,15 +52,13 @@ class Square(Search):
     Linf: a window moves to a corner of the ball. L2: a window takes over another one's budget, in a
     shape that falls off from its middle.
 
-    >>> predict = lambda x: torch.distributions.Categorical(
-    ...     logits=torch.stack([x.sum(1), -x.sum(1)], 1)
-    ... )
+    >>> two_sums = lambda x: torch.stack([x.sum(1), -x.sum(1)], 1)
+    >>> predict = lambda x: torch.distributions.Categorical(logits=two_sums(x))
     >>> from advbayes import Linf
-    >>> x_adv = Square(Linf(1.5), 50)(
-    ...     predict, torch.ones(1, 4), torch.tensor([0]), generator=torch.Generator().manual_seed(0)
-    ... )
-    >>> bool(x_adv.sum() < 0)
-    True
+    >>> seeded = torch.Generator().manual_seed(0)
+    >>> attack = Square(Linf(1.5), 50)
+    >>> attack(predict, torch.ones(1, 4), torch.tensor([0]), generator=seeded).sum() < 0
+    tensor(True)
     """
 
     ball: Ball
@@ -78,9 +68,7 @@ class Square(Search):
     stop_at_success: bool = True
 
     def __post_init__(self) -> None:
-        check_ball(self.ball)
-        check_loss(self.loss)
-        checks.count("queries", self.queries)
+        check_settings(self, queries=1)
         checks.number("share", self.share, low=0, high=1, open_low=True)
 
     def _search(self, problem: Problem) -> Tensor:

@@ -78,9 +78,8 @@ def loss_and_gradient(
             )
         else:
             gradient = None
-            if not _has_gradient(
-                prediction
-            ):  # else it is the loss that is flat, as the entropy of a fixed scale
+            # else it is the loss that is flat, as the entropy of a fixed scale
+            if not _has_gradient(prediction):
                 _warn_blind()
     with torch.no_grad():
         broken = success(loss, prediction, y)
@@ -110,12 +109,9 @@ def _warn_blind() -> None:
 
 
 def _has_gradient(prediction: Distribution) -> bool:
-    parameters = (
-        (prediction.logits,)
-        if predicts_classes(prediction)
-        else (prediction.mean, prediction.variance)
-    )
-    return any(part.requires_grad for part in parameters)
+    if predicts_classes(prediction):
+        return prediction.logits.requires_grad
+    return prediction.mean.requires_grad or prediction.variance.requires_grad
 
 
 @torch.no_grad()
@@ -132,10 +128,9 @@ def value_of(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
             f"predict must return a torch Distribution over y, got {checks.describe(prediction)}"
         )
     if prediction.batch_shape[:1] != (len(y),):
-        shape = tuple(prediction.batch_shape)
         raise checks.InputError(
             f"predict must return a Distribution of batch shape ({len(y)},) for {len(y)} inputs, "
-            f"got {shape}"
+            f"got {tuple(prediction.batch_shape)}"
         )
     if predicts_classes(prediction) and (y.is_floating_point() or y.dtype == torch.bool):
         raise checks.InputTypeError(f"y must hold integer class labels, got {checks.describe(y)}")

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from advbayes import checks
 from advbayes.attacks.balls import L2, Ball, per_row
 from advbayes.attacks.gradients import where_rows
 from advbayes.attacks.losses import margin
-from advbayes.attacks.search import Best, Problem, Search, check_ball, check_loss
+from advbayes.attacks.search import Best, Problem, Search, check_settings
 from advbayes.types import Loss
 
 _ROWS = 4096  # inputs asked about in one call
@@ -27,19 +26,12 @@ class HardLabel(Search):
     points, then one step outwards and a bisection towards x. Examples whose boundary point is
     within the ball are done. `loss` only says what broken means.
 
-    >>> predict = lambda x: torch.distributions.Categorical(
-    ...     logits=torch.stack([x[:, 0], -x[:, 0]], 1)
-    ... )
+    >>> predict = lambda x: torch.distributions.Categorical(logits=torch.cat([x, -x], 1))
     >>> from advbayes import L2
     >>> attack = HardLabel(L2(1.2), rounds=10)
-    >>> x_adv = attack(
-    ...     predict,
-    ...     torch.tensor([[1.0, 0.0]]),
-    ...     torch.tensor([0]),
-    ...     generator=torch.Generator().manual_seed(0),
-    ... )
-    >>> bool(x_adv[0, 0] < 0)
-    True
+    >>> seeded = torch.Generator().manual_seed(0)
+    >>> attack(predict, torch.ones(1, 1), torch.tensor([0]), generator=seeded) < 0
+    tensor([[True]])
     """
 
     ball: Ball
@@ -49,10 +41,7 @@ class HardLabel(Search):
     stop_at_success: bool = True
 
     def __post_init__(self) -> None:
-        check_ball(self.ball)
-        check_loss(self.loss)
-        checks.count("rounds", self.rounds)
-        checks.count("probes", self.probes, low=2)
+        check_settings(self, rounds=1, probes=2)
 
     def _search(self, problem: Problem) -> Tensor:
         broken = problem.score(problem.x).broken

@@ -7,7 +7,7 @@ has a method `rows` that picks some of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -86,7 +86,7 @@ class _Rowwise:
 
     def _held(self) -> dict[str, Any]:
         """What may have an entry for each example, by the name of its field."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        return vars(self)
 
     @property
     def num_rows(self) -> int | None:
@@ -278,9 +278,8 @@ class DivergenceFrom(_Rowwise):
     >>> wish = DivergenceFrom(torch.tensor([0.5, 0.5]))
     >>> wish(Categorical(logits=torch.zeros(1, 2)), torch.tensor([0])).abs()
     tensor([0.])
-    >>> DivergenceFrom(2.0, 1.0)(
-    ...     torch.distributions.Normal(torch.tensor([2.0]), 1.0), torch.zeros(1)
-    ... ).abs()
+    >>> normal = torch.distributions.Normal(torch.tensor([2.0]), 1.0)
+    >>> DivergenceFrom(2.0, 1.0)(normal, torch.zeros(1)).abs()
     tensor([0.])
     """
 
@@ -288,8 +287,7 @@ class DivergenceFrom(_Rowwise):
     scale: Tensor | float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("target", "scale"):
-            value = getattr(self, name)
+        for name, value in tuple(vars(self).items()):
             if value is not None and not isinstance(value, Tensor):
                 object.__setattr__(self, name, torch.tensor(checks.number(name, value)))
         assert isinstance(self.target, Tensor)
@@ -316,8 +314,7 @@ class DivergenceFrom(_Rowwise):
         moments = _moment(prediction, "DivergenceFrom a target with scale")
         mean, variance = moments.mean, moments.variance
         target, scale = (
-            self._fitting(name, getattr(self, name), mean, torch.Size([]))
-            for name in ("target", "scale")
+            self._fitting(name, value, mean, torch.Size([])) for name, value in vars(self).items()
         )
         ratio = scale.square() / variance
         shift = (mean - target).square() / variance
@@ -403,9 +400,8 @@ class ByLoss(_Rowwise):
     """The same loss, but no example ever counts as broken: iterates are ranked by the loss alone
     (attacks on a score).
 
-    >>> ByLoss(certainty).succeeded(
-    ...     Categorical(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([0])
-    ... )
+    >>> wrong = Categorical(logits=torch.tensor([[0.0, 1.0]]))
+    >>> ByLoss(certainty).succeeded(wrong, torch.tensor([0]))
     tensor([False])
     """
 
@@ -445,9 +441,8 @@ class MarginTo(_Rowwise):
     """log p(c) - log p(y) for one chosen class c of each example: away from y, by way of c. Exact
     on linear models.
 
-    >>> MarginTo(torch.tensor([1]))(
-    ...     Categorical(logits=torch.tensor([[2.0, 0.0, 1.0]])), torch.tensor([0])
-    ... )
+    >>> three = Categorical(logits=torch.tensor([[2.0, 0.0, 1.0]]))
+    >>> MarginTo(torch.tensor([1]))(three, torch.tensor([0]))
     tensor([-2.])
     """
 

@@ -24,7 +24,7 @@ from advbayes.attacks.losses import (
     margins_to_wrong_classes,
     nll,
 )
-from advbayes.attacks.search import Best, Problem, Search, check_ball, check_loss
+from advbayes.attacks.search import Best, Problem, Search, check_settings
 from advbayes.likelihoods import predicts_classes
 from advbayes.types import Loss, Predictor
 
@@ -42,13 +42,10 @@ class MinimumNorm(Search):
     point that it breaks. Where nothing breaks, the call returns the point of largest loss and
     `radius` says infinity.
 
-    >>> predict = lambda x: torch.distributions.Categorical(
-    ...     logits=torch.stack([x[:, 0], -x[:, 0]], 1)
-    ... )
+    >>> predict = lambda x: torch.distributions.Categorical(logits=torch.cat([x, -x], 1))
     >>> from advbayes import L2
-    >>> MinimumNorm(L2(5.0)).radius(
-    ...     predict, torch.tensor([[1.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 0])
-    ... ).round(decimals=3)
+    >>> x, y = torch.tensor([[1.0], [9.0]]), torch.tensor([0, 0])
+    >>> MinimumNorm(L2(5.0)).radius(predict, x, y).round(decimals=3)
     tensor([1., inf])
     """
 
@@ -60,11 +57,7 @@ class MinimumNorm(Search):
     shrink: float = 0.05  # how fast the radius follows, first; falls to a fiftieth of it
 
     def __post_init__(self) -> None:
-        check_ball(self.ball)
-        check_loss(self.loss)
-        checks.count("steps", self.steps)
-        checks.count("restarts", self.restarts)
-        checks.count("targets", self.targets, low=0)
+        check_settings(self, steps=1, restarts=1, targets=0)
         checks.number("shrink", self.shrink, low=0, high=1, open_low=True, open_high=True)
 
     def radius(
@@ -207,8 +200,11 @@ def _of_radius(ball: Ball, radius: Tensor, x: Tensor) -> Ball:
 def _can_break(loss: Loss, classes: bool) -> bool:
     """Whether there can be broken examples by this loss: with classes by default, in regression if
     it says when."""
-    if isinstance(loss, (ByLoss, DivergenceFrom)):
-        return False
-    if isinstance(loss, PerExample):
-        return any(_can_break(part, classes) for part in loss.losses)
-    return classes or (isinstance(loss, HasSuccess) and not isinstance(loss, Toward))
+    match loss:
+        case ByLoss() | DivergenceFrom():
+            return False
+        case PerExample():
+            return any(_can_break(part, classes) for part in loss.losses)
+        case HasSuccess() if not isinstance(loss, Toward):
+            return True
+    return classes

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from advbayes import checks
 from advbayes.attacks.ascent import step_length
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.losses import nll
-from advbayes.attacks.search import Best, Problem, Search, check_ball, check_loss
+from advbayes.attacks.search import Best, Problem, Search, check_settings
 from advbayes.types import Loss
 
 _KEEP = 4  # of so many starts one goes on to the next round
@@ -43,10 +42,7 @@ class MultiStart(Search):
     restarts: int = 128
 
     def __post_init__(self) -> None:
-        check_ball(self.ball)
-        check_loss(self.loss)
-        checks.count("steps", self.steps)
-        checks.count("restarts", self.restarts)
+        check_settings(self, steps=1, restarts=1)
 
     @property
     def rounds(self) -> tuple[tuple[int, int], ...]:

@@ -48,9 +48,12 @@ def settings(value: object) -> dict[str, Any]:
 
 def members(value: object) -> tuple[Any, ...]:
     """What a tuple, list or mapping holds; anything else holds itself."""
-    if isinstance(value, (tuple, list)):
-        return tuple(value)
-    return tuple(value.values()) if isinstance(value, Mapping) else (value,)
+    match value:
+        case tuple() | list():
+            return tuple(value)
+        case Mapping():
+            return tuple(value.values())
+    return (value,)
 
 
 def is_attack(value: object) -> bool:
@@ -99,12 +102,13 @@ def rebuilt(attack: A, change: Callable[[Any], Mapping[str, Any]]) -> A:
     """
 
     def visited(value: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            new = [visited(member) for member in value]
-            return value if all(map(_is, new, value)) else type(value)(new)
-        if isinstance(value, Mapping):
-            named = {key: visited(member) for key, member in value.items()}
-            return value if all(named[key] is value[key] for key in value) else named
+        match value:
+            case tuple() | list():
+                new = [visited(member) for member in value]
+                return value if all(map(_is, new, value)) else type(value)(new)
+            case Mapping():
+                named = {key: visited(member) for key, member in value.items()}
+                return value if all(named[key] is value[key] for key in value) else named
         if not is_attack(value) or not is_dataclass(value):
             return value
         fields = settings(value)
@@ -206,13 +210,9 @@ def steps_of(attack: object) -> int | None:
     50
     """
     total = 0
-    for part in parts_of(attack):
-        fields = settings(part)
-        total += (
-            sum(steps for _, steps in fields["stages"])
-            if "stages" in fields
-            else fields.get(_work(fields), 0)
-        )
+    for own in map(settings, parts_of(attack)):
+        stages = own.get("stages", ())
+        total += sum(steps for _, steps in stages) or own.get(_work(own), 0)
     return total or None
 
 
@@ -284,9 +284,8 @@ def _with_balls(attack: A, new: Callable[[Ball], Ball]) -> A:
     ]
     if closed:
         raise checks.InputTypeError(
-            "an attack needs a field `ball`, or parts that have one, to be made again in another "
-            "ball, "
-            f"got {checks.describe(closed[0])}"
+            f"an attack needs a field `ball`, or parts that have one, to be made again in another "
+            f"ball, got {checks.describe(closed[0])}"
         )
 
     def change(part: Any) -> dict[str, Any]:
@@ -296,9 +295,8 @@ def _with_balls(attack: A, new: Callable[[Ball], Ball]) -> A:
         before, after = fields["ball"], new(fields["ball"])
         if fields.get("step_size") is None:
             return {"ball": after}
-        step_size = (
-            fields["step_size"] * after.eps / before.eps if before.eps and after.eps else None
-        )
+        scaled = before.eps and after.eps
+        step_size = fields["step_size"] * after.eps / before.eps if scaled else None
         return {"ball": after, "step_size": step_size}
 
     return rebuilt(attack, change)
@@ -315,11 +313,9 @@ def with_steps(attack: A, factor: float) -> A:
     def change(part: Any) -> dict[str, Any]:
         fields = settings(part)
         if "stages" in fields:
-            return {
-                "stages": tuple(
-                    (loss, max(1, round(steps * factor))) for loss, steps in fields["stages"]
-                )
-            }
+            stages = fields["stages"]
+            more = ((loss, max(1, round(steps * factor))) for loss, steps in stages)
+            return {"stages": tuple(more)}
         name = _work(fields)
         return {name: max(1, round(fields[name] * factor))} if name else {}
 
@@ -329,10 +325,7 @@ def with_steps(attack: A, factor: float) -> A:
 def with_restarts(attack: A, factor: int) -> A:
     """The same attack with `factor` times the restarts."""
     return rebuilt(
-        attack,
-        lambda part: {
-            name: value * factor for name, value in settings(part).items() if name == "restarts"
-        },
+        attack, lambda part: {k: v * factor for k, v in settings(part).items() if k == "restarts"}
     )
 
 
@@ -342,9 +335,8 @@ def on_rows(attack: A, rows: Tensor | slice) -> A:
 
     >>> import torch
     >>> from advbayes import L2, MarginTo, pgd
-    >>> on_rows(pgd(L2(1.0), 5, MarginTo(torch.tensor([1, 0, 2]))), slice(1, 3)).stages[0][
-    ...     0
-    ... ].classes
+    >>> attack = pgd(L2(1.0), 5, MarginTo(torch.tensor([1, 0, 2])))
+    >>> on_rows(attack, slice(1, 3)).stages[0][0].classes
     tensor([0, 2])
     """
 

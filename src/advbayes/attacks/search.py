@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -145,15 +145,19 @@ def check_ball(ball: object) -> None:
     checks.instance("ball", ball, Ball, "a ball such as L2(eps)")
 
 
-def check_loss(loss: object) -> None:
-    """Refuse what is not a loss."""
-    if not callable(loss):
-        raise checks.InputTypeError(f"loss must be a loss such as nll, got {checks.describe(loss)}")
+def check_settings(attack: Any, **least: int) -> None:
+    """Refuse a `ball` and a `loss` that are none, and counts below their `least`."""
+    check_ball(attack.ball)
+    if not callable(attack.loss):
+        got = checks.describe(attack.loss)
+        raise checks.InputTypeError(f"loss must be a loss such as nll, got {got}")
+    for name, low in least.items():
+        checks.count(name, vars(attack)[name], low=low)
 
 
 def config(attack: Any) -> str:
     """The repr of an attack: its settings, functions by name, so that equal settings read equal."""
-    shown = (f"{field.name}={_named(getattr(attack, field.name))}" for field in fields(attack))
+    shown = (f"{name}={_named(value)}" for name, value in vars(attack).items())
     return f"{type(attack).__name__}({', '.join(shown)})"
 
 

@@ -10,20 +10,12 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, Normal
 
 from advbayes import checks
-from advbayes.attacks import (
-    APGD,
-    HardLabel,
-    RandomSearch,
-    Square,
-    lower_mean,
-    margin,
-    nll,
-    raise_mean,
-    squared_error,
-)
-from advbayes.attacks.balls import Ball
+from advbayes.attacks.apgd import APGD
+from advbayes.attacks.balls import L2, Ball, per_row
+from advbayes.attacks.black_box import RandomSearch, Square
+from advbayes.attacks.hard_label import HardLabel
+from advbayes.attacks.losses import lower_mean, margin, nll, raise_mean, squared_error
 from advbayes.attacks.parts import ball_of
-from advbayes.evaluation.inputs import Task
 from advbayes.likelihoods import predicts_classes
 from advbayes.types import Attack, Predictor
 
@@ -61,9 +53,8 @@ class ZerothOrder:
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        ball = ball_of(self.attack)
-        eps = 1.0 if ball is None else ball.eps
-        estimated = Differences(predict, ball, self.width * eps, self.directions, generator)
+        ball = ball_of(self.attack) or L2(1.0)
+        estimated = Differences(predict, ball, self.width * ball.eps, self.directions, generator)
         return self.attack(estimated, x, y, generator=generator)
 
 
@@ -76,7 +67,7 @@ class Differences:
     predictor's own."""
 
     predict: Predictor
-    ball: Ball | None
+    ball: Ball
     width: float
     directions: int
     generator: torch.Generator | None = field(default=None, repr=False)
@@ -105,14 +96,10 @@ class Differences:
         if size <= self.directions:
             moves = torch.eye(size, dtype=x.dtype, device=x.device)
         else:
-            moves = torch.randn(
-                self.directions, size, generator=self.generator, dtype=x.dtype, device=x.device
-            )
-            moves = moves / self.directions**0.5
+            like: Any = {"dtype": x.dtype, "device": x.device, "generator": self.generator}
+            moves = torch.randn(self.directions, size, **like) / self.directions**0.5
         moves = moves.view(-1, *x.shape[1:])
-        if self.ball is None or self.ball.mask is None:
-            return moves
-        return moves * self.ball.mask.to(x.device)
+        return moves if self.ball.mask is None else moves * self.ball.mask.to(x.device)
 
 
 class _Estimated(torch.autograd.Function):
@@ -125,34 +112,24 @@ class _Estimated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,), owner = ctx.saved_tensors, ctx.owner
-        moves = owner.moves(x)
-        unit = (
-            1.0
-            if owner.ball is None or owner.ball.scale is None
-            else torch.as_tensor(owner.ball.scale).to(x)
-        )
+        moves, unit = owner.moves(x), owner.ball.units(x)
         gradient = torch.zeros_like(x)
         together = max(1, _ROWS // len(x))
         for start in range(0, len(moves), together):
-            part = moves[start : start + together]  # (K, *event)
-            length = (
-                part.flatten(1)
-                .norm(dim=1)
-                .clamp_min(torch.finfo(x.dtype).tiny)
-                .view(-1, *[1] * x.ndim)
-            )
-            step = owner.width * unit * (part.unsqueeze(1) / length)
+            part = moves[start : start + together].unsqueeze(1)  # (K, 1, *event)
+            length = per_row(part.flatten(1).norm(dim=1).clamp_min(torch.finfo(x.dtype).tiny), part)
+            step = owner.width * unit * (part / length)
             up, down = (
                 owner.answers((x + sign * step).flatten(0, 1)).view(len(part), *grads[0].shape)
                 for sign in (1, -1)
             )
             slope = ((up - down) * grads[0]).flatten(2).sum(2) / (2 * owner.width)  # (K, B)
             slope = slope.view(len(part), len(x), *[1] * (x.ndim - 1))
-            gradient += (slope * part.unsqueeze(1) * length / unit).sum(0)
+            gradient += (slope * part * length / unit).sum(0)
         return gradient, None
 
 
-def blind_attacks(ball: Ball, task: Task, steps: int, queries: int) -> dict[str, Attack]:
+def blind_attacks(ball: Ball, task: str, steps: int, queries: int) -> dict[str, Attack]:
     """The default attacks of black-box mode."""
     if task == "regression":
         losses = (squared_error, nll, raise_mean, lower_mean)

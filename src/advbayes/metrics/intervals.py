@@ -82,12 +82,8 @@ def outcomes(name: str, values: Any) -> Tensor:  # (N,), zeros and ones
     tensor([1., 0.], dtype=torch.float64)
     """
     tensor = column(name, values)
-    if not bool(((tensor == 0) | (tensor == 1)).all()):
-        low, high = float(tensor.min()), float(tensor.max())
-        raise InputError(
-            f"{name} must hold True and False (or 1 and 0) only, got values in [{low:g}, {high:g}]"
-        )
-    return tensor
+    wanted = "hold True and False (or 1 and 0) only"
+    return holding(name, tensor, (tensor == 0) | (tensor == 1), wanted)
 
 
 def shares(name: str, values: Any) -> Tensor:  # (N,), in [0, 1]
@@ -98,12 +94,16 @@ def shares(name: str, values: Any) -> Tensor:  # (N,), in [0, 1]
     tensor([1.0000, 0.3000], dtype=torch.float64)
     """
     tensor = column(name, values)
-    if not bool(((tensor >= 0) & (tensor <= 1)).all()):
-        low, high = float(tensor.min()), float(tensor.max())
-        raise InputError(
-            f"{name} must hold truth values or shares in [0, 1], got values in [{low:g}, {high:g}]"
-        )
-    return tensor
+    wanted = "hold truth values or shares in [0, 1]"
+    return holding(name, tensor, (tensor >= 0) & (tensor <= 1), wanted)
+
+
+def holding(name: str, values: Tensor, fine: Tensor, wanted: str) -> Tensor:
+    """The values, refused with their range unless all of them are fine."""
+    if not bool(fine.all()):
+        low, high = float(values.min()), float(values.max())
+        raise InputError(f"{name} must {wanted}, got values in [{low:g}, {high:g}]")
+    return values
 
 
 def same_length(**columns: Tensor) -> None:

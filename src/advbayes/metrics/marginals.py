@@ -32,9 +32,8 @@ MOST_PAIRED = 2048  # components
 class GaussianMarginals:
     """What each output's marginal is made of: K weighted Gaussians.
 
-    >>> GaussianMarginals(torch.ones(1, 1), torch.zeros(1, 1, 1), torch.ones(1, 1, 1)).cdf(
-    ...     torch.zeros(1, 1)
-    ... )
+    >>> normal = GaussianMarginals(torch.ones(1, 1), torch.zeros(1, 1, 1), torch.ones(1, 1, 1))
+    >>> normal.cdf(torch.zeros(1, 1))
     tensor([[0.5000]])
     """
 
@@ -164,9 +163,8 @@ def interval(
 ) -> Interval:
     """The central interval of each output at `level`, from its quantiles (1 -+ level)/2.
 
-    >>> interval(
-    ...     torch.distributions.Normal(torch.zeros(2), 1.0), torch.tensor([1.0, 2.0]), level=0.9
-    ... ).inside
+    >>> two = torch.distributions.Normal(torch.zeros(2), 1.0)
+    >>> interval(two, torch.tensor([1.0, 2.0]), level=0.9).inside
     tensor([ True, False])
     """
     y, level = targets(prediction, y), confidence_level(level)

@@ -117,12 +117,12 @@ def auroc(
     """Area under the ROC curve, P(score of a positive > of a negative) + P(equal)/2 (Mann-Whitney).
 
     The interval is the score interval with Hanley and McNeil's variance (as Newcombe, 2006: all a
-    such that
-    |value - a| <= z sd(a), so a perfect separation of few examples is not claimed to be certain), or DeLong's.
+    with |value - a| <= z sd(a), so a perfect separation of few examples is not claimed to be
+    certain), or DeLong's.
 
     >>> auroc([0.1, 0.4, 0.35, 0.8], [0, 0, 1, 1]).value
     0.75
-    """  # noqa: E501
+    """
     scores, positive = column("scores", scores), outcomes("positive", positive).bool()
     same_length(scores=scores, positive=positive)
     choice("method", method, ("hanley_mcneil", "delong"))

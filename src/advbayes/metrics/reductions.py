@@ -16,6 +16,7 @@ from advbayes.metrics.intervals import (
     bootstrap,
     column,
     confidence_level,
+    holding,
     normal_quantile,
     outcomes,
     proportion,
@@ -142,10 +143,8 @@ def reliability(
     confidences at its ends, and examples that tie across an edge share their accuracy, so
     that their order does not matter.
 
-    >>> [
-    ...     (b.confidence, b.accuracy.value)
-    ...     for b in reliability([0.25, 0.25, 0.75, 0.75], [0, 1, 1, 1], bins=2)
-    ... ]
+    >>> bars = reliability([0.25, 0.25, 0.75, 0.75], [0, 1, 1, 1], bins=2)
+    >>> [(bar.confidence, bar.accuracy.value) for bar in bars]
     [(0.25, 0.5), (0.75, 1.0)]
     """
     confidence, correct, bins = _calibration(confidence, correct, bins, binning)
@@ -213,11 +212,8 @@ def _calibration(
     confidence, correct = column("confidence", confidence), shares("correct", correct)
     same_length(confidence=confidence, correct=correct)
     # float32 probabilities may sum to a little more than 1
-    if bool(((confidence < 0) | (confidence > 1 + 1e-5)).any()):
-        raise InputError(
-            f"confidence must lie in [0, 1], got values in [{float(confidence.min()):g}, "
-            f"{float(confidence.max()):g}]"
-        )
+    fine = (confidence >= 0) & (confidence <= 1 + 1e-5)
+    holding("confidence", confidence, fine, "lie in [0, 1]")
     choice("binning", binning, ("equal_mass", "equal_width"))
     return confidence.clamp(max=1.0), correct, count("bins", bins)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -39,13 +39,8 @@ def class_probs(prediction: Distribution) -> Tensor:  # (B, C)
     tensor([[0.2500, 0.7500]])
     """
     num = batch_size(prediction)
-    probs = getattr(prediction, "probs", None)
-    if (
-        not isinstance(probs, Tensor)
-        or tuple(prediction.event_shape) != ()
-        or probs.ndim != 2
-        or len(probs) != num
-    ):
+    probs: Any = getattr(prediction, "probs", None)
+    if not _is_categorical(prediction) or len(probs) != num:
         raise InputTypeError(
             f"prediction must be categorical with .probs of shape (B, C) = ({num}, C), got "
             f"{type(prediction).__name__} with .probs {describe(probs)}"
@@ -58,7 +53,7 @@ def class_probs(prediction: Distribution) -> Tensor:  # (B, C)
             "prediction.probs must be non-negative and sum to 1 over classes, got a minimum of "
             f"{float(probs.min()):g} and a sum that is off by {float(error):g}"
         )
-    return probs
+    return cast(Tensor, probs)
 
 
 def is_real(y: object) -> TypeIs[Tensor]:
@@ -120,9 +115,8 @@ def log_prob(
 ) -> Tensor:  # (B,)
     """log p(y given x), for classes and for densities.
 
-    >>> log_prob(
-    ...     torch.distributions.Categorical(probs=torch.tensor([[0.5, 0.5]])), torch.tensor([1])
-    ... ).exp()
+    >>> coin = torch.distributions.Categorical(probs=torch.tensor([[0.5, 0.5]]))
+    >>> log_prob(coin, torch.tensor([1])).exp()
     tensor([0.5000])
     """
     num = batch_size(prediction)
@@ -142,10 +136,8 @@ def nll(prediction: Distribution, y: Tensor) -> Tensor:  # (B,)
 def correct(prediction: Distribution, y: Tensor) -> Tensor:  # (B,), bool
     """Whether the most probable class is the right one (the first of equally probable ones).
 
-    >>> correct(
-    ...     torch.distributions.Categorical(probs=torch.tensor([[0.2, 0.8], [0.9, 0.1]])),
-    ...     torch.tensor([1, 1]),
-    ... )
+    >>> two = torch.distributions.Categorical(probs=torch.tensor([[0.2, 0.8], [0.9, 0.1]]))
+    >>> correct(two, torch.tensor([1, 1]))
     tensor([ True, False])
     """
     return class_probs(prediction).argmax(-1) == labels(prediction, y)
@@ -154,9 +146,8 @@ def correct(prediction: Distribution, y: Tensor) -> Tensor:  # (B,), bool
 def expected_correct(prediction: Distribution, y: Tensor) -> Tensor:  # (B,), float64
     """The accuracy to expect of a guess among the most probable classes: 1/k where y is one of k.
 
-    >>> expected_correct(
-    ...     torch.distributions.Categorical(probs=torch.ones(2, 4)), torch.tensor([0, 3])
-    ... )
+    >>> guess = torch.distributions.Categorical(probs=torch.ones(2, 4))
+    >>> expected_correct(guess, torch.tensor([0, 3]))
     tensor([0.2500, 0.2500], dtype=torch.float64)
     """
     probs = class_probs(prediction)
@@ -176,9 +167,8 @@ def confidence(prediction: Distribution) -> Tensor:  # (B,)
 def brier(prediction: Distribution, y: Tensor) -> Tensor:  # (B,)
     """Brier score in [0, 2]: sum over classes of (p_c - 1[y = c])^2.
 
-    >>> brier(
-    ...     torch.distributions.Categorical(probs=torch.tensor([[0.25, 0.75]])), torch.tensor([1])
-    ... )
+    >>> one = torch.distributions.Categorical(probs=torch.tensor([[0.25, 0.75]]))
+    >>> brier(one, torch.tensor([1]))
     tensor([0.1250])
     """
     probs = class_probs(prediction)

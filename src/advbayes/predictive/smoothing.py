@@ -156,12 +156,11 @@ def components(prediction: Distribution) -> tuple[Tensor, Tensor, Tensor]:
     >>> [part.shape for part in components(Normal(torch.zeros(3), 1.0))]
     [torch.Size([1, 3]), torch.Size([1, 3]), torch.Size([1, 3])]
     """
-    if isinstance(prediction, GaussianMixture):
-        return prediction.means, prediction.scales, prediction.log_weights
-    normal = prediction.base_dist if isinstance(prediction, Independent) else prediction
-    if isinstance(normal, Normal):
-        means, scales = normal.loc.unsqueeze(0), normal.scale.unsqueeze(0)
-        return means, scales, means.new_zeros(means.shape[:2])
+    match prediction:
+        case GaussianMixture():
+            return prediction.means, prediction.scales, prediction.log_weights
+        case Normal(loc=loc, scale=scale) | Independent(base_dist=Normal(loc=loc, scale=scale)):
+            return loc.unsqueeze(0), scale.unsqueeze(0), loc.new_zeros((1, *loc.shape[:1]))
     raise checks.InputTypeError(
         f"predict must give classes, Gaussians or Gaussian mixtures, got "
         f"{type(prediction).__name__}"
