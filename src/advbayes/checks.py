@@ -26,6 +26,10 @@ class AdvBayesError(Exception):
     eps must be a finite number >= 0, got -1.0
     """
 
+    def __init__(self, message: str = "", *, got: object = ...) -> None:
+        """The message; with `got`, what came is described at its end."""
+        super().__init__(message if got is ... else f"{message}, got {describe(got)}")
+
 
 class InputError(AdvBayesError, ValueError):
     """A value that cannot be used."""
@@ -103,12 +107,12 @@ def number(
         except (AttributeError, ValueError, RuntimeError):
             plain = None
     if isinstance(plain, bool) or not isinstance(plain, (int, float)):
-        raise InputTypeError(f"{name} must be {wanted}, got {describe(value)}")
+        raise InputTypeError(f"{name} must be {wanted}", got=value)
     below = plain <= low if open_low else plain < low
     above = plain >= high if open_high else plain > high
     # compared first, because a whole number may be too large for a float
     if below or above or not abs(plain) <= sys.float_info.max:
-        raise InputError(f"{name} must be {wanted}, got {describe(plain)}")
+        raise InputError(f"{name} must be {wanted}", got=plain)
     return float(plain)
 
 
@@ -125,9 +129,7 @@ def count(name: str, value: Any, *, low: int = 1) -> int:
             raise TypeError
         whole = operator.index(value)
     except TypeError:
-        raise InputTypeError(
-            f"{name} must be a whole number >= {low}, got {describe(value)}"
-        ) from None
+        raise InputTypeError(f"{name} must be a whole number >= {low}", got=value) from None
     if whole < low:
         raise InputError(f"{name} must be a whole number >= {low}, got {value}")
     return whole
@@ -142,10 +144,21 @@ def choice(name: str, value: Any, options: Sequence[str]) -> str:
     advbayes.checks.InputError: update must be one of 'online', 'offline', got 'on'
     """
     if value not in options:
-        raise InputError(
-            f"{name} must be one of {', '.join(map(repr, options))}, got {describe(value)}"
-        )
+        raise InputError(f"{name} must be one of {', '.join(map(repr, options))}", got=value)
     return str(value)
+
+
+def function(name: str, value: T, wanted: str) -> T:
+    """A value that can be called.
+
+    >>> function("loss", 2.0, "a loss such as nll")
+    Traceback (most recent call last):
+    ...
+    advbayes.checks.InputTypeError: loss must be a loss such as nll, got 2.0
+    """
+    if not callable(value):
+        raise InputTypeError(f"{name} must be {wanted}", got=value)
+    return value
 
 
 def instance(name: str, value: T, kind: type | tuple[type, ...], wanted: str) -> T:
@@ -157,7 +170,7 @@ def instance(name: str, value: T, kind: type | tuple[type, ...], wanted: str) ->
     advbayes.checks.InputTypeError: ball must be a ball such as L2(eps), got 2.0
     """
     if not isinstance(value, kind):
-        raise InputTypeError(f"{name} must be {wanted}, got {describe(value)}")
+        raise InputTypeError(f"{name} must be {wanted}", got=value)
     return value
 
 

@@ -231,8 +231,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         if self.net is not None:
             if not isinstance(self.net, nn.Module):
                 raise checks.InputTypeError(
-                    f"net must be a torch.nn.Module with {num_outputs} outputs, got "
-                    f"{checks.describe(self.net)}"
+                    f"net must be a torch.nn.Module with {num_outputs} outputs", got=self.net
                 )
             net = copy.deepcopy(self.net).to(x.dtype)
             with torch.no_grad():

@@ -78,18 +78,14 @@ class Categorical:
         """Class indices of shape (B,), as int64."""
         if output.ndim != 2 or output.shape[1] < 2:
             raise checks.InputError(
-                f"net must give logits of shape (B, C) with C >= 2 for Categorical, got "
-                f"{checks.describe(output)}"
+                "net must give logits of shape (B, C) with C >= 2 for Categorical", got=output
             )
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
             raise checks.InputTypeError(
-                f"y must hold class indices (an integer tensor) for Categorical, got "
-                f"{checks.describe(y)}"
+                "y must hold class indices (an integer tensor) for Categorical", got=y
             )
         if y.ndim != 1:
-            raise checks.InputError(
-                f"y must have shape (B,) for Categorical, got {checks.describe(y)}"
-            )
+            raise checks.InputError("y must have shape (B,) for Categorical", got=y)
         num_classes = output.shape[1]
         if y.numel() and (int(y.min()) < 0 or int(y.max()) >= num_classes):
             raise checks.InputError(
@@ -133,9 +129,7 @@ def targets_like(prediction: Tensor | Distribution, y: Tensor) -> Tensor:
         return y
     if y.shape == (*shape, 1) or (*y.shape, 1) == shape:
         return y.reshape(shape)
-    raise checks.InputError(
-        f"y must have the prediction's shape {tuple(shape)}, got {checks.describe(y)}"
-    )
+    raise checks.InputError(f"y must have the prediction's shape {tuple(shape)}", got=y)
 
 
 def _outputs(output: Tensor) -> Tensor:
@@ -181,13 +175,11 @@ def gaussian_prediction(mean: Tensor, scale: Tensor, num_outputs: int) -> Distri
 def _check_regression(mean: Tensor, y: Tensor) -> Tensor:
     if not y.is_floating_point():
         raise checks.InputTypeError(
-            f"y must be a floating-point tensor for a Gaussian likelihood, got {checks.describe(y)}"
+            "y must be a floating-point tensor for a Gaussian likelihood", got=y
         )
     y = targets_like(mean, y)
     if y.dtype != mean.dtype:
-        raise checks.InputTypeError(
-            f"y must have the model's dtype {mean.dtype}, got {checks.describe(y)}"
-        )
+        raise checks.InputTypeError(f"y must have the model's dtype {mean.dtype}", got=y)
     return y
 
 
@@ -250,8 +242,7 @@ class Gaussian:
         one_scale_for_all = not self.learned and not isinstance(self.scale, tuple)
         if output.ndim != 2 or (output.shape[1] != self.num_outputs and not one_scale_for_all):
             raise checks.InputError(
-                f"net must give an output of shape (B, {self.num_outputs}) for {self}, got "
-                f"{checks.describe(output)}"
+                f"net must give an output of shape (B, {self.num_outputs}) for {self}", got=output
             )
         return _check_regression(_outputs(output), y)
 
@@ -278,8 +269,7 @@ class HeteroscedasticGaussian:
     def _split(self, output: Tensor) -> tuple[Tensor, Tensor]:
         if output.shape[-1] % 2:
             raise checks.InputError(
-                f"net must give D means and D log-scales (an even number of outputs), got "
-                f"{checks.describe(output)}"
+                "net must give D means and D log-scales (an even number of outputs)", got=output
             )
         mean, log_scale = output.chunk(2, dim=-1)
         # The clamp keeps exp finite; it is far outside what data of unit scale call for.
@@ -298,9 +288,7 @@ class HeteroscedasticGaussian:
     def check_target(self, output: Tensor, y: Tensor) -> Tensor:
         """Targets of shape (B,) for one mean, (B, D) for D."""
         if output.ndim != 2:
-            raise checks.InputError(
-                f"net must give an output of shape (B, 2 D), got {checks.describe(output)}"
-            )
+            raise checks.InputError("net must give an output of shape (B, 2 D)", got=output)
         return _check_regression(self._split(output)[0], y)
 
 

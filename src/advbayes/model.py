@@ -40,8 +40,7 @@ class BayesianModel:
         checks.instance("net", net, nn.Module, "a torch.nn.Module")
         if isinstance(likelihood, type) or not callable(getattr(likelihood, "log_prob", None)):
             raise checks.InputTypeError(
-                f"likelihood must be one such as Categorical() or Gaussian(0.5), got "
-                f"{checks.describe(likelihood)}"
+                "likelihood must be one such as Categorical() or Gaussian(0.5)", got=likelihood
             )
         self.prior_scale = (
             math.inf
@@ -193,23 +192,19 @@ class BayesianModel:
             or not theta.numel()
         ):
             raise checks.InputError(
-                f"{name} must be a tensor of shape {wanted} for this model, got "
-                f"{checks.describe(theta)}"
+                f"{name} must be a tensor of shape {wanted} for this model", got=theta
             )
         if theta.dtype != self.dtype or theta.device != self.device:
             raise checks.InputTypeError(
-                f"{name} must be {self.dtype} on {self.device} as the net, got "
-                f"{checks.describe(theta)}"
+                f"{name} must be {self.dtype} on {self.device} as the net", got=theta
             )
 
     def _check_input(self, x: Any) -> None:
         if not isinstance(x, Tensor) or x.ndim < 2:
-            raise checks.InputTypeError(
-                f"x must be a tensor of shape (B, *event), got {checks.describe(x)}"
-            )
+            raise checks.InputTypeError("x must be a tensor of shape (B, *event)", got=x)
         if x.dtype != self.dtype or x.device != self.device:
             raise checks.InputTypeError(
-                f"x must be {self.dtype} on {self.device} as the net, got {checks.describe(x)}"
+                f"x must be {self.dtype} on {self.device} as the net", got=x
             )
 
 

@@ -331,9 +331,7 @@ class Samples(_Members):
     def __init__(self, thetas: Tensor) -> None:
         super().__init__()
         if not isinstance(thetas, Tensor) or thetas.ndim != 2 or not thetas.numel():
-            raise checks.InputError(
-                f"thetas must be a non-empty tensor of shape (S, P), got {checks.describe(thetas)}"
-            )
+            raise checks.InputError("thetas must be a non-empty tensor of shape (S, P)", got=thetas)
         self.register_buffer("thetas", checks.finite("thetas", thetas.detach().clone()))
         self.num_params = thetas.shape[1]
 

@@ -38,10 +38,7 @@ class FunctionPredictor:
     _seen: list[bool] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise checks.InputTypeError(
-                f"function must be callable on a batch x, got {checks.describe(self.function)}"
-            )
+        checks.function("function", self.function, "callable on a batch x")
         checks.choice("kind", self.kind, KINDS)
         if self.kind == "mean":
             if self.scale is None:
@@ -62,8 +59,7 @@ class FunctionPredictor:
         if self.kind == "mean_and_scale":
             if not isinstance(output, (tuple, list)) or len(output) != 2:
                 raise checks.InputTypeError(
-                    f"function must give a pair (mean, scale) for this kind, got "
-                    f"{checks.describe(output)}"
+                    "function must give a pair (mean, scale) for this kind", got=output
                 )
             mean, scale = (_tensor(part, x) for part in output)
             self._check(mean, x, 1)
@@ -90,8 +86,8 @@ class FunctionPredictor:
             or (least == 2 and output.shape[1] < 2)
         ):
             raise checks.InputError(
-                f"function must give {self.kind} of shape {wanted} for x of shape "
-                f"{tuple(x.shape)}, got {checks.describe(output)}"
+                f"function must give {self.kind} of shape {wanted} for x of shape {tuple(x.shape)}",
+                got=output,
             )
         checks.finite(f"the function's {self.kind}", output.detach())
         if not self._seen and len(x):
@@ -131,8 +127,7 @@ def _scale_for(mean: Tensor, scale: Tensor) -> Tensor:
         return scale.expand_as(mean)
     except RuntimeError:
         raise checks.InputError(
-            f"the function's scale must fit its mean of shape {tuple(mean.shape)}, got "
-            f"{checks.describe(scale)}"
+            f"the function's scale must fit its mean of shape {tuple(mean.shape)}", got=scale
         ) from None
 
 

@@ -40,7 +40,7 @@ def from_sklearn(estimator: Any, *, scale: float | None = None, data: Any = None
     """
     if not hasattr(estimator, "predict"):
         raise checks.InputTypeError(
-            f"estimator must be a fitted scikit-learn estimator, got {checks.describe(estimator)}"
+            "estimator must be a fitted scikit-learn estimator", got=estimator
         )
     last, front = _apart(estimator)
     if front is not None and hasattr(last, "predictor_"):
@@ -92,9 +92,7 @@ def with_estimators(predict: Any, data: Any, *others: Any) -> tuple[Any, Any, *t
     if not estimators:
         return predict, data, *others
     if not isinstance(data, (tuple, list)) or len(data) != 2:
-        raise checks.InputTypeError(
-            f"data must be a pair (X, y) for an estimator, got {checks.describe(data)}"
-        )
+        raise checks.InputTypeError("data must be a pair (X, y) for an estimator", got=data)
     first = estimators[0]
     classes = getattr(first, "classes_", None)
     for other in estimators[1:]:

@@ -49,7 +49,7 @@ class PGD(Search):
             object.__setattr__(self, "stages", tuple((loss, steps) for loss, steps in self.stages))
         except (TypeError, ValueError):
             raise checks.InputTypeError(
-                f"stages must hold (loss, steps) pairs, got {checks.describe(self.stages)}"
+                "stages must hold (loss, steps) pairs", got=self.stages
             ) from None
         if not self.stages:
             raise checks.InputError("stages must hold at least one (loss, steps) pair, got none")

@@ -33,9 +33,7 @@ class Ball(ABC):
         checks.number("eps", self.eps, low=0)
         if self.box is not None:
             if not isinstance(self.box, (tuple, list)) or len(self.box) != 2:
-                raise checks.InputError(
-                    f"box must be a pair (low, high), got {checks.describe(self.box)}"
-                )
+                raise checks.InputError("box must be a pair (low, high)", got=self.box)
             object.__setattr__(self, "box", tuple(_bound("box", side) for side in self.box))
             low, high = (torch.as_tensor(side, dtype=torch.float64) for side in self.box)
             # a feature may be constant, not all; NaN is neither
@@ -48,15 +46,12 @@ class Ball(ABC):
             object.__setattr__(self, "scale", _bound("scale", self.scale))
             scale = torch.as_tensor(self.scale)
             if not bool(torch.isfinite(scale).all()) or not bool((scale > 0).all()):
-                raise checks.InputError(
-                    f"scale must be finite and positive, got {checks.describe(self.scale)}"
-                )
+                raise checks.InputError("scale must be finite and positive", got=self.scale)
         if self.mask is not None and (
             not isinstance(self.mask, Tensor) or self.mask.dtype != torch.bool
         ):
             raise checks.InputTypeError(
-                f"mask must be a bool tensor (True: may be touched), got "
-                f"{checks.describe(self.mask)}"
+                "mask must be a bool tensor (True: may be touched)", got=self.mask
             )
 
     def __eq__(self, other: object) -> bool:
@@ -82,8 +77,8 @@ class Ball(ABC):
                     torch.broadcast_to(value, x.shape[1:])
                 except RuntimeError:
                     raise checks.InputError(
-                        f"{name} must broadcast against the event shape {tuple(x.shape[1:])}, got "
-                        f"{checks.describe(value)}"
+                        f"{name} must broadcast against the event shape {tuple(x.shape[1:])}",
+                        got=value,
                     ) from None
         if self.box is not None:
             low, high = self.box
@@ -327,9 +322,7 @@ def _bound(name: str, value: object) -> Bound:
             return value
         case float() | np.number():
             return float(value)
-    raise checks.InputTypeError(
-        f"{name} must hold numbers or tensors, got {checks.describe(value)}"
-    )
+    raise checks.InputTypeError(f"{name} must hold numbers or tensors", got=value)
 
 
 def _on(value: Bound, like: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ def value_of(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
     """The loss of each example; labels that no class has are named."""
     if not isinstance(prediction, Distribution):
         raise checks.InputTypeError(
-            f"predict must return a torch Distribution over y, got {checks.describe(prediction)}"
+            "predict must return a torch Distribution over y", got=prediction
         )
     if prediction.batch_shape[:1] != (len(y),):
         raise checks.InputError(
@@ -133,7 +133,7 @@ def value_of(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
             f"got {tuple(prediction.batch_shape)}"
         )
     if predicts_classes(prediction) and (y.is_floating_point() or y.dtype == torch.bool):
-        raise checks.InputTypeError(f"y must hold integer class labels, got {checks.describe(y)}")
+        raise checks.InputTypeError("y must hold integer class labels", got=y)
     try:
         return per_example(loss(prediction, y), len(y))
     except (RuntimeError, IndexError, ValueError):
@@ -162,14 +162,9 @@ def targets(predict: Predictor, x: Tensor, y: Tensor | None) -> Tensor:
     >>> targets(lambda x: torch.distributions.Normal(x[:, 0], 1.0), torch.tensor([[3.0]]), None)
     tensor([3.])
     """
-    if not callable(predict):
-        raise checks.InputTypeError(
-            f"predict must be a Predictor, x -> Distribution, got {checks.describe(predict)}"
-        )
+    checks.function("predict", predict, "a Predictor, x -> Distribution")
     if not isinstance(x, Tensor) or not x.is_floating_point():
-        raise checks.InputTypeError(
-            f"x must be a floating-point tensor of shape (B, *event), got {checks.describe(x)}"
-        )
+        raise checks.InputTypeError("x must be a floating-point tensor of shape (B, *event)", got=x)
     checks.finite("x", x)
     if y is None:
         with torch.no_grad():
@@ -177,8 +172,7 @@ def targets(predict: Predictor, x: Tensor, y: Tensor | None) -> Tensor:
     checks.instance("y", y, Tensor, "a tensor with one target for each example of x")
     if y.ndim == 0 or len(y) != len(x):
         raise checks.InputError(
-            f"y must hold one target for each of the {len(x)} examples of x, got "
-            f"{checks.describe(y)}"
+            f"y must hold one target for each of the {len(x)} examples of x", got=y
         )
     if y.is_floating_point():
         return y.to(x.dtype)

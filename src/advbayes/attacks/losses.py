@@ -304,7 +304,7 @@ class DivergenceFrom(_Rowwise):
                     "with its scale"
                 )
         elif not bool((torch.as_tensor(self.scale) > 0).all()):
-            raise checks.InputError(f"scale must be positive, got {checks.describe(self.scale)}")
+            raise checks.InputError("scale must be positive", got=self.scale)
 
     def __call__(self, prediction: Distribution, y: Tensor) -> Tensor:
         if self.scale is None:

@@ -148,9 +148,7 @@ def check_ball(ball: object) -> None:
 def check_settings(attack: Any, **least: int) -> None:
     """Refuse a `ball` and a `loss` that are none, and counts below their `least`."""
     check_ball(attack.ball)
-    if not callable(attack.loss):
-        got = checks.describe(attack.loss)
-        raise checks.InputTypeError(f"loss must be a loss such as nll, got {got}")
+    checks.function("loss", attack.loss, "a loss such as nll")
     for name, low in least.items():
         checks.count(name, vars(attack)[name], low=low)
 

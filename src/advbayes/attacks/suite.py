@@ -42,7 +42,7 @@ def _check_attacks(name: str, attacks: Sequence[Attack], *, low: int = 1) -> tup
     for attack in attacks:
         if not callable(attack):
             raise checks.InputTypeError(
-                f"{name} must hold attacks such as pgd(L2(1.0)), got {checks.describe(attack)}"
+                f"{name} must hold attacks such as pgd(L2(1.0))", got=attack
             )
     return attacks
 
@@ -50,8 +50,8 @@ def _check_attacks(name: str, attacks: Sequence[Attack], *, low: int = 1) -> tup
 def _check_rank(rank: Loss | None, name: str, attacks: Sequence[Attack]) -> None:
     if rank is None:
         _rank_of(name, attacks)
-    elif not callable(rank):
-        raise checks.InputTypeError(f"rank must be a loss such as nll, got {checks.describe(rank)}")
+    else:
+        checks.function("rank", rank, "a loss such as nll")
 
 
 @dataclass(frozen=True, repr=False)
@@ -165,17 +165,12 @@ class Transfer:
     __repr__ = config
 
     def __post_init__(self) -> None:
-        if not callable(self.attack):
-            raise checks.InputTypeError(
-                f"attack must be an attack such as pgd(L2(1.0)), got {checks.describe(self.attack)}"
-            )
+        checks.function("attack", self.attack, "an attack such as pgd(L2(1.0))")
         _check_rank(self.rank, "attack", (self.attack,))
         if not isinstance(self.sources, (tuple, list)) or not all(
             callable(source) for source in self.sources
         ):
-            raise checks.InputTypeError(
-                f"sources must be a tuple of predictors, got {checks.describe(self.sources)}"
-            )
+            raise checks.InputTypeError("sources must be a tuple of predictors", got=self.sources)
         object.__setattr__(self, "sources", tuple(self.sources))
         if not self.sources:
             raise checks.InputError("sources must hold at least one predictor, got none")

@@ -50,15 +50,14 @@ def radii_of(certified: Any, num: int, task: Task) -> Certificates | Tensor:
             radii = torch.as_tensor(certified)
         case _:
             raise checks.InputTypeError(
-                f"certified must be what certify(...) gives, or a tensor or an array of radii, got "
-                f"{checks.describe(certified)}"
+                "certified must be what certify(...) gives, or a tensor or an array of radii",
+                got=certified,
             )
     if radii.dtype == torch.bool or radii.is_complex():
-        raise checks.InputTypeError(f"certified must hold radii, got {checks.describe(radii)}")
+        raise checks.InputTypeError("certified must hold radii", got=radii)
     if tuple(radii.shape) not in ((num,), (num, 1)):
         raise checks.InputError(
-            f"certified must hold one radius for each of the {num} examples of x, got "
-            f"{checks.describe(radii)}"
+            f"certified must hold one radius for each of the {num} examples of x", got=radii
         )
     radii = checks.finite("certified", radii.detach().cpu().double().reshape(num))
     if bool((radii < 0).any()):

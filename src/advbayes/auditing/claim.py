@@ -62,8 +62,7 @@ class Claim:
         for what, value in shares.items():
             if not _in_unit_interval(value):
                 raise checks.InputError(
-                    f"{what} must say for each example whether it was right (0 to 1), got "
-                    f"{checks.describe(value)}"
+                    f"{what} must say for each example whether it was right (0 to 1)", got=value
                 )
         for name, value in self.log_prob.items():
             if bool((value > 1e-6).any()) and _in_unit_interval(value):
@@ -107,15 +106,13 @@ def fitted(
     for name, x_adv in claim.x_adv.items():
         if x_adv.shape != x.shape:
             raise checks.InputError(
-                f"x_adv[{name!r}] must have x's shape {tuple(x.shape)}, got "
-                f"{checks.describe(x_adv)}"
+                f"x_adv[{name!r}] must have x's shape {tuple(x.shape)}", got=x_adv
             )
 
     def column(name: str, value: Tensor) -> Tensor:
         if tuple(value.shape) not in ((len(x),), (len(x), 1)):
             raise checks.InputError(
-                f"{name} must hold one value for each of the {len(x)} examples of x, got "
-                f"{checks.describe(value)}"
+                f"{name} must hold one value for each of the {len(x)} examples of x", got=value
             )
         return value.reshape(-1)
 

@@ -352,8 +352,7 @@ def _case(
     for name, attack in chosen.items():
         if ball_of(attack) is None:
             raise checks.InputTypeError(
-                f"attacks[{name!r}] must be a dataclass with a `ball`, got "
-                f"{checks.describe(attack)}"
+                f"attacks[{name!r}] must be a dataclass with a `ball`", got=attack
             )
     case = Case(
         predict=predict,

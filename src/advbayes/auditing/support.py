@@ -143,7 +143,6 @@ def named(argument: str, mapping: Mapping[str, Any] | None) -> dict[str, Any]:
     """A mapping from names; an error says what came instead."""
     if mapping is not None and not isinstance(mapping, Mapping):
         raise checks.InputTypeError(
-            f"{argument} must be a mapping from names, such as {{'PGD': ...}}, got "
-            f"{checks.describe(mapping)}"
+            f"{argument} must be a mapping from names, such as {{'PGD': ...}}", got=mapping
         )
     return dict(mapping or {})

@@ -38,11 +38,7 @@ class AttackChannel:
     sigma: float = 0.0
 
     def __post_init__(self) -> None:
-        if not callable(self.attack):
-            raise checks.InputTypeError(
-                f"attack must be an attack such as one_step(L2(1.0)), got "
-                f"{checks.describe(self.attack)}"
-            )
+        checks.function("attack", self.attack, "an attack such as one_step(L2(1.0))")
         checks.number("sigma", self.sigma, low=0)
 
     def sample(

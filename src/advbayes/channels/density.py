@@ -45,8 +45,8 @@ def log_normal(
     points, middle = x_adv.flatten(1), centres.flatten(1)
     if points.shape[1] != middle.shape[1]:
         raise checks.InputError(
-            f"x_adv must have the event shape {tuple(centres.shape[1:])} of the reference, got "
-            f"{checks.describe(x_adv)}"
+            f"x_adv must have the event shape {tuple(centres.shape[1:])} of the reference",
+            got=x_adv,
         )
     rows = max(1, limit // max(1, points.numel()))
     out = []

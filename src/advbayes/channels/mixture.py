@@ -55,9 +55,7 @@ class Mixture:
             )
         for channel in channels:
             if not isinstance(channel, Channel):
-                raise checks.InputTypeError(
-                    f"channels must have sample and density, got {checks.describe(channel)}"
-                )
+                raise checks.InputTypeError("channels must have sample and density", got=channel)
         total = math.fsum(weights)  # 1 up to rounding: the last edge must be exactly there
         object.__setattr__(self, "weights", tuple(weight / total for weight in weights))
         object.__setattr__(self, "channels", channels)

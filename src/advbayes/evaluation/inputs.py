@@ -68,18 +68,14 @@ def as_tensors(data: Data, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
         case (x, y):
             x, y = _tensor("x", x, dtype), _tensor("y", y, dtype)
         case _:
-            raise checks.InputTypeError(
-                f"data must be a pair (x, y) or a DataLoader, got {checks.describe(data)}"
-            )
+            raise checks.InputTypeError("data must be a pair (x, y) or a DataLoader", got=data)
     if x.ndim < 2 or not len(x) or not x.is_floating_point():
         raise checks.InputError(
-            f"x must be a floating-point tensor of shape (N, *event) with N >= 1, got "
-            f"{checks.describe(x)}"
+            "x must be a floating-point tensor of shape (N, *event) with N >= 1", got=x
         )
     if y.ndim == 0 or len(y) != len(x):
         raise checks.InputError(
-            f"y must hold one target for each of the {len(x)} examples of x, got "
-            f"{checks.describe(y)}"
+            f"y must hold one target for each of the {len(x)} examples of x", got=y
         )
     return checks.finite("x", x), checks.finite("y", y)
 
@@ -105,12 +101,10 @@ def as_targets(name: str, value: Any) -> Tensor:
         targets = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise checks.InputTypeError(
-            f"{name} must be a tensor, an array or a list of numbers, got {checks.describe(value)}"
+            f"{name} must be a tensor, an array or a list of numbers", got=value
         ) from None
     if targets.ndim not in (1, 2) or not len(targets):
-        raise checks.InputError(
-            f"{name} must have shape (N,) or (N, D) with N >= 1, got {checks.describe(targets)}"
-        )
+        raise checks.InputError(f"{name} must have shape (N,) or (N, D) with N >= 1", got=targets)
     return checks.finite(name, targets)
 
 
@@ -125,7 +119,7 @@ def as_radii(radii: Any) -> tuple[float, ...]:
     a_row = isinstance(radii, Collection) and getattr(radii, "ndim", 1) == 1
     if not a_row or isinstance(radii, str):
         raise checks.InputTypeError(
-            f"radii must be a sequence of numbers such as (0.5, 1.0), got {checks.describe(radii)}"
+            "radii must be a sequence of numbers such as (0.5, 1.0)", got=radii
         )
     if not len(radii):
         raise checks.InputError("radii must hold at least one eps, got none")

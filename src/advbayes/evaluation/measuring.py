@@ -107,8 +107,7 @@ def attacked(
         x_adv = method(through, x[rows], y[rows], generator=generator).detach()
     if x_adv.shape != x[rows].shape:
         raise checks.InputError(
-            f"{key} must return inputs of shape {tuple(x[rows].shape)}, got "
-            f"{checks.describe(x_adv)}"
+            f"{key} must return inputs of shape {tuple(x[rows].shape)}", got=x_adv
         )
     return x_adv
 

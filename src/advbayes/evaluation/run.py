@@ -225,8 +225,7 @@ def _jobs(
     """Name and radius -> attack, checked against the data."""
     if not isinstance(attacks, Mapping) or not attacks:
         raise checks.InputError(
-            f"attacks must be a mapping of at least one named attack, got "
-            f"{checks.describe(attacks)}"
+            "attacks must be a mapping of at least one named attack", got=attacks
         )
     jobs: dict[tuple[str, float | None], Attack] = {}
     warned: set[tuple[type, float]] = set()
@@ -235,11 +234,7 @@ def _jobs(
             raise checks.InputError(
                 f"attacks must not be named {CLEAN!r} or {WORST!r}: these rows are always there"
             )
-        if not callable(attack):
-            raise checks.InputTypeError(
-                f"attacks[{name!r}] must be an attack such as pgd(ball), got "
-                f"{checks.describe(attack)}"
-            )
+        checks.function(f"attacks[{name!r}]", attack, "an attack such as pgd(ball)")
         check_rows(attack, len(x), f"attacks[{name!r}]")
         for each in (attack,) if radii is None else (with_eps(attack, eps) for eps in radii):
             ball = ball_of(each)

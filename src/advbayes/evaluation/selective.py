@@ -80,8 +80,7 @@ def selective_task(
     foreign = as_tensors((outside, torch.zeros(len(outside))), dtype_of(predict))[0]
     if foreign.shape[1:] != x.shape[1:]:
         raise checks.InputError(
-            f"outside must have the event shape {tuple(x.shape[1:])} of inside, got "
-            f"{checks.describe(foreign)}"
+            f"outside must have the event shape {tuple(x.shape[1:])} of inside", got=foreign
         )
     checks.number("coverage", coverage, low=0, high=1, open_low=True)
     checks.instance("ball", ball, Ball, "a ball such as L2(1.0)")

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from advbayes.checks import InputError, describe
+from advbayes.checks import InputError
 from advbayes.metrics.intervals import (
     Estimate,
     Resampling,
@@ -36,7 +36,7 @@ def recall(
     """
     hits = _by_class(correct, labels).get(of)
     if hits is None:
-        raise InputError(f"of must be a class that occurs among the labels, got {describe(of)}")
+        raise InputError("of must be a class that occurs among the labels", got=of)
     return proportion(hits, level)
 
 

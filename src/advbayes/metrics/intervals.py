@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from advbayes.checks import InputError, InputTypeError, choice, count, describe, number
+from advbayes.checks import InputError, InputTypeError, choice, count, number
 from advbayes.seeds import generator_for
 
 
@@ -59,14 +59,14 @@ def column(name: str, values: Any) -> Tensor:  # (N,), float64 on the CPU
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
         raise InputTypeError(
-            f"{name} must be a tensor or an array of numbers, got {describe(values)}"
+            f"{name} must be a tensor or an array of numbers", got=values
         ) from None
     if tensor.is_complex():
-        raise InputTypeError(f"{name} must be real, got {describe(tensor)}")
+        raise InputTypeError(f"{name} must be real", got=tensor)
     if tensor.ndim == 2 and tensor.shape[1] == 1:
         tensor = tensor[:, 0]
     if tensor.ndim != 1 or len(tensor) == 0:
-        raise InputError(f"{name} must have shape (N,) with N >= 1, got {describe(tensor)}")
+        raise InputError(f"{name} must have shape (N,) with N >= 1", got=tensor)
     tensor = tensor.detach().cpu().double()
     if bool(tensor.isnan().any()):
         raise InputError(

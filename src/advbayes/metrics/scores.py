@@ -77,9 +77,9 @@ def labels(
     """
     num, num_classes = class_probs(prediction).shape
     if not is_integral(y):
-        raise InputTypeError(f"y must be a tensor of integer class labels, got {describe(y)}")
+        raise InputTypeError("y must be a tensor of integer class labels", got=y)
     if tuple(y.shape) not in ((num,), (num, 1)):
-        raise InputError(f"y must have one label per prediction, shape ({num},), got {describe(y)}")
+        raise InputError(f"y must have one label per prediction, shape ({num},)", got=y)
     y = y.reshape(num).long()
     if int(y.min()) < 0 or int(y.max()) >= num_classes:
         raise InputError(
@@ -99,7 +99,7 @@ def targets(
     """
     batch_size(prediction)
     if not is_real(y):
-        raise InputTypeError(f"y must be a real tensor, got {describe(y)}")
+        raise InputTypeError("y must be a real tensor", got=y)
     y = finite("y", targets_like(prediction, y))
     return y if y.is_floating_point() else y.to(prediction.mean.dtype)
 

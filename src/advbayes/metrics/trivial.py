@@ -25,7 +25,7 @@ class ConstantClasses:
 
     def __post_init__(self) -> None:
         if len(self.probs) == 0 or min(self.probs) < 0 or not abs(sum(self.probs) - 1) < 1e-6:
-            raise InputError(f"probs must be non-negative and sum to 1, got {describe(self.probs)}")
+            raise InputError("probs must be non-negative and sum to 1", got=self.probs)
 
     def __call__(self, x: Tensor, /) -> Distribution:  # x (B, *event)
         zeros = _zeros(x)
@@ -90,9 +90,9 @@ def majority(
     ConstantClasses(probs=(0.4, 0.6))
     """
     if not is_integral(y):
-        raise InputTypeError(f"y must be a tensor of integer class labels, got {describe(y)}")
+        raise InputTypeError("y must be a tensor of integer class labels", got=y)
     if tuple(y.shape) not in ((len(y),), (len(y), 1)) or len(y) == 0 or int(y.min()) < 0:
-        raise InputError(f"y must hold labels >= 0 in shape (N,) with N >= 1, got {describe(y)}")
+        raise InputError("y must hold labels >= 0 in shape (N,) with N >= 1", got=y)
     num_classes = int(y.max()) + 1 if num_classes is None else count("num_classes", num_classes)
     if int(y.max()) >= num_classes:
         raise InputError(f"y must hold labels from 0 to {num_classes - 1}, got {int(y.max())}")
@@ -109,9 +109,9 @@ def constant(
     ConstantGaussian(mean=(2.0,), scale=(1.0,))
     """
     if not is_real(y):
-        raise InputTypeError(f"y must be a real tensor, got {describe(y)}")
+        raise InputTypeError("y must be a real tensor", got=y)
     if y.ndim not in (1, 2) or len(y) == 0:
-        raise InputError(f"y must have shape (N,) or (N, D) with N >= 1, got {describe(y)}")
+        raise InputError("y must have shape (N,) or (N, D) with N >= 1", got=y)
     y = finite("y", y).detach().cpu().double().reshape(len(y), -1)
     scale = y.std(0, correction=0)
     if bool((scale == 0).any()):

@@ -57,9 +57,7 @@ class Certificates:
         tensor([0.6667, 0.3333], dtype=torch.float64)
         """
         if y.shape != self.classes.shape:
-            raise checks.InputError(
-                f"y must have shape {tuple(self.classes.shape)}, got {checks.describe(y)}"
-            )
+            raise checks.InputError(f"y must have shape {tuple(self.classes.shape)}", got=y)
         at = torch.as_tensor(radii, dtype=torch.float64, device=self.radii.device).reshape(-1)
         right = self.classes == y
         return (right & (self.radii.double() >= at.unsqueeze(1))).double().mean(1)

@@ -146,9 +146,7 @@ def _one_output(y: Tensor) -> Tensor:  # (B,) or (B, 1) -> (B,)
     if y.ndim == 2 and y.shape[1] == 1:
         return y.squeeze(1)
     if y.ndim != 1:
-        raise checks.InputError(
-            f"decisions in regression need one output, got {checks.describe(y)}"
-        )
+        raise checks.InputError("decisions in regression need one output", got=y)
     return y
 
 

@@ -78,8 +78,7 @@ class FreshPredictive:
         num_params = getattr(self.posterior, "num_params", None)
         if isinstance(self.posterior, type) or not isinstance(num_params, int):
             raise checks.InputTypeError(
-                f"posterior must be a posterior such as MeanField(model), got "
-                f"{checks.describe(self.posterior)}"
+                "posterior must be a posterior such as MeanField(model)", got=self.posterior
             )
         if num_params != self.model.num_params:
             raise checks.InputError(

@@ -49,10 +49,7 @@ class Smoothed:
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
-        if not callable(self.predict):
-            raise checks.InputTypeError(
-                f"predict must be a Predictor, got {checks.describe(self.predict)}"
-            )
+        checks.function("predict", self.predict, "a Predictor")
         checks.number("sigma", self.sigma, low=0)
         checks.count("num", self.num)
         if self.seed is not None and self.generator is not None:

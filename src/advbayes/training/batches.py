@@ -184,9 +184,7 @@ def batches_of(
             )
         return LoaderBatches(data, *_length(data, num_data), check.of_loader, seed)
     if not isinstance(data, (tuple, list)) or len(data) != 2:
-        raise checks.InputTypeError(
-            f"data must be a pair (x, y) or a DataLoader, got {checks.describe(data)}"
-        )
+        raise checks.InputTypeError("data must be a pair (x, y) or a DataLoader", got=data)
     x, y = check(*data)
     return TensorBatches(
         x, y, checks.count("batch_size", batch_size), seed, _weights(weight, len(x), model)
@@ -200,8 +198,7 @@ def _weights(weight: Any, num: int, model: BayesianModel) -> Tensor | None:
     each = torch.as_tensor(weight, dtype=model.dtype, device=model.device)
     if each.shape != (num,):
         raise checks.InputError(
-            f"sample_weight must hold one number for each of the {num} examples, got "
-            f"{checks.describe(weight)}"
+            f"sample_weight must hold one number for each of the {num} examples", got=weight
         )
     checks.finite("sample_weight", each)
     if float(each.min()) < 0 or not float(each.sum()) > 0:
@@ -226,8 +223,8 @@ def _length(loader: DataLoader[Any], num_data: int | None) -> tuple[int, float]:
     except TypeError:  # an IterableDataset or a sampler without a length
         if loader.batch_size is None:
             raise checks.InputError(
-                f"data must have a length or let the DataLoader make the batches "
-                f"(batch_size=...), got {checks.describe(loader)}"
+                "data must have a length or let the DataLoader make the batches (batch_size=...)",
+                got=loader,
             ) from None
         steps = num / loader.batch_size
     if num == 0 or steps == 0:
@@ -279,15 +276,14 @@ class _Check:
         for name, value in (("x", x), ("y", y)):
             checks.instance(name, value, Tensor, "a tensor or an array")
         if not len(x):
-            raise checks.InputError(f"x must hold at least one example, got {checks.describe(x)}")
+            raise checks.InputError("x must hold at least one example", got=x)
         model._check_input(x)
         if y.ndim == 0 or len(y) != len(x):
             raise checks.InputError(
-                f"y must hold one target for each of the {len(x)} examples of x, got "
-                f"{checks.describe(y)}"
+                f"y must hold one target for each of the {len(x)} examples of x", got=y
             )
         if y.device != x.device:
-            raise checks.InputTypeError(f"y must be on {x.device} as x, got {checks.describe(y)}")
+            raise checks.InputTypeError(f"y must be on {x.device} as x", got=y)
         checks.finite("x", x)
         checks.finite("y", y)
         y = model.likelihood.check_target(self._output(x).expand(len(y), -1), y)

@@ -238,8 +238,7 @@ def _check_parts(
     checks.instance("model", model, BayesianModel, "a BayesianModel")
     if isinstance(posterior, Samples) or not isinstance(posterior, Posterior):
         raise checks.InputTypeError(
-            f"posterior must be trainable (MeanField, LowRank, ...), got "
-            f"{checks.describe(posterior)}"
+            "posterior must be trainable (MeanField, LowRank, ...)", got=posterior
         )
     if posterior.num_params != model.num_params:
         raise checks.InputError(
@@ -253,17 +252,12 @@ def _check_parts(
     for parameter in posterior.parameters():
         if parameter.dtype != model.dtype or parameter.device != model.device:
             raise checks.InputTypeError(
-                f"posterior must be {model.dtype} on {model.device} as the net, got "
-                f"{checks.describe(parameter)}"
+                f"posterior must be {model.dtype} on {model.device} as the net", got=parameter
             )
     if isinstance(channel, type) or not isinstance(channel, Channel):
-        raise checks.InputTypeError(
-            f"channel must have sample and density, got {checks.describe(channel)}"
-        )
+        raise checks.InputTypeError("channel must have sample and density", got=channel)
     if objective is not None and not isinstance(objective, ChannelELBO):
-        raise checks.InputTypeError(
-            f"objective must be a ChannelELBO, got {checks.describe(objective)}"
-        )
+        raise checks.InputTypeError("objective must be a ChannelELBO", got=objective)
 
 
 def _objective(objective: ChannelELBO | None, num_data: int) -> ChannelELBO:
