@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 INK, FRAME, FILL, ACCENT = "#1f2933", "#7b8794", "#f5f7fa", "#d55e00"
 WIDTH, HEIGHT, GAP, MARGIN = 128, 64, 28, 12
 
-Box = tuple[str, str]  # the room's name, what happens there
+Box = tuple[str, str]  # the module's name, what happens there
 
 
 def text(x: float, y: float, line: str, *, bold: bool = False, size: int = 11) -> str:
@@ -54,11 +54,11 @@ def page(body: str, width: float, height: float, title: str) -> str:
     )
 
 
-def flow(title: str, rooms: list[Box], per_row: int = 4) -> str:
-    """Rooms in the order in which data pass through them; at the end of a row it goes on below."""
-    assert len(rooms) <= 8
+def flow(title: str, modules: list[Box], per_row: int = 4) -> str:
+    """Modules in the order in which data pass through them, in rows of `per_row`."""
+    assert len(modules) <= 8
     parts, places = [], []
-    for number, (name, lines) in enumerate(rooms):
+    for number, (name, lines) in enumerate(modules):
         row, column = divmod(number, per_row)
         x, y = MARGIN + column * (WIDTH + GAP), MARGIN + row * (HEIGHT + GAP + 6)
         places.append((x, y))
@@ -73,7 +73,7 @@ def flow(title: str, rooms: list[Box], per_row: int = 4) -> str:
                 f'<path d="{path}" fill="none" stroke="{INK}" stroke-width="1.5" '
                 'marker-end="url(#tip)"/>'
             )
-    columns, rows = min(len(rooms), per_row), -(-len(rooms) // per_row)
+    columns, rows = min(len(modules), per_row), -(-len(modules) // per_row)
     width = 2 * MARGIN + columns * WIDTH + (columns - 1) * GAP
     height = 2 * MARGIN + rows * HEIGHT + (rows - 1) * (GAP + 6)
     return page("".join(parts), width, height, title)
@@ -81,11 +81,11 @@ def flow(title: str, rooms: list[Box], per_row: int = 4) -> str:
 
 FLOWS = {
     "training-step": (
-        "A training step: data through the rooms of the package",
+        "A training step: data through the modules of the package",
         [
             ("training", "fit: a batch, a seed,\nAdam on -bound / N"),
-            ("posteriors", "theta = at(noise)\nKL(q, prior)"),
             ("objectives", "ChannelELBO.terms\nEq. 11"),
+            ("posteriors", "theta = at(noise)\nKL(q, prior)"),
             ("channels", "x' drawn from\np(x' | x, theta)"),
             ("attacks", "input gradient,\na move in the ball"),
             ("model", "the net's output\nat theta"),
@@ -93,7 +93,7 @@ FLOWS = {
         ],
     ),
     "purified-query": (
-        "A purified query: x' through the rooms of the package",
+        "A purified query: x' through the modules of the package",
         [
             ("model", "once: p(y | x_n, theta_s)\nfor all n and s"),
             ("channels", "once: the density's\ncentres for all n, s"),
@@ -102,7 +102,7 @@ FLOWS = {
         ],
     ),
     "evaluation": (
-        "An evaluation: examples through the rooms of the package",
+        "An evaluation: examples through the modules of the package",
         [
             ("evaluation", "a batch, a key for\nits randomness"),
             ("attacks", "x' in the ball,\nbest iterate kept"),
@@ -155,8 +155,8 @@ def stories() -> str:
 
 
 def main() -> None:
-    for name, (title, rooms) in FLOWS.items():
-        (HERE / f"{name}.svg").write_text(flow(title, rooms))
+    for name, (title, modules) in FLOWS.items():
+        (HERE / f"{name}.svg").write_text(flow(title, modules))
     (HERE / "stories.svg").write_text(stories())
 
 
