@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class AdvBayesError(Exception):
-    """What this package refuses on purpose, in a message for its user; any other error is a bug.
+    """Raised when the package refuses something on purpose; any other error is a bug.
 
     >>> import advbayes
     >>> try:
@@ -32,16 +32,16 @@ class AdvBayesError(Exception):
 
 
 class InputError(AdvBayesError, ValueError):
-    """A value that cannot be used."""
+    """Raised for a value that cannot be used."""
 
 
 class InputTypeError(AdvBayesError, TypeError):
-    """A value of a type that cannot be used."""
+    """Raised for a value of a type that cannot be used."""
 
 
 def printable(text: str, limit: int = 500) -> str:
-    r"""Text from a file as a message may show it: no control characters, which could steer a
-    terminal, and not endless.
+    r"""Text from a file, safe to show in a message: at most `limit` characters, and none that
+    control a terminal.
 
     >>> printable("a\x1b[2Jb\u202ec"), printable("x" * 20, limit=10)
     ('a\\x1b[2Jb\\u202ec', 'xxxxxxx...')
@@ -54,7 +54,7 @@ def printable(text: str, limit: int = 500) -> str:
 
 
 def inert(text: str) -> str:
-    """Text that cannot drive a terminal: what is neither visible nor a line break is spelled out.
+    """Text that cannot control a terminal: invisible characters but line breaks are spelled out.
 
     >>> print(inert("\\x1b[31mred\\u202e"))
     \\x1b[31mred\\u202e
@@ -65,7 +65,7 @@ def inert(text: str) -> str:
 
 
 def describe(value: object) -> str:
-    """What came, short enough for an error message.
+    """A value, described briefly enough for an error message.
 
     >>> import torch
     >>> describe(torch.zeros(2, 3)), describe(-1.0)
@@ -162,7 +162,7 @@ def function(name: str, value: T, wanted: str) -> T:
 
 
 def instance(name: str, value: T, kind: type | tuple[type, ...], wanted: str) -> T:
-    """A value of a kind.
+    """Check that a value is an instance of a type.
 
     >>> instance("ball", 2.0, str, "a ball such as L2(eps)")
     Traceback (most recent call last):

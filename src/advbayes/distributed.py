@@ -1,9 +1,9 @@
-"""Several processes as one, by `torch.distributed`: what runs under torchrun (gloo, nccl).
+"""Several processes that compute as one, under torchrun (`torch.distributed`: gloo, nccl).
 
-`ranks()` is the group of processes that a call runs in. Functions that can be shared out ask it for
-their rows and for exchanges with the others; `Ranks()` is one process, for which every exchange is
-the identity, so nothing else knows how many there are. All ranks call the same functions with the
-same arguments and all get the same answers; the first one alone writes files.
+`ranks()` is the group of processes that a call runs in. Functions that can run on several ask it
+for their rows and for exchanges with the others. `Ranks()` is one process, for which every exchange
+is the identity. All ranks call the same functions with the same arguments and get the same answers;
+the first one alone writes files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _own_turn: ContextVar[bool] = ContextVar("own_turn", default=False)
 
 
 class LostRankError(checks.AdvBayesError, ConnectionError):
-    """Another rank died or cannot be reached: this one cannot go on."""
+    """Raised when another rank died or cannot be reached, so that this one cannot continue."""
 
 
 class _TogetherError(RuntimeError):
@@ -47,7 +47,7 @@ class _TogetherError(RuntimeError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that work together: this one's number among them, and how many they are.
+    """The processes that work together: this one's number, and how many there are.
 
     >>> Ranks().sum(torch.ones(2)), Ranks(1, 4).rows(10)
     (tensor([1., 1.]), slice(2, 5, None))
@@ -277,7 +277,7 @@ def ranks() -> Ranks:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Within, each rank works for itself, as if there were no others.
+    """Within, each rank works as if there were no others.
 
     >>> with alone():
     ...     ranks().size
@@ -298,11 +298,11 @@ def _within(flag: ContextVar[bool]) -> Iterator[None]:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """The ranks that torchrun started, over gloo, for the length of the block; without torchrun the
-    group that is there, or this process alone.
+    """Within, the ranks that torchrun started, joined over gloo; without torchrun the existing
+    group, or this process alone.
 
-    A rank that gives no sign of life for thirty seconds, or does not come within fifty, ends the
-    others, whatever they wait for.
+    If a rank gives no sign of life for thirty seconds, or does not start within fifty, the others
+    end, whatever they are waiting for.
 
     >>> with joined() as group:
     ...     group.size

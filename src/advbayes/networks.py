@@ -183,7 +183,7 @@ def resnet18(num_classes: int = 10, channels: int = 3, width: int = 64) -> nn.Se
 
 
 def resnet18_narrow() -> nn.Sequential:
-    """The same at a quarter of the width, for two cores.
+    """`resnet18` at a quarter of the width.
 
     >>> sum(p.numel() for p in resnet18_narrow().parameters()) < 750_000
     True

@@ -18,10 +18,9 @@ from advbayes.seeds import GlobalStream, seed_for
 
 
 class Posterior(nn.Module, ABC):
-    """A distribution over theta that `fit` can train: the base of those here and of your own.
+    """A distribution over theta that `fit` can train: the base class of all posteriors.
 
-    A posterior of your own is an `nn.Module` that sets `num_params` and has `noise`, `at`, `kl` and
-    `mean`.
+    Your own subclass sets `num_params` and defines `noise`, `at`, `kl` and `mean`.
 
     >>> from advbayes import BayesianModel, Categorical, Noise, fit
     >>> class FixedScale(Posterior):

@@ -8,7 +8,7 @@ from types import TracebackType
 
 
 class Progress:
-    """`show=None`: on a terminal; True: always; False: never; not in the first two seconds.
+    """A progress line after two seconds; `show=None`: on a terminal, True: always, False: never.
 
     >>> with Progress("fit", 10, show=False) as bar:
     ...     bar.advance("bound", -3.2)

@@ -1,4 +1,4 @@
-"""Randomness keyed by (seed, purpose, step): a resumed run draws what it would have."""
+"""Randomness keyed by (seed, purpose, step): a resumed run draws what a whole one would."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SharedStarts(torch.Generator):
         return made
 
     def start(self) -> torch.Generator:
-        """What one start is drawn from."""
+        """The generator of one start."""
         return generator_for(0, "start", device=self.device)
 
 
@@ -151,12 +151,12 @@ def sorted_share(
 
 
 def for_batch(generator: torch.Generator | None) -> torch.Generator | None:
-    """What is drawn once for the whole batch is drawn from here."""
+    """The generator for what is drawn once for the whole batch."""
     return generator.whole if isinstance(generator, Share) else generator
 
 
 def seed_from(generator: torch.Generator | None, device: torch.device) -> int:
-    """A seed drawn once for the batch, of which each process with a share makes one of its own."""
+    """A seed drawn once for the batch; each process with a share derives its own from it."""
     seed = int(torch.randint(1 << 62, (), generator=for_batch(generator), device=device))
     if isinstance(generator, Share):
         return seed_for(seed, "share", generator.initial_seed())
@@ -164,12 +164,12 @@ def seed_from(generator: torch.Generator | None, device: torch.device) -> int:
 
 
 def for_thetas(generator: torch.Generator | None) -> torch.Generator | None:
-    """What thetas are drawn from."""
+    """The generator for thetas."""
     return for_batch(generator) if not getattr(generator, "own_thetas", False) else generator
 
 
 class GlobalStream:
-    """A stream of its own in the place of torch's global generator, which is left as it was.
+    """Within, torch's global generator draws from a separate stream; afterwards it is as it was.
 
     For code that draws from the global generators alone (the CPU's, and those of CUDA devices in
     use), such as a DataLoader and its data set. One thread at a time: the others wait.

@@ -1,11 +1,11 @@
-"""Contracts: what every posterior, channel, attack and predictor keeps, yours too.
+"""Contracts that every posterior, channel, attack and predictor must satisfy, your own included.
 
-One line of pytest checks a member of any family:
+One line of pytest checks a part of any kind:
 
     def test_mine(): testing.check(testing.ChannelContract, lambda task, dtype: MyChannel(0.3))
 
-A class shows what fails test by test: `class TestMine(ChannelContract)` with a method `make`.
-Members are asked on small problems of four features in [0, 1], three classes or one output, in
+To see failures test by test, write `class TestMine(ChannelContract)` with a method `make`. Parts
+are tried on small problems of four features in [0, 1], three classes or one output, in
 float32 and float64.
 """
 
@@ -50,7 +50,7 @@ def check(contract: type[Any], make: Callable[..., Any], **settings: Any) -> Non
 
 
 def seeded(seed: int = 0) -> torch.Generator:
-    """A generator of its own."""
+    """A new generator with this seed."""
     return torch.Generator().manual_seed(seed)
 
 
@@ -81,7 +81,7 @@ class _Contract:
 
 @contextmanager
 def case(*words: object) -> Iterator[None]:
-    """Adds to a failure in which case it came."""
+    """Adds to a failure the case in which it occurred."""
     try:
         yield
     except Exception as error:
@@ -91,7 +91,7 @@ def case(*words: object) -> Iterator[None]:
 
 @contextmanager
 def refused(kinds: type[Exception] | tuple[type[Exception], ...], words: str) -> Iterator[None]:
-    """An error of these kinds whose message holds the words must come."""
+    """Asserts that an error of these kinds is raised, with the words in its message."""
     came = "none"
     try:
         yield
@@ -433,10 +433,10 @@ class PredictorContract(_Contract):
     """`make(model) -> predictor`; `stochastic = True` if two calls may differ,
     `has_gradient = False` without one.
 
-    The answer and its gradient are those of the example alone: neither the batch, the order of
+    The answer and its gradient must depend on the example alone: not on the batch, the order of
     rows, the size of chunks (`chunks`: the names of the constants that set it, with values to try),
-    the number of threads nor where tables lie (`same`: the predictor over again, its tables
-    elsewhere) has a part in them.
+    the number of threads, or where tables lie (`same`: the same predictor with its tables
+    elsewhere).
     """
 
     stochastic = False

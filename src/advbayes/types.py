@@ -1,4 +1,4 @@
-"""The types that everything meets at.
+"""The protocols that the parts of the package share.
 
 Axis order, wherever several appear together: `S` (theta), `K` (channel sample), `N` (reference
     point), `B` (batch).
@@ -24,7 +24,7 @@ class Predictor(Protocol):
 
 
 class Loss(Protocol):
-    """What an attacker wants large: one value per example."""
+    """What an attacker maximises: one value per example."""
 
     def __call__(self, prediction: Distribution, y: Tensor, /) -> Tensor: ...  # (B,)
 
@@ -43,7 +43,7 @@ class Attack(Protocol):
 
 
 class ChannelDensity(Protocol):
-    """`log p(x'_b | x_n, theta)` with all that does not depend on x' computed beforehand."""
+    """`log p(x'_b | x_n, theta)`; whatever does not depend on x' was computed beforehand."""
 
     def log_prob(
         self,

@@ -165,7 +165,7 @@ def _looks_like(kind: str, scores: Tensor) -> None:
 def from_function(
     function: Callable[[Any], Any], kind: str, *, scale: float | None = None, numpy: bool = False
 ) -> FunctionPredictor:
-    """A function of a batch as a Predictor: `kind` says what it gives.
+    """A function of a batch as a Predictor; `kind` says what it returns.
 
     Classes: "logits", "log_probs" or "probs", (B, C). Regression: "mean", (B,) or (B, D), which
     needs a standard deviation, `scale`, or "mean_and_scale", a pair of them. `numpy`: it takes and

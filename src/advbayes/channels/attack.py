@@ -19,15 +19,13 @@ from advbayes.types import Attack, Channel, Predictor
 
 @dataclass(frozen=True)
 class AttackChannel:
-    """x' = attack(x) + sigma * noise: an optimiser made probabilistic, Gaussian around the attack
-    at fixed theta.
+    """x' = attack(x) + sigma * noise: at fixed theta a Gaussian around the attack's output.
 
-    Where an attack starts at random (its gradient vanishes at x), all examples take the same start,
-    so that the density is that of the samples; an attack that is random throughout has samples but
-    no density. Without labels a classifier is attacked at its likeliest class. A regression is
-    attacked at y = mean + sd or mean - sd, each with probability 1/2, the two-point rule for y ~
-    p(y | x, theta): at its own mean it would have no gradient. The density is then a mixture of two
-    Gaussians.
+    Where an attack starts at random (its gradient vanishes at x), all examples share one start, so
+    that the density is that of the samples. An attack that draws more than its start has samples
+    but no density. Without labels a classifier is attacked at its likeliest class, a regression at
+    y = mean + sd or mean - sd, each with probability 1/2, because at its own mean it would have no
+    gradient; the density is then a mixture of two Gaussians.
 
     >>> from advbayes import L2, one_step
     >>> AttackChannel(one_step(L2(1.0)), sigma=0.1).sigma
@@ -60,8 +58,7 @@ class AttackChannel:
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """The attack's output, before the noise. Attacks need gradients, whatever the mode they are
-        called in."""
+        """The attack's output before the noise; gradients are enabled for it in any grad mode."""
         if not draws_noise_alone(self):
             seed = seed_from(generator, x.device)
             generator = SharedStarts(len(x), x.device, seed)
@@ -93,7 +90,7 @@ class AttackChannel:
 
 
 def likely_labels(predict: Predictor, x: Tensor) -> tuple[Tensor, ...]:
-    """What stands for an absent y: the likeliest class, or mean +- sd, equally likely."""
+    """Labels in place of an absent y: the likeliest class, or mean +- sd, equally likely."""
     with torch.no_grad():
         prediction = predict(x)
     if predicts_classes(prediction):

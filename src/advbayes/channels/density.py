@@ -15,8 +15,8 @@ from advbayes.types import ChannelDensity
 
 @dataclass(frozen=True, eq=False)
 class GaussianDensity:
-    """x' -> log sum_k w_k N(x'; centres_kn, scales_k^2) for each reference point n: what a Purifier
-    computes once.
+    """log sum_k w_k N(x'; centres_kn, scales_k^2) for each reference point n, with centres that a
+    Purifier computes once.
 
     >>> density = GaussianDensity((0.0,), (torch.zeros(2, 3),), (1.0,))
     >>> density.log_prob(torch.zeros(5, 3)).shape

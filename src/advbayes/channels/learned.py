@@ -23,8 +23,8 @@ class Learned:
     trained against the model by `fit`.
 
     The mean stays in `ball` around x, so that the adversary cannot win by leaving the data; the
-    standard deviations stay in `sigma_range`. `entropy_bonus` rewards the adversary for mean
-    log-std, so that it keeps a distribution.
+    standard deviations stay in `sigma_range`. `entropy_bonus` rewards the adversary for its mean
+    log-std, so that it stays random.
 
     >>> from advbayes import L2
     >>> from advbayes.networks import FullyConnectedGenerator

@@ -24,12 +24,12 @@ from advbayes.types import Channel, Predictor
 
 @dataclass(frozen=True)
 class Mixture:
-    """sum_k pi_k p_k. Stratified within a batch by default, as in the paper; iid on request.
+    """sum_k pi_k p_k, stratified within a batch as in the paper; iid with `stratified=False`.
 
     Stratified: example i of a random order takes the component at (i + u)/B of the cumulated
-    weights, one u for the batch, so each component's share is pi_k up to one example and exactly
-    pi_k on average. Only the examples that use an attack pay for it, and attacks that differ in
-    their loss alone share their gradient passes.
+    weights, with one u for the batch, so each component's share is pi_k up to one example and
+    exactly pi_k on average. An attack runs only on the examples of its component, and attacks that
+    differ in their loss alone share gradient passes.
 
     >>> Mixture([0.5, 0.5], [Noise(0.0), Noise(1.0)]).sample(None, torch.zeros(4, 1)).eq(0).sum()
     tensor(2)
@@ -193,7 +193,7 @@ class Mixture:
 
 
 def components(channel: Channel) -> Iterator[Channel]:
-    """The channels that a (nested) mixture is made of; of another channel itself.
+    """The components of a (nested) mixture; any other channel is its own component.
 
     >>> [part.sigma for part in components(Mixture([0.5, 0.5], [Noise(0.0), Noise(1.0)]))]
     [0.0, 1.0]

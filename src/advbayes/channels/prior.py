@@ -28,9 +28,9 @@ def eps_prior(
     """p(x' | x, theta) = sum_k w_k N(x'; attack(x; eps_k), sigma^2): an attack of unknown budget.
 
     `eps` is a finite prior, {eps: weight} or equally likely values, or a distribution on positive
-    numbers (Beta, Gamma, Uniform, LogNormal ...), which stands for its quantiles at (k + 1/2) /
-    num, each with weight 1 / num. Sampling and density are exact for that finite prior. Step sizes
-    of the attack stay in proportion to eps; at eps = 0 there is noise alone.
+    numbers (Beta, Gamma, Uniform, LogNormal ...), which is replaced by its quantiles at (k + 1/2) /
+    num, each with weight 1 / num. Sampling and density are exact for that finite prior. The
+    attack's step sizes scale with eps; at eps = 0 there is noise alone.
 
     >>> from advbayes import L2, one_step
     >>> channel = eps_prior(one_step(L2(1.0)), {0.0: 0.2, 0.5: 0.5, 1.0: 0.3}, sigma=0.1)

@@ -73,12 +73,11 @@ def certify(
     generator: torch.Generator | None = None,
     batch: int = 256,
 ) -> Certificates:
-    """sigma Phi^-1(p) where p <= P(vote = c) with confidence 1 - alpha; c from `n0` draws, p from
-    `n` others.
+    """Certified L2 radii: sigma Phi^-1(p), where p <= P(vote = c) with confidence 1 - alpha.
 
-    The bound is Clopper and Pearson's, one-sided; p <= 1/2 abstains. Draws are independent for
-    every input. A smoothed `FreshPredictive` draws a theta with every noise, so that it is the
-    Bayesian vote that is certified.
+    The class c comes from `n0` draws, p from `n` others (Clopper and Pearson's one-sided bound); p
+    <= 1/2 abstains. Draws are independent for every input. A smoothed `FreshPredictive` draws a
+    theta with every noise, so the Bayesian vote is certified.
 
     >>> from torch.distributions import Categorical
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))

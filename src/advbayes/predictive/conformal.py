@@ -86,8 +86,8 @@ def conformal_intervals(
     attack: Attack | None = None,
     generator: torch.Generator | None = None,
 ) -> ConformalIntervals:
-    """Intervals that hold y with probability >= `level`: the score is |y - mean| / sd, the largest
-    over outputs.
+    """Intervals that contain y with probability >= `level`; the score is |y - mean| / sd,
+    the largest over outputs.
 
     >>> predict = lambda x: torch.distributions.Normal(x[:, 0], 1.0)
     >>> x = torch.zeros(9, 1)
@@ -116,7 +116,7 @@ def conformal_sets(
     attack: Attack | None = None,
     generator: torch.Generator | None = None,
 ) -> ConformalSets:
-    """Sets of classes that hold y with probability >= `level`: the score is 1 - p(y).
+    """Sets of classes that contain y with probability >= `level`: the score is 1 - p(y).
 
     >>> predict = lambda x: Categorical(probs=torch.tensor([[0.7, 0.2, 0.1]]).expand(len(x), 3))
     >>> sets = conformal_sets(

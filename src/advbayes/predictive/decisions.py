@@ -199,12 +199,11 @@ def decide(
     steps: int = 20,
     generator: torch.Generator | None = None,
 ) -> Tensor:  # (B,) indices of actions
-    """The action of largest expected utility; with `worst_case`, of the largest that no input
-    within the ball takes away.
+    """The action of largest expected utility; with `worst_case`, the one whose least expected
+    utility over the ball is largest.
 
-    The worst case of an action is the least of its expected utilities over the ball around the
-    input that came in (which holds the clean one, if the attacker's budget is the ball's), found by
-    projected ascent.
+    The ball is around the given input; it contains the clean one if the attacker's budget is the
+    ball's. The least is searched for by projected ascent.
 
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> worth = torch.tensor(
@@ -255,8 +254,7 @@ def utility_under(
     steps: int = 20,
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    """The mean utility that decisions turn out to have, on inputs as they are or after an attack,
-    with its interval.
+    """The mean utility of the decisions, on clean inputs or after an attack, with its interval.
 
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> utility_under(
