@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -53,6 +53,9 @@ CHANNELS = ("none", "noise", "at", "os", "os50", "mix", "pgd")
 
 class _Estimator(BaseEstimator):  # type: ignore[misc]
     """What both tasks share. Parameters are kept as they came; `fit` looks at them."""
+
+    _task: ClassVar[str]
+    _columns = False  # whether y was a matrix
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         inner = net if last is None else nn.Sequential(net, last)
         shift, spread = self._scaling(x, weights)
         self.ball_ = self._ball(spread)
-        channel = self._channel(spread, regression=isinstance(self, RegressorMixin))
+        channel = self._channel(spread)
         # Trained on standardised inputs where the channel is in those units; the same thetas then
         # answer for X as it is.
         model, seen = BayesianModel(inner, likelihood, self.prior_scale), x
@@ -183,9 +186,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         """Mean and spread of each feature; no spread where X is taken as it is (a channel of one's
         own, images)."""
         shift, spread = _moments(x, weights)
-        as_it_is = self.event_shape is not None or not (
-            self.channel is None or isinstance(self.channel, str)
-        )
+        as_it_is = self.event_shape is not None or self._own_channel is not None
         return shift, None if as_it_is else spread
 
     def _ball(self, spread: Tensor | None) -> Ball:
@@ -211,29 +212,28 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             scale=torch.where(each > 0, each, 1.0),
         )
 
-    def _channel(self, spread: Tensor | None, *, regression: bool) -> Channel:
+    @property
+    def _own_channel(self) -> Channel | None:
+        """A channel that came as such and not by its name."""
+        return None if self.channel is None or isinstance(self.channel, str) else self.channel
+
+    def _channel(self, spread: Tensor | None) -> Channel:
         """The channel, in the units that the net is trained in."""
         if self.channel is None:
             return Noise(0.0 if self.defense in ("proactive", "none") else self.sigma)
-        if not isinstance(self.channel, str):
-            return self.channel
-        checks.choice("channel", self.channel, CHANNELS)
-        scale = (
-            self.ball_.scale
-            if spread is None
-            else (torch.ones_like(spread) if self.ball_.scale is None else self.ball_.scale)
-            / spread
-        )
+        if self._own_channel is not None:
+            return self._own_channel
+        name = checks.choice("channel", self.channel, CHANNELS)
+        scale = self.ball_.scale
+        if spread is not None:
+            scale = (torch.ones_like(spread) if scale is None else scale) / spread
         ball = make_ball(self.norm, self.ball_.eps, mask=self.ball_.mask, scale=scale)
-        return named_channel(self.channel, ball, self.sigma, regression=regression)
+        return named_channel(name, ball, self.sigma, regression=self._task == "regression")
 
     def _own_net(self, x: Tensor, num_outputs: int, seed: int) -> nn.Module:
         if self.net is not None:
-            if not isinstance(self.net, nn.Module):
-                raise checks.InputTypeError(
-                    f"net must be a torch.nn.Module with {num_outputs} outputs", got=self.net
-                )
-            net = copy.deepcopy(self.net).to(x.dtype)
+            wanted = f"a torch.nn.Module with {num_outputs} outputs"
+            net = copy.deepcopy(checks.instance("net", self.net, nn.Module, wanted)).to(x.dtype)
             with torch.no_grad():
                 shape = tuple(net(x[:1]).shape)
             if shape != (1, num_outputs):
@@ -242,12 +242,14 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
                     f"input"
                 )
             return net
-        if not isinstance(self.hidden, Iterable):
+        try:
+            widths = tuple(self.hidden)
+        except TypeError:
             raise checks.InputTypeError(
                 f"hidden must hold the width of each layer, such as (16, 16), got {self.hidden!r}"
-            )
+            ) from None
         with GlobalStream(seed):
-            layers = mlp(x[0].numel(), num_outputs, tuple(self.hidden))
+            layers = mlp(x[0].numel(), num_outputs, widths)
         return (nn.Sequential(nn.Flatten(), *layers) if x.ndim > 2 else layers).to(x.dtype)
 
     def _taken(self, X: ArrayLike, y: ArrayLike, **settings: Any) -> tuple[Tensor, NDArray[Any]]:
@@ -307,6 +309,8 @@ class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     >>> robust.predict_proba(X[:2]).shape, bool(robust.score(X, y) > 0.85)
     ((2, 3), True)
     """
+
+    _task = "classification"
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Train from the beginning; `classes_`, `model_`, `posterior_`, `predictor_`, `ball_`,
@@ -376,6 +380,8 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
     ((2,), True, True)
     """
 
+    _task = "regression"
+
     def __init__(
         self,
         channel: Channel | str | None = None,
@@ -434,34 +440,19 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         many = targets if targets.ndim == 2 else targets.unsqueeze(1)
         weights = self._weights(x, sample_weight)
         shift, spread = _moments(many, weights)
-        num = many.shape[1]
+        num, last = many.shape[1], _affine(spread, shift)
+        likelihood: Likelihood
         if self.noise_scale == "heteroscedastic":  # means and log-scales
+            likelihood = HeteroscedasticGaussian(min_scale=1e-3 * float(spread.min()))
             last = _affine(
                 torch.cat([spread, torch.ones_like(spread)]), torch.cat([shift, spread.log()])
             )
-            self._train(
-                x,
-                targets,
-                2 * num,
-                HeteroscedasticGaussian(min_scale=1e-3 * float(spread.min())),
-                weights,
-                last,
-            )
-            return self
-        learned = self.noise_scale == "learned"
-        start = (
-            tuple(spread.tolist())
-            if learned
-            else checks.number("noise_scale", self.noise_scale, low=0.0, open_low=True)
-        )
-        self._train(
-            x,
-            targets,
-            num,
-            Gaussian(start, learned=learned, num_outputs=num),
-            weights,
-            _affine(spread, shift),
-        )
+        elif self.noise_scale == "learned":
+            likelihood = Gaussian(tuple(spread.tolist()), learned=True, num_outputs=num)
+        else:
+            scale = checks.number("noise_scale", self.noise_scale, low=0.0, open_low=True)
+            likelihood = Gaussian(scale, num_outputs=num)
+        self._train(x, targets, len(last.bias), likelihood, weights, last)
         return self
 
     def predict(
@@ -559,29 +550,26 @@ def robust_scorer(
     checks.choice("metric", metric, ("accuracy", "nll", "rmse"))
 
     def scorer(estimator: Any, X: ArrayLike, y: ArrayLike) -> float:
-        last = estimator
-        if isinstance(estimator, Pipeline):
-            X, last = estimator[:-1].transform(X), estimator[-1]
-        x, target = last.as_tensors(X, y)
-        classes = isinstance(last, RobustClassifier)
-        attack: Attack = (
-            pgd(last.ball_, steps, margin)
-            if classes
-            else MultiStart(last.ball_, squared_error, steps, 64)
-        )
+        before, last, _ = _taken_apart(estimator)
+        x, target = last.as_tensors(Pipeline(before).transform(X) if before else X, y)
+        attack: Attack = pgd(last.ball_, steps, margin)
+        if last._task == "regression":
+            attack = MultiStart(last.ball_, squared_error, steps, 64)
         x_adv = attack(last.predictor_, x, target, generator=generator_for(seed, "scorer"))
-        columns = scored(
-            last.predictor_, x_adv, target, "classification" if classes else "regression"
-        )
-        if metric == "accuracy":
-            return float(columns["correct"].mean())
-        return (
-            float(columns["log_prob"].mean())
-            if metric == "nll"
-            else -float(columns["squared_error"].mean().sqrt())
-        )
+        columns = scored(last.predictor_, x_adv, target, last._task)
+        if metric == "rmse":
+            return -float(columns["squared_error"].mean().sqrt())
+        return float(columns["correct" if metric == "accuracy" else "log_prob"].mean())
 
     return scorer
+
+
+def _taken_apart(pipeline: Any) -> tuple[list[tuple[str, Any]], Any, str | None]:
+    """The steps before the last one, the last one, and its name where there is a pipeline."""
+    if not isinstance(pipeline, Pipeline):
+        return [], pipeline, None
+    *before, (name, last) = pipeline.steps
+    return before, last, name
 
 
 def save_pipeline(
@@ -606,9 +594,7 @@ def save_pipeline(
     >>> bool((again.predict_proba(X) == pipeline.predict_proba(X)).all())
     True
     """
-    steps, last = (
-        (pipeline.steps[:-1], pipeline[-1]) if isinstance(pipeline, Pipeline) else ([], pipeline)
-    )
+    steps, last, step = _taken_apart(pipeline)
     if type(last) not in _KINDS.values():
         raise StoreError(
             path,
@@ -631,7 +617,7 @@ def save_pipeline(
         for name, value in last.get_params(deep=False).items()
         if name not in ("channel", "net")
     }
-    own_channel = None if last.channel is None or isinstance(last.channel, str) else last.channel
+    own_channel, classes = last._own_channel, getattr(last, "classes_", None)
     kind, state = bundle.encode_posterior(last.posterior_, last.model_, "estimator")
     tensors = {f"posterior/{name}": value for name, value in state.items()}
     reference = last._reference if last.defense in ("reactive", "both") else None
@@ -649,9 +635,7 @@ def save_pipeline(
         # what it predicts with, so that everything that reads bundles gives its numbers
         posterior=Samples(last.thetas_),
         channel=own_channel if reference is None else reference[2],
-        class_names=[str(name) for name in last.classes_]
-        if isinstance(last, RobustClassifier)
-        else None,
+        class_names=None if classes is None else [str(name) for name in classes],
         threat_model={
             "norm": last.norm,
             "eps": ball.eps,
@@ -660,30 +644,27 @@ def save_pipeline(
             "ball": ball,
         },
         extra={
-            "task": "classification" if isinstance(last, RobustClassifier) else "regression",
+            "task": last._task,
             "defense": last.defense,
             "event": list(last.event_shape or (last.n_features_in_,)),
             "feature_names": names,
             "steps": preprocessing.encode(Pipeline(steps), "steps") if steps else None,
             "estimator": {
                 "class": type(last).__name__,
-                "step": pipeline.steps[-1][0] if isinstance(pipeline, Pipeline) else None,
+                "step": step,
                 "settings": {
                     name: preprocessing.plain(value, name) for name, value in settings.items()
                 },
-                "channel": last.channel
-                if isinstance(last.channel, str)
-                else own_channel is not None,
+                # its name, or whether it came as such
+                "channel": (last.channel or False) if own_channel is None else True,
                 "net": last.net is not None,
                 "layout": list(last._layout),
                 "posterior": kind["kind"],
-                "classes": preprocessing.plain(last.classes_, "classes_")
-                if isinstance(last, RobustClassifier)
-                else None,
+                "classes": None if classes is None else preprocessing.plain(classes, "classes_"),
                 "num_features": int(last.n_features_in_),
                 "names": [str(name) for name in getattr(last, "feature_names_in_", ())],
                 "double": last._dtype == torch.float64,
-                "columns": bool(getattr(last, "_columns", False)),
+                "columns": last._columns,
                 "purified": reference is not None,
             },
         },
@@ -695,17 +676,14 @@ def load_pipeline(path: str | os.PathLike[str], *, net: nn.Module | None = None)
     """What `save_pipeline` saved: an estimator, or a pipeline; a network with code of its own has
     to be given as `net`."""
     try:
-        extra = read_bundle(path)[1].get("extra")
-        said = extra.get("estimator") if isinstance(extra, dict) else None
-        if (
-            not isinstance(extra, dict)
-            or not isinstance(said, dict)
-            or said.get("class") not in _KINDS
-        ):
-            raise StoreError(
-                path, wanted="an estimator saved by save_pipeline", got="another bundle"
-            )
-        last = _restored(path, said, net)
+        manifest: Any = read_bundle(path)[1]
+        match manifest:
+            case {"extra": {"estimator": {"class": kind} as said, **extra}} if kind in _KINDS:
+                last = _restored(path, said, net)
+            case _:
+                raise StoreError(
+                    path, wanted="an estimator saved by save_pipeline", got="another bundle"
+                )
         if said["step"] is None:
             return last
         before = preprocessing.decode(extra["steps"], "steps").steps if extra["steps"] else []
@@ -742,7 +720,7 @@ def _restored(path: str | os.PathLike[str], said: dict[str, Any], net: nn.Module
         }
     )
     if said["channel"]:
-        estimator.channel = said["channel"] if isinstance(said["channel"], str) else loaded.channel
+        estimator.channel = loaded.channel if said["channel"] is True else said["channel"]
     model = loaded.model
     inner: Any = copy.deepcopy(model.net)
     for name, parameter in inner.named_parameters():
@@ -755,7 +733,7 @@ def _restored(path: str | os.PathLike[str], said: dict[str, Any], net: nn.Module
     estimator.n_features_in_ = int(said["num_features"])
     if said["names"]:
         estimator.feature_names_in_ = np.array(said["names"], object)
-    if isinstance(estimator, RobustClassifier):
+    if estimator._task == "classification":
         estimator.classes_ = preprocessing.array(said["classes"], "classes_")
         if not isinstance(estimator.classes_, np.ndarray):
             raise StoreError(path, wanted="classes_ as an array", got=f"{said['classes']!r:.80}")
