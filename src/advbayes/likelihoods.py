@@ -8,7 +8,7 @@ as `extra`.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -183,8 +183,33 @@ def _check_regression(mean: Tensor, y: Tensor) -> Tensor:
     return y
 
 
+class _GaussianLikelihood(ABC):
+    """N(y; mean, scale^2), where a subclass says what an output's mean and scale are."""
+
+    @abstractmethod
+    def _moments(
+        self, output: Tensor, extra: Tensor
+    ) -> tuple[Tensor, Tensor | float]: ...  # (*, B) for one output, else (*, B, D)
+
+    def num_extra(self) -> int:
+        return 0
+
+    def initial_extra(self) -> list[float]:
+        return []
+
+    def __call__(self, output: Tensor, extra: Tensor) -> Distribution:
+        mean, scale = self._moments(output, extra)
+        scale = torch.as_tensor(scale, dtype=output.dtype, device=output.device).expand_as(mean)
+        return gaussian_prediction(mean, scale, mean.shape[-1] if mean.ndim == output.ndim else 1)
+
+    def log_prob(self, output: Tensor, y: Tensor, extra: Tensor) -> Tensor:
+        mean, scale = self._moments(output, extra)
+        density = gaussian_log_density(targets_like(mean, y), mean, scale)
+        return density if mean.ndim == 1 else density.sum(-1)
+
+
 @dataclass(frozen=True)
-class Gaussian:
+class Gaussian(_GaussianLikelihood):
     """Regression, N(y; output, scale^2): `scale` fixed, or learned with theta (log-scales, one per
     output, last in theta).
 
@@ -200,42 +225,32 @@ class Gaussian:
 
     def __post_init__(self) -> None:
         checks.count("num_outputs", self.num_outputs)
-        scales = self.scale if isinstance(self.scale, tuple) else (self.scale,)
-        if len(scales) not in (1, self.num_outputs):
+        if len(self._scales) not in (1, self.num_outputs):
             raise checks.InputError(
                 f"scale must be one number or {self.num_outputs} (num_outputs), got {self.scale}"
             )
-        for scale in scales:
+        for scale in self._scales:
             checks.number("scale", scale, low=0, open_low=True)
+
+    @property
+    def _scales(self) -> tuple[float, ...]:
+        return self.scale if isinstance(self.scale, tuple) else (self.scale,) * self.num_outputs
 
     def num_extra(self) -> int:
         return self.num_outputs if self.learned else 0
 
     def initial_extra(self) -> list[float]:
-        if not self.learned:
-            return []
-        scales = self.scale if isinstance(self.scale, tuple) else (self.scale,) * self.num_outputs
+        scales = self._scales if self.learned else ()
         return [math.log(scale) for scale in scales]
 
-    def _scale(self, output: Tensor, extra: Tensor) -> Tensor | float:
+    def _moments(self, output: Tensor, extra: Tensor) -> tuple[Tensor, Tensor | float]:
+        mean = _outputs(output)
         if self.learned:
             scale = extra.exp()  # (*, D)
-            return scale if self.num_outputs == 1 else scale.unsqueeze(-2)
+            return mean, scale if self.num_outputs == 1 else scale.unsqueeze(-2)
         if isinstance(self.scale, tuple):
-            return torch.as_tensor(self.scale, dtype=output.dtype, device=output.device)
-        return self.scale
-
-    def __call__(self, output: Tensor, extra: Tensor) -> Distribution:
-        mean = _outputs(output)
-        scale = torch.as_tensor(
-            self._scale(output, extra), dtype=output.dtype, device=output.device
-        )
-        return gaussian_prediction(mean, scale.expand_as(mean), output.shape[-1])
-
-    def log_prob(self, output: Tensor, y: Tensor, extra: Tensor) -> Tensor:
-        mean = _outputs(output)
-        density = gaussian_log_density(targets_like(mean, y), mean, self._scale(output, extra))
-        return density if mean.ndim == 1 else density.sum(-1)
+            return mean, torch.as_tensor(self.scale, dtype=output.dtype, device=output.device)
+        return mean, self.scale
 
     def check_target(self, output: Tensor, y: Tensor) -> Tensor:
         """Targets of shape (B,) for one output, (B, D) for D."""
@@ -248,7 +263,7 @@ class Gaussian:
 
 
 @dataclass(frozen=True)
-class HeteroscedasticGaussian:
+class HeteroscedasticGaussian(_GaussianLikelihood):
     """Regression with a scale for every input: the network gives D means, then D log-scales.
 
     >>> HeteroscedasticGaussian()(torch.zeros(3, 2), torch.empty(0)).stddev
@@ -260,13 +275,7 @@ class HeteroscedasticGaussian:
     def __post_init__(self) -> None:
         checks.number("min_scale", self.min_scale, low=0)
 
-    def num_extra(self) -> int:
-        return 0
-
-    def initial_extra(self) -> list[float]:
-        return []
-
-    def _split(self, output: Tensor) -> tuple[Tensor, Tensor]:
+    def _moments(self, output: Tensor, extra: Tensor) -> tuple[Tensor, Tensor | float]:
         if output.shape[-1] % 2:
             raise checks.InputError(
                 "net must give D means and D log-scales (an even number of outputs)", got=output
@@ -276,20 +285,11 @@ class HeteroscedasticGaussian:
         scale = log_scale.clamp(-15.0, 15.0).exp().clamp_min(self.min_scale)
         return _outputs(mean), _outputs(scale)
 
-    def __call__(self, output: Tensor, extra: Tensor) -> Distribution:
-        mean, scale = self._split(output)
-        return gaussian_prediction(mean, scale, output.shape[-1] // 2)
-
-    def log_prob(self, output: Tensor, y: Tensor, extra: Tensor) -> Tensor:
-        mean, scale = self._split(output)
-        density = gaussian_log_density(targets_like(mean, y), mean, scale)
-        return density if mean.ndim == 1 else density.sum(-1)
-
     def check_target(self, output: Tensor, y: Tensor) -> Tensor:
         """Targets of shape (B,) for one mean, (B, D) for D."""
         if output.ndim != 2:
             raise checks.InputError("net must give an output of shape (B, 2 D)", got=output)
-        return _check_regression(self._split(output)[0], y)
+        return _check_regression(self._moments(output, output[:0])[0], y)
 
 
 class GaussianPredictive(Distribution):
