@@ -164,7 +164,7 @@ class Builder:
                 "a channel that can only be sampled is purified by simulation (SimulatedPurifier)"
             )
 
-    def _density(self, predict: Any, rows: slice) -> tuple[ChannelDensity, Tensor]:
+    def _density(self, predict: Any, rows: slice) -> tuple[Any, Tensor]:  # and x[rows]
         x = self.x[rows]
         y = None if self.y is None else self.y[rows]
         try:
@@ -196,28 +196,30 @@ class Builder:
 
     @torch.no_grad()
     def store(self) -> Store:
-        num, num_thetas = len(self.x), len(self.thetas)
+        num, num_thetas, dtype = len(self.x), len(self.thetas), self.x.dtype
         shared = self._shared()
         first, x = self._density(_refuse if shared else self.model.at(self.thetas[0]), slice(0, 1))
         sample, num_outputs = _values(self.model.at(self.thetas[0])(self.x[:1]))
         gaussian = isinstance(first, GaussianDensity)
+        parts = (
+            tuple(zip(first.log_weights, first.centres, first.scales, strict=True))
+            if gaussian
+            else ()
+        )
         if not gaussian and self.features is not None:
             raise checks.InputError(
                 "features need a channel with a Gaussian density, got one of another kind"
             )
         width = self._flat(self.x[:1]).shape[1]
-        value_shape = (1, num, num_thetas * sample.shape[1])
-        groups: list[int] = []
-        per_feature: list[bool] = []
-        if isinstance(first, GaussianDensity):
-            groups = [1 if shared or centres is x else num_thetas for centres in first.centres]
-            per_feature = [isinstance(scale, Tensor) and scale.ndim > 0 for scale in first.scales]
-        dtype = self.x.dtype
-        total = num_bytes(value_shape, dtype) + sum(
-            num_bytes((g, num, width), dtype) * (2 if wide else 1)
-            for g, wide in zip(groups, per_feature, strict=True)
-        )
-        needed = num_bytes((FEWEST_ROWS, 2 * width + value_shape[2] + 2 * FEWEST_ROWS), dtype)
+        shapes = {"values": (1, num, num_thetas * sample.shape[1])}
+        for k, (_, centres, scale) in enumerate(parts):
+            groups = 1 if shared or centres is x else num_thetas
+            shapes[f"centres-{k}"] = (groups, num, width)
+            if isinstance(scale, Tensor) and scale.ndim > 0:
+                shapes[f"scales-{k}"] = (groups, num, width)
+        total = sum(num_bytes(shape, dtype) for shape in shapes.values())
+        columns = 2 * width + shapes["values"][2] + 2 * FEWEST_ROWS
+        needed = num_bytes((FEWEST_ROWS, columns), dtype)
         if self.memory_limit < needed:
             raise checks.InputError(
                 f"memory_limit must be at least {needed} bytes, one block of {FEWEST_ROWS} "
@@ -235,19 +237,15 @@ class Builder:
                 return DiskRows.create(folder / f"{name}.table", shape, dtype)
             return MemoryRows(torch.empty(shape, dtype=dtype, device=self.x.device))
 
-        values = table("values", value_shape)
-        shapes = [(g, num, width) for g in groups]
-        centres = [table(f"centres-{k}", shape) for k, shape in enumerate(shapes)]
-        scales = [
-            table(f"scales-{k}", shape) if wide else None
-            for k, (shape, wide) in enumerate(zip(shapes, per_feature, strict=True))
-        ]
+        tables = {name: table(name, shape) for name, shape in shapes.items()}
+        # whether all banks are the same for all thetas
+        once = gaussian and all(shape[0] == 1 for shape in shapes.values())
         origin = torch.zeros(width, dtype=torch.float64, device=self.x.device)
         densities: list[list[ChannelDensity]] = [[] for _ in self.thetas]
         middle = torch.zeros(num_outputs, dtype=torch.float64, device=self.x.device)
         for start, stop in spans(num, _BLOCK):
             origin += self._flat(self.x[start:stop]).double().sum(0) / num
-            parts = []
+            values = []
             for s, theta in enumerate(self.thetas):
                 predict = self.model.at(theta)
                 predictions, outputs = _values(predict(self.x[start:stop]))
@@ -257,44 +255,41 @@ class Builder:
                 if outputs and start == 0 and s == 0:
                     middle = self.ranks.same(predictions[:, :outputs].mean(0))
                 predictions[:, :outputs] -= middle
-                parts.append(predictions)
-                if s > 0 and gaussian and all(g == 1 for g in groups):
+                values.append(predictions)
+                if s > 0 and once:
                     continue
                 density, _ = self._density(_refuse if shared else predict, slice(start, stop))
-                if isinstance(density, GaussianDensity):
-                    for k in (k for k, g in enumerate(groups) if s < g):
-                        flat = self._flat(density.centres[k].detach())
-                        centres[k].write(s, start, checks.finite("the channel's centres", flat))
-                        spread, scale = scales[k], density.scales[k]
-                        if spread is not None and isinstance(scale, Tensor):
-                            spread.write(s, start, scale.detach().flatten(1))
-                else:
+                if not gaussian:
                     densities[s].append(density)
-            values.write(0, start, torch.cat(parts, 1))
+                for k in range(len(parts)):
+                    if s < shapes[f"centres-{k}"][0]:
+                        flat = self._flat(density.centres[k].detach())
+                        checks.finite("the channel's centres", flat)
+                        tables[f"centres-{k}"].write(s, start, flat)
+                        if f"scales-{k}" in tables:
+                            scale = density.scales[k].detach().flatten(1)
+                            tables[f"scales-{k}"].write(s, start, scale)
+            tables["values"].write(0, start, torch.cat(values, 1))
         counts = self.ranks.gathered(torch.tensor([num], device=self.x.device)).flatten().tolist()
         origin = self.ranks.sum(origin * (num / sum(counts)))
-        banks: tuple[Bank, ...] = (
-            FunctionBank(tuple(map(tuple, densities)), (*range(0, num, _BLOCK), num)),
-        )
-        if isinstance(first, GaussianDensity):
-            banks = tuple(
+        banks: list[Bank] = []
+        for k, (weight, _, scale) in enumerate(parts):
+            scales = tables.get(f"scales-{k}")
+            one = float(scale) if scales is None else None
+            banks.append(
                 gaussian_bank(
-                    float(weight),
-                    centres[k],
-                    None if scales[k] else float(first.scales[k]),
-                    scales[k],
-                    origin,
-                    ranks=self.ranks,
+                    float(weight), tables[f"centres-{k}"], one, scales, origin, ranks=self.ranks
                 )
-                for k, weight in enumerate(first.log_weights)
             )
-        shape = tuple(self.x.shape[1:])
+        if not gaussian:
+            edges = (*range(0, num, _BLOCK), num)
+            banks.append(FunctionBank(tuple(map(tuple, densities)), edges))
         store = Store(
-            banks,
-            values,
+            tuple(banks),
+            tables["values"],
             num_thetas,
             num_outputs,
-            shape,
+            tuple(self.x.shape[1:]),
             origin,
             middle,
             dtype,
