@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from advbayes import checks
-from advbayes.attacks.balls import Ball
-from advbayes.channels import AttackChannel, components
+from advbayes.attacks.parts import ball_of
+from advbayes.channels import components
 from advbayes.model import BayesianModel
 from advbayes.seeds import GlobalStream, generator_for, seed_for
 from advbayes.types import Channel
@@ -123,14 +123,16 @@ class LoaderBatches:
             batch = self._next()
         if batch is None:
             raise checks.InputError("data must hold at least one example, got an empty DataLoader")
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            came = checks.describe(batch)
-            raise checks.InputTypeError(
-                f"data must be a DataLoader of pairs (x, y), got batches like {came}"
-            )
-        x, y = self.check(*batch)
-        self._count(len(x), is_whole=False)
-        return Batch(x, y)
+        match batch:
+            case [x, y]:
+                x, y = self.check(x, y)
+                self._count(len(x), is_whole=False)
+                return Batch(x, y)
+            case _:
+                raise checks.InputTypeError(
+                    f"data must be a DataLoader of pairs (x, y), got batches like "
+                    f"{checks.describe(batch)}"
+                )
 
     def _next(self) -> Any:
         if self._iterator is None:
@@ -183,9 +185,11 @@ def batches_of(
                 "every batch, got one with a DistributedSampler"
             )
         return LoaderBatches(data, *_length(data, num_data), check.of_loader, seed)
-    if not isinstance(data, (tuple, list)) or len(data) != 2:
-        raise checks.InputTypeError("data must be a pair (x, y) or a DataLoader", got=data)
-    x, y = check(*data)
+    match data:
+        case [x, y]:
+            x, y = check(x, y)
+        case _:
+            raise checks.InputTypeError("data must be a pair (x, y) or a DataLoader", got=data)
     return TensorBatches(
         x, y, checks.count("batch_size", batch_size), seed, _weights(weight, len(x), model)
     )
@@ -287,7 +291,9 @@ class _Check:
         checks.finite("x", x)
         checks.finite("y", y)
         y = model.likelihood.check_target(self._output(x).expand(len(y), -1), y)
-        _check_channel(self.channel, x)
+        for part in components(self.channel):
+            if (ball := ball_of(part)) is not None:
+                ball.check(x)
         return x, y
 
     def _output(self, x: Tensor) -> Tensor:  # (1, O)
@@ -306,12 +312,3 @@ class _Check:
                 )
             self._outputs[x.shape[1:]] = output
         return self._outputs[x.shape[1:]]
-
-
-def _check_channel(channel: Channel, x: Tensor) -> None:
-    """The balls of a channel must fit the data."""
-    for part in components(channel):
-        holder = part.attack if isinstance(part, AttackChannel) else part
-        ball = getattr(holder, "ball", None)
-        if isinstance(ball, Ball):
-            ball.check(x)

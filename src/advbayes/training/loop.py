@@ -256,8 +256,8 @@ def _check_parts(
             )
     if isinstance(channel, type) or not isinstance(channel, Channel):
         raise checks.InputTypeError("channel must have sample and density", got=channel)
-    if objective is not None and not isinstance(objective, ChannelELBO):
-        raise checks.InputTypeError("objective must be a ChannelELBO", got=objective)
+    if objective is not None:
+        checks.instance("objective", objective, ChannelELBO, "a ChannelELBO")
 
 
 def _objective(objective: ChannelELBO | None, num_data: int) -> ChannelELBO:
@@ -326,21 +326,21 @@ class _Held:
             self.modules[f"adversary{k}"] = adversary.channel.generator
             self.optimisers[f"adversary{k}"] = adversary.adam
 
-    def save(self, state: State) -> State:
-        """A copy that later steps do not change."""
-        tensors: dict[str, Tensor] = {}
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All of them by name, an optimiser's by its parameter's place and what it holds."""
         for owner, module in self.modules.items():
             for name, tensor in module.state_dict().items():
-                tensors[f"{owner}/{name}"] = tensor.detach().clone()
+                yield f"{owner}/{name}", tensor
         for owner, optimiser in self.optimisers.items():
-            for name, tensor in _slots(optimiser):
-                tensors[f"{owner}/adam/{name}"] = tensor.clone()
-        return State(
-            state.step,
-            state.skipped,
-            tensors,
-            {name: list(column) for name, column in state.history.items()},
-        )
+            for index, parameter in enumerate(optimiser.param_groups[0]["params"]):
+                for name, tensor in optimiser.state[parameter].items():
+                    yield f"{owner}/adam/{index}/{name}", tensor
+
+    def save(self, state: State) -> State:
+        """A copy that later steps do not change."""
+        tensors = {name: tensor.detach().clone() for name, tensor in self._tensors()}
+        history = {name: list(column) for name, column in state.history.items()}
+        return State(state.step, state.skipped, tensors, history)
 
     def begin(self, state: State, ranks: Ranks) -> State:
         """From where the first rank is, on all ranks."""
@@ -355,44 +355,22 @@ class _Held:
         tensors = dict(ranks.on_first(told))
         step, skipped = tensors.pop("").tolist()
         history = dict(zip(COLUMNS, tensors.pop("history").tolist(), strict=True))
-        self.restore(State(step, skipped, tensors, history))
-        return State(step, skipped, tensors, history)
+        return self.restore(State(step, skipped, tensors, history))
 
     def restore(self, state: State) -> State:
         """Go back to the state; what the loop goes on with is a copy of it."""
         if not state.tensors and state.step == 0:
             return State()
-        for owner, module in self.modules.items():
-            names = module.state_dict()
-            missing = [name for name in names if f"{owner}/{name}" not in state.tensors]
-            if missing:
+        for name, tensor in self._tensors():
+            saved = state.tensors.get(name)
+            if saved is None or saved.shape != tensor.shape:
                 raise checks.InputError(
-                    f"state must hold the tensors of {owner}, got none for {missing}"
+                    f"state must hold {name} of shape {tuple(tensor.shape)}", got=saved
                 )
-            for name, tensor in names.items():
-                if state.tensors[f"{owner}/{name}"].shape != tensor.shape:
-                    came = checks.describe(state.tensors[f"{owner}/{name}"])
-                    raise checks.InputError(
-                        f"state must hold {owner}/{name} of shape {tuple(tensor.shape)}, got {came}"
-                    )
-            module.load_state_dict({name: state.tensors[f"{owner}/{name}"] for name in names})
-        for owner, optimiser in self.optimisers.items():
-            for name, tensor in _slots(optimiser):
-                key = f"{owner}/adam/{name}"
-                if key not in state.tensors:
-                    raise checks.InputError(
-                        f"state must hold the optimiser's tensor {key!r}, got none"
-                    )
-                tensor.copy_(state.tensors[key])
+        for name, tensor in self._tensors():
+            tensor.copy_(state.tensors[name])
         history = {name: list(state.history[name]) for name in COLUMNS}
         return State(state.step, state.skipped, dict(state.tensors), history)
-
-
-def _slots(optimiser: torch.optim.Adam) -> Iterator[tuple[str, Tensor]]:
-    """The optimiser's tensors, named by their parameter's place and what they hold."""
-    for index, parameter in enumerate(optimiser.param_groups[0]["params"]):
-        for name, tensor in optimiser.state[parameter].items():
-            yield f"{index}/{name}", tensor
 
 
 # --- What went wrong ----------------------------------------------------------------------------
