@@ -496,12 +496,8 @@ _through = _Shared()""",
     Bug(
         "K channel samples share their noise",
         "objectives.py",
-        """                    noise.sample(predict, centre, generator=generator)
-                    for _ in range(self.num_channel)
-""",
-        """                    sample
-                    for sample in [noise.sample(predict, centre, generator=generator)] * self.num_channel
-""",
+        "return _stacked([channel.sample(predict, x, y, generator=generator) for _ in draws])",
+        "return _stacked([channel.sample(predict, x, y, generator=generator)] * len(draws))",
         "test_identities_proactive",
     ),
     Bug(

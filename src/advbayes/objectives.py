@@ -135,6 +135,11 @@ def _mean_prediction(samples: Sequence[Outputs]) -> Outputs:
     return Outputs(torch.logsumexp(log_probs, 0) - math.log(len(samples)), samples[0].extra)
 
 
+def _stacked(rows: Sequence[Tensor]) -> Tensor:
+    """`torch.stack` without a copy of a single row."""
+    return torch.stack(list(rows)) if len(rows) > 1 else rows[0].unsqueeze(0)
+
+
 def divergence(p: Distribution, q: Distribution) -> Tensor:
     """KL(p || q) of each example; finite for categoricals at any logits.
 
@@ -221,7 +226,7 @@ class ChannelELBO:
         with through_attacks() if self.through else torch.no_grad():
             seen = thetas if self.through else thetas.detach()
             rows = [self._draw(channel, model.at(theta), x, y, generator) for theta in seen]
-            return torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
+            return _stacked(rows)
 
     def _draw(
         self,
@@ -232,20 +237,11 @@ class ChannelELBO:
         generator: torch.Generator | None,
     ) -> Tensor:
         """K samples; K noises share one attack."""
-        if self.num_channel == 1:
-            return channel.sample(predict, x, y, generator=generator).unsqueeze(0)
         if isinstance(channel, AttackChannel):
-            centre = channel.centre(predict, x, y, generator=generator)
-            noise = Noise(channel.sigma)
-            return torch.stack(
-                [
-                    noise.sample(predict, centre, generator=generator)
-                    for _ in range(self.num_channel)
-                ]
-            )
-        return torch.stack(
-            [channel.sample(predict, x, y, generator=generator) for _ in range(self.num_channel)]
-        )
+            x = channel.centre(predict, x, y, generator=generator)
+            channel = Noise(channel.sigma)
+        draws = range(self.num_channel)
+        return _stacked([channel.sample(predict, x, y, generator=generator) for _ in draws])
 
     def terms(
         self,
@@ -311,7 +307,7 @@ class ChannelELBO:
             model.log_likelihood(theta, inputs.flatten(0, 1), y).view(num_channel, -1)
             for theta, inputs in zip(thetas, x_adv, strict=True)
         ]
-        return torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
+        return _stacked(rows)
 
     def _score_with_penalty(
         self, model: BayesianModel, thetas: Tensor, x: Tensor, x_adv: Tensor, y: Tensor
