@@ -186,7 +186,7 @@ class NearestCentre(Search):
 
 def _within(predict: object) -> Purifier | None:
     """The purifier that a predictor is or holds."""
-    inner = predict if isinstance(predict, Purifier) else getattr(predict, "purifier", None)
+    inner = getattr(predict, "purifier", predict)
     return inner if isinstance(inner, Purifier) else None
 
 
@@ -220,8 +220,7 @@ def _banks(purifier: Purifier) -> tuple[GaussianBank, ...]:
     if _unfit(purifier):
         raise checks.InputError(
             "the nearest-centre attack is for classification with a Gaussian channel in the space "
-            "of x, "
-            f"got {checks.describe(purifier)}"
+            f"of x, got {checks.describe(purifier)}"
         )
     return purifier.store.gaussians
 

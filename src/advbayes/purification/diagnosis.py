@@ -30,9 +30,8 @@ class Diagnosis:
     nearest: Tensor  # (B,) int64: the reference point of the likeliest centre
     distance: Tensor  # (B,): to that centre (infinite for a channel that has no centres)
     out_of_support: Tensor  # (B,) bool: no centre's noise explains the query
-    left_out: (
-        Tensor  # (B,) float64: at most this share of the evidence was left out (0 without an index)
-    )
+    # (B,) float64: at most this share of the evidence was left out (0 without an index)
+    left_out: Tensor
 
 
 def merge(parts: list[Diagnosis], join: Callable[[list[Tensor]], Tensor]) -> Diagnosis:
@@ -64,16 +63,14 @@ def diagnose(store: Store, query: Query, log_shares: Callable[[Tensor], Tensor])
     sums = sweep(store, query, values=False)
     shares = log_shares(sums.log_evidence).exp()  # (S, B)
     num, impossible = store.num_whole, sums.log_evidence == -math.inf  # (S, B)
+    # thetas that exclude x' are spread evenly
+    evenly, shown = (shares * impossible).sum(0) / num, shares.masked_fill(impossible, 0.0)
     each = query.points.new_zeros(len(query), store.num_reference)
     for block in weights(store, query, sums):
-        factor = (
-            block.factor * torch.where(impossible, torch.zeros_like(shares), shares)[block.thetas]
-        )
+        factor = block.factor * shown[block.thetas]
         factor = factor.sum(0, keepdim=True) if len(block.terms) == 1 else factor
         each[:, block.rows] += torch.einsum("gbn,gb->bn", block.terms, factor)
-    each += (shares * impossible).sum(0).unsqueeze(
-        1
-    ) / num  # thetas that exclude x' are spread evenly
+    each += evenly.unsqueeze(1)
     best, nearest, source = _likeliest(sums)
     distance, far = _support(store, query, nearest, source)
     ranks, dtype = store.ranks, store.dtype

@@ -184,21 +184,19 @@ class Purifier:
         return CategoricalDistribution(logits=logits.to(x.dtype), validate_args=False)
 
     def _class_logits(self, query: Query, num: int) -> Tensor:  # (B, C) float64
-        log_evidence, averages = self.evidence(query, num=num)
+        log_evidence, averages = self.evidence(query, num)
         # Normalised in float64: in float32 the gradient of a saturated prediction would be
         # rounding.
         return log_mean(averages.log(), self.log_shares(log_evidence)).log_softmax(-1)
 
-    def evidence(
-        self, query: Query, *, values: bool = True, num: int | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def evidence(self, query: Query, num: int, *, values: bool = True) -> tuple[Tensor, Tensor]:
         """log sum_n p(x' | x_n, theta_s), (S, B), and the weighted averages of the values, (S, B,
         V), in float64; p(x', y | x_n, theta_s) where outputs y come with the query.
 
-        The query may be a block of `num` ones that share a graph, and the memory for its backward
+        The query is a block of `num` ones that share a graph, and the memory for its backward
         pass.
         """
-        num, store = len(query) if num is None else num, self.store
+        store = self.store
         if self._small is not None and self._small.fits(num):
             whole = slice(0, store.num_thetas), slice(0, store.num_reference)
             log_y = None if query.y is None else log_outputs(store, query.y, *whole)
@@ -208,12 +206,12 @@ class Purifier:
         log_evidence, averages = Evidence.apply(query.flat, query, store, values, keep)  # type: ignore[no-untyped-call]
         return log_evidence, averages
 
-    def averages(self, query: Query, *, num: int | None = None) -> tuple[Tensor, Tensor | None]:
+    def averages(self, query: Query, num: int) -> tuple[Tensor, Tensor | None]:
         """The values averaged over all thetas and reference points, (V, B), and the evidence (S, B)
         if it came with them."""
-        if self._small is not None and self._small.fits(len(query) if num is None else num):
+        if self._small is not None and self._small.fits(num):
             return self._small.averages(query.flat, self.update == "online"), None
-        log_evidence, each = self.evidence(query, num=num)
+        log_evidence, each = self.evidence(query, num)
         shares = self.log_shares(log_evidence).exp()
         return (shares.unsqueeze(-1) * each).sum(0).T, log_evidence
 

@@ -39,16 +39,14 @@ class PurifiedMixture(GaussianPredictive):
             raise checks.InputError("x must hold at least one input, got none")
         made = cls.__new__(cls)
         made._purifier, made._x, made._queries = purifier, x, purifier.queries(x)
-        blocks = [purifier.averages(query, num=len(x)) for query in made._queries]
+        blocks = [purifier.averages(query, len(x)) for query in made._queries]
         made._evidence = [log_evidence for _, log_evidence in blocks]
         averages = made._queries.join([part for part, _ in blocks], 1)  # (3 D, B)
         # (B,) each for one output, (B, D) for more
         mean, noise, square = averages.unbind() if len(averages) == 3 else averages.T.chunk(3, -1)
         spread = torch.addcmul(square, mean, mean, value=-1.0).clamp_min(0.0)
-        made._mean, made._variance = (
-            (mean + purifier.store.middle).to(x.dtype),
-            (noise + spread).to(x.dtype),
-        )
+        made._mean = (mean + purifier.store.middle).to(x.dtype)
+        made._variance = (noise + spread).to(x.dtype)
         made._cached = {}
         Distribution.__init__(made, x.shape[:1], made._mean.shape[1:], validate_args=False)
         return made
@@ -68,7 +66,7 @@ class PurifiedMixture(GaussianPredictive):
         if log_evidence is None or (
             query.flat.requires_grad and torch.is_grad_enabled() and not log_evidence.requires_grad
         ):
-            log_evidence, _ = self._purifier.evidence(query, values=False, num=len(self._x))
+            log_evidence, _ = self._purifier.evidence(query, len(self._x), values=False)
             self._evidence[block] = log_evidence
         return log_evidence
 
@@ -91,7 +89,7 @@ class PurifiedMixture(GaussianPredictive):
         parts = []
         for block, (rows, query) in enumerate(zip(self._queries.rows, self._queries, strict=True)):
             both = replace(query, y=y[rows])
-            joint, _ = self._purifier.evidence(both, values=False, num=len(self._x))
+            joint, _ = self._purifier.evidence(both, len(self._x), values=False)
             evidence = self._log_evidence(block, query)
             shares = self._purifier.log_shares(evidence)
             lost = evidence == -math.inf
@@ -150,9 +148,8 @@ class PurifiedMixture(GaussianPredictive):
     def cdf(self, value: Tensor) -> Tensor:
         """P(Y <= value) for one output."""
         self._one_output("cdf")
-        y = self._columns(torch.as_tensor(value, dtype=torch.float64).expand(len(self._x))).squeeze(
-            -1
-        )
+        each = torch.as_tensor(value, dtype=torch.float64).expand(len(self._x))
+        y = self._columns(each).squeeze(-1)
         (below,) = self._expect(
             lambda rows, m, s: (torch.special.ndtr((y[rows, None] - m[:, None]) / s[:, None]),), 1
         )
@@ -180,10 +177,9 @@ class PurifiedMixture(GaussianPredictive):
             def both(
                 rows: slice | Tensor, m: Tensor, s: Tensor, at: Tensor = at
             ) -> tuple[Tensor, Tensor]:
-                z = (at[rows, None] - m[:, None]) / s[:, None]
-                return torch.special.ndtr(z), (-0.5 * z.square() - 0.5 * LOG_TWO_PI).exp() / s[
-                    :, None
-                ]
+                scale = s[:, None]
+                z = (at[rows, None] - m[:, None]) / scale
+                return torch.special.ndtr(z), (-0.5 * z.square() - 0.5 * LOG_TWO_PI).exp() / scale
 
             below, density = self._expect(both, 2)
             high = torch.where(below >= level, at, high)

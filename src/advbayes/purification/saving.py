@@ -101,11 +101,11 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
             pass
         case _:
             raise refuse("its seven fields", text)
-    shape = tuple(size for size in event_shape if isinstance(size, int) and size > 0)
-    if len(shape) != len(event_shape) or any(
-        isinstance(n, bool) for n in (num_thetas, num_outputs, *shape)
-    ):
+    # not bool, which is an int too
+    counts = all(type(n) is int for n in (num_thetas, num_outputs, *event_shape))
+    if not counts or min(event_shape) < 1:
         raise refuse("counts and an event shape", text)
+    shape = tuple(event_shape)
     if features != with_features:
         raise InputError(
             f"features must be given if and only if the purifier was saved with them, got "

@@ -56,14 +56,6 @@ class Leading:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
-    """exp(logits - level) of one block, for the backward pass."""
-
-    terms: Tensor  # (g, B, n)
-    level: Tensor  # (g, B): the largest logit of this block and those before it
-
-
-@dataclass(frozen=True, eq=False)
 class BankSums:
     """A bank's share: relative to `peak` (the largest logit), without the bank's offset."""
 
@@ -73,7 +65,9 @@ class BankSums:
     offset: Tensor  # (B,) float64
     tile_peaks: list[Tensor]  # (g, B) each
     leading: Leading
-    kept: list[Kept] | None  # one for each block
+    # of each block, for the backward pass: exp(logits - level), (g, B, n), and the level, (g, B),
+    # the largest logit so far
+    kept: list[tuple[Tensor, Tensor]]
 
     @property
     def level(self) -> Tensor:  # (G, B)
@@ -135,7 +129,7 @@ def _sweep_bank(store: Store, bank: Bank, query: Query, values: bool, keep: bool
     peak = query.around.new_full((bank.groups, batch), -math.inf)
     sums = query.points.new_zeros((bank.groups, batch, width))
     leading: dict[int, Leading] = {}  # by the first group
-    kept: list[Kept] = []
+    kept: list[tuple[Tensor, Tensor]] = []
     peaks: list[Tensor] = []
     room, narrow = Room(), _value_dtype(store, query)
     for groups, rows in bank.tiles(batch):
@@ -151,7 +145,7 @@ def _sweep_bank(store: Store, bank: Bank, query: Query, values: bool, keep: bool
         if bank.has_centres:  # of which none is impossible
             terms = _without_clamped(terms, terms.dtype)
         if keep:
-            kept.append(Kept(terms, level))
+            kept.append((terms, level))
         right = _values(store, groups, rows, shared, values)
         stood = terms.gather(-1, index)
         rest = torch.matmul(terms.scatter_(-1, index, 0.0).to(narrow), right.to(narrow))
@@ -173,7 +167,7 @@ def _sweep_bank(store: Store, bank: Bank, query: Query, values: bool, keep: bool
     if bank.has_centres and query.dtype != torch.float64:
         exact = [bank.exact_at(query, group, index) for group, index in enumerate(lead.index)]
         lead = Leading(torch.stack(exact) - offset.unsqueeze(1), lead.index, lead.values)
-    part = BankSums(bank, peak, sums, offset, peaks, lead, kept if keep else None)
+    part = BankSums(bank, peak, sums, offset, peaks, lead, kept)
     sums += torch.einsum("gbk,gbkw->gbw", part.leading_terms, lead.values)
     return part
 
@@ -194,7 +188,7 @@ def _nearest_bank(
         parts.append((logits.masked_fill(rows < 0, -math.inf), index, right))
     lead = Leading(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
     sums = query.points.new_zeros(bank.groups, len(query), lead.values.shape[-1])
-    part = BankSums(bank, lead.logits.amax(-1), sums, offset, [], lead, None)
+    part = BankSums(bank, lead.logits.amax(-1), sums, offset, [], lead, [])
     sums += torch.einsum("gbk,gbkw->gbw", part.leading_terms, lead.values)
     return part
 
@@ -322,11 +316,10 @@ def _terms(
     again."""
     groups, rows = tile
     level = part.level[groups][:, pick].unsqueeze(-1)
-    if part.kept is not None:
-        kept = part.kept[number]
+    if part.kept:
+        terms, before = (tensor[:, pick] for tensor in part.kept[number])
         # Above 0 only where nothing was possible yet.
-        fade = (kept.level[:, pick].unsqueeze(-1) - level).clamp_max(0.0).double().exp()
-        terms = kept.terms[:, pick]
+        fade = (before.unsqueeze(-1) - level).clamp_max(0.0).double().exp()
     else:
         logits = part.bank.logits(query.take(pick), groups, rows, rooms[0])
         terms, fade = _exp(logits.sub_(level)), None
