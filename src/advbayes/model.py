@@ -42,11 +42,7 @@ class BayesianModel:
             raise checks.InputTypeError(
                 "likelihood must be one such as Categorical() or Gaussian(0.5)", got=likelihood
             )
-        self.prior_scale = (
-            math.inf
-            if prior_scale == math.inf
-            else checks.number("prior_scale", prior_scale, low=0, open_low=True)
-        )
+        self.prior_scale = check_prior_scale(prior_scale)
         _refuse_unfit_layers(net)
         self.likelihood = likelihood
         self.net = copy.deepcopy(net).eval()
@@ -206,6 +202,17 @@ class BayesianModel:
             raise checks.InputTypeError(
                 f"x must be {self.dtype} on {self.device} as the net", got=x
             )
+
+
+def check_prior_scale(prior_scale: float) -> float:
+    """Positive; infinite for the flat prior.
+
+    >>> check_prior_scale(math.inf)
+    inf
+    """
+    if prior_scale == math.inf:
+        return math.inf
+    return checks.number("prior_scale", prior_scale, low=0, open_low=True)
 
 
 class _Trees:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from advbayes import checks
-from advbayes.model import BayesianModel
+from advbayes.model import BayesianModel, check_prior_scale
 from advbayes.seeds import GlobalStream, seed_for
 
 
@@ -102,12 +102,6 @@ def _inverse_softplus(scale: float) -> float:
     return scale + math.log(-math.expm1(-scale))
 
 
-def _check_prior(prior_scale: float) -> float:
-    if prior_scale == math.inf:
-        return math.inf
-    return checks.number("prior_scale", prior_scale, low=0, open_low=True)
-
-
 class MeanField(Posterior):
     """q(theta) = N(mu, diag(softplus(rho)^2)), started at the net's own weights.
 
@@ -180,7 +174,7 @@ class PointMass(Posterior):
 
     def kl(self, prior_scale: float) -> Tensor:
         """0.5 |theta|^2 / t^2; zero for the flat prior."""
-        return 0.5 * self.theta.dot(self.theta) / _check_prior(prior_scale) ** 2
+        return 0.5 * self.theta.dot(self.theta) / check_prior_scale(prior_scale) ** 2
 
 
 class _Members(Posterior):
@@ -244,7 +238,8 @@ class Ensemble(_Members):
 
     def kl(self, prior_scale: float) -> Tensor:
         """mean_m 0.5 |theta_m|^2 / t^2."""
-        return 0.5 * self.thetas.square().sum() / len(self.thetas) / _check_prior(prior_scale) ** 2
+        squares = self.thetas.square().sum() / len(self.thetas)
+        return 0.5 * squares / check_prior_scale(prior_scale) ** 2
 
 
 def _reinitialised(model: BayesianModel, seed: int) -> Tensor:
