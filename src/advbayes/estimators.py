@@ -602,12 +602,8 @@ def save_pipeline(
             got=f"{last!r:.80}",
         )
     check_is_fitted(last, "predictor_")
-    names = list(
-        map(
-            str,
-            getattr(pipeline, "feature_names_in_", ()) if feature_names is None else feature_names,
-        )
-    )
+    seen = getattr(pipeline, "feature_names_in_", ())
+    names = [str(name) for name in (seen if feature_names is None else feature_names)]
     if names and len(names) != pipeline.n_features_in_:
         raise checks.InputError(
             f"feature_names must name the {pipeline.n_features_in_} columns of X, got {len(names)}"
@@ -622,12 +618,9 @@ def save_pipeline(
     tensors = {f"posterior/{name}": value for name, value in state.items()}
     reference = last._reference if last.defense in ("reactive", "both") else None
     if reference is not None:
-        tensors |= {
-            "reference/x": reference[0],
-            "reference/y": reference[1],
-            "reference/shift": reference[3],
-        }
-        tensors |= {} if reference[4] is None else {"reference/spread": reference[4]}
+        x, y, _, shift, spread = reference
+        tensors |= {"reference/x": x, "reference/y": y, "reference/shift": shift}
+        tensors |= {} if spread is None else {"reference/spread": spread}
     ball = last.ball_
     bundle.save(
         path,
@@ -701,16 +694,12 @@ def _restored(path: str | os.PathLike[str], said: dict[str, Any], net: nn.Module
     if net is not None:
         dtype = torch.float64 if said["double"] else torch.float32
         whole = copy.deepcopy(net).to(dtype)
-        sizes = [said["num_features"]] * bool(front), [back] * bool(back)
-        around = [
-            [
-                _affine(torch.ones(size, dtype=dtype), torch.zeros(size, dtype=dtype))
-                for size in part
-            ]
-            for part in sizes
-        ]
-        whole = nn.Sequential(whole, *around[1]) if back else whole
-        whole = nn.Sequential(*around[0], whole) if front else whole
+
+        def layer(size: int) -> nn.Linear:
+            return _affine(torch.ones(size, dtype=dtype), torch.zeros(size, dtype=dtype))
+
+        whole = nn.Sequential(whole, layer(back)) if back else whole
+        whole = nn.Sequential(layer(said["num_features"]), whole) if front else whole
     loaded = bundle.load(path, net=whole)
     settings = {name: preprocessing.array(value, name) for name, value in said["settings"].items()}
     estimator = _KINDS[said["class"]](
@@ -741,11 +730,8 @@ def _restored(path: str | os.PathLike[str], said: dict[str, Any], net: nn.Module
     for key, value in loaded.tensors.items():
         part, _, name = key.partition("/")
         kept[part][name] = value
-    estimator.model_, estimator.ball_, estimator.thetas_ = (
-        model,
-        loaded.threat_model["ball"],
-        loaded.posterior.thetas,
-    )
+    estimator.model_, estimator.thetas_ = model, loaded.posterior.thetas
+    estimator.ball_ = loaded.threat_model["ball"]
     estimator.posterior_ = bundle.decode_posterior(
         {"kind": said["posterior"]}, kept["posterior"], model, os.fspath(path)
     )
