@@ -193,9 +193,7 @@ def _within(predict: object) -> Purifier | None:
 def _purifier(predict: object) -> Purifier:
     purifier = _within(predict)
     if purifier is None:
-        raise checks.InputTypeError(
-            f"predict must be a Purifier for this attack, got {checks.describe(predict)}"
-        )
+        raise checks.InputTypeError("predict must be a Purifier for this attack", got=predict)
     return purifier
 
 
@@ -220,7 +218,8 @@ def _banks(purifier: Purifier) -> tuple[GaussianBank, ...]:
     if _unfit(purifier):
         raise checks.InputError(
             "the nearest-centre attack is for classification with a Gaussian channel in the space "
-            f"of x, got {checks.describe(purifier)}"
+            "of x",
+            got=purifier,
         )
     return purifier.store.gaussians
 

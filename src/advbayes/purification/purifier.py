@@ -102,8 +102,7 @@ class Purifier:
         checks.count("memory_limit", memory_limit)
         if posterior is not None and getattr(posterior, "num_params", None) != model.num_params:
             raise checks.InputError(
-                f"posterior must be over the model's {model.num_params} parameters, got "
-                f"{checks.describe(posterior)}"
+                f"posterior must be over the model's {model.num_params} parameters", got=posterior
             )
         x, y = _reference(reference, checks.count("num_samples", num_samples), model)
         ranks = distributed.ranks() if sharded else ALONE
@@ -397,13 +396,9 @@ class Purifier:
     def _check(self, x: Any) -> None:
         if not isinstance(x, Tensor) or x.ndim < 2 or tuple(x.shape[1:]) != self.store.event_shape:
             wanted = ", ".join(("B", *map(str, self.store.event_shape)))
-            raise checks.InputError(
-                f"x must have shape ({wanted}) as the reference, got {checks.describe(x)}"
-            )
+            raise checks.InputError(f"x must have shape ({wanted}) as the reference", got=x)
         if x.dtype != self.store.dtype:
-            raise checks.InputTypeError(
-                f"x must be {self.store.dtype} as the reference, got {checks.describe(x)}"
-            )
+            raise checks.InputTypeError(f"x must be {self.store.dtype} as the reference", got=x)
 
 
 def _slices(num: int) -> list[slice]:
@@ -460,16 +455,13 @@ def _reference(
     else:
         x = reference
     if not isinstance(x, Tensor) or x.ndim < 2:
-        raise checks.InputTypeError(
-            f"reference must hold a tensor x of shape (N, *event), got {checks.describe(x)}"
-        )
+        raise checks.InputTypeError("reference must hold a tensor x of shape (N, *event)", got=x)
     if not len(x):
-        raise checks.InputError(f"reference must hold at least one point, got {checks.describe(x)}")
+        raise checks.InputError("reference must hold at least one point", got=x)
     model._check_input(x)
     checks.finite("reference", x)
     if y is not None and (not isinstance(y, Tensor) or y.ndim < 1 or len(y) != len(x)):
         raise checks.InputError(
-            f"reference labels must be one for each of the {len(x)} points, got "
-            f"{checks.describe(y)}"
+            f"reference labels must be one for each of the {len(x)} points", got=y
         )
     return x.detach(), y

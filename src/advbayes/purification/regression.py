@@ -163,9 +163,7 @@ class PurifiedMixture(GaussianPredictive):
             len(self._x)
         )
         if bool(((level <= 0) | (level >= 1)).any()):
-            raise checks.InputError(
-                f"value must lie strictly between 0 and 1, got {checks.describe(value)}"
-            )
+            raise checks.InputError("value must lie strictly between 0 and 1", got=value)
         mean, spread = self._mean.detach().double(), self._variance.detach().double().sqrt()
         low = mean - spread * ((1 - level) / level).sqrt() * (1 + 1e-6)
         high = mean + spread * (level / (1 - level)).sqrt() * (1 + 1e-6)

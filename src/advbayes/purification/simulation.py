@@ -166,7 +166,7 @@ class SimulatedPurifier:
         folder: str | Path | None = None,
     ) -> None:
         if not callable(getattr(channel, "sample", None)):
-            raise checks.InputTypeError(f"channel must have sample, got {checks.describe(channel)}")
+            raise checks.InputTypeError("channel must have sample", got=channel)
         checks.count("num_simulations", num_simulations)
         model._check_theta("thetas", thetas, 2)
         x, y = _reference(reference, checks.count("num_samples", num_samples), model)
