@@ -15,6 +15,7 @@ from torch.distributions import Categorical, Distribution
 from advbayes import (
     APGD,
     L2,
+    PGD,
     BayesianModel,
     HardLabel,
     Linf,
@@ -29,10 +30,13 @@ from advbayes import (
 )
 from advbayes import Categorical as Classes
 from advbayes.attacks import (
+    ByLoss,
     Suite,
+    Toward,
     Transfer,
     applies_to,
     ball_of,
+    margin,
     nll,
     on_rows,
     parts_of,
@@ -45,8 +49,9 @@ from advbayes.attacks import (
     with_steps,
 )
 from advbayes.attacks.balls import Ball
-from advbayes.attacks.parts import settings, text_of
+from advbayes.attacks.parts import family_of, loss_names, settings, text_of
 from advbayes.auditing import Support
+from advbayes.auditing.threat import said_by
 from advbayes.purification import Purifier
 from advbayes.purification.attacks import Annealed, NearestCentre
 from advbayes.seeds import generator_for
@@ -269,3 +274,22 @@ def test_points_of_the_sphere_heed_scale_and_mask() -> None:
     assert torch.equal(corners.abs(), (0.5 * scale * mask).expand(9, 4))
     boxed = L2(2.0, box=(0, 1)).sphere(x[:50], generator=generator_for(0, "sphere"))
     assert bool(L2(2.0, box=(0, 1)).contains(boxed, x[:50]).all())
+
+
+@pytest.mark.parametrize(
+    ("loss", "wanted"),
+    [
+        (nll, ("nll",)),
+        (ByLoss(nll), ("nll",)),
+        (Toward(margin), ("margin",)),
+        (ByLoss(Toward(nll)), ("nll",)),
+        (MarginTo(Y), ("MarginTo",)),
+        (ByLoss(MarginTo(Y)), ("MarginTo",)),
+    ],
+)
+def test_a_loss_is_known_by_the_one_inside(loss: Any, wanted: tuple[str, ...]) -> None:
+    """In records, in E16 and among the families of E30."""
+    attack = PGD(L2(1.0), ((loss, 3), (loss, 2)))
+    assert loss_names(attack) == wanted
+    assert family_of(attack) == (f"PGD on {wanted[0]} (L2)",)
+    assert said_by(L2(1.0), {"a": attack})["loss"] == wanted[0]

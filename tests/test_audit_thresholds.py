@@ -106,6 +106,47 @@ def test_e10_thetas(cost: int, wanted: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert (result.status, result.figures["thetas"]) == (wanted, 20)
 
 
+@pytest.mark.parametrize(("said", "tried"), [(None, 20), (5, 20), (20, 20), (30, 30)])
+def test_e10_begins_with_the_thetas_of_the_attack(
+    said: int | None, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And with twenty where they are fewer, or the predictor holds its own."""
+    asked = []
+    fresh = SimpleNamespace(with_thetas=lambda num: asked.append(num) or predict)
+    monkeypatch.setattr(Case, "union", lambda self, *_, **__: columns(50))
+    found = case(support=Support(fresh=fresh), threat_model=ThreatModel(attack_thetas=said))
+    assert others.enough_thetas(found).figures["thetas"] == tried
+    assert asked == [tried, 2 * tried]
+    monkeypatch.setattr(Case, "num_thetas", 3)
+    assert others.enough_thetas(found).figures["thetas"] == 20
+
+
+@pytest.mark.parametrize(
+    ("size", "note"), [(NUM - 1, 0), (NUM, 0), (NUM + 1, 1), (None, 0)], ids=str
+)
+def test_some_of_the_test_set_are_a_selection(size: int | None, note: int) -> None:
+    found = case(claim=Claim({"a": X}, test_size=size))
+    found.memory["clean"] = columns(1)
+    told = [f"{NUM} of the {size} examples of the test set: a selection"] * note
+    assert describing.notes_on_data(found) == tuple(told)
+
+
+def test_what_else_is_noted_of_the_data() -> None:
+    found = case(y=Y)
+    found.memory["clean"] = columns(0)
+    right = "a clean accuracy of exactly 1: were the examples chosen?"
+    assert describing.notes_on_data(found) == (right,)
+    found.memory["clean"] = columns(1)
+    twice = X.clone()
+    twice[:3] = X[5]
+    assert describing.notes_on_data(replace(found, whole=(twice, Y))) == (
+        "3 of 200 rows are duplicates",
+    )
+    assert describing.notes_on_data(replace(found, black_box=True)) == (
+        "black-box mode: there is no gradient, the attacks ask for answers alone",
+    )
+
+
 @pytest.mark.parametrize(("scorings", "wanted"), [(9, "failed"), (10, "passed")])
 def test_e18_scorings(scorings: int, wanted: str) -> None:
     found = case(claim=Claim({"a": X}, rescored=scorings), stochastic=True)
@@ -196,6 +237,98 @@ def test_e0_attacks_in_another_ball(factor: float, said: bool) -> None:
 
 
 @pytest.mark.parametrize(
+    ("factor", "said"), [(1 + 5e-7, False), (1 + 2e-6, True), (1 - 2e-6, True)]
+)
+def test_e0_eps_is_said_to_a_millionth(factor: float, said: bool) -> None:
+    found = case(threat_model=ThreatModel(eps=factor * BALL.eps))
+    assert ("eps is said to be" in describing.threat_model(found).advice) is said
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("restarts", 0, False),
+        ("restarts", None, True),
+        ("attack_thetas", 0, False),
+        ("eps", 0.0, False),
+        ("units", "standardised", True),  # without its scale
+        ("scale", None, False),
+    ],
+)
+def test_e0_nothing_is_not_none(field: str, value: Any, said: bool) -> None:
+    """A count or a radius of zero is said; None is not."""
+    known = ThreatModel(
+        *("L2", 1.0, "raw", 2.0, "none", "untargeted", "thetas known", 3, 4, "fixed", 5, 0.1, 1),
+        "nll",
+    )
+    assert known.missing() == ()
+    assert bool(replace(known, **{"scale": None, field: value}).missing()) is said
+
+
+def test_all_that_is_tried_joins_the_worst_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a name and with scores of its own."""
+    found = case(attacks={"a": pgd(BALL, 1), "b": pgd(BALL, 2), "c": pgd(BALL, 3)})
+    wrong = {"a": torch.arange(0, 20), "b": torch.arange(40, 60), "c": torch.arange(80, 110)}
+
+    def scored(self: Case, x: Tensor, purpose: str, **_: Any) -> dict[str, Tensor]:
+        right = torch.ones(NUM, dtype=torch.float64)
+        right[wrong[purpose[-1]]] = 0
+        return {"correct": right, "log_prob": right - 1.5, "loss": 1.5 - right}
+
+    monkeypatch.setattr(Case, "scored", scored)
+    found.memory |= {"clean": columns(0), "columns": {}}
+    together = found.union(found.attacks, "purpose", join=True)
+    assert int((together["correct"] == 0).sum()) == 70
+    assert int((found.worst()["correct"] == 0).sum()) == 70
+    for name, each in found.memory["joined"].items():
+        assert (each["correct"] == 0).nonzero().squeeze(1).tolist() == wrong[name[-1]].tolist()
+
+
+@pytest.mark.parametrize(("distance", "groups"), [(0.6, 2), (0.99, 2), (1.01, 1), (1.5, 1)])
+def test_e8_balls_that_meet_are_kept_apart(distance: float, groups: int) -> None:
+    """Two of radius 0.5: a point between them would count for both."""
+    found = replace(case(), x=torch.tensor([[0.0] * 5, [distance, *[0.0] * 4]]))
+    assert len(strength._apart(found, torch.arange(2))) == groups
+
+
+@dataclass(frozen=True)
+class Returning:
+    """Asks about one point of the ball and returns it, or another that it never asked about."""
+
+    ball: Any
+    asked: float  # towards another class: 1 breaks, 0 does not
+    returned: float
+
+    def __call__(
+        self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        predict(x + self.asked * torch.tensor([1.0, 0.0]))
+        return x + self.returned * torch.tensor([1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "returned", "wanted"),
+    [
+        (1.0, 1.0, "passed"),
+        (1.0, 0.9, "passed"),  # another success than the one that was seen
+        (0.0, 0.0, "passed"),  # none was seen
+        (0.0, 0.1, "passed"),
+        (1.0, 0.0, "failed"),
+        (1.0, 0.1, "failed"),
+    ],
+)
+def test_e8_a_success_is_returned_whichever(asked: float, returned: float, wanted: str) -> None:
+    x = torch.stack([torch.zeros(NUM), 3.0 * torch.arange(NUM)], 1)
+    step = lambda x: Classes(logits=torch.stack([4 - 8 * x[:, 0], 8 * x[:, 0] - 4], 1))  # noqa: E731
+    attacks = {"a": Returning(L2(1.0), asked, returned)}
+    data = (x, torch.zeros(NUM, dtype=torch.long))
+    found = _case(step, data, L2(1.0), BUDGET, attacks, None, Support(), None, None, 0)
+    result = strength.silent_success(found)
+    assert (result.status, result.figures["watched"]) == (wanted, 32)
+    assert result.figures["missed"] == (32 if wanted == "failed" else 0)
+
+
+@pytest.mark.parametrize(
     ("stochastic", "flipped", "drift", "wanted"),
     [
         (False, 0, 9e-4, "passed"),
@@ -225,6 +358,26 @@ def test_e27_a_claim_scored_again(
     result = describing.rescorable(found)
     assert result.status == wanted, result.line()
     assert result.figures["changed"] == flipped
+
+
+@pytest.mark.parametrize("altered", ["a", "b", "c"])
+def test_e27_every_column_of_a_claim_counts(altered: str) -> None:
+    """Whichever of them drifts, or has another answer."""
+    names = ("a", "b", "c")
+    drift = {name: 0.5 * (name == altered) for name in names}
+    claim = Claim(
+        dict.fromkeys(names, X),
+        correct={name: torch.arange(NUM) >= 2 * (name == altered) for name in names},
+        log_prob={name: columns(0)["log_prob"] - drift[name] for name in names},
+    )
+    found = case(claim=claim)
+    found.memory["columns"] = dict.fromkeys(names, columns(0))
+    figures = describing.rescorable(found).figures
+    assert (figures["changed"], figures["of"]) == (2, 3 * NUM)
+    assert figures["largest_drift"] == pytest.approx(0.5)
+    for name in names:
+        assert figures[f"claimed {name}"] == 1 - 0.01 * (name == altered)
+        assert figures[f"recomputed {name}"] == 1
 
 
 @pytest.mark.parametrize(("drift", "wanted"), [(9e-4, "passed"), (1.1e-3, "failed")])
