@@ -93,6 +93,7 @@ class Server:
     # bytes of the body after which each connection is dropped
     cut_after: list[int] = field(default_factory=list)
     ranges: bool = True
+    whole: bool = False  # a part is answered by the whole file, said to be a part
     status: int | None = None  # answer everything with this
     redirect: str | None = None  # where the first request is sent on to
     pause: float = 0.0  # seconds after every 64 bytes
@@ -125,10 +126,12 @@ def serving() -> Iterator[Server]:
             if start >= len(data) > 0:
                 self.send_error(416)
                 return
+            is_part = start > 0
+            start = 0 if state.whole else start
             body = data[start:]
-            self.send_response(206 if start else 200)
+            self.send_response(206 if is_part else 200)
             self.send_header("Content-Length", str(len(body)))
-            if start:
+            if is_part:
                 self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
             self.end_headers()
             cut = state.cut_after.pop(0) if state.cut_after else len(body)

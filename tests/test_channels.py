@@ -266,3 +266,17 @@ def test_deterministic_attacks_draw_nothing_but_the_noise() -> None:
         channel.density(predict, x, y).centres[0], one_step(L2(0.5), entropy)(predict, x, y)
     )
     assert nll(predict(x), y).shape == (6,)
+
+
+@pytest.mark.parametrize(("off", "accepted"), [(0.0, True), (9e-7, True), (1.1e-6, False)])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_weights_sum_to_one_but_for_rounding(off: float, sign: int, accepted: bool) -> None:
+    """And are then exactly in their proportions."""
+    weights = (0.25, 0.75 + sign * off)
+    if not accepted:
+        with pytest.raises(ValueError, match="sum to 1"):
+            Mixture(weights, [Noise(0.1), Noise(0.2)])
+        return
+    kept = Mixture(weights, [Noise(0.1), Noise(0.2)]).weights
+    assert sum(kept) == pytest.approx(1, abs=1e-15)
+    assert kept[1] / kept[0] == pytest.approx(weights[1] / weights[0], rel=1e-12)

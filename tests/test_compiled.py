@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -167,6 +168,41 @@ def test_the_program_before_it_is_compiled_is_an_eager_step(
         assert program == pytest.approx(eager, rel=1e-9)
     for one, other in zip(*(p.parameters() for p in posteriors), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+class Root(nn.Module):
+    """|w x| by a root, which has no derivative at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).square().sqrt()
+
+
+@pytest.mark.parametrize("make", [eager_step, CompiledStep])
+@pytest.mark.parametrize(("fault", "bound"), [(math.nan, False), (0.0, True)])
+def test_a_step_without_a_finite_bound_or_gradient_changes_nothing(
+    make: Any, fault: float, bound: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which one may be finite alone."""
+    monkeypatch.setattr(
+        "advbayes.accelerated.step.compiled", lambda program, *_, num_changed: program
+    )
+    model = BayesianModel(Root(), Gaussian(1.0))
+    posterior = MeanField(model)
+    step = make(model, posterior, Noise(0.0), ChannelELBO(70), adam_for(posterior, 1e-2))
+    good = step(Batch(*ROWS), generator(0), 1e-2)
+    assert all(map(math.isfinite, good))
+    before = [tensor.clone() for tensor in posterior.parameters()]
+    x = ROWS[0].clone()
+    x[3] = fault
+    bad = step(Batch(x, ROWS[1]), generator(1), 1e-2)
+    assert (math.isfinite(bad[0]), math.isfinite(bad[-1])) == (bound, False)
+    assert all(map(torch.equal, posterior.parameters(), before))
+    assert all(map(math.isfinite, step(Batch(*ROWS), generator(2), 1e-2)))
+    assert not any(map(torch.equal, posterior.parameters(), before))
 
 
 def test_compiling_what_branches_on_values_says_so() -> None:

@@ -914,6 +914,18 @@ def test_a_part_of_another_file_is_started_over(
         assert (folder / "winequality-red.csv").read_bytes() == wine
 
 
+def test_another_part_than_asked_for_is_not_appended(
+    server: Server, wine: bytes, tmp_path: Path
+) -> None:
+    """A server that answers with the file from its beginning, and says so: once is enough."""
+    server.files, server.whole = {"/wine-quality/winequality-red.csv": wine}, True
+    folder = tmp_path / "cache" / "wine-quality"
+    folder.mkdir(parents=True)
+    (folder / "winequality-red.csv.part").write_bytes(wine[:1000])
+    assert load_dataset("wine", mirror=server.url).provenance.verified
+    assert [wanted for _, wanted in server.asked] == ["bytes=1000-"]
+
+
 def test_wrong_content_is_refused_and_not_kept(server: Server, wine: bytes, tmp_path: Path) -> None:
     for wrong in (wine.replace(b"5", b"6", 1), b"<html>please log in</html>", b"", wine + b" "):
         server.files = {"/wine-quality/winequality-red.csv": wrong}

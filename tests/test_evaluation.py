@@ -240,6 +240,39 @@ def test_an_interrupted_evaluation_goes_on_exactly_where_it_stopped(
     ).read_bytes()
 
 
+@dataclass(frozen=True)
+class Asking:
+    """An attack that keeps what its predictor answered."""
+
+    ball: Any
+    heard: list[Tensor]
+
+    def __call__(
+        self, predict: Any, x: Tensor, y: Tensor | None = None, *, generator: Any = None
+    ) -> Tensor:
+        self.heard.append(predict(x).probs.detach())
+        return x + 0.1
+
+
+def test_every_part_of_an_attack_has_draws_of_its_own() -> None:
+    """Two sources of one transfer, each batch of each and the predictor itself draw other thetas;
+    all of them the same ones again."""
+    model = BayesianModel(nn.Linear(5, 3), Categorical())
+    fresh = FreshPredictive(model, MeanField(model, 1.0, torch.ones(model.num_params)), 1)
+    told = []
+    for _ in range(2):
+        heard: list[Tensor] = []
+        attacks = {
+            "a": Transfer(Asking(L2(0.5), heard), (fresh, fresh), rank=margin),
+            "b": Asking(L2(0.5), heard),
+        }
+        x = X[:1].repeat(8, 1)
+        evaluate(fresh, (x, Y[:1].repeat(8)), attacks=attacks, batch_size=4, rescore=1)
+        told.append(torch.stack([answer[0] for answer in heard]))
+    assert torch.equal(*told)
+    assert len(told[0].unique(dim=0)) == len(told[0]) == 6
+
+
 def test_a_folder_gives_the_table_again(tmp_path: Path) -> None:
     report = evaluate(MODEL, (X, Y), attacks=ATTACKS, batch_size=32, out=tmp_path / "run")
     loaded = load_evaluation(tmp_path / "run")

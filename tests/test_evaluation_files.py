@@ -284,6 +284,13 @@ def test_an_attack_that_changes_nothing_is_told() -> None:
     evaluate(predict, (X, (Y + 1) % 3), attacks={"idle": Idle(L2(0.5))})
 
 
+@pytest.mark.parametrize("right", [1, 30, len(Y)])
+def test_one_right_answer_is_enough_to_be_told(right: int) -> None:
+    y = torch.where(torch.arange(len(Y)) < right, Y, (Y + 1) % 3)
+    with pytest.warns(UnchangedWarning, match="attack 'idle' changed no input"):
+        evaluate(predict, (X, y), attacks={"idle": Idle(L2(0.5))})
+
+
 def test_a_predictor_without_gradients_is_told_of_once() -> None:
     blind = from_function(lambda x: x @ WEIGHT.numpy().T, "logits", numpy=True)
     with warnings.catch_warnings(record=True) as told:

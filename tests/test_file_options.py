@@ -154,6 +154,19 @@ def test_options_of_arrays(tmp_path: Path) -> None:
     assert len(from_npz(path, test_fraction=0.6).x_test) == 12  # three of the five of each class
 
 
+@pytest.mark.parametrize("kind", ["?", "u1", "i2", ">i4", "i8", "f2", "f4", ">f8"])
+def test_arrays_of_every_plain_kind_are_read(kind: str, tmp_path: Path) -> None:
+    """Of features and of targets; truth values and whole numbers are classes."""
+    values = (np.arange(40).reshape(20, 2) // 3 % 2).astype(kind)
+    np.savez(tmp_path / "a.npz", x=values, y=values[:, 0])
+    data = from_npz(tmp_path / "a.npz")
+    assert data.task == ("regression" if "f" in kind else "classification")
+    rows = torch.cat([data.x_train, data.x_test]).tolist()
+    assert sorted(rows) == sorted(values.astype(float).tolist())
+    targets = torch.cat([data.y_train, data.y_test])
+    assert int(targets.sum()) == int(values[:, 0].sum())
+
+
 def test_split_options() -> None:
     one = split_rows(100)
     assert [len(part) for part in one] == [80, 20]

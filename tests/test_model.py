@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from advbayes import (
@@ -14,7 +17,10 @@ from advbayes import (
     Gaussian,
     LowRank,
     MeanField,
+    Noise,
     PointMass,
+    PosteriorPredictive,
+    Purifier,
     Samples,
 )
 from advbayes.networks import conv_net, mlp, with_group_norm
@@ -190,3 +196,33 @@ def test_ensembles_and_samples_use_their_members_equally() -> None:
             for member in members
         ]
         assert sorted(counts) == [2, 2, 3, 3]
+
+
+def test_what_is_given_is_copied() -> None:
+    """Who goes on with a tensor, as a training does, changes nothing that was made of it."""
+    model = BayesianModel(nn.Linear(3, 2), Categorical())
+    theta = torch.randn(4, model.num_params, generator=seeded(0))
+    x = torch.ones(2, 3)
+    reference = torch.randn(9, 3, generator=seeded(1))
+    made: dict[str, Callable[[Tensor, Tensor], Any]] = {
+        "predictive": lambda t, _: PosteriorPredictive(model, t),
+        "purifier": lambda t, r: Purifier(model, Noise(0.5), t, r),
+        "mean field": lambda t, _: MeanField(model, 0.1, t[0]),
+        "point": lambda t, _: PointMass(model, t[0]),
+        "ensemble": lambda t, _: Ensemble(model, 4, init=t),
+        "samples": lambda t, _: Samples(t),
+        "low rank": lambda t, _: LowRank(model, 2, init=t[0]),
+    }
+    for name, make in made.items():
+        given = theta.clone(), reference.clone()
+        one = make(*given)
+
+        def answer(one: Any = one, name: str = name) -> Tensor:
+            if name in ("predictive", "purifier"):
+                return one(x).probs  # type: ignore[no-any-return]
+            return one.sample(8, generator=seeded())  # type: ignore[no-any-return]
+
+        before = answer().clone()
+        for tensor in given:
+            tensor.fill_(7.0)
+        assert torch.equal(before, answer()), name

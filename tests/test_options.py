@@ -518,6 +518,57 @@ def test_flags_of_an_audit_reach_it(
         told(capsys, [*argv, "--require", wanted], code)
 
 
+def test_what_no_flag_says_is_taken_from_the_run(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
+    """By an audit, an evaluation and an attack alike, of a run that has nothing by default."""
+    settings = {"norm": "linf", "eps": "0.25", "fixed": "a", "feature_eps": "b=0.1"}
+    assert main(training(place, tmp_path / "run", **settings)) == 0
+    run, seen = str(tmp_path / "run"), dict[str, Any]()
+
+    def audit(predict: Any, data: Any, **settings: Any) -> Verdict:
+        seen.update(settings)
+        return Verdict((), settings["tier"])
+
+    monkeypatch.setattr(advbayes.runs.verdict, "audit", audit)
+    few = ["--num", "6", "--thetas", "2"]
+    assert told(capsys, ["audit", run, *few, "--tier", "quick"])["norm"] == "linf"
+    assert told(capsys, ["evaluate", run, *few, "--attack", "pgd", "--name", "one"])
+    kept = load_evaluation(tmp_path / "run" / "evaluation" / "one").config["attacks"]["pgd"]
+    std = load_trained(run).scaling.std  # type: ignore[union-attr]
+    ball = seen["ball"]
+    assert (type(ball).__name__, ball.eps, ball.mask.tolist()) == (
+        "Linf",
+        0.25,
+        [False, True, True],
+    )
+    assert float(0.25 * ball.scale[1] * std[1]) == pytest.approx(0.1)
+    assert kept.startswith(f"PGD(ball={ball!r}"), kept
+    assert main(["attack", run, *few, "--out", str(tmp_path / "a.npz")]) == 0
+    with np.load(tmp_path / "a.npz") as found:
+        moved = np.abs(found["x_adv"] - found["x"]).max(0)
+    assert moved == pytest.approx(np.array([0.0, 0.1 / float(std[1]), 0.25]), rel=1e-4)
+
+
+def test_audits_of_other_predictors_do_not_share_an_evaluation(
+    run: str, monkeypatch: pytest.MonkeyPatch, capsys: Printed
+) -> None:
+    """Of another number of thetas or examples, another radius or norm."""
+    seen = []
+
+    def audit(predict: Any, data: Any, *, support: Any, tier: str, **_: Any) -> Verdict:
+        made = support.evaluation
+        seen.append((made.folder, len(made.columns("os", "clean")["correct"])))
+        return Verdict((), tier)
+
+    monkeypatch.setattr(advbayes.runs.verdict, "audit", audit)
+    plain = {"--num": "5", "--thetas": "2", "--eps": "0.15", "--norm": "l2"}
+    for changed in ({}, {"--thetas": "3"}, {"--num": "6"}, {"--eps": "0.1"}, {"--norm": "linf"}):
+        told(capsys, ["audit", run, *(word for pair in (plain | changed).items() for word in pair)])
+    assert len({name for name, _ in seen}) == 5
+    assert [num for _, num in seen] == [5, 5, 6, 5, 5]
+
+
 THEIRS = """
 import csv
 from pathlib import Path

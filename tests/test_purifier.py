@@ -3,9 +3,11 @@ input."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -635,6 +637,43 @@ def test_with_thetas_is_the_purifier_of_a_fresh_draw(update: str) -> None:
     drawn = Purifier(model, Noise(0.4), thetas, Drawn(), num_samples=20, posterior=posterior)
     # the same reference points
     assert torch.equal(drawn.with_thetas(2).store.origin, drawn.store.origin)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"index": "faiss", "num_nearest": 7, "left_out": 1e-3},
+        {"features": torch.tanh, "memory_limit": 123_456_789, "sharded": True},
+    ],
+    ids=["index", "features"],
+)
+def test_a_fresh_draw_keeps_every_setting(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for where its tables lie."""
+    if "index" in options:
+        pytest.importorskip("faiss")
+    asked: list[dict[str, Any]] = []
+    original = Purifier.__init__
+
+    def watched(self: Purifier, *given: Any, **more: Any) -> None:
+        bound = inspect.signature(original).bind(self, *given, **more)
+        bound.apply_defaults()
+        asked.append({key: bound.arguments[key] for key in SETTINGS})
+        original(self, *given, **more)
+
+    monkeypatch.setattr(Purifier, "__init__", watched)
+    model, thetas, x, y = setting(Categorical(), 3)
+    x, y = x.repeat(9, 1), y.repeat(9)
+    options = options | {"posterior": MeanField(model), "update": "offline"}
+    Purifier(model, Noise(0.4), thetas, (x, y), **options).with_thetas(4).with_thetas(2)
+    first, second, third = asked
+    assert first == second == third
+    assert options.items() <= first.items()
+
+
+SETTINGS = {"model", "channel", "update", "memory_limit", "features", "posterior"}
+SETTINGS |= {"index", "num_nearest", "left_out", "sharded"}
 
 
 def test_with_thetas_needs_the_posterior_of_the_model() -> None:

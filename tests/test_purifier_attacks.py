@@ -16,10 +16,13 @@ from advbayes import (
     Noise,
     PosteriorPredictive,
     margin,
+    nll,
     one_step,
     pgd,
 )
+from advbayes.attacks import ByLoss
 from advbayes.attacks.gradients import loss_and_gradient
+from advbayes.attacks.search import Problem
 from advbayes.purification import Purifier
 from advbayes.purification.attacks import (
     Annealed,
@@ -173,6 +176,27 @@ def test_neighbours_know_their_classes() -> None:
     )
     wanted = reference[distance.masked_fill(same, 1e9).topk(3, largest=False).indices]
     torch.testing.assert_close(others, wanted, rtol=0, atol=1e-12)
+
+
+def test_steps_are_long_from_x_alone_and_otherwise_a_share_of_eps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one of all goes to the edge, 2.5 eps / steps are the others', from each start and
+    through each width."""
+    lengths: list[float] = []
+    original = Problem.move
+
+    def move(self: Problem, point: Tensor, gradient: Tensor, step: float) -> Tensor:
+        lengths.append(float(step))
+        return original(self, point, gradient, step)
+
+    monkeypatch.setattr(Problem, "move", move)
+    purifier = Purifier(plane(), Noise(0.3), THETA, crowd())
+    attack = Annealed(L2(0.1), (2.0, 1.0), steps=5, loss=ByLoss(nll), start=one_step(L2(0.1)))
+    attack(purifier, crowd(4, seed=7), torch.zeros(4, dtype=torch.long))
+    here = [length for length in lengths if length != 0.1]
+    assert lengths[-20:] == pytest.approx([0.1, *[0.05] * 19])
+    assert here == pytest.approx([0.05] * 19)
 
 
 def test_annealed_attacks_regressions_too() -> None:

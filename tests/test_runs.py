@@ -25,6 +25,8 @@ from advbayes.cli.signals import Finishing, Stopped, watched
 from advbayes.runs import Run, create_run, load_trained, train
 from advbayes.runs.building import prepare
 from advbayes.runs.config import ConfigError, make_config
+from advbayes.runs.training import read_checkpoint
+from advbayes.training.loop import COLUMNS
 from tests import faults, killing
 
 SEED = 20
@@ -475,3 +477,23 @@ def test_the_manifest_proves_where_the_weights_come_from(reference: tuple[Path, 
     assert manifest["data"]["sha256"]
     assert manifest["status"] == "trained"
     assert not (reference[0] / ".lock").exists()
+
+
+def test_a_checkpoint_is_read_back_whole(tmp_path: Path) -> None:
+    """What a stopped training held, the clock with it, which a resumed one does not start anew."""
+    with create_run(small(defense="none"), tmp_path / "run") as run:
+        calls = iter(range(99))
+        first = train(run, progress=False, stop=lambda: next(calls) == 3)
+        state = read_checkpoint(run)
+        assert state is not None
+        assert (state.step, state.skipped) == (first.steps, first.skipped)
+        assert first.interrupted
+        for name in set(COLUMNS) - {"seconds"}:
+            assert state.history[name] == pytest.approx(first.history[name], rel=1e-6)
+        assert state.history["seconds"][-1] == pytest.approx(first.history["seconds"][-1])
+        for name, value in first.state.tensors.items():
+            assert torch.equal(state.tensors[name], value), name
+        time.sleep(0.05)
+        second = train(run, progress=False)
+    assert second.history["seconds"][first.steps] >= first.history["seconds"][-1]
+    assert len(second.history["seconds"]) == second.steps > first.steps

@@ -173,8 +173,10 @@ def test_a_regressor_that_abstains_scores_what_it_answers() -> None:
     kept, left = y[answered], (y - mean)[answered]
     by_hand = 1 - (left**2).sum() / ((kept - kept.mean()) ** 2).sum()
     assert robust.score(ROWS, y) == pytest.approx(by_hand)
-    robust.abstain = 0.0
-    assert np.isnan(robust.score(ROWS, y))
+    for num, is_known in ((0, False), (1, False), (2, True)):  # one row has no spread
+        robust.abstain = float(np.mean([0.0, *np.sort(std)][num : num + 2]))
+        assert (std <= robust.abstain).sum() == num
+        assert np.isfinite(robust.score(ROWS, y)) == is_known
 
 
 def test_processes_train_score_and_give_back_what_one_process_does() -> None:

@@ -224,6 +224,15 @@ def test_ten_bad_steps_in_a_row_stop_name_the_channel_and_keep_the_last_finite_s
         assert torch.equal(kept, wanted)
 
 
+@pytest.mark.parametrize("bad", [[*range(9), *range(10, 19)], [*range(0, 40, 2)]])
+def test_bad_steps_that_are_not_ten_in_a_row_never_stop(bad: list[int]) -> None:
+    """Nine, a good one, nine; or every other of forty."""
+    model = small_model("classification", torch.float32)
+    with pytest.warns(SkippedStepWarning):
+        result = fit(model, MeanField(model), Poison(bad), (X, Y), steps=bad[-1] + 2)
+    assert (result.skipped, result.steps) == (len(bad), bad[-1] + 2)
+
+
 def test_the_likelihood_is_named_when_it_overflows() -> None:
     class Square(nn.Module):
         def __init__(self) -> None:
