@@ -416,6 +416,25 @@ for word, attack in (
         {"attack": attack},
         name=f"attack on numbers, {word}",
     )
+PIXELS, FILTERS = uniform(3 * 2 * 49, 6).view(3, 2, 7, 7), gaussian(98, 3, seed=7)
+for word, attack in (
+    ("square", attacks.Square(L2(1.5, box=(0.0, 1.0)), 40)),
+    ("square in a cube", attacks.Square(Linf(0.1, box=(0.0, 1.0)), 40)),
+    ("random", RandomSearch(L2(1.5, box=(0.0, 1.0)), 20)),
+    ("hard label", attacks.HardLabel(L2(1.5, box=(0.0, 1.0)), 60)),
+    ("starts", attacks.MultiStart(L2(1.5, box=(0.0, 1.0)), nll, 4, 5)),
+    ("apgd", attacks.APGD(Linf(0.1, box=(0.0, 1.0)), nll, 9)),
+):
+    call(
+        lambda attack: attack(
+            lambda x: torch.distributions.Categorical(logits=x.flatten(1) @ FILTERS),
+            PIXELS,
+            (PIXELS.flatten(1) @ FILTERS).argmax(1),
+            generator=seeded(2),
+        ),
+        {"attack": attack},
+        name=f"attack on images, {word}",
+    )
 call(
     lambda attack: attack.radius(CLASSES, X, Y, generator=seeded(3)),
     {"attack": attacks.MinimumNorm(L2(2.0), steps=20, restarts=2)},

@@ -10,17 +10,19 @@ import re
 import tempfile
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 
-from advbayes.auditing import ThreatModel
+from advbayes.auditing import Finding, ThreatModel
 from advbayes.cli import main
 from advbayes.cli.describe import no_better, said_units, units_of, why_task
 from advbayes.cli.scores import column_of, legend, said_scores
 from advbayes.datasets import Standardize
+from advbayes.experiments import units as experiment_units
 from advbayes.experiments import views
 from advbayes.experiments.catalogue import EXPERIMENTS, Experiment, Row
 from advbayes.experiments.defenses import DEFENSES
@@ -150,7 +152,11 @@ COLUMNS = Standardize(
     torch.tensor(7.0),
     torch.tensor(20.0),
 )
-HISTORY = {"bound": [-5.0, -3.0, float("nan"), -1.0], "kl": [1.0, 2.0, 3.0, 4.0]}
+# more steps than a curve has points
+HISTORY = {
+    "bound": [float("nan") if step == 2 else -500.0 / (3 + step) for step in range(250)],
+    "kl": [0.1 * step for step in range(250)],
+}
 OPTIONS = {
     "title": "Of mine",
     "audit": VERDICT,
@@ -338,6 +344,19 @@ call(
 )
 call(
     viewed,
+    {
+        "view": "curves",
+        "measure": "selective",
+        "metrics": ("selective_accuracy",),
+        "splits": ("known", "foreign"),
+        "attacks": ("both",),
+        "radii": (1.0, 2.0),
+    },
+    {"seeds": 3},
+    name="curves, selective",
+)
+call(
+    viewed,
     {"view": "multi_step", "rows": ("BL",), "radii": (0.01, 0.51)},
     {"radii": (0.51, 0.01)},
     name="multi_step",
@@ -391,6 +410,83 @@ call(
     {},
     name="the catalogue",
 )
+
+
+PLACES = ("seconds", "processor_seconds", "training_seconds", "commit", "trained_at", "model")
+SKETCH = {"data": "diabetes", "epochs": 0.5, "num_train": 60, "hidden": [3]}
+IMAGES = {"data": "digits", "epochs": 0.2, "num_train": 60, "hidden": [4]}
+
+
+def worked(
+    measure: str = "attacked",
+    row: str = "BL",
+    units: str = "standardised",
+    seed: int = 1,
+    of: Any = SKETCH,
+    **settings: Any,
+) -> list[Any]:
+    """The records of one unit, and its line of the manifest, but for times and places."""
+    few = {"attacks": ("PGD",), "steps": 2, "num_test": 10, "radii": (0.5, 1.0), "thetas": 2}
+    rows = {"row": Row(DEFENSES[row], units=units)}
+    experiment = Experiment("", of, rows, **few | {"measure": measure} | settings)
+    asked: list[Any] = []
+    verdict = SimpleNamespace(
+        findings=[Finding("E1", "feasible", "failed", advice="mend")],
+        level="C",
+        line=lambda: "a line",
+        summary={"examples": 3},
+    )
+
+    def audited(predict: Any, rows: Any, **given: Any) -> Any:
+        given["support"] = dataclasses.replace(given["support"], evaluation=None)
+        asked.append([plain(rows), plain(given)])
+        return verdict
+
+    with (
+        mock.patch.object(experiment_units, "_images", return_value=ONES),
+        mock.patch.object(experiment_units, "audit", audited),
+    ):
+        records, about = experiment_units.run_unit(experiment_units.Unit(experiment, "row", seed))
+    for each in records:
+        each.pop("ms", None)
+    kept = {key: value for key, value in about.items() if key not in PLACES}
+    return [[list(each.items()) for each in records], kept, asked]
+
+
+ONES = torch.rand(360, 1, 8, 8, generator=seeded(8))
+call(
+    worked,
+    {},
+    {
+        "row": "least squares",
+        "units": "min-max",
+        "seed": 2,
+        "of": SKETCH | {"num_train": 50},
+        "splits": ("validation", "test"),
+        "num_test": 12,
+        "thetas": 3,
+        "steps": 3,
+        "radii": (0.5, 2.0),
+        "attacks": ("PGD+", "strong"),
+    },
+    name="a unit of an experiment",
+    brief=True,
+)
+call(
+    worked,
+    {"row": "onPure", "of": IMAGES, "attacks": ("PGD", "strong"), "num_test": 3},
+    name="a unit of an experiment, purified",
+    brief=True,
+)
+for measure in ("selective", "certified", "pictured", "audited"):
+    call(
+        worked,
+        {"measure": measure, "of": IMAGES | {"sigma": 0.3}, "num_test": 5, "draws": 30},
+        {"seed": 2} if measure != "audited" else {"of": SKETCH},
+        name=f"a unit of an experiment, {measure}",
+        brief=True,
+    )
+call(worked, {"measure": "timed", "steps": 6}, {"steps": 7}, name="a unit of an experiment, timed")
 
 
 def radius_of(draw: Any, row: str) -> dict[str, Any]:
@@ -505,6 +601,8 @@ call(
             ({"data": "a.csv", "target": "b"}, "regression"),
             ({"data": "a.csv", "target": "b", "task": "regression"}, "regression"),
             ({"data": "a.npz"}, "classification"),
+            ({"data": "a.npz"}, "regression"),
+            ({"data": "a.csv", "target": "b"}, "classification"),
         )
     ],
     {},

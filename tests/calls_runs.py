@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import tempfile
 from collections.abc import Iterator
 from functools import lru_cache
@@ -12,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import typer
 from torch import nn
 
+import advbayes
 from advbayes import (
     L2,
     AttackChannel,
@@ -23,10 +26,20 @@ from advbayes import (
     LowRank,
     MeanField,
     PosteriorPredictive,
+    adapters,
+    attacks,
+    auditing,
+    datasets,
+    evaluation,
     load,
+    metrics,
     one_step,
+    predictive,
+    purification,
     save,
+    store,
 )
+from advbayes.cli.app import app
 from advbayes.cli.train import parse
 from advbayes.datasets import (
     Standardize,
@@ -50,7 +63,7 @@ from advbayes.runs.building import (
     reach_of,
     schedule,
 )
-from advbayes.runs.config import ATTACKS, accepted, make_config
+from advbayes.runs.config import ATTACKS, RunConfig, accepted, make_config
 from advbayes.runs.training import clean_metrics
 from advbayes.seeds import GlobalStream
 from advbayes.store import thetas_of
@@ -253,6 +266,7 @@ def built(**settings: Any) -> list[Any]:
         channel,
         objective,
         [data.mask, data.scale, data.x_train, data.y_test],
+        [data.box, data.num_outputs, None if data.scaling is None else data.scaling.to_json()],
         metrics,
     ]
 
@@ -489,3 +503,48 @@ for kind, loose in ((RobustClassifier, 0.45), (RobustRegressor, 0.3)):
         {"metric": scores[1], "steps": 1} | ({"seed": 4} if kind is RobustRegressor else {}),
         name=f"robust_scorer, {kind.__name__}",
     )
+
+
+# --- defaults ------------------------------------------------------------------------------------
+
+
+def by_default(*modules: Any) -> dict[str, Any]:
+    """What the public functions and classes take where nothing is given."""
+    found: dict[str, Any] = {}
+    for module in modules:
+        for name in module.__all__:
+            made = getattr(module, name)
+            if inspect.isfunction(made) or (inspect.isclass(made) and is_ours(made)):
+                given = inspect.signature(made).parameters.values()
+                values = {each.name: each.default for each in given}
+                kept = {
+                    key: plain(v) for key, v in values.items() if v is not inspect.Parameter.empty
+                }
+                found |= {name: kept} if kept else {}
+    return found
+
+
+def is_ours(kind: type) -> bool:
+    return kind.__module__.startswith("advbayes") and not issubclass(kind, (BaseException, Warning))
+
+
+def by_flags() -> dict[str, Any]:
+    """The same of every command."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    return {
+        command: {each.name: [plain(each.default), each.required] for each in made.params}
+        for command, made in commands.items()
+    }
+
+
+PUBLIC = (advbayes, adapters, attacks, auditing, datasets, evaluation, metrics, predictive)
+call(lambda: by_default(*PUBLIC, purification, store), {}, name="defaults of functions and classes")
+call(by_flags, {}, name="defaults of commands")
+call(
+    lambda: {
+        name: [plain(field.default), sorted(map(str, field.metadata)), field.is_required()]
+        for name, field in RunConfig.model_fields.items()
+    },
+    {},
+    name="defaults of a run",
+)

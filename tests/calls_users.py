@@ -326,6 +326,33 @@ call(
 )
 
 
+TINY = Budget(8, 2, 1, 2, queries=12, blind_queries=20, max_steps=4, max_thetas=20)
+call(
+    audit,
+    AUDIT
+    | {
+        "predict": lambda: without_gradient,
+        "tier": dataclasses.replace(TINY, num=5, left_out=("E10", "E11")),
+    },
+    look=of_audit,
+    name="audit, black box",
+)
+call(
+    audit,
+    AUDIT
+    | {
+        "predict": CONTROLS["fresh"],
+        "tier": dataclasses.replace(TINY, left_out=("E10", "E11", "E14", "E15", "E19")),
+    },
+    look=of_audit,
+    name="audit, stochastic",
+)
+
+
+def without_gradient(x: torch.Tensor) -> Any:
+    return torch.distributions.Categorical(probs=CLASSES(x.detach()).probs.detach())
+
+
 def shifted(share: float) -> torch.Tensor:
     return (WIDE + share * L2(0.15).ascend(gaussian(40, 4, seed=5), 0.15)).detach()
 
