@@ -12,7 +12,7 @@ from torch.distributions import Categorical, Distribution
 from advbayes import metrics
 from advbayes.attacks import succeeded, with_ball
 from advbayes.attacks.balls import L2, Ball
-from advbayes.auditing.case import Case
+from advbayes.auditing.case import Case, Frozen
 from advbayes.auditing.check import check, judged, not_applicable, not_run
 from advbayes.auditing.findings import Finding
 from advbayes.seeds import generator_for
@@ -143,7 +143,7 @@ def trivial_predictors(case: Case) -> Finding:
 def _gaussian_floor(case: Case) -> float | None:
     """0.5 ln(2 pi e) + ln RMSE for one output, if the predicted variance is the same everywhere."""
     with torch.no_grad():
-        variance = case.predict(case.x).variance.double()
+        variance = Frozen(case.predict, case.seed)(case.x).variance.double()
     if variance.ndim > 1 or float(variance.std()) > 1e-3 * float(variance.mean()):
         return None
     error = float(case.clean["squared_error"].mean().sqrt())

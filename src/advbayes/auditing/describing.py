@@ -10,7 +10,7 @@ from torch import Tensor
 from advbayes import metrics
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import ball_of, family_of, loss_names
-from advbayes.auditing.case import Case
+from advbayes.auditing.case import Case, Frozen
 from advbayes.auditing.check import check, judged, not_applicable, not_run
 from advbayes.auditing.claim import Claim
 from advbayes.auditing.findings import Finding
@@ -84,7 +84,7 @@ def two_losses(case: Case) -> Finding:
     if case.black_box:
         return not_applicable("there is no gradient for a loss to be pulled through")
     with torch.no_grad():
-        prediction = case.predict(case.x)
+        prediction = Frozen(case.predict, case.seed)(case.x)
     top = None
     if predicts_classes(prediction):
         top = float(prediction.probs.max())
