@@ -17,11 +17,13 @@ from unittest import mock
 import numpy as np
 import torch
 
+from advbayes import L2, one_step
 from advbayes.auditing import Finding, ThreatModel
 from advbayes.cli import main
 from advbayes.cli.describe import no_better, said_units, units_of, why_task
 from advbayes.cli.scores import column_of, legend, said_scores
 from advbayes.datasets import Standardize
+from advbayes.evaluation import evaluate
 from advbayes.experiments import units as experiment_units
 from advbayes.experiments import views
 from advbayes.experiments.catalogue import EXPERIMENTS, Experiment, Row
@@ -30,6 +32,7 @@ from advbayes.experiments.running import MANIFEST, RECORDS, packed
 from advbayes.experiments.scores import Scores
 from advbayes.report import Gallery, View, make_gallery, write_report
 from advbayes.report import figures as drawings
+from advbayes.report.gather import gather
 from advbayes.runs import prepare
 from advbayes.runs.config import make_config
 from advbayes.store import read_document, write_document
@@ -189,6 +192,31 @@ call(
     name="a report on numbers",
     brief=True,
 )
+
+
+def documented(task: str = "classification", num: int = 200, **sources: Any) -> Any:
+    """All that a report is made from, of more examples than its curves have points."""
+    x = torch.rand(num, 4, generator=seeded(3), dtype=torch.float64)
+    y = torch.randint(3, (num,), generator=seeded(4))
+    evaluation = evaluate(
+        {"MIX": ALL[task]},
+        (x, y if task == "classification" else 0.5 * y.double()),
+        attacks={"one": one_step(L2(0.2))},
+        radii=(0.1, 0.2),
+        train_y=y if task == "classification" else y.double(),
+        progress=False,
+    )
+    return gather(title="A title", evaluation=evaluation, **sources)
+
+
+for task in ("classification", "regression"):
+    call(
+        documented,
+        {"task": task, "audit": VERDICT, "run": RUN, "history": HISTORY, "scaling": COLUMNS},
+        {"num": 150},
+        name=f"the document of a report, {task}",
+        brief=True,
+    )
 PICTURES = Gallery(
     torch.rand(2, 1, 3, 3, generator=seeded(1)),
     torch.tensor([0, 1]),
