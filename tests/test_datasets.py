@@ -702,12 +702,15 @@ def test_csv_several_targets_chosen_features_and_given_header(tmp_path: Path) ->
         ("a,b,y\n1,1,3\n1,1_0,4\n", "row 2 below the header, column 'b'"),
         (
             "a,b,y\n" + "".join(f"1,w{i},2\n" for i in range(51)),
-            "at most 50 different words.*'b', got 51.*drop 'b'",
+            "at most 50 different words.*'b', got 51, such as 'w0'.*drop 'b'.*plain numbers",
         ),
         ("a,b,y\n1,1e39,3\n1,2,3\n", "float32"),
         ("a,b,y\n1,2,3\n1,2\n", "3 cells in line 3, got 2"),
         ("a,b,a\n1,2,3\n", "'a' for column 3"),
         ("a,b,\n1,2,3\n", "'' for column 3"),
+        ("a,b,,\n1,2,,\n", "'' for column 3"),
+        ("a,y\n1,2,\n3,4,5\n", "2 cells in line 3, got 3"),
+        ("a,y,\n1,2,\n3,4,5\n", "2 cells in line 3, got 3"),
         ("1,2,3\n4,5,6\n", "names the columns"),
         ("a,b,y\n", "rows below the header"),
         ("", "empty file"),
@@ -715,12 +718,29 @@ def test_csv_several_targets_chosen_features_and_given_header(tmp_path: Path) ->
         ("y\n1\n2\n", "besides the target"),
         ("a,target_\n1,2\n", "a column 'y'"),
         ("a,y\n1,2\n", "at least 2 rows"),
+        ("a|b|y\n1|2|3\n", "divided by commas, semicolons or tabs"),
+        ('a,y\n"1,234",2\n"2,345",3\n', "column 'a', got '1,234'.*nothing between thousands"),
     ],
 )
 def test_csv_faults_are_located(tmp_path: Path, text: str, words: str) -> None:
     target = "a" if text.startswith("a,b\n1,2\n3") else "y"
     with pytest.raises(DataError, match=words):
         from_csv(_csv(tmp_path, text), target)
+
+
+@pytest.mark.parametrize("header", ["a,b,y", "a,b,y,"])
+def test_a_delimiter_at_the_end_of_a_line_is_no_column(tmp_path: Path, header: str) -> None:
+    loaded = from_csv(_csv(tmp_path, f"{header}\n" + "1,2,3,\n4,5,6, \n" * 5), "y")
+    assert loaded.feature_names == ("a", "b")
+    assert sorted(set(loaded.y_train.tolist())) == [3.0, 6.0]
+
+
+@pytest.mark.parametrize(("magic", "said"), [(b"\x1f\x8b", "a gzip"), (b"PK\x03\x04", "workbook")])
+def test_what_is_packed_is_named(tmp_path: Path, magic: bytes, said: str) -> None:
+    path = tmp_path / "packed.csv"
+    path.write_bytes(magic + bytes(50))
+    with pytest.raises(DataError, match=f"{said}.*Unpack it"):
+        from_csv(path, "y")
 
 
 def test_csv_argument_faults(tmp_path: Path) -> None:

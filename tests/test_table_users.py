@@ -18,10 +18,11 @@ from advbayes.cli.app import run as command
 from advbayes.cli.describe import no_better
 from advbayes.cli.scores import legend
 from advbayes.cli.threat import ball_for
+from advbayes.datasets.dataset import Dataset
 from advbayes.estimators import RobustClassifier, RobustRegressor
 from advbayes.experiments.catalogue import BASE, EXPERIMENTS
 from advbayes.runs import create_run, load_trained, train
-from advbayes.runs.building import prepare, schedule
+from advbayes.runs.building import prepare, remarks, schedule
 from advbayes.runs.config import RunConfig, make_config
 
 
@@ -161,6 +162,13 @@ def test_a_constant_column_and_a_class_that_says_missing_are_named(tmp_path: Pat
         "'NA' is taken for a class like any other; if it means that the class is not known, "
         "leave those rows out",
     ]
+
+
+def test_a_target_that_never_changes_is_named() -> None:
+    x = torch.arange(8.0).reshape(4, 2) ** 2
+    for y, named in ((torch.ones(4), True), (torch.tensor([1.0, 1, 1, 2]), False)):
+        said = remarks(Dataset("t", "regression", x, y, x, y, (), ("a", "b")))
+        assert [text.startswith("the target has the same value") for text in said] == [True] * named
 
 
 def test_a_bad_value_of_a_flag_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from advbayes.checks import InputError
 from advbayes.datasets.errors import INSTALL, DataError
-from advbayes.datasets.tables import decimal_comma, finite_number, float32, parse_table
+from advbayes.datasets.tables import NO_COMMA, decimal_comma, finite_number, float32, parse_table
 from advbayes.store import StoreError
 from advbayes.store.preprocessing import decode, dense, encode
 
@@ -249,7 +249,7 @@ def sort_columns(
             row, cell = wrong[0]
             remedy = "Correct it, or leave the cell empty."
             if commas:
-                remedy = "Write a decimal point, not a comma."
+                remedy = NO_COMMA
             wanted = f"a number in row {row} below the header, column {name!r}"
             raise DataError(file, wanted, f"{cell[:80]!r}", remedy)
         numeric.append(not wrong)
@@ -259,6 +259,7 @@ def sort_columns(
         words = {cell.strip() for cell in cells}
         if len(words) > MAX_CATEGORIES:
             wanted = f"at most {MAX_CATEGORIES} different words in the text column {name!r}"
-            raise DataError(file, wanted, f"{len(words)}", drop)
+            got = f"{len(words)}, such as {present[0][1][:40]!r}"
+            raise DataError(file, wanted, got, f"{drop} Or write plain numbers (1234.5).")
         rows[:, index] = [_word(cell) for cell in cells]
     return rows, tuple(numeric)

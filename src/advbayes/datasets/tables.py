@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,9 @@ from advbayes.datasets.errors import DataError
 DELIMITERS = (",", ";", "\t")
 _MAX_LINE = 1 << 20
 _MAX_COLUMNS = 100_000
+NO_COMMA = "Write a decimal point, not a comma, and nothing between thousands."
+# how files that are no text begin
+PACKED = {b"\x1f\x8b": "a gzip file", b"PK\x03\x04": "a zip file or a workbook"}
 
 
 class NotANumberError(DataError):
@@ -55,17 +59,26 @@ def parse_table(
     numbers: Sequence[str] | None = None,  # columns to take as numbers; absent: all the others
     delimiter: str | None = None,  # absent: whichever of , ; tab gives the most columns
 ) -> Table:
-    """Read delimited text in UTF-8; blank lines are skipped.
+    """Read delimited text in UTF-8; blank lines, and a delimiter at the end of a line, are skipped.
 
     >>> parse_table(b"a,b\\n1,x\\n", "t.csv")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
     advbayes.datasets.tables.NotANumberError: t.csv: wanted a number in line 2, column 'b', got 'x'. Encode text as numbers...
     """  # noqa: E501
+    for signature, got in PACKED.items():
+        if data.startswith(signature):
+            remedy = "Unpack it, or save its sheet as CSV."
+            raise DataError(name, "delimited text", got, remedy)
     lines = _Lines(data, name)
     with lines.faults():
         rows = lines.rows(_sniffed(_Lines(data, name)) if delimiter is None else delimiter)
         columns = [cell.strip() for cell in (header if header is not None else next(rows, []))]
+        first = list(islice(rows, 1))
+        rows = chain(first, rows)
+        unnamed = header is None and len(columns) > 1 and not columns[-1]
+        if unnamed and not any(row[-1].strip() for row in first):
+            del columns[-1]  # a delimiter at the end of each line
         _check_header(name, columns, given=header is not None)
         text = columns if text is None else text
         position = {column: index for index, column in enumerate(columns)}
@@ -73,6 +86,8 @@ def parse_table(
             if column not in position:
                 near = difflib.get_close_matches(column, columns[:1000], 1)
                 remedy = f"Did you mean {near[0]!r}?" if near else "Check the name."
+                if len(columns) == 1:
+                    remedy = "Check that its cells are divided by commas, semicolons or tabs."
                 got = f"the columns {', '.join(columns[:50])[:300]}"
                 raise DataError(name, f"a column {column!r}", got, remedy)
         words: dict[str, list[str]] = {column: [] for column in text}
@@ -82,6 +97,8 @@ def parse_table(
         num = 0
         for row in rows:
             num += 1
+            if len(row) == len(columns) + 1 and not row[-1].strip():
+                del row[-1]
             if len(row) != len(columns):
                 wanted = f"{len(columns)} cells in line {lines.num}"
                 raise DataError(name, wanted, f"{len(row)}", "Check that line.")
@@ -211,7 +228,7 @@ def _remedy(cell: str) -> str:
     if not cell.strip():
         return "Fill in the missing value, or drop the line."
     if decimal_comma(cell):
-        return "Write a decimal point, not a comma."
+        return NO_COMMA
     if cell.strip().lower().lstrip("+-") in ("nan", "inf", "infinity", "na", "null"):
         return "Only finite values can be used: fill it in, or drop the line."
     return "Encode text as numbers, or leave the column out."

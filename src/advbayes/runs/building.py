@@ -144,6 +144,11 @@ def remarks(dataset: Dataset) -> list[str]:
             f"{', '.join(map(repr, constant))} has the same value in every training row, and an "
             f"attacker may move it; --drop {','.join(constant)} leaves it out"
         )
+    if dataset.task == "regression" and bool((dataset.y_train == dataset.y_train[:1]).all()):
+        said.append(
+            "the target has the same value in every training row, so that there is nothing to "
+            "predict; check --target"
+        )
     if unknown := [name for name in dataset.class_names if name.lower() in MISSING]:
         said.append(
             f"{', '.join(map(repr, unknown))} is taken for a class like any other; if it means "
