@@ -1424,4 +1424,91 @@ FIFTH = (
     ),
 )
 
-SLIPS = FIRST + SECOND + THIRD + FOURTH + FIFTH
+SIXTH = (
+    Bug(
+        "log-probabilities of a claim have to be tensors",
+        "auditing/claim.py",
+        'for name in ("x_adv", "correct", "log_prob"):',
+        'for name in ("x_adv", "correct"):',
+        "test_audit_rules test_audit_inputs test_calls",
+    ),
+    Bug(
+        "the demo tells the worst accuracies as the clean ones",
+        "experiments/demo.py",
+        'name, "clean").value for name in worst',
+        'name, "worst", EPS).value for name in worst',
+        "test_cli test_options",
+    ),
+    Bug(
+        "the space of a table on disk is not taken",
+        "purification/rows.py",
+        "os.posix_fallocate(file.fileno(), 0, size)",
+        "os.posix_fallocate(file.fileno(), 0, 1)",
+        "test_purifier_saving test_purifier",
+    ),
+    Bug(
+        "coming near a wanted distribution counts as success",
+        "attacks/losses.py",
+        "    def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:\n        return _never(prediction, y)\n\n    def _held(self)",
+        "    def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:\n        return succeeded(prediction, y)\n\n    def _held(self)",
+        "test_attacks test_scores_in_full test_calls",
+    ),
+    Bug(
+        "a saved model has the prior of every other",
+        "store/bundle.py",
+        'kinds.encode(model.prior_scale, f"{place}:prior_scale", {})',
+        'kinds.encode(1.0, f"{place}:prior_scale", {})',
+        "test_store_model test_calls",
+    ),
+    Bug(
+        "black boxes are asked a tenth as often",
+        "cli/attack.py",
+        "queries: Queries = 500",
+        "queries: Queries = 50",
+        "test_calls",
+    ),
+    Bug(
+        "of several runs the largest one's trivial predictors are reported",
+        "report/folders.py",
+        "return Evaluation(largest.task, ordered, tuple(trivial), config, largest.folder)",
+        "return Evaluation(largest.task, ordered, largest.trivial, config, largest.folder)",
+        "test_report test_readback",
+    ),
+    Bug(
+        "the first half of a pair is taken for a character",
+        "datasets/own.py",
+        "((codes >= 0xD800) & (codes < 0xE000))",
+        "((codes > 0xD800) & (codes < 0xE000))",
+        "test_datasets test_file_options",
+    ),
+    Bug(
+        "functions of one name are the same in records",
+        "evaluation/contents.py",
+        'yield path, f"{value.__module__}.{value.__qualname__}"\n            return\n    if id(value) in above',
+        "yield path, value.__name__\n            return\n    if id(value) in above",
+        "test_evaluation_files test_evaluation_resume",
+    ),
+    Bug(
+        "a model without a task is of the other one",
+        "runs/trained.py",
+        '"classification" if bundle.class_names else "regression"',
+        '"regression" if bundle.class_names else "classification"',
+        "test_runs test_options test_store_model",
+    ),
+    Bug(
+        "Wilson's interval is too wide",
+        "metrics/intervals.py",
+        "z2 / (4 * num**2))) / (1 + z2 / num)",
+        "z2 / (4 * num))) / (1 + z2 / num)",
+        "test_metrics",
+    ),
+    Bug(
+        "decisions under attack take the default number of steps",
+        "predictive/decisions.py",
+        "worst_case=worst_case, steps=steps, generator=generator)\n    return mean(",
+        "worst_case=worst_case, generator=generator)\n    return mean(",
+        "test_calls test_settings",
+    ),
+)
+
+SLIPS = FIRST + SECOND + THIRD + FOURTH + FIFTH + SIXTH
