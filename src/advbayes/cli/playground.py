@@ -56,7 +56,8 @@ def playground(
 
 
 def command(port: int, *, browser: bool) -> list[str]:
-    """The server: this machine alone, no statistics, no watching of files.
+    """The server: this machine alone, no statistics, no watching of files, no waiting for a
+    garbage collection at every move.
 
     >>> "--server.address=127.0.0.1" in command(8501, browser=False)
     True
@@ -66,6 +67,8 @@ def command(port: int, *, browser: bool) -> list[str]:
         "server.port": str(port),
         "server.headless": str(not browser).lower(),
         "server.fileWatcherType": "none",
+        # would collect all of torch's objects before the pictures are sent: longer than the move
+        "runner.postScriptGC": "false",
         "browser.gatherUsageStats": "false",
         "browser.serverAddress": "127.0.0.1",
         "client.toolbarMode": "minimal",
