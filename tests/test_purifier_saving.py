@@ -89,6 +89,13 @@ def test_it_is_a_bundle_like_any_other(tmp_path: Path) -> None:
     assert set(texts) == {"purifier"}
 
 
+def test_a_name_that_means_a_single_file_is_refused(tmp_path: Path) -> None:
+    """It would be written as one and could not be loaded."""
+    with pytest.raises(ValueError, match=r"folder must not end in \.advbayes"):
+        purifier_of(num=8).save(tmp_path / "a.advbayes")
+    assert not list(tmp_path.iterdir())
+
+
 def test_any_flipped_bit_and_any_cut_is_refused(tmp_path: Path) -> None:
     purifier_of(num=8).save(tmp_path / "a")
     draw = random.Random(0)

@@ -25,6 +25,7 @@ _SCALES = (1e-70, 1e70)  # their products and squares are numbers too
 
 def save(store: Store, folder: Path, update: str, note: str, features: bool) -> None:
     """Tables, vectors and one document, replaced in one step."""
+    from advbayes.store.parts import SUFFIX
     from advbayes.store.tables import write_tables
 
     if not store.gaussians:
@@ -33,6 +34,10 @@ def save(store: Store, folder: Path, update: str, note: str, features: bool) -> 
         )
     if store.folder is not None and folder.resolve() == store.folder.resolve():
         raise InputError(f"folder must not be the one that the purifier reads from, got {folder}")
+    if folder.suffix == SUFFIX:  # its tables are read from disk, piece by piece
+        raise InputError(
+            f"folder must not end in {SUFFIX}, which is the name of a single file, got {folder}"
+        )
     folder.parent.mkdir(parents=True, exist_ok=True)
     tables = {"values": _table(store.values, store.dtype)}
     banks: list[dict[str, object]] = []
