@@ -50,6 +50,12 @@ def test_the_short_way_to_log_prob_is_the_distribution_s(likelihood, output, y, 
     )
 
 
+@pytest.mark.parametrize("scale", [0.5, (0.5,), (0.5, 0.5, 0.5)])
+def test_learned_scales_start_at_the_one_given_for_all(scale: float | tuple[float, ...]) -> None:
+    likelihood = Gaussian(scale, learned=True, num_outputs=3)
+    assert likelihood.initial_extra() == [math.log(0.5)] * likelihood.num_extra()
+
+
 def test_gaussian_mixture_is_torch_s_mixture() -> None:
     means, scales, logits = normal(5, 7), normal(5, 7, seed=1).exp(), normal(5, 7, seed=2)
     ours = GaussianMixture(means, scales, logits)

@@ -234,7 +234,8 @@ class Gaussian(_GaussianLikelihood):
 
     @property
     def _scales(self) -> tuple[float, ...]:
-        return self.scale if isinstance(self.scale, tuple) else (self.scale,) * self.num_outputs
+        scales = self.scale if isinstance(self.scale, tuple) else (self.scale,)
+        return scales * self.num_outputs if len(scales) == 1 else scales
 
     def num_extra(self) -> int:
         return self.num_outputs if self.learned else 0
