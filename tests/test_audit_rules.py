@@ -313,6 +313,35 @@ def test_a_copy_has_a_memory_of_its_own_wherever_it_is_kept(make: Any) -> None:
     assert type(twin) is type(original) or issubclass(type(twin), type(original))
 
 
+class Only:
+    """There is one of it, or its copies share what it holds."""
+
+    def __init__(self, other: bool) -> None:
+        self.other, self.seen = other, [0]
+
+    def __deepcopy__(self, memo: Any) -> Only:
+        if not self.other:
+            return self
+        twin = Only(True)
+        twin.__dict__ = self.__dict__
+        return twin
+
+    def __call__(self, x: Tensor) -> Classes:
+        return predict(x)
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_what_cannot_be_copied_is_no_copy(other: bool) -> None:
+    """A copy with the memory of the original has been asked what the original was asked."""
+    held = Only(other)
+    for model in (held, lambda x: held(x)):
+        found = looked_at("E29", model=model)["E29"]
+        assert found.status == "not run"
+        assert "a copy of a Only is not another one" in found.advice
+    made = looked_at("E29", model=held, factory=lambda: Only(other))["E29"]
+    assert made.status == "passed", made.line()
+
+
 def test_a_copy_shares_what_belongs_to_libraries() -> None:
     linear = torch.nn.Linear(2, 2)
     twin = copied(linear)
@@ -372,6 +401,7 @@ def test_e17_compares_example_by_example() -> None:
         ({"test_size": None}, "size and hash of the whole test set"),
         ({"test_hash": None}, "size and hash of the whole test set"),
         ({"test_hash": "0"}, "its hash is another"),
+        ({"test_size": 59}, "said to hold 59 examples, but 60 are scored"),
         ({"seed": None}, "save seed"),
         ({"code": None}, "save code hash"),
     ],
@@ -591,12 +621,63 @@ def test_e21_elsewhere_wants_a_baseline_that_beats_the_control(
     assert looked_at("E21", **options)["E21"].status == "not run"
 
 
+def test_e21_takes_no_constant_for_adversarial_training() -> None:
+    """No attack touches a baseline that answers nothing."""
+    share = float((Y.mode().values == Y).double().mean())
+    constant = lambda x: Classes(logits=torch.eye(3)[Y.mode().values] + 1e-6 * predict(x).logits)  # noqa: E731
+    assert float((constant(X).logits.argmax(1) == Y).double().mean()) == share
+    found = looked_at("E21", undefended=predict, baseline=constant)["E21"]
+    assert found.status == "not run"
+    assert "no better than the most frequent class" in found.advice
+
+
+def test_e21_sees_through_a_baseline_that_hides_its_gradients() -> None:
+    """It stands against an attack by its own gradients, not against points made for the control."""
+    hides = lambda x: Classes(logits=x.detach() @ WEIGHT.T + 0 * x[:, :3])  # noqa: E731
+    x = torch.randn(256, 5, generator=torch.Generator().manual_seed(3))
+    data = x, predict(x).logits.argmax(1)
+    options: Any = {"data": data, "tier": replace(SMALL, num=256), "undefended": predict}
+    found = looked_at("E21", baseline=hides, **options)["E21"]
+    assert found.status == "failed", found.line()
+    assert found.figures["baseline"] == found.figures["undefended"]
+
+
 @pytest.mark.parametrize(("queries", "wanted"), [(4999, "not run"), (5000, "passed")])
 def test_e11_reads_the_queries_off_the_attack(queries: int, wanted: str) -> None:
     broken = Y.roll(1), (Y + 1) % 3  # nothing stands, so that nothing is asked
     found = looked_at("E11", data=(X, broken[1]), black_box=Square(BALL, queries))["E11"]
     assert found.status == wanted
     assert str(queries) in found.line()
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A black box that says 5,000 queries and asks `asked`."""
+
+    ball: Any
+    asked: int
+    queries: int = 5000
+
+    def __call__(self, predict: Any, x: Tensor, y: Any = None, *, generator: Any = None) -> Tensor:
+        for _ in range(self.asked):
+            predict(x)
+        return self.ball.project(x + 1.0, x) if self.asked == 1 else x
+
+
+def test_e11_counts_the_questions_of_a_foreign_attack_and_keeps_it_in_the_ball() -> None:
+    sure = lambda x: Classes(logits=50 * torch.eye(3)[Y[: len(x)]] + 0 * x[:, :3])  # noqa: E731
+    idle = looked_at("E11", model=sure, black_box=Idle(BALL, 4999))["E11"]
+    assert idle.status == "not run"
+    assert "this one has 4999" in idle.advice
+    assert looked_at("E11", model=sure, black_box=Idle(BALL, 5000))["E11"].status == "passed"
+    # one that succeeds at once need not ask on, and its own ball is not the audited one
+    edge = torch.tensor([[-1.0, 0, 0, 0, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
+    torn = lambda x: Classes(logits=x @ edge.T + torch.tensor([0.5, -0.5, -9]))  # noqa: E731
+    points = torch.zeros(60, 5), torch.zeros(60, dtype=torch.long)
+    weak = {"weak": pgd(BALL, 1, step_size=1e-6)}
+    options: Any = {"model": torn, "data": points, "ball": L2(1.5), "attacks": weak}
+    found = looked_at("E11", black_box=Idle(L2(0.01), 1), **options)["E11"]
+    assert found.status == "failed", found.line()
 
 
 @pytest.mark.parametrize(("num", "wanted"), [(499, "passed"), (501, "failed")])
@@ -1182,3 +1263,48 @@ def test_e6_prints_the_steps_that_were_judged() -> None:
     found = looked_at("E6", attacks={"PGD": pgd(BALL, 7)})["E6"]
     assert found.status == "passed"
     assert found.figures["steps"] == 7
+
+
+# --- E0 -----------------------------------------------------------------------------------------
+
+
+MASK = torch.tensor([True, True, True, True, False])
+
+
+@pytest.mark.parametrize(
+    ("ball", "inner", "said"),
+    [
+        (L2(0.5), L2(0.5), ""),
+        (Linf(0.5), L2(0.5), "a stays in L2(0.5), the ball is Linf(0.5)"),
+        (L2(0.5), L2(0.5, mask=MASK), "kept from what the ball allows"),
+        (L2(0.5, mask=MASK), L2(0.5), ""),  # beyond what is allowed: E1's business
+        (L2(0.5, mask=MASK), L2(0.5, mask=MASK), ""),
+        (L2(0.5), L2(0.5, box=(-9, 9)), "kept from what the ball allows"),
+        (L2(0.5, box=(-9, 9)), L2(0.5, box=(-8.9, 9)), "kept from what the ball allows"),
+        (L2(0.5, box=(-9, 9)), L2(0.5, box=(-9, 9)), ""),
+    ],
+)
+def test_e0_wants_attacks_that_may_do_what_the_attacker_may(
+    ball: Any, inner: Any, said: str
+) -> None:
+    found = looked_at("E0", ball=ball, attacks={"a": pgd(inner, 5)})["E0"]
+    assert (found.status == "failed") is bool(said), found.line()
+    assert said in found.advice
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        ({"steps": 5, "restarts": 2}, ""),
+        ({"steps": 6}, "steps are said to be 6, but the attacks take 5"),
+        ({"restarts": 3}, "restarts are said to be 3, but the attacks take 2"),
+        ({"box": "none"}, "no box is said, but the ball is L2(0.5, box=(-9, 9))"),
+    ],
+)
+def test_e0_wants_what_was_run(said: dict[str, Any], fault: str) -> None:
+    ball = L2(0.5, box=(-9, 9))
+    model = ThreatModel(units="raw", **said)
+    attacks = {"a": pgd(ball, 5, restarts=2)}
+    found = looked_at("E0", ball=ball, attacks=attacks, threat_model=model)["E0"]
+    assert (found.status == "failed") is bool(fault), found.line()
+    assert fault in found.advice

@@ -555,6 +555,41 @@ def weak_baseline() -> Verdict:
     return looked_at(trained(defended=True).predictive(5), "E21", support=support)
 
 
+def baseline_without_gradients() -> Verdict:
+    """The control itself, with its gradients hidden, is called adversarial training."""
+    plain = point(seed=1)
+
+    def hides(x: Tensor) -> Any:
+        return Classes(logits=straight_through(plain(x.detach()).logits, 0 * x[:, :10]))
+
+    support = Support(undefended=point(seed=1), baseline=hides, control_ball=CONTROL)
+    return looked_at(trained(defended=True).predictive(5), "E21", support=support)
+
+
+def attack_in_another_norm() -> Verdict:
+    """The same eps, in a norm in which it is much less."""
+    attacks = {"PGD": pgd(L2(0.1, box=(0, 1)), 10)}
+    return looked_at(point(), "E0", ball=Linf(0.1, box=(0, 1)), attacks=attacks)
+
+
+def attack_on_half_of_the_image() -> Verdict:
+    """The attacker may change everything, the attack changes the upper half."""
+    upper = L2(0.5, box=(0, 1), mask=torch.arange(64) < 32)
+    return looked_at(point(), "E0", attacks={"PGD": pgd(upper, 10)})
+
+
+def more_said_than_done() -> Verdict:
+    """A thousand steps are said, ten were taken."""
+    said = ThreatModel(units="raw", steps=1000)
+    return looked_at(point(), "E0", attacks={"PGD": pgd(BALL, 10)}, threat_model=said)
+
+
+def larger_than_the_test_set() -> Verdict:
+    """More examples are scored than the test set is said to hold."""
+    said = {"test_size": 100}
+    return judge(point(), {"PGD": pgd(BALL, 20)}, "E27", claim=said)
+
+
 BROKEN: dict[str, tuple[str, Callable[[], Verdict]]] = {
     "one-theta attack": ("E10", one_theta_attack),
     "double softmax": ("E16", double_softmax),
@@ -587,6 +622,11 @@ BROKEN: dict[str, tuple[str, Callable[[], Verdict]]] = {
     "evaluation of another ball": ("E27", evaluation_of_another_ball),
     "evaluation of other data": ("E27", evaluation_of_other_data),
     "weak baseline": ("E21", weak_baseline),
+    "baseline without gradients": ("E21", baseline_without_gradients),
+    "attack in another norm": ("E0", attack_in_another_norm),
+    "attack on half of the image": ("E0", attack_on_half_of_the_image),
+    "more said than done": ("E0", more_said_than_done),
+    "larger than the test set": ("E27", larger_than_the_test_set),
 }
 ORIGINAL = tuple(BROKEN.values())[:12]
 

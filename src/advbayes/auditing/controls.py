@@ -249,6 +249,16 @@ def _against_control(case: Case, baseline: Predictor) -> Finding:
         x, y = (part[:COMPARED] for part in case.whole)
         case = replace(case, x=x, y=y, memory={})
     plain, trained = (_left(case, each, ball) for each in (control, baseline))
+    if case.value(trained) > case.value(plain):
+        if is_trivial(case, baseline):
+            return not_run(
+                "the baseline is no better than the most frequent class on clean data, which no "
+                "attack can change: give one that has learnt something"
+            )
+        # it may hide its gradients, and stand against its own attack alone
+        attacks = {name: with_ball(each, ball) for name, each in case.attacks_on(control).items()}
+        transferred = case.union(attacks, "to the baseline", through=control, by=baseline)
+        trained = worst([trained, transferred], case.task)
     undefended, defended = case.value(plain), case.value(trained)
     better = breaks_more(case, plain, trained)[0]
     if not better and _too_few(plain, trained):
@@ -264,6 +274,14 @@ def _against_control(case: Case, baseline: Predictor) -> Finding:
     )
     figures = {"undefended": undefended, "baseline": defended, "eps": float(ball.eps)}
     return judged(not better, advice, **figures, examples=len(case.x))
+
+
+def is_trivial(case: Case, baseline: Predictor) -> bool:
+    """Whether a classifier is no better on clean data than the most frequent class."""
+    if case.task == "regression":  # there the mean may be the most robust answer
+        return False
+    share = float(case.y.bincount().max()) / len(case.y)
+    return case.value(case.scored(case.x, "baseline clean", by=baseline)) <= share
 
 
 def _too_few(plain: Columns, trained: Columns) -> bool:
@@ -297,8 +315,8 @@ class Recipe:
 def with_controls(case: Case, *, progress: bool | None = None) -> Support:
     """The case's support with the controls that it lacks, trained on its `training` data: an
     undefended point estimate of the predictor's own architecture, stopped where its clean accuracy
-    is nearest to the audited model's, and adversarial training in the ball that breaks it (unless a
-    published recipe is asked for).
+    is nearest to the audited model's, and adversarial training in the ball that breaks it, or the
+    largest in which something is learnt (unless a published recipe is asked for).
     """
     support, model = case.support, model_of(case.predict)
     if support.training is None or model is None or not support.lacks_controls or not case.attacks:
@@ -312,8 +330,14 @@ def with_controls(case: Case, *, progress: bool | None = None) -> Support:
         near = case if classes else None
         control = trained_control(model, Noise(0.0), (x, y), near, **options)
     if baseline is None and published_for(support.dataset, case.ball) is None:
-        channel = AttackChannel(pgd(comparing(case, control), Recipe.attack_steps), 0.0)
-        baseline = trained_control(model, channel, (x, y), None, **options)
+        ball = comparing(case, control)
+        while True:
+            channel = AttackChannel(pgd(ball, Recipe.attack_steps), 0.0)
+            baseline = trained_control(model, channel, (x, y), None, **options)
+            if ball.eps <= case.ball.eps or not is_trivial(case, baseline):
+                break
+            # too far for anything to be learnt
+            ball = replace(ball, eps=max(case.ball.eps, 0.5 * ball.eps))
     return replace(support, undefended=control, baseline=baseline)
 
 

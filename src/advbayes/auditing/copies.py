@@ -7,12 +7,14 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any, cast
 
 from torch import Tensor
 from torch.distributions import Distribution
 
+from advbayes import checks
 from advbayes.attacks import loss_and_gradient
 from advbayes.evaluation.contents import names_in
 from advbayes.purification import Purifier
@@ -55,6 +57,8 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
     made = copy.deepcopy(value, memo)
     for part in parts:
         twin = memo.get(id(part), part)
+        if _is_shared(part, twin):
+            raise checks.InputTypeError(f"a copy of a {type(part).__name__} is not another one")
         if twin is not part and type(twin) is type(part) and _foreign(type(part)):
             object.__setattr__(twin, "__class__", _class(type(part), memo))
     return made
@@ -63,6 +67,14 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
 def _foreign(definition: Any) -> bool:
     """Whether a class or function is neither Python's nor one of the libraries'."""
     return (definition.__module__ or "").partition(".")[0] not in LIBRARIES
+
+
+def _is_shared(part: Any, twin: Any) -> bool:
+    """Whether a foreign object makes its copies itself, and these have what it has."""
+    own = hasattr(type(part), "__deepcopy__") and _foreign(type(part))
+    if not own or isinstance(part, Enum):
+        return False
+    return twin is part or (hasattr(part, "__dict__") and vars(part) is vars(twin))
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from advbayes.auditing.case import Case, Frozen
 from advbayes.auditing.check import check, judged, not_applicable, not_run
 from advbayes.auditing.claim import Claim
 from advbayes.auditing.findings import Finding
+from advbayes.auditing.threat import said_by
 from advbayes.channels import AttackChannel, Learned, Mixture
 from advbayes.evaluation.files import Folder, data_hash
 from advbayes.evaluation.inputs import check_units, softmaxed_twice
@@ -50,11 +51,24 @@ def _contradictions(case: Case) -> list[str]:
         faults.append("eps is said to be in raw units, but the ball measures in units of its scale")
     for name, attack in case.attacks.items():
         other = ball_of(attack)
-        if other is not None and abs(_reach(other) - _reach(ball)) > 1e-3 * _reach(ball):
+        if other is None:
+            continue
+        if type(other) is not type(ball):
+            faults.append(f"{name} stays in {other}, the ball is {ball}")
+        elif abs(_reach(other) - _reach(ball)) > 1e-3 * _reach(ball):
             faults.append(
                 f"{name} reaches {_reach(other):.3g} in the units of x, eps = {ball.eps:g} "
                 f"reaches {_reach(ball):.3g}"
             )
+        elif _is_kept_from(other, ball, case.x):
+            faults.append(f"{name} is kept from what the ball allows by its box or its mask")
+    if said.box == "none" and ball.box is not None:
+        faults.append(f"no box is said, but the ball is {ball}")
+    run = said_by(ball, case.attacks)
+    for what in ("steps", "restarts"):
+        most, stated = run[what], getattr(said, what)
+        if most is not None and stated is not None and stated > most:
+            faults.append(f"{what} are said to be {stated}, but the attacks take {most}")
     if units := check_units(ball, case.x):
         faults.append(units)
     if case.claim is not None and ball.eps > 0:
@@ -72,6 +86,22 @@ def _reach(ball: Ball) -> float:
     """How far eps goes in one feature, averaged over features, in the units of x."""
     scale = torch.ones(()) if ball.scale is None else torch.as_tensor(ball.scale)
     return float(ball.eps) * float(scale.double().mean())
+
+
+def _is_kept_from(inner: Ball, ball: Ball, x: Tensor) -> bool:
+    """Whether the box or the mask of one ball forbids what that of another allows.
+
+    >>> from advbayes import L2
+    >>> _is_kept_from(L2(1.0, box=(0.2, 1.0)), L2(1.0, box=(0.0, 1.0)), torch.zeros(1, 3))
+    True
+    """
+    far = torch.inf * torch.ones_like(x[:1])
+    tighter = any(not torch.equal(inner.clip(edge), edge) for edge in map(ball.clip, (-far, far)))
+    free, allowed = (
+        torch.ones_like(x[0], dtype=torch.bool) if each.mask is None else each.mask.to(x.device)
+        for each in (inner, ball)
+    )
+    return tighter or bool((allowed & ~free).any())
 
 
 def _losses(case: Case) -> set[str]:
@@ -255,6 +285,9 @@ def _rescored_claim(case: Case, claim: Claim) -> Finding:
             "scoring the saved arrays again changes the table: this is not the model that was "
             "scored"
         )
+    if claim.test_size is not None and claim.test_size < len(case.x):
+        said = f"the test set is said to hold {claim.test_size} examples"
+        bad.append(f"{said}, but {len(case.x)} are scored")
     whole = claim.test_size is not None and claim.test_size <= len(case.x)
     if whole and claim.test_hash != data_hash(*case.whole):
         bad.append(

@@ -3,15 +3,21 @@ of them (E14, E15)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
-from advbayes.attacks import Square, margin, nll
+from torch import Tensor
+from torch.distributions import Distribution
+
+from advbayes import distributed
+from advbayes.attacks import Square, margin, nll, with_ball
 from advbayes.attacks.parts import steps_of
+from advbayes.attacks.zeroth_order import ANSWERS_ALONE
 from advbayes.auditing.case import POINT, Case, Frozen, with_thetas
 from advbayes.auditing.check import check, judged, not_applicable, not_run
 from advbayes.auditing.findings import Finding
 from advbayes.auditing.strength import breaks_more
-from advbayes.types import Predictor
+from advbayes.types import Attack, Predictor
 
 QUERIES, BEYOND = 5000, 0.002  # of the black box
 LEVELS = ("thetas known", "thetas fresh")
@@ -22,13 +28,16 @@ def black_box(case: Case) -> Finding:
     """E11: Square with 5,000 queries breaks at most 0.2 points beyond the union of all attacks."""
     loss = margin if case.task == "classification" else nll
     attack = case.support.black_box or Square(case.ball, case.budget.queries, loss)
+    attack = with_ball(attack, case.ball)
+    before = case.worst()
+    rows = case.unbroken(before)
     queries = steps_of(attack)
+    if len(rows) and not isinstance(attack, ANSWERS_ALONE):  # what it says is not what it does
+        queries = min(queries or 0, _asked(case, attack, rows[:1]))
     if (queries or 0) < QUERIES:
         return not_run(
             f"a black-box attack with at least {QUERIES} queries is due, this one has {queries}"
         )
-    before = case.worst()
-    rows = case.unbroken(before)
     beyond = 0.0
     if len(rows):
         case.union({"black box": attack}, "E11", rows=rows, join=True)
@@ -36,6 +45,27 @@ def black_box(case: Case) -> Finding:
     advice = "gradients mislead the attack: the predictor masks them"
     figures = {"beyond": beyond, "standing": len(rows), "queries": queries}
     return judged(beyond > BEYOND + 1e-9, advice, **figures)
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A predictor that counts the inputs it is asked about."""
+
+    predict: Predictor
+    sizes: list[int] = field(default_factory=list)
+
+    def __call__(self, x: Tensor) -> Distribution:
+        self.sizes.append(len(x))
+        return self.predict(x)
+
+
+def _asked(case: Case, attack: Attack, row: Tensor) -> int:
+    """How often an attack asks about one example; as often as is due where it breaks it."""
+    counted = _Counted(case.target)
+    with distributed.alone():
+        columns = case.union({"black box": attack}, "E11 counted", through=counted, rows=row)
+    broken = case.task == "classification" and float(columns["correct"][0]) < 0.5
+    return QUERIES if broken else sum(counted.sizes)
 
 
 @check("E13", "transfer not better", cost=lambda size: size.sources * size.passes)
