@@ -15,6 +15,7 @@ from torch.distributions import Independent, Normal
 
 from advbayes import L2, pgd
 from advbayes.auditing import Budget, Claim, Support, Verdict, audit, audit_cost, audit_records
+from advbayes.checks import InputError
 
 SMALL = Budget(num=40, steps=10, restarts=1, random_points=10, queries=20, max_steps=40)
 BALL = L2(0.5)
@@ -32,6 +33,19 @@ Y = predict(X).logits.argmax(1)
 def judged(arrays: Any, **options: Any) -> Verdict:
     chosen: dict[str, Any] = {"predict": predict, "ball": BALL, "tier": SMALL, "progress": False}
     return audit_records(options.pop("data", (X, Y)), arrays, **(chosen | options))
+
+
+class TwoFaced(Classes):
+    """Its logits are one model's, its probabilities another's."""
+
+    @property
+    def probs(self) -> Tensor:
+        return self.logits.flip(-1).softmax(-1)
+
+
+def test_attacks_and_scores_must_be_of_the_same_answer() -> None:
+    with pytest.raises(InputError, match="probs that are the softmax of its logits"):
+        audit(lambda x: TwoFaced(logits=x @ WEIGHT.T), (X, Y), ball=BALL, tier=SMALL)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

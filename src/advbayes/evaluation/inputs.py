@@ -182,6 +182,12 @@ as Categorical(logits=...), probabilities as Categorical(probs=...)
         return "regression"
     checks.finite(f"the log-probabilities of {name}", prediction.logits)
     labels(prediction, y)
+    off = float((prediction.logits.softmax(-1) - prediction.probs).abs().max())
+    if off > 0.01:
+        raise checks.InputError(
+            f"{name} must give probs that are the softmax of its logits, got some that are "
+            f"{off:.2g} away: attacks climb the ones, the others are scored"
+        )
     constant = isinstance(predict, (ConstantClasses, ConstantGaussian))
     spread = prediction.logits.amax(1) - prediction.logits.amin(1)
     if not constant and float(spread.max()) < 1e-7:
