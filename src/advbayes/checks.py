@@ -53,6 +53,15 @@ def printable(text: str, limit: int = 500) -> str:
     return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
 
 
+def counted(num: int, what: str = "example") -> str:
+    """A number of things in words.
+
+    >>> counted(1), counted(60), counted(2000, "test example")
+    ('1 example', '60 examples', '2,000 test examples')
+    """
+    return f"{num:,} {what}{'' if num == 1 else 's'}"
+
+
 def inert(text: str) -> str:
     """Text that cannot control a terminal: invisible characters but line breaks are spelled out.
 

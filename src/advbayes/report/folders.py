@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advbayes import store
-from advbayes.checks import InputError
+from advbayes.checks import InputError, counted
 from advbayes.evaluation import Cell, Evaluation, load_evaluation
 from advbayes.evaluation.files import Block, Folder
 from advbayes.evaluation.result import CLEAN
 from advbayes.evaluation.run import saved_blocks
 from advbayes.report.pictures import Gallery, is_image, make_gallery
+from advbayes.report.text import clean
 from advbayes.report.write import ReportPaths, command_line, write_report
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ def report_runs(
     match list(audits.values()):
         case [{"threat_model": {**said}}, *_]:  # beside the verdict, where the file has one
             threat = said
+    if example is not None and (fixed := _fixed(example)):
+        threat = {**(threat or {}), "fixed": fixed}
     if len(runs) == 1 and audits:
         audits = {evaluation.predictors[0]: next(iter(audits.values()))}
     return write_report(
@@ -118,10 +121,18 @@ def report_runs(
     )
 
 
+def _fixed(trained: Trained) -> list[str]:
+    """The features that the attacker cannot change: text, what was missing, what was said."""
+    if trained.mask is None or len(trained.feature_names) != trained.mask.numel():
+        return []
+    free = trained.mask.flatten().tolist()
+    return [clean(name) for name, one in zip(trained.feature_names, free, strict=True) if not one]
+
+
 def _left_out(whole: Evaluation, by_run: Mapping[str, Sequence[Evaluation]]) -> list[str]:
     """Evaluations that cannot stand in one table with the others, being of other examples."""
     return [
-        f"{name}: {one.folder.name} ({one.config.get('num', '?')} examples)"
+        f"{name}: {one.folder.name} ({counted(one.config['num'])})"
         for name, evaluations in by_run.items()
         for one in evaluations
         if one.folder is not None and one.config.get("data") != whole.config.get("data")

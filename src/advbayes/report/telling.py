@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from advbayes.checks import counted
 from advbayes.evaluation.tables import Grid
 from advbayes.report.text import number, percent, short
 from advbayes.report.words import (
@@ -150,7 +151,7 @@ def lede(document: Document) -> list[str]:
     )
     where = f" of {listed(sets)}" if sets else ""
     does = "does" if len(names) == 1 else "do"
-    on = f"{document['examples']:,} test examples{where}"
+    on = f"{counted(document['examples'], 'test example')}{where}"
     first = f"This report says how well {who} {does} on {on}, untouched and under attack."
     second = (
         f"The attacker may change every input by up to {budget(document)} and uses "
@@ -355,6 +356,7 @@ def _how(run: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 def threat_rows(document: Document) -> list[tuple[str, str]]:
     """The threat model as labelled lines."""
     threat, eps, size = document["threat_model"], document["eps"], _dimension(document)
+    fixed = threat.get("fixed") or []
     norm, goal = str(threat.get("norm", "")), str(threat.get("goal") or "untargeted")
     name, meaning = NORMS.get(norm.lower(), (norm or "not stated", ""))
     if goal == "untargeted":
@@ -368,11 +370,12 @@ def threat_rows(document: Document) -> list[tuple[str, str]]:
         "Norm": f"{name}{f': {meaning}' if meaning else ''}",
         "Budget ε": f"{radii}, {UNITS.get(str(units), MODEL_UNITS)}",
     }
-    if size and eps and norm.lower() == "l2":
-        each = short(eps / math.sqrt(size))
-        rows["Spread evenly"] = (
-            f"over all {size:,} features, ε = {short(eps)} moves each of them by {each}"
-        )
+    if fixed:
+        rows["Out of reach"] = listed([str(name) for name in fixed])
+    if (free := (size or 0) - len(fixed)) > 0 and eps and norm.lower() == "l2":
+        which = f"the {free:,} that may change" if fixed else f"all {free:,} features"
+        each = short(eps / math.sqrt(free))
+        rows["Spread evenly"] = f"over {which}, ε = {short(eps)} moves each of them by {each}"
     box = str(threat.get("box", "not stated"))
     unbounded = box in ("none", "None")
     rows["Box"] = "none: inputs may take any value" if unbounded else f"inputs stay within {box}"
@@ -403,11 +406,13 @@ def reach(document: Document) -> dict[str, Any] | None:
     scaling, eps = document["scaling"], document["eps"]
     if not scaling or not scaling.get("std") or eps is None:
         return None
+    fixed = document["threat_model"].get("fixed") or ()
     rows = [
         {"name": name, "std": std, "raw": eps * std, "mean": mean}
         for name, std, mean in zip(
             scaling["features"], scaling["std"], scaling["mean"], strict=False
         )
+        if name not in fixed
     ]
     return {"eps": eps, "rows": rows[:MOST_FEATURES], "left_out": max(0, len(rows) - MOST_FEATURES)}
 
