@@ -422,6 +422,24 @@ def test_evaluations_are_written_in_blocks(run: str, capsys: Printed) -> None:
     assert many == 3 * len(blocks)
 
 
+@shows("evaluate", "quiet")
+@pytest.mark.parametrize("quiet", [True, False])
+def test_quiet_hides_the_progress(run: str, quiet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import advbayes.evaluation
+
+    shown, real = [], advbayes.evaluation.evaluate
+
+    def noted(*given: Any, progress: bool | None, **options: Any) -> Any:
+        shown.append(progress)
+        return real(*given, progress=progress, **options)
+
+    monkeypatch.setattr(advbayes.evaluation, "evaluate", noted)
+    argv = ["evaluate", run, "--attack", "pgd1", "--num", "5", "--thetas", "2"]
+    argv += ["--name", f"quiet-{quiet}"]
+    assert main([*argv, "--quiet"] if quiet else argv) == 0
+    assert shown == [False if quiet else None]
+
+
 @shows("evaluate", "purify")
 @pytest.mark.parametrize("update", ["online", "offline"])
 def test_purification_is_evaluated_with_the_attacks_made_for_it(
@@ -940,7 +958,7 @@ def test_flags_of_experiments_reach_them(
         str(tmp_path),
         "--set",
         "epochs=3",
-        "--num-test",
+        "--num",
         "7",
     ]
     capsys.readouterr()

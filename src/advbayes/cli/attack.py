@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from advbayes.checks import counted
 from advbayes.cli.screen import Json, Run, Seed, Thetas, Trust, check_choice, check_new, emit, say
 from advbayes.cli.signals import watched
 from advbayes.cli.threat import (
@@ -97,7 +98,7 @@ def attack(
         emit({**result, "threat_model": units})
     else:
         say(f"{attack} within {norm} {said_units(units)}")
-        say(f"{len(x)} examples: {label} {before:.4g} before, {after:.4g} after; arrays in {out}")
+        say(f"{counted(len(x))}: {label} {before:.4g} before, {after:.4g} after; arrays in {out}")
 
 
 def _write(path: Path, arrays: dict[str, Any]) -> None:

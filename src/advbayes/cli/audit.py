@@ -10,7 +10,17 @@ import typer
 
 from advbayes.cli.screen import Device, Json, Seed, Thetas, Trust, check_choice, emit, say
 from advbayes.cli.signals import watched
-from advbayes.cli.threat import NORMS, Eps, FeatureEps, Fixed, Norm, ball_for, budgets, open_run
+from advbayes.cli.threat import (
+    NORMS,
+    NUM,
+    Eps,
+    FeatureEps,
+    Fixed,
+    Norm,
+    ball_for,
+    budgets,
+    open_run,
+)
 from advbayes.runs.config import ConfigError
 
 if TYPE_CHECKING:
@@ -57,7 +67,8 @@ def audit(
         float | None, typer.Option(min=0, help="Budget that must break the undefended run")
     ] = None,
     num: Annotated[
-        int | None, typer.Option(min=2, help="Test examples to draw from (the tier says how many)")
+        int | None,
+        typer.Option(*NUM, min=2, help="Test examples to draw from (the tier says how many)"),
     ] = None,
     thetas: Thetas = 20,
     require: Annotated[

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from advbayes.checks import counted
 from advbayes.cli.screen import Device, Json, Run, Seed, Trust, emit, say, table
 from advbayes.cli.signals import watched
 from advbayes.cli.threat import Num, open_run
@@ -86,8 +87,8 @@ def certify(
         emit(result)
         return
     if trained.scaling is not None:
-        say(f"sigma in both units: {said_units(units)}")
-    title = f"{len(x)} examples, {abstained} abstained; "
+        say(said_units(units, "sigma"))
+    title = f"{counted(len(x))}, {abstained} abstained; "
     title += f"each radius is wrong with chance at most {alpha:g}"
     rows = [(f"{at:.3f}", f"{share:.3f}") for at, share in curve.items() if share > 0 or at == 0]
     table(Grid(("L2 radius", "certified accuracy"), rows, title, right=(0, 1)))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from advbayes import store
 from advbayes.attacks.balls import Ball
+from advbayes.checks import counted
 from advbayes.cli.scores import legend, said_scores
 from advbayes.datasets import Standardize
 from advbayes.runs import Run, Trained
@@ -51,15 +52,15 @@ def units_within(trained: Trained, ball: Ball) -> dict[str, Any]:
     return units_of(ball.eps, trained.scaling, trained.feature_names, ball.mask, ball.scale)
 
 
-def said_units(units: dict[str, Any]) -> str:
+def said_units(units: dict[str, Any], name: str = "eps") -> str:
     """The same in one line."""
     if "raw" not in units:
-        return f"eps = {units['eps']:g} in the data's own units"
+        return f"{name} = {units['eps']:g} in the data's own units"
     parts = [
         f"{name} {value:.3g}" if value else f"{name} fixed" for name, value in units["raw"].items()
     ]
     shown = ", ".join(parts[:8]) + (f", and {len(parts) - 8} more" if len(parts) > 8 else "")
-    eps = f"eps = {units['eps']:g} standardised (standard deviations)"
+    eps = f"{name} = {units['eps']:g} standardised (standard deviations)"
     return f"{eps}, that is in raw units: {shown}"
 
 
@@ -121,7 +122,7 @@ def lines_of_run(run: Run) -> str:
         targets = documents.get("extra", {}).get("target_names", ())
         values = said_scores(metrics["clean"], scaling, targets)
         lines += [
-            f"clean test set ({metrics['num']} examples, 95 % intervals): {values}",
+            f"clean test set ({counted(metrics['num'])}, 95 % intervals): {values}",
             legend(metrics["clean"]),
             no_better(metrics),
         ]

@@ -8,19 +8,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from advbayes.checks import counted
 from advbayes.cli.screen import (
     Device,
     Json,
+    Quiet,
     Run,
     Seed,
     Thetas,
     Trust,
     check_choice,
     emit,
+    fault,
     say,
     table,
 )
-from advbayes.cli.signals import watched
+from advbayes.cli.signals import Stopped, watched
 from advbayes.cli.threat import (
     DEFAULTS,
     NORMS,
@@ -73,6 +76,7 @@ def evaluate(
     seed: Seed = 0,
     device: Device = "cpu",
     trust_network: Trust = False,
+    quiet: Quiet = False,
     json: Json = False,
 ) -> None:
     """Score a run under attack: one record for each example, tables with intervals, the worst
@@ -140,19 +144,24 @@ def evaluate(
         beside = place.with_name(f"{place.name}-purified-{purify}")
         jobs.append((beside, purified, attacks | adaptive))
     with watched():
-        measured = [
-            measure(
-                predictors,
-                (data.x_test[:num], data.y_test[:num]),
-                attacks=method,
-                radii=radii,
-                train_y=data.y_train,
-                batch_size=batch_size,
-                seed=seed,
-                out=where,
-            )
-            for where, predictors, method in jobs
-        ]
+        try:
+            measured = [
+                measure(
+                    predictors,
+                    (data.x_test[:num], data.y_test[:num]),
+                    attacks=method,
+                    radii=radii,
+                    train_y=data.y_train,
+                    batch_size=batch_size,
+                    seed=seed,
+                    out=where,
+                    progress=False if quiet else None,
+                )
+                for where, predictors, method in jobs
+            ]
+        except Stopped:
+            fault("stopped; the same command goes on from the first batch that is missing")
+            raise
         for where, _, _ in jobs if ranks().is_first else ():
             write_document(where / "command.json", command)
     evaluation = merged(measured)
@@ -171,8 +180,10 @@ def evaluate(
         for metric in metrics
     }
     title = f"{trained.defense} on {subject.folder.config.data}, "
-    title += f"{min(num, len(data.x_test))} test examples, with 95 % intervals"
+    tested = counted(min(num, len(data.x_test)), "test example")
+    title += f"{tested}, with 95 % intervals"
     table(evaluation.table(metrics).grid(columns, title))
     trivial = "; ".join(f"{name} {TRIVIAL[name]}" for name in evaluation.trivial)
     say(f"{legend(metrics)}.")
-    say(f"Never look at the input: {trivial}.\nRecords and arrays: {place}")
+    places = " and ".join(str(where) for where, _, _ in jobs)
+    say(f"Never look at the input: {trivial}.\nRecords and arrays: {places}")

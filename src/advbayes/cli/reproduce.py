@@ -9,8 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from advbayes.checks import InputError, choice
-from advbayes.cli.screen import Json, emit, say
+from advbayes.cli.screen import Json, Quiet, emit, say
 from advbayes.cli.signals import watched
+from advbayes.cli.threat import NUM
 
 Seeds = typer.Option("--seeds", metavar="N or A,B,...", help="How many, or which")
 Out = Annotated[Path, typer.Option("--out", help="Folder of the results")]
@@ -23,12 +24,13 @@ Cluster = Annotated[
         help="Units as jobs of a scheduler, --jobs of them at a time (local: processes here)",
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress")]
 Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="A key of a run for all rows; repeat"),
 ]
-NumTest = Annotated[int | None, typer.Option("--num-test", min=1, help="Test examples")]
+NumTest = Annotated[
+    int | None, typer.Option(*NUM, min=1, help="How many test examples, from the first")
+]
 RESULTS = Path("results")
 ROW_OF = {"none": "BL", "pgd": "PGD channel"}  # names of `train` that the paper's tables lack
 

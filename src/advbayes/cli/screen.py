@@ -31,6 +31,7 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder made by `a
 Device = Annotated[
     str, typer.Option("--device", metavar="cpu|cuda|mps", help="Where to compute, as torch says it")
 ]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress")]
 Thetas = Annotated[int, typer.Option("--thetas", min=1, help="Thetas in the predictive")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Keys all randomness")]
 

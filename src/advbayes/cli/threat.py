@@ -53,7 +53,8 @@ Restarts = Annotated[int, typer.Option("--restarts", min=1, help="Restarts of it
 Queries = Annotated[
     int, typer.Option("--queries", min=1, help="Queries of attacks without gradients")
 ]
-Num = Annotated[int, typer.Option("--num", min=1, help="How many test examples, from the first")]
+NUM = ("--num", "--num-test")  # the second for old scripts
+Num = Annotated[int, typer.Option(*NUM, min=1, help="How many test examples, from the first")]
 One = Annotated[
     str,
     typer.Option(

@@ -93,8 +93,8 @@ def _fetch(source: Source, remote: Remote, home: Path, mirror: str | None, limit
             faults.append(str(error))
     else:
         remedy = (
-            "Try again (it continues where it stopped), or give another mirror= address. Or put "
-            f"{remote.file} into {home} yourself (from {source.homepage}). {source.hint}"
+            "Try again (it continues where it stopped; in Python, mirror= is another address). Or "
+            f"put {remote.file} into {home} yourself (from {source.homepage}). {source.hint}"
         )
         wanted = f"{remote.file} from one of its addresses"
         raise DownloadError(f"data set {source.name!r}", wanted, "; ".join(faults), remedy.strip())

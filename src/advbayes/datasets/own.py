@@ -23,6 +23,7 @@ from advbayes.datasets.scaling import Standardize
 from advbayes.datasets.tables import NotANumberError, finite_number, float32, parse_table
 
 _TASKS = ("classification", "regression")
+_AS_CLASSES = "say that they are classes (--task classification, task='classification')"
 _MAX_CLASSES = 10_000
 MAX_CSV_BYTES = 1 << 28
 MAX_NPZ_BYTES = 1 << 31
@@ -197,7 +198,7 @@ def _check_words(path: Path, target: str, cells: list[str]) -> None:
     num = len(set(cells))
     if num > 2 and 2 * num > len(cells):
         got = f"{num} different ones in {len(cells)} rows, such as {cells[0][:80]!r}"
-        remedy = "Write plain numbers (1234.5), or pass task='classification'."
+        remedy = f"Write plain numbers (1234.5), or {_AS_CLASSES}."
         raise DataError(path, f"numbers, or few words, in the target {target!r}", got, remedy)
 
 
@@ -213,7 +214,7 @@ def _classes(
     names = sorted(values, key=lambda cell: ((by_number and values[cell]) or 0.0, cell))
     if not 2 <= len(names) <= _MAX_CLASSES:
         wanted = f"2 to {_MAX_CLASSES} classes"
-        raise DataError(path, wanted, f"{len(names)}", "Check target= and task=.")
+        raise DataError(path, wanted, f"{len(names)}", "Check the target column and the task.")
     index = {name: position for position, name in enumerate(names)}
     return tuple(names), torch.tensor([index[cell] for cell in cells])
 
@@ -225,7 +226,7 @@ def _regression_target(
         if None in values:
             row = values.index(None)
             got = f"{column[row][:80]!r} in row {row + 1}"
-            remedy = "Fix it, or pass task='classification'."
+            remedy = f"Fix it, or {_AS_CLASSES}."
             raise DataError(path, f"numbers in the target {name!r}", got, remedy)
     y = float32(path, "the target", np.array(numbers, np.float64).T)
     return y[:, 0] if len(cells) == 1 else y

@@ -143,7 +143,8 @@ def missing(
     where = ", ".join(str(place / folder) for place in looked)
     remedy = (
         f"Put it there from {source.homepage}, set ADVBAYES_DATA to the folder that has {folder}/, "
-        f"or pass download=True (with mirror= for another address). {source.hint}".strip()
+        f"or fetch it with `advbayes datasets --fetch {source.name}` (in Python, download=True; "
+        f"mirror= for another address). {source.hint}".strip()
     )
     got = f"no such file ({len(absent)} of {len(source.contents)} missing)"
     return DataMissingError(f"data set {source.name!r}", f"{file} in {where}", got, remedy)

@@ -122,7 +122,8 @@ def _check_header(name: str, columns: list[str], *, given: bool) -> None:
         raise DataError(name, f"a table of 1 to {_MAX_COLUMNS} columns", got, "Check the file.")
     if not given and all(finite_number(cell) is not None for cell in columns):
         wanted = "a first line that names the columns"
-        raise DataError(name, wanted, "numbers", "Add one, or pass header=.")
+        remedy = "Add a line of names at the top (in Python, header= names them)."
+        raise DataError(name, wanted, "numbers", remedy)
     seen = {""}
     for index, column in enumerate(columns, 1):
         if column in seen:

@@ -74,6 +74,8 @@ class Column:
 
     >>> Column("RMSE (price)", 20.0).cell(0.5, 0.4, 0.6)
     '10.000 [8.000, 12.000]'
+    >>> Column("NLL").cell(0.5, -math.inf, math.inf)  # of one example
+    '0.500 [no interval]'
     """
 
     name: str
@@ -82,10 +84,12 @@ class Column:
     def cell(
         self, value: float | None, low: float | None, high: float | None, mark: str = ""
     ) -> str:
-        """Value and interval; None stands for a value that is not finite."""
+        """Value and interval; None stands for a number that is not finite."""
         parts = (value, low, high)
         text = ["not finite" if x is None else shown(self.factor * x) for x in parts]
-        return f"{text[0]}{mark} [{text[1]}, {text[2]}]"
+        known = [x is not None and math.isfinite(x) for x in parts]
+        interval = "no interval" if known[0] and not all(known) else f"{text[1]}, {text[2]}"
+        return f"{text[0]}{mark} [{interval}]"
 
 
 @dataclass(frozen=True)
