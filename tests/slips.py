@@ -42,8 +42,8 @@ FIRST = (
     Bug(
         "learned scales of several outputs all start at the first one's",
         "likelihoods.py",
-        "return [math.log(scale) for scale in scales]",
-        "return [math.log(scales[0]) for _ in scales]",
+        "return [math.log(scale / unit) for scale, unit in",
+        "return [math.log(scales[0] / unit) for _, unit in",
         "test_likelihoods test_model",
     ),
     Bug(

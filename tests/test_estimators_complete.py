@@ -40,6 +40,31 @@ def test_intervals_have_their_coverage_where_the_noise_depends_on_the_input() ->
         assert (high - low)[loud].mean() > 3 * (high - low)[quiet].mean()
 
 
+@pytest.mark.parametrize("noise_scale", ["learned", "heteroscedastic"])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_the_unit_of_y_does_not_matter(noise_scale: str, outputs: int) -> None:
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(20, 2))
+    y = (x + 0.3 * draw.normal(size=x.shape))[:, :outputs]
+    units = np.array([2.0**40, 2.0**-40])[:outputs]  # powers of two are exact
+
+    def answers(unit: np.ndarray | float) -> np.ndarray:
+        robust = RobustRegressor(noise_scale=noise_scale, epochs=30, hidden=(4,), random_state=0)
+        robust.fit(x, y * unit)
+        return np.stack([*robust.predict(x, return_std=True), *robust.predict_interval(x)]) / unit
+
+    np.testing.assert_allclose(answers(units), answers(1.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(("num", "value"), [(10, 0.1), (7, 1.0), (30, 273.15), (10, 7.0)])
+def test_a_constant_feature_has_no_scale(dtype: type, num: int, value: float) -> None:
+    x = np.stack([np.arange(num), np.full(num, value)], 1).astype(dtype)
+    robust = RobustClassifier(epochs=1, random_state=0).fit(x, np.arange(num) % 2)
+    assert robust.ball_.scale is not None
+    assert float(robust.ball_.scale[1]) == 1.0  # type: ignore[index]
+
+
 def test_quantiles_are_those_of_the_predictive() -> None:
     x, y = waves(200, 0)
     robust = RobustRegressor(epochs=20, random_state=0).fit(x, y)

@@ -35,6 +35,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
             normal(6, 3, seed=1),
             normal(3, seed=2),
         ),
+        (Gaussian(learned=True, unit=3.0), normal(6, 1), normal(6, seed=1), normal(1, seed=2)),
+        (HeteroscedasticGaussian(unit=(2.0, 3.0, 4.0)), normal(6, 6), normal(6, 3, seed=1), NONE),
         (HeteroscedasticGaussian(), normal(6, 2), normal(6, seed=1), NONE),
         (HeteroscedasticGaussian(), normal(6, 6), normal(6, 3, seed=1), NONE),
     ],
@@ -54,6 +56,22 @@ def test_the_short_way_to_log_prob_is_the_distribution_s(likelihood, output, y, 
 def test_learned_scales_start_at_the_one_given_for_all(scale: float | tuple[float, ...]) -> None:
     likelihood = Gaussian(scale, learned=True, num_outputs=3)
     assert likelihood.initial_extra() == [math.log(0.5)] * likelihood.num_extra()
+
+
+def test_scales_are_in_their_unit() -> None:
+    output, units = normal(6, 4), torch.tensor([1e-9, 1e9], dtype=torch.float64)
+    unit = tuple(units.tolist())
+    learned = Gaussian((2e-9, 3e9), learned=True, num_outputs=2, unit=unit)
+    start = torch.tensor(learned.initial_extra(), dtype=torch.float64)
+    torch.testing.assert_close(start.exp(), torch.tensor([2.0, 3.0], dtype=torch.float64))
+    stddev = learned(output[:, :2], start).stddev
+    torch.testing.assert_close(stddev, (torch.tensor([2.0, 3.0]) * units).expand(6, 2))
+    by_input = HeteroscedasticGaussian(0.5, unit=unit)(output, NONE).stddev
+    torch.testing.assert_close(by_input, output[:, 2:].exp().clamp_min(0.5) * units)
+    with pytest.raises(ValueError, match="unit must be one number or 1"):
+        HeteroscedasticGaussian(unit=unit)(output[:, :2], NONE)
+    with pytest.raises(ValueError, match="unit must be one number or 3"):
+        Gaussian(num_outputs=3, unit=unit)
 
 
 def test_gaussian_mixture_is_torch_s_mixture() -> None:

@@ -441,14 +441,16 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         weights = self._weights(x, sample_weight)
         shift, spread = _moments(many, weights)
         num, last = many.shape[1], _affine(spread, shift)
+        unit = tuple(spread.tolist())
         likelihood: Likelihood
         if self.noise_scale == "heteroscedastic":  # means and log-scales
-            likelihood = HeteroscedasticGaussian(min_scale=1e-3 * float(spread.min()))
+            likelihood = HeteroscedasticGaussian(unit=unit)
             last = _affine(
-                torch.cat([spread, torch.ones_like(spread)]), torch.cat([shift, spread.log()])
+                torch.cat([spread, torch.ones_like(spread)]),
+                torch.cat([shift, torch.zeros_like(shift)]),
             )
         elif self.noise_scale == "learned":
-            likelihood = Gaussian(tuple(spread.tolist()), learned=True, num_outputs=num)
+            likelihood = Gaussian(unit, learned=True, num_outputs=num, unit=unit)
         else:
             scale = checks.number("noise_scale", self.noise_scale, low=0.0, open_low=True)
             likelihood = Gaussian(scale, num_outputs=num)
@@ -510,10 +512,13 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
 
 def _moments(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each column (1 for a constant one), rows by weight."""
+    weights = weights.double()
     share = (weights / weights.sum()).reshape(-1, *[1] * (values.ndim - 1))
     mean = (share * values).sum(0)
     spread = (share * (values - mean).square()).sum(0).sqrt()
-    return mean, torch.where(spread > 0, spread, 1.0)
+    # Rounding leaves a constant column a spread of about 1e-16 of its value: that is no scale.
+    spread = torch.where(spread <= 1e-12 * mean.abs(), 1.0, spread)
+    return mean.to(values.dtype), spread.to(values.dtype)
 
 
 def _affine(weight: Tensor, bias: Tensor) -> nn.Linear:

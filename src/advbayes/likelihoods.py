@@ -183,6 +183,19 @@ def _check_regression(mean: Tensor, y: Tensor) -> Tensor:
     return y
 
 
+def _check_positive(name: str, value: float | tuple[float, ...]) -> tuple[float, ...]:
+    """One positive number, or several."""
+    each = value if isinstance(value, tuple) else (value,)
+    return tuple(checks.number(name, number, low=0, open_low=True) for number in each)
+
+
+def _in_units(scale: Tensor, unit: float | tuple[float, ...]) -> Tensor:  # (*, D)
+    """Scales in units of `unit`, in those of y."""
+    if unit == 1:
+        return scale
+    return scale * torch.tensor(unit, dtype=scale.dtype, device=scale.device)
+
+
 class _GaussianLikelihood(ABC):
     """N(y; mean, scale^2), where a subclass says what an output's mean and scale are."""
 
@@ -210,10 +223,11 @@ class _GaussianLikelihood(ABC):
 
 @dataclass(frozen=True)
 class Gaussian(_GaussianLikelihood):
-    """Regression, N(y; output, scale^2): `scale` fixed, or learned with theta (log-scales, one per
-    output, last in theta).
+    """Regression, N(y; output, scale^2): `scale` fixed, or learned with theta (ln(scale / unit),
+    one per output, last in theta).
 
-    With several outputs, `scale` is one number or one per output, and learning needs `num_outputs`.
+    With several outputs, `scale` and `unit` are one number or one per output, and learning needs
+    `num_outputs`. The prior of a learned scale is around `unit`.
 
     >>> Gaussian(0.5)(torch.zeros(3, 1), torch.empty(0)).variance
     tensor([0.2500, 0.2500, 0.2500])
@@ -222,32 +236,33 @@ class Gaussian(_GaussianLikelihood):
     scale: float | tuple[float, ...] = 1.0
     learned: bool = False
     num_outputs: int = 1
+    unit: float | tuple[float, ...] = 1.0
 
     def __post_init__(self) -> None:
         checks.count("num_outputs", self.num_outputs)
-        if len(self._scales) not in (1, self.num_outputs):
-            raise checks.InputError(
-                f"scale must be one number or {self.num_outputs} (num_outputs), got {self.scale}"
-            )
-        for scale in self._scales:
-            checks.number("scale", scale, low=0, open_low=True)
+        for name, value in (("scale", self.scale), ("unit", self.unit)):
+            each = _check_positive(name, value)
+            if len(each) not in (1, self.num_outputs):
+                raise checks.InputError(
+                    f"{name} must be one number or {self.num_outputs} (num_outputs), got {value}"
+                )
 
-    @property
-    def _scales(self) -> tuple[float, ...]:
-        scales = self.scale if isinstance(self.scale, tuple) else (self.scale,)
-        return scales * self.num_outputs if len(scales) == 1 else scales
+    def _of_each(self, value: float | tuple[float, ...]) -> tuple[float, ...]:
+        values = value if isinstance(value, tuple) else (value,)
+        return values * self.num_outputs if len(values) == 1 else values
 
     def num_extra(self) -> int:
         return self.num_outputs if self.learned else 0
 
     def initial_extra(self) -> list[float]:
-        scales = self._scales if self.learned else ()
-        return [math.log(scale) for scale in scales]
+        scales, units = self._of_each(self.scale), self._of_each(self.unit)
+        pairs = zip(scales, units, strict=True) if self.learned else ()
+        return [math.log(scale / unit) for scale, unit in pairs]
 
     def _moments(self, output: Tensor, extra: Tensor) -> tuple[Tensor, Tensor | float]:
         mean = _outputs(output)
         if self.learned:
-            scale = extra.exp()  # (*, D)
+            scale = _in_units(extra.exp(), self.unit)  # (*, D)
             return mean, scale if self.num_outputs == 1 else scale.unsqueeze(-2)
         if isinstance(self.scale, tuple):
             return mean, torch.as_tensor(self.scale, dtype=output.dtype, device=output.device)
@@ -267,14 +282,18 @@ class Gaussian(_GaussianLikelihood):
 class HeteroscedasticGaussian(_GaussianLikelihood):
     """Regression with a scale for every input: the network gives D means, then D log-scales.
 
+    The log-scales, and the least scale, are in units of `unit`: one number, or one per mean.
+
     >>> HeteroscedasticGaussian()(torch.zeros(3, 2), torch.empty(0)).stddev
     tensor([1., 1., 1.])
     """
 
     min_scale: float = 1e-3
+    unit: float | tuple[float, ...] = 1.0
 
     def __post_init__(self) -> None:
         checks.number("min_scale", self.min_scale, low=0)
+        _check_positive("unit", self.unit)
 
     def _moments(self, output: Tensor, extra: Tensor) -> tuple[Tensor, Tensor | float]:
         if output.shape[-1] % 2:
@@ -282,9 +301,13 @@ class HeteroscedasticGaussian(_GaussianLikelihood):
                 "net must give D means and D log-scales (an even number of outputs)", got=output
             )
         mean, log_scale = output.chunk(2, dim=-1)
+        if isinstance(self.unit, tuple) and len(self.unit) not in (1, mean.shape[-1]):
+            raise checks.InputError(
+                f"unit must be one number or {mean.shape[-1]} (means), got {self.unit}"
+            )
         # The clamp keeps exp finite; it is far outside what data of unit scale call for.
         scale = log_scale.clamp(-15.0, 15.0).exp().clamp_min(self.min_scale)
-        return _outputs(mean), _outputs(scale)
+        return _outputs(mean), _outputs(_in_units(scale, self.unit))
 
     def check_target(self, output: Tensor, y: Tensor) -> Tensor:
         """Targets of shape (B,) for one mean, (B, D) for D."""
