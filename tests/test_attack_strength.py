@@ -305,3 +305,34 @@ def test_starts_in_several_passes_are_those_of_one(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("advbayes.attacks.multi_start._ROWS", 80)
     parts = attack(predict, x, y, generator=generator_for(0, "starts"))
     assert torch.allclose(whole, parts, atol=1e-5)
+
+
+# --- The units of the features do not matter ------------------------------------------------------
+
+UNITS = torch.tensor([2.0**6, 1.0, 2.0**-7, 2.0**3, 2.0**-2], dtype=torch.float64)  # exact
+BALLS: dict[str, Callable[[Tensor], Ball]] = {
+    "L2": lambda unit: L2(0.4, scale=unit),
+    "Linf": lambda unit: Linf(0.2, scale=unit),
+    "L2 in a box": lambda unit: L2(
+        0.5, box=(0 * unit, unit), scale=unit, mask=torch.arange(5) != 2
+    ),
+    "Linf in a box": lambda unit: Linf(0.2, box=(0 * unit, unit), scale=unit),
+}
+
+
+@pytest.mark.parametrize("ball", BALLS)
+@pytest.mark.parametrize("attack", LEVELS)
+def test_an_attack_does_the_same_in_other_units(attack: str, ball: str) -> None:
+    draw = generator_for(0, "units")
+    first, last = (torch.randn(s, generator=draw, dtype=torch.float64) for s in ((5, 6), (6, 3)))
+    x = torch.rand(9, 5, generator=draw, dtype=torch.float64)
+
+    def attacked(unit: Tensor) -> Tensor:
+        def predict(z: Tensor) -> Distribution:
+            return torch.distributions.Categorical(logits=(z / unit @ first).tanh() @ last)
+
+        y = predict(x * unit).logits.argmax(-1)
+        chosen = LEVELS[attack][0](BALLS[ball](unit))
+        return chosen(predict, x * unit, y, generator=generator_for(1, "attack")) / unit
+
+    torch.testing.assert_close(attacked(UNITS), attacked(torch.ones_like(UNITS)))

@@ -70,6 +70,24 @@ def test_closed_form_radius_of_two_centres_is_where_the_prediction_flips() -> No
             assert bool(wrong(purifier, moved, y[:1])) is flips
 
 
+@pytest.mark.parametrize("scale", [None, torch.tensor([0.3, 2.0], dtype=FLOAT)])
+@pytest.mark.parametrize("kind", [L2, Linf])
+def test_two_centres_are_told_apart_by_the_nearest_point_of_any_ball(
+    kind: type[L2 | Linf], scale: Tensor | None
+) -> None:
+    """The plane between the centres is dual_norm(scale normal) away: there is the least eps."""
+    reference = torch.tensor([[1.0, 0.0], [-1.0, 0.7]], dtype=FLOAT)
+    purifier = Purifier(plane(), Noise(0.01), THETA, reference)
+    x, y = torch.tensor([[1.3, 0.4]], dtype=FLOAT), torch.tensor([0])
+    normal = reference[1] - reference[0]
+    stretched = normal if scale is None else normal * scale
+    reach = torch.linalg.vector_norm(stretched, 2 if kind is L2 else 1)
+    eps = float((reference.mean(0) - x[0]) @ normal / reach)
+    for share, flips in ((0.999, False), (1.001, True)):
+        moved = NearestCentre(kind(eps * share, scale=scale))(purifier, x, y)
+        assert bool(wrong(purifier, moved, y)) is flips
+
+
 def test_no_attack_succeeds_within_the_closed_form_radius() -> None:
     reference = crowd()
     purifier = Purifier(plane(), Noise(1e-3), THETA, reference)

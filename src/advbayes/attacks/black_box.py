@@ -91,7 +91,8 @@ class Square(Search):
         on the edge of the ball."""
         shape = (len(x), x.shape[1], 1, x.shape[3]) if x.ndim == 4 else x.shape
         signs = _signs(shape, x, generator).expand(x.shape)
-        return self.ball.project(x + self.ball.ascend(signs, self.ball.eps), x)
+        alike = signs / self.ball.units(x)  # in units of the norm
+        return self.ball.project(x + self.ball.ascend(alike, self.ball.eps), x)
 
     def _corners(
         self, point: Tensor, x: Tensor, share: float, generator: torch.Generator | None

@@ -71,7 +71,8 @@ class HardLabel(Search):
         """A broken input for each example that has one, and which those are."""
         x = problem.x
         start, started = x, torch.zeros_like(broken)
-        distance = torch.cdist(x.flatten(1), x.flatten(1))
+        flat = (x / self.ball.units(x)).flatten(1)
+        distance = torch.cdist(flat, flat)
         for _ in range(min(3, len(x) - 1)):  # a few rounds: the nearest example whose label differs
             open_rows = ~started & ~broken
             if not bool(open_rows.any()):
@@ -148,7 +149,9 @@ class HardLabel(Search):
         answers = self._asked(problem, around).to(x.dtype) * 2 - 1
         mean = answers.mean(0)
         weights = torch.where(mean.abs() < 1, answers - mean, answers)
-        return (weights.view(*weights.shape, *[1] * (x.ndim - 1)) * (around - point)).mean(0)
+        # The probes lie evenly in units of the norm, and the slope in these is unit * gradient.
+        slopes = (around - point) / self.ball.units(x) ** 2
+        return (weights.view(*weights.shape, *[1] * (x.ndim - 1)) * slopes).mean(0)
 
     def _outwards(self, problem: Problem, point: Tensor, normal: Tensor, size: Tensor) -> Tensor:
         """A step along the normal, halved until the point is broken; stays where no step is."""

@@ -170,10 +170,11 @@ class NearestCentre(Search):
         best = problem.score(x)
         same, others = neighbours(purifier, x, problem.y, self.num)
         for k in range(others.shape[1]):
-            for direction, whole in ((others[:, k] - x, False), (others[:, k] - same[:, 0], True)):
-                length = self.ball.eps / self.ball.norm(direction).clamp_min(1e-12)
-                length = length if whole else length.clamp_max(1.0)  # not past the centre
-                moved = x + direction * per_row(length, x)
+            towards = others[:, k] - x
+            length = self.ball.eps / self.ball.norm(towards).clamp_min(1e-12)
+            straight = towards * per_row(length.clamp_max(1.0), x)  # not past the centre
+            across = self.ball.ascend(others[:, k] - same[:, 0], self.ball.eps)
+            for moved in (x + straight, x + across):
                 point = self.ball.project(torch.where(torch.isfinite(moved), moved, x), x)
                 best = best.or_better(problem.score(point))
         return best.x
