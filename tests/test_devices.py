@@ -299,6 +299,23 @@ def test_autocast_trains_and_attacks_in_lower_precision(dtype: torch.dtype) -> N
     assert p.posterior.mean.dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", [MeanField, LowRank, PointMass, Ensemble])
+def test_thetas_and_their_kl_are_not_rounded_under_autocast(
+    kind: type[MeanField | LowRank | PointMass | Ensemble],
+) -> None:
+    p = Parts("cpu")
+    posterior = kind(p.model)
+
+    def numbers() -> tuple[torch.Tensor, ...]:
+        thetas = posterior.rsample(2, generator=torch.Generator().manual_seed(0))
+        return thetas, posterior.kl(0.7)
+
+    plain = numbers()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, numbers(), plain))
+        assert fit(p.model, posterior, Noise(0.1), (p.x, p.y), steps=2).skipped == 0
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_command_takes_a_device(device: str, tmp_path: Path) -> None:
     table = tmp_path / "t.csv"

@@ -294,7 +294,13 @@ class LowRank(Posterior):
 
     def at(self, noise: Tensor) -> Tensor:
         diagonal, low = torch.split(noise, [self.num_params, self.factor.shape[1]], dim=1)
-        return self.mu + functional.softplus(self.rho) * diagonal + low @ self.factor.T
+        with self._own_precision():
+            along = low @ self.factor.T
+        return self.mu + functional.softplus(self.rho) * diagonal + along
+
+    def _own_precision(self) -> torch.autocast:
+        """Under `torch.autocast` it is layers that are to be of lower precision, not thetas."""
+        return torch.autocast(self.mu.device.type, enabled=False)
 
     def extra_repr(self) -> str:
         return f"rank={self.factor.shape[1]}, {super().extra_repr()}"
@@ -304,7 +310,8 @@ class LowRank(Posterior):
         lemma."""
         prior_scale = checks.number("prior_scale", prior_scale, low=0, open_low=True)
         variance = functional.softplus(self.rho).square()
-        inner = self.factor.T @ (self.factor / variance.unsqueeze(-1))
+        with self._own_precision():
+            inner = self.factor.T @ (self.factor / variance.unsqueeze(-1))
         eye = torch.eye(inner.shape[0], dtype=inner.dtype, device=inner.device)
         log_det: Tensor = variance.log().sum() + torch.linalg.slogdet(eye + inner)[1]
         squares = (
