@@ -4,6 +4,7 @@ is named."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.distributions import Categorical as Classes
 from torch.distributions import Independent, Normal
 
-from advbayes import L2, pgd
+from advbayes import L2, MarginTo, margin, pgd
 from advbayes.auditing import Budget, Claim, Support, Verdict, audit, audit_cost, audit_records
 from advbayes.checks import InputError
 
@@ -46,6 +47,44 @@ class TwoFaced(Classes):
 def test_attacks_and_scores_must_be_of_the_same_answer() -> None:
     with pytest.raises(InputError, match="probs that are the softmax of its logits"):
         audit(lambda x: TwoFaced(logits=x @ WEIGHT.T), (X, Y), ball=BALL, tier=SMALL)
+
+
+@dataclass(frozen=True, eq=False)
+class OfItsExamples:
+    """The margin, refused for other examples than those that it is for."""
+
+    labels: Tensor  # (B,)
+
+    def __call__(self, prediction: Any, y: Tensor) -> Tensor:
+        if not torch.equal(self.labels, y):
+            raise AssertionError("entries of other examples")
+        return margin(prediction, y)
+
+    def rows(self, index: Tensor | slice) -> OfItsExamples:
+        return OfItsExamples(self.labels[index])
+
+
+def test_a_loss_with_an_entry_for_each_example_keeps_to_them() -> None:
+    draw = torch.Generator().manual_seed(3)
+    y = torch.randint(10, (120,), generator=draw)
+    x = y.float().unsqueeze(1) + 0.2 * torch.randn(120, 1, generator=draw)
+
+    def nearest(x: Tensor) -> Classes:
+        return Classes(logits=-(x - torch.arange(10.0)).square())
+
+    verdict = audit(
+        nearest,
+        (x, y),
+        ball=L2(0.4),
+        tier=SMALL,
+        attacks={"PGD": pgd(L2(0.4), 5, OfItsExamples(y), stop_at_success=True)},
+        progress=False,
+    )
+    assert [each.id for each in verdict.findings if "entries of other" in each.advice] == []
+    assert [verdict[id].status for id in ("E1", "E6", "E28", "E29")] == ["passed"] * 4
+    few = {"PGD": pgd(BALL, 5, MarginTo(y[:40]))}
+    with pytest.raises(ValueError, match="one entry for each of the 120 examples"):
+        audit(nearest, (x, y), ball=BALL, attacks=few, progress=False)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

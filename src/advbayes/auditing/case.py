@@ -14,7 +14,7 @@ from torch.distributions import Distribution
 
 from advbayes.attacks import applies_to
 from advbayes.attacks.balls import Ball
-from advbayes.attacks.parts import settings
+from advbayes.attacks.parts import on_rows, settings
 from advbayes.auditing.claim import Claim
 from advbayes.auditing.copies import Copies
 from advbayes.auditing.support import Support
@@ -120,7 +120,8 @@ class Case:
     ) -> Tensor:
         """x (or another centre; some rows, or all) after the attack, in batches."""
         x, y = self.x if centre is None else centre, self.y
-        x, y = (x, y) if rows is None else (x[rows], y[rows])
+        if rows is not None:
+            x, y, attack = x[rows], y[rows], on_rows(attack, rows)
         predict = self.target if through is None else through
         key: Any = {"seed": self.seed, "key": f"audit/{purpose}"}
         size = self.budget.batch_size

@@ -18,7 +18,7 @@ from advbayes.adapters import with_estimators
 from advbayes.attacks import default_attacks, loss_and_gradient, nll
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import NoGradientWarning
-from advbayes.attacks.parts import ball_of, steps_of
+from advbayes.attacks.parts import ball_of, check_rows, on_rows, steps_of
 from advbayes.attacks.zeroth_order import ANSWERS_ALONE, blind_attacks, gives_gradient
 from advbayes.auditing import answers, controls, describing, others, purifier, remembering, strength
 from advbayes.auditing.case import TIERS, Budget, Case
@@ -354,6 +354,8 @@ def _case(
             raise checks.InputTypeError(
                 f"attacks[{name!r}] must be a dataclass with a `ball`", got=attack
             )
+        check_rows(attack, len(x), f"attacks[{name!r}]")
+        chosen[name] = on_rows(attack, rows)
     case = Case(
         predict=predict,
         x=x[rows],
