@@ -31,6 +31,8 @@ from advbayes import (
 from advbayes import Categorical as Classes
 from advbayes.attacks import (
     ByLoss,
+    DivergenceFrom,
+    PerExample,
     Suite,
     Toward,
     Transfer,
@@ -49,6 +51,7 @@ from advbayes.attacks import (
     with_steps,
 )
 from advbayes.attacks.balls import Ball
+from advbayes.attacks.losses import success
 from advbayes.attacks.parts import family_of, loss_names, settings, text_of
 from advbayes.auditing import Support
 from advbayes.auditing.threat import said_by
@@ -293,3 +296,20 @@ def test_a_loss_is_known_by_the_one_inside(loss: Any, wanted: tuple[str, ...]) -
     assert loss_names(attack) == wanted
     assert family_of(attack) == (f"PGD on {wanted[0]} (L2)",)
     assert said_by(L2(1.0), {"a": attack})["loss"] == wanted[0]
+
+
+def test_what_counts_as_success() -> None:
+    """Another class than y; y itself where it is wished for; nothing where a score is attacked."""
+    prediction = Categorical(logits=torch.tensor([[0.0, 5.0], [5.0, 0.0]]))  # classes 1 and 0
+    y = torch.tensor([0, 0])
+    for loss, wanted in (
+        (nll, [True, False]),
+        (margin, [True, False]),
+        (MarginTo(torch.tensor([1, 1])), [True, False]),
+        (Toward(nll), [False, True]),
+        (ByLoss(nll), [False, False]),
+        (DivergenceFrom(torch.tensor([0.5, 0.5])), [False, False]),
+        (PerExample((nll, ByLoss(nll)), torch.tensor([1, 0])), [False, False]),
+        (PerExample((nll, ByLoss(nll)), torch.tensor([0, 1])), [True, False]),
+    ):
+        assert success(loss, prediction, y).tolist() == wanted, loss

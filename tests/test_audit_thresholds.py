@@ -466,3 +466,17 @@ def test_a_tier_spends_what_the_pages_say() -> None:
         "full": (),
     }
     assert {tier.max_steps for tier in TIERS.values()} == {1600}
+
+
+def test_a_claim_takes_arrays_for_all_that_it_holds() -> None:
+    right = torch.ones(NUM)
+    claim = Claim(
+        {"a": X.numpy()},
+        correct={"a": right.numpy()},
+        log_prob={"a": -right.numpy()},
+        worst=right.numpy(),
+    )
+    held = claim.x_adv["a"], claim.correct["a"], claim.log_prob["a"], claim.worst
+    for value, wanted in zip(held, (X, right, -right, right), strict=True):
+        assert isinstance(value, Tensor)
+        assert torch.equal(value, wanted.to(value))

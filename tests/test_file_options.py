@@ -16,6 +16,7 @@ from advbayes import store
 from advbayes.datasets import DataError, from_csv, from_npz, split_rows
 from advbayes.datasets.containers import read_plain
 from advbayes.datasets.formats import read_npz
+from advbayes.datasets.own import _names
 from advbayes.datasets.tables import parse_table
 from advbayes.store import archive, documents, tensors
 from tests import faults
@@ -165,6 +166,28 @@ def test_arrays_of_every_plain_kind_are_read(kind: str, tmp_path: Path) -> None:
     assert sorted(rows) == sorted(values.astype(float).tolist())
     targets = torch.cat([data.y_train, data.y_test])
     assert int(targets.sum()) == int(values[:, 0].sum())
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+@pytest.mark.parametrize(
+    ("code", "is_text"),
+    [
+        (0xD7FF, True),
+        (0xD800, False),
+        (0xDFFF, False),
+        (0xE000, True),
+        (0x10FFFF, True),
+        (0x110000, False),
+    ],
+    ids=hex,
+)
+def test_only_characters_are_text(code: int, is_text: bool, order: str) -> None:
+    value = np.frombuffer(np.array([code], f"{order}u4").tobytes(), f"{order}U1")
+    if is_text:
+        assert _names(Path("a.npz"), "class_names", value) == (chr(code),)
+    else:
+        with pytest.raises(DataError, match="numbers that are no characters"):
+            _names(Path("a.npz"), "class_names", value)
 
 
 def test_split_options() -> None:

@@ -28,6 +28,7 @@ from advbayes import (
     Purifier,
     one_step,
 )
+from advbayes.purification.rows import DiskRows
 from advbayes.store import DiskFullError, StoreError, read_bundle
 from advbayes.store import tables as tables_module
 from advbayes.store.manifest import Manifest, Part, encode, versions
@@ -299,3 +300,12 @@ def test_features_are_given_again(tmp_path: Path) -> None:
     assert torch.equal(answer(Purifier.load(tmp_path / "a", features=torch.tanh)), answer(purifier))
     with pytest.raises(ValueError, match="features must be given if and only if"):
         Purifier.load(tmp_path / "a")
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="space cannot be taken here")
+def test_the_space_of_a_table_is_taken_at_once(tmp_path: Path) -> None:
+    """A file of holes would end the process where the disk is full."""
+    DiskRows.create(tmp_path / "table", (2, 1000, 50), torch.float64)
+    found = (tmp_path / "table").stat()
+    assert found.st_size == 2 * 1000 * 50 * 8
+    assert found.st_blocks * 512 >= found.st_size

@@ -31,7 +31,9 @@ from advbayes.cli.describe import units_of
 from advbayes.cli.scores import said_scores
 from advbayes.datasets import Standardize
 from advbayes.estimators import RobustClassifier
+from advbayes.evaluation import Cell, Evaluation
 from advbayes.predictive.decisions import Choices, Spoiling
+from advbayes.report.folders import merged
 from advbayes.report.gather import _headline
 from advbayes.report.telling import verdicts
 from advbayes.report.words import FIRST_LOOK
@@ -210,3 +212,28 @@ def test_a_suite_tries_as_many_classes_as_asked_for(targets: int) -> None:
         for attack in attacks:  # MultiStart begins with many, of which its rounds leave few
             wanted = 2 * (256 if isinstance(attack, MultiStart) else 1)
             assert getattr(attack, "restarts", wanted) == wanted
+
+
+def test_evaluations_of_the_same_examples_are_merged_whole() -> None:
+    """Attacks and trivial predictors of all, later cells, trivial ones last; no other data."""
+
+    def made(predictor: str, trivial: str, data: str, num: int, value: float) -> Evaluation:
+        cells = {
+            Cell(trivial, "clean", 0.0): {"correct": torch.zeros(num)},
+            Cell(predictor, "clean", 0.0): {"correct": torch.full((num,), value)},
+        }
+        config = {"num": num, "data": data, "attacks": {predictor + trivial: "an attack"}}
+        return Evaluation("classification", cells, (trivial,), config)
+
+    whole = merged(
+        [
+            made("MIX", "majority", "x", 9, 0.1),
+            made("BL", "uniform", "x", 9, 0.2),
+            made("MIX", "uniform", "x", 9, 0.3),
+            made("AT", "majority", "other", 5, 0.4),
+        ]
+    )
+    assert whole.trivial == ("majority", "uniform")
+    assert [cell.predictor for cell in whole.cells] == ["MIX", "BL", "majority", "uniform"]
+    assert float(whole.columns("MIX", "clean")["correct"][0]) == pytest.approx(0.3)
+    assert list(whole.config["attacks"]) == ["MIXmajority", "BLuniform", "MIXuniform"]
