@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -168,6 +170,32 @@ def function(name: str, value: T, wanted: str) -> T:
     if not callable(value):
         raise InputTypeError(f"{name} must be {wanted}", got=value)
     return value
+
+
+def nearest(value: object, options: Iterable[str]) -> str:
+    """The end of a message about a word that is not known.
+
+    >>> nearest("minst", ("mnist", "wine")), nearest("x", ("mnist", "wine"))
+    ("; did you mean 'mnist'?", '')
+    """
+    near = difflib.get_close_matches(str(value), options, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+@contextmanager
+def extra(what: str, name: str, otherwise: str = "") -> Iterator[None]:
+    """Around the imports of what an extra brings: where they fail, the message says how to get it.
+
+    >>> with extra("a sketch needs inkpot", "sketch"):
+    ...     import inkpot
+    Traceback (most recent call last):
+    ...
+    ModuleNotFoundError: a sketch needs inkpot: pip install 'advbayes[sketch]'
+    """
+    try:
+        yield
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(f"{what}: pip install 'advbayes[{name}]'{otherwise}") from None
 
 
 def instance(name: str, value: T, kind: type | tuple[type, ...], wanted: str) -> T:

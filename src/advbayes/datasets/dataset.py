@@ -17,11 +17,7 @@ from advbayes.seeds import generator_for
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where the numbers came from: each content's SHA-256, and whether it is the published one.
-
-    >>> Provenance("wine.csv", {"wine.csv": "ab" * 32}).verified
-    False
-    """
+    """Where the numbers came from: each content's SHA-256, and whether it is the published one."""
 
     source: str
     sha256: Mapping[str, str] = field(default_factory=dict)
@@ -57,18 +53,17 @@ class Dataset:
         choice("task", self.task, ("classification", "regression"))
         self._check("x_train", self.x_train, "y_train", self.y_train)
         self._check("x_test", self.x_test, "y_test", self.y_test)
-        shapes = [tuple(part.shape[1:]) for part in (self.x_train, self.x_test)]
-        shapes += [tuple(part.shape[1:]) for part in (self.y_train, self.y_test)]
-        if shapes[0] != shapes[1] or shapes[2] != shapes[3]:
-            got = f"x {shapes[0]} and {shapes[1]}, y {shapes[2]} and {shapes[3]}"
+        parts = (self.x_train, self.x_test, self.y_train, self.y_test)
+        x_train, x_test, y_train, y_test = (tuple(part.shape[1:]) for part in parts)
+        if x_train != x_test or y_train != y_test:
+            got = f"x {x_train} and {x_test}, y {y_train} and {y_test}"
             raise DataError(self.name, "train and test rows of one shape", got)
 
     def _check(self, x_name: str, x: Tensor, y_name: str, y: Tensor) -> None:
         classes = self.task == "classification"
         if x.dtype != torch.float32 or x.ndim < 2:
-            raise InputTypeError(
-                f"{x_name} must be a float32 tensor (N, *event), got {describe(x)}"
-            )
+            wanted = f"{x_name} must be a float32 tensor (N, *event)"
+            raise InputTypeError(f"{wanted}, got {describe(x)}")
         dtype, axes = (torch.int64, (1,)) if classes else (torch.float32, (1, 2))
         if y.dtype != dtype or y.ndim not in axes:
             wanted = f"a {dtype} tensor for {self.task}"
@@ -110,9 +105,8 @@ def class_weights(y: Tensor, num_classes: int | None = None) -> tuple[float, ...
     """
     counts = torch.bincount(y, minlength=num_classes or 0)
     if y.ndim != 1 or not len(y) or int(counts.min()) == 0:
-        raise InputError(
-            f"y must hold at least one row of every class, got counts {counts.tolist()}"
-        )
+        wanted = "y must hold at least one row of every class"
+        raise InputError(f"{wanted}, got counts {counts.tolist()}")
     return tuple(len(y) / (len(counts) * count) for count in counts.tolist())
 
 

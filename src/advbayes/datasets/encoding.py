@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from advbayes.checks import InputError
-from advbayes.datasets.errors import INSTALL, DataError
+from advbayes.checks import InputError, extra
+from advbayes.datasets.errors import DataError
 from advbayes.datasets.tables import NO_COMMA, decimal_comma, finite_number, float32, parse_table
 from advbayes.store import StoreError
 from advbayes.store.preprocessing import decode, dense, encode
@@ -52,14 +52,10 @@ class Encoding:
         movable: Sequence[str] = (),
     ) -> Encoding:
         """Medians, indicators and categories of the rows."""
-        try:
+        with extra("text columns and missing values need scikit-learn", "data"):
             from sklearn.compose import ColumnTransformer
             from sklearn.impute import SimpleImputer
             from sklearn.preprocessing import OneHotEncoder
-        except ModuleNotFoundError:
-            raise ModuleNotFoundError(
-                f"text columns and missing values need scikit-learn: {INSTALL}"
-            ) from None
         imputer = SimpleImputer(strategy="median", add_indicator=True, keep_empty_features=True)
         one_hot = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
         numbers = [index for index, is_number in enumerate(numeric) if is_number]
@@ -108,9 +104,8 @@ class Encoding:
         """
         found: dict[str, list[str]] = {}
         for part, fitted, places in self.transformer.transformers_:
-            for index, known in zip(
-                *((places, fitted.categories_) if part == "text" else ((), ())), strict=True
-            ):
+            categories = zip(places, fitted.categories_, strict=True) if part == "text" else ()
+            for index, known in categories:
                 words = [_word(row[index]) for row in rows]
                 if new := [word for word in words if word not in set(known)]:
                     found[self.columns[index]] = new

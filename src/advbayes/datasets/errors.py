@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from advbayes.checks import InputError, printable
 
-INSTALL = "pip install 'advbayes[data]'"
-
 
 class DataError(InputError):
     r"""A data file that cannot be used: truncated, altered, too large, or not what it claims to be.

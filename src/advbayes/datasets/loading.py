@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from advbayes.checks import InputError
+from advbayes.checks import InputError, extra, nearest
 from advbayes.datasets.dataset import Dataset, Provenance, split_rows
-from advbayes.datasets.errors import INSTALL, DataError
+from advbayes.datasets.errors import DataError
 from advbayes.datasets.fetching import Progress, fetch_source
 from advbayes.datasets.formats import parse_cifar, parse_idx, values_sha256
 from advbayes.datasets.places import cache_folder, find_contents, missing, places, read_contents
@@ -77,9 +75,8 @@ def load_dataset(
     Dataset('diabetes', regression, 354 train, 88 test, x (10,), target progression)
     """
     if name not in names():
-        near = difflib.get_close_matches(str(name), names(), 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InputError(f"name must be one of {', '.join(map(repr, names()))}, got {name!r}{hint}")
+        known, hint = ", ".join(map(repr, names())), nearest(name, names())
+        raise InputError(f"name must be one of {known}, got {name!r}{hint}")
     if test_fraction is not None and name in SOURCES and name not in _TARGETS:
         wanted = f"test_fraction must be left out for {name}, which has an official test set"
         raise InputError(f"{wanted}, got {test_fraction}")
@@ -95,8 +92,11 @@ def load_dataset(
     contents, provenance = read_contents(source, files, verify)
     if name not in _TARGETS:
         arrays = _cifar(source, contents) if name == "cifar10" else _idx(source, contents)
-        parts = [_pixels(each) if each.ndim > 1 else _labels(each) for each in arrays]
-        return _images(name, parts, provenance)
+        x_train, x_test = (
+            torch.from_numpy(each.astype(np.float32)).div_(255) for each in arrays[::2]
+        )
+        y_train, y_test = (torch.from_numpy(each.astype(np.int64)) for each in arrays[1::2])
+        return _images(name, [x_train, y_train, x_test, y_test], provenance)
     content = source.contents[0]
     header = _HEADERS[name].split(",") if name in _HEADERS else None
     table = parse_table(contents[content.name], content.name, header=header)
@@ -119,9 +119,9 @@ def find_dataset(name: str, root: str | Path | None = None) -> Path | None:
     """
     if name not in SOURCES:
         return None
-    found = (find_contents(SOURCES[name], place) for place in places(root))
-    whole = (paths for paths in found if len(paths) == len(SOURCES[name].contents))
-    return next((next(iter(paths.values())).parent for paths in whole), None)
+    paths = find_contents(SOURCES[name], places(root))
+    whole = len(paths) == len(SOURCES[name].contents)
+    return next(iter(paths.values())).parent if whole else None
 
 
 def _files(
@@ -132,19 +132,13 @@ def _files(
     progress: Progress | None,
 ) -> dict[str, Path]:
     looked = places(root)
-    best: dict[str, Path] = {}
-    for place in looked:
-        paths = find_contents(source, place)
-        if len(paths) == len(source.contents):
-            return paths
-        best = max(best, paths, key=len)
-    if not download:
-        raise missing(source, looked, best)
-    home = looked[0] if root is not None else cache_folder()
-    fetch_source(source, home, mirror=mirror, progress=progress)
-    paths = find_contents(source, home)
+    paths = find_contents(source, looked)
+    if len(paths) < len(source.contents) and download:
+        looked = looked[:1] if root is not None else (cache_folder(),)
+        fetch_source(source, looked[0], mirror=mirror, progress=progress)
+        paths = find_contents(source, looked)
     if len(paths) < len(source.contents):
-        raise missing(source, (home,), paths)
+        raise missing(source, looked, paths)
     return paths
 
 
@@ -172,11 +166,9 @@ def _cifar(source: Source, contents: dict[str, bytes]) -> Arrays:
 
 
 def _embedded(name: str, seed: int, test_fraction: float) -> Dataset:
-    try:
+    with extra(f"the {name} set comes with scikit-learn", "data"):
         import sklearn
         from sklearn import datasets
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(f"the {name} set comes with scikit-learn: {INSTALL}") from None
     bunch = datasets.load_digits() if name == "digits" else datasets.load_diabetes(scaled=False)
     values = np.column_stack([bunch.data, bunch.target]).astype(np.float64)
     digest = values_sha256(values, 0 if name == "digits" else 4)
@@ -190,7 +182,7 @@ def _embedded(name: str, seed: int, test_fraction: float) -> Dataset:
         table = bunch.data, bunch.target, features, targets
         return _regression(name, *table, provenance, seed, test_fraction)
     x = torch.from_numpy((bunch.images[:, None] / 16).astype(np.float32))
-    y = _labels(bunch.target)
+    y = torch.from_numpy(bunch.target.astype(np.int64))
     train, test = split_rows(len(x), seed=seed, test_fraction=test_fraction, labels=y)
     return _images(name, [x[train], y[train], x[test], y[test]], provenance)
 
@@ -228,13 +220,3 @@ def _regression(
         scaling=Standardize.fit(inputs[train], outputs[train]),
         provenance=provenance,
     )
-
-
-def _pixels(images: npt.NDArray[np.uint8]) -> Tensor:
-    scaled = images.astype(np.float32)
-    scaled /= 255
-    return torch.from_numpy(scaled)
-
-
-def _labels(labels: npt.NDArray[Any]) -> Tensor:
-    return torch.from_numpy(labels.astype(np.int64))

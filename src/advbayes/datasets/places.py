@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+from advbayes.checks import extra
 from advbayes.datasets.containers import read_gzip, read_plain, read_tar_gzip
 from advbayes.datasets.dataset import Provenance
-from advbayes.datasets.errors import INSTALL, DataError, DataMissingError
+from advbayes.datasets.errors import DataError, DataMissingError
 from advbayes.datasets.formats import values_sha256
 from advbayes.datasets.sources import Content, Source
 from advbayes.datasets.tables import parse_table
@@ -25,12 +26,8 @@ def cache_folder() -> Path:
     """
     if os.environ.get("ADVBAYES_CACHE"):
         return Path(os.environ["ADVBAYES_CACHE"]).expanduser()
-    try:
+    with extra("the data cache needs pooch", "data", ", or set ADVBAYES_CACHE"):
         import pooch
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            f"the data cache needs pooch: {INSTALL}, or set ADVBAYES_CACHE"
-        ) from None
     return Path(pooch.os_cache("advbayes"))
 
 
@@ -52,22 +49,24 @@ def places(root: str | Path | None = None) -> tuple[Path, ...]:
     return tuple(folders)
 
 
-def find_contents(source: Source, root: Path) -> dict[str, Path]:
+def find_contents(source: Source, roots: Iterable[Path]) -> dict[str, Path]:
     """The file that holds each content, from the first folder of the layout that has most of them.
 
     >>> from advbayes.datasets.sources import SOURCES
-    >>> find_contents(SOURCES["wine"], Path("/nowhere"))
+    >>> find_contents(SOURCES["wine"], [Path("/nowhere")])
     {}
     """
     best: dict[str, Path] = {}
-    for folder in source.folders:
+    for folder in (root / name for root in roots for name in source.folders):
         paths: dict[str, Path] = {}
         for content in source.contents:
             names = (content.name, f"{content.name}.gz", *filter(None, [source.archive]))
-            files = (root / folder / name for name in names)
+            files = (folder / name for name in names)
             if (present := next(filter(Path.is_file, files), None)) is not None:
                 paths[content.name] = present
         best = max(best, paths, key=len)
+        if len(best) == len(source.contents):
+            break
     return best
 
 

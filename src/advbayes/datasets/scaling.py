@@ -190,6 +190,5 @@ def _unscaled(name: str, value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 def _match(name: str, value: Tensor, mean: Tensor) -> None:
     if tuple(value.shape[value.ndim - mean.ndim :]) != tuple(mean.shape) or value.ndim < mean.ndim:
-        raise InputError(
-            f"{name} must end in the fitted shape {tuple(mean.shape)}, got {describe(value)}"
-        )
+        wanted = f"{name} must end in the fitted shape {tuple(mean.shape)}"
+        raise InputError(f"{wanted}, got {describe(value)}")

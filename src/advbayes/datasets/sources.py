@@ -32,11 +32,7 @@ class Remote:
 @dataclass(frozen=True)
 class Source:
     """One data set's files. `other_copies`: complete copies with other content exist and are
-    accepted, but marked.
-
-    >>> SOURCES["wine"].homepage
-    'https://archive.ics.uci.edu/dataset/186/wine+quality'
-    """
+    accepted, but marked."""
 
     name: str
     task: str
