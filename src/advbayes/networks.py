@@ -89,6 +89,7 @@ class ConvGenerator(nn.Module):
     def __init__(self, num_classes: int = 10, channels: int = 1, size: int = 28) -> None:
         super().__init__()
         self.num_classes = checks.count("num_classes", num_classes, low=2)
+        self.channels, self.size = channels, size
         self.features = nn.Sequential(
             nn.Conv2d(channels, 16, 3, padding=1),
             nn.ReLU(),
@@ -124,7 +125,8 @@ class FullyConnectedGenerator(nn.Module):
         width: int = 128,
     ) -> None:
         super().__init__()
-        self.num_classes = num_classes
+        self.num_classes, self.num_outputs = num_classes, num_outputs
+        self.num_features, self.width = num_features, width
         self.label = nn.Linear(num_classes or num_outputs, num_features)
         self.hidden = nn.Sequential(
             nn.Linear(2 * num_features, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()

@@ -16,7 +16,8 @@ from advbayes.purification.rows import DiskRows, MemoryRows, Rows, num_bytes, sp
 from advbayes.purification.store import Store, gaussian_bank
 
 if TYPE_CHECKING:
-    from advbayes.store.tables import SavedTable, StreamedTable
+    from advbayes.store.parts import Content
+    from advbayes.store.tables import SavedTable
 
 _BLOCK = 1000
 _TEXT = "purifier"
@@ -25,8 +26,7 @@ _SCALES = (1e-70, 1e70)  # their products and squares are numbers too
 
 def save(store: Store, folder: Path, update: str, note: str, features: bool) -> None:
     """Tables, vectors and one document, replaced in one step."""
-    from advbayes.store.parts import SUFFIX
-    from advbayes.store.tables import write_tables
+    from advbayes.store import SUFFIX, write_bundle
 
     if not store.gaussians:
         raise InputError(
@@ -56,20 +56,19 @@ def save(store: Store, folder: Path, update: str, note: str, features: bool) -> 
         "event_shape": list(store.event_shape),
         "features": features,
     }
-    write_tables(
-        folder, tables, {"vectors": {"origin": store.origin, "middle": store.middle}}, {_TEXT: text}
-    )
+    vectors = {"origin": store.origin, "middle": store.middle}
+    write_bundle(folder, {"vectors": vectors}, {_TEXT: text}, tables)
 
 
-def _table(rows: Rows, dtype: torch.dtype) -> StreamedTable:
-    from advbayes.store.tables import StreamedTable
+def _table(rows: Rows, dtype: torch.dtype) -> Content:
+    from advbayes.store.tables import streamed
 
     def blocks() -> Iterator[Tensor]:
         for group in range(rows.shape[0]):
             for start, stop in spans(rows.shape[1], _BLOCK):
                 yield rows.block(slice(group, group + 1), slice(start, stop))[0]
 
-    return StreamedTable(rows.shape, dtype, blocks)
+    return streamed(rows.shape, dtype, blocks())
 
 
 def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, str]:

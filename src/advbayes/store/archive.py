@@ -49,9 +49,8 @@ def pack(members: Mapping[str, bytes], name: str) -> bytes:
                 info.create_system, info.external_attr = (3, 0o100644 << 16)
                 archive.writestr(info, content)
     except zipfile.LargeZipFile:
-        raise StoreError(
-            name, f"at most {MAX_FILE} bytes in one file (save to a folder)", "more"
-        ) from None
+        wanted = f"at most {MAX_FILE} bytes in one file (save to a folder)"
+        raise StoreError(name, wanted, "more") from None
     return buffer.getvalue()
 
 
@@ -71,9 +70,8 @@ def unpack(path: Path, *, limit: int) -> dict[str, bytes]:
         num, length = directory_size(stream, size)
         if not 0 < num <= MAX_MEMBERS or length > 256 * num:
             wanted = f"an archive as save writes it, of at most {MAX_MEMBERS} members"
-            raise StoreError(
-                path, wanted, f"{num} in {length} bytes, or another end (a truncated file)"
-            )
+            got = f"{num} in {length} bytes, or another end (a truncated file)"
+            raise StoreError(path, wanted, got)
         try:
             with zipfile.ZipFile(stream) as archive:
                 if (total := sum(info.file_size for info in archive.infolist())) > size:
@@ -85,16 +83,14 @@ def unpack(path: Path, *, limit: int) -> dict[str, bytes]:
         except StoreError:
             raise
         except FAULTS as error:
-            raise StoreError(
-                path, "an intact archive", str(error) or type(error).__name__
-            ) from None
+            wanted = "an intact archive"
+            raise StoreError(path, wanted, str(error) or type(error).__name__) from None
         packed = memoryview(pack(members, os.fspath(path)))
         stream.seek(0)
         for start in range(0, max(size, len(packed)), _PIECE):
             if stream.read(_PIECE) != packed[start : start + _PIECE]:
-                raise StoreError(
-                    path, "an archive as save writes it", f"another byte after {start}"
-                )
+                wanted = "an archive as save writes it"
+                raise StoreError(path, wanted, f"another byte after {start}")
     return members
 
 
@@ -106,12 +102,8 @@ def directory_size(stream: IO[bytes], size: int) -> tuple[int, int]:
     """
     stream.seek(max(0, size - 42))
     tail = stream.read(42)
-    if (
-        len(tail) < 22
-        or tail[-22:-18] != b"PK\5\6"
-        or tail[-2:] != b"\0\0"
-        or tail[:4] == b"PK\6\7"
-    ):
+    ends = tail[-22:-18] == b"PK\5\6" and tail[-2:] == b"\0\0"
+    if not ends or tail[:4] == b"PK\6\7":
         return 0, 0
     num, length = struct.unpack("<HI", tail[-12:-6])
     return num, length
@@ -124,12 +116,7 @@ def _plain(path: Path, info: zipfile.ZipInfo, size: int) -> zipfile.ZipInfo:
         raise StoreError(path, "stored members", f"{name:.80} compressed or too large")
     if (info.external_attr >> 16) & 0o170000 == 0o120000:
         raise StoreError(path, "regular files", f"a symbolic link {name:.80}")
-    if (
-        not name.isascii()
-        or not name.isprintable()
-        or "/" in name
-        or "\\" in name
-        or name[:1] in ("", ".")
-    ):
+    plain = name.isascii() and name.isprintable() and not {"/", "\\"} & set(name)
+    if not plain or name[:1] in ("", "."):
         raise StoreError(path, "plain member names", f"{name!r:.80}")
     return info

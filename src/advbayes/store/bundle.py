@@ -63,20 +63,15 @@ class Bundle:
 
         match self.extra:
             case {"estimator": {"purified": True}}:
-                wanted = "a model that predicts by itself"
-                hint = " (advbayes.estimators.load_pipeline loads this one)"
-                raise StoreError(
-                    "predictor", wanted + hint, "an estimator that purifies its inputs"
-                )
+                hint = "advbayes.estimators.load_pipeline loads this one"
+                wanted = f"a model that predicts by itself ({hint})"
+                raise StoreError("predictor", wanted, "an estimator that purifies its inputs")
             case dict() as extra:
                 pass
             case _:
                 extra = {}
-        match seed if seed is not None else extra.get("seed", 0):
-            case int(key):
-                thetas = thetas_of(self.posterior, num, key)
-            case _:
-                thetas = thetas_of(self.posterior, num, 0)
+        key = extra.get("seed") if seed is None else seed
+        thetas = thetas_of(self.posterior, num, key if type(key) is int else 0)
         steps, encoding = extra.get("steps"), extra.get("encoding")
         return RawPredictor(
             PosteriorPredictive(self.model, thetas),
@@ -334,10 +329,10 @@ def decode_posterior(
         raise StoreError(part, f"the tensors {', '.join(axes)}", f"{sorted(state)!r:.200}")
     for name, letters in axes.items():  # before a constructor allocates what the shapes say
         shape = tuple(state[name].shape)
-        fits = len(shape) == len(letters) and 0 not in shape
-        if not fits or any(
-            s != size for s, axis in zip(shape, letters, strict=True) if axis == "P"
-        ):
+        fits = [
+            s == size if axis == "P" else s > 0 for s, axis in zip(shape, letters, strict=False)
+        ]
+        if len(shape) != len(letters) or not all(fits):
             axes_wanted = ", ".join(letters).replace("P", str(size))
             wanted = f"{name} of shape ({axes_wanted}), no axis of length 0"
             raise StoreError(part, wanted, f"{shape}")

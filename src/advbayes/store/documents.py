@@ -175,7 +175,6 @@ def read_document(path: str | os.PathLike[str]) -> JSON:
     body = unseal(data, path)
     match document := decode(data if body is None else body, os.fspath(path)):
         case {"sha256": _}:  # it had one
-            raise StoreError(
-                path, "a document that ends in its own SHA-256", "another end (damaged or altered)"
-            )
+            wanted = "a document that ends in its own SHA-256"
+            raise StoreError(path, wanted, "another end (damaged or altered)")
     return document

@@ -22,40 +22,20 @@ _KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
         *LIKELIHOODS,
-        balls.L2,
-        balls.Linf,
-        attacks.PGD,
-        attacks.APGD,
-        attacks.MinimumNorm,
-        attacks.MultiStart,
-        attacks.RandomSearch,
-        attacks.Square,
-        attacks.HardLabel,
-        attacks.Suite,
-        attacks.Toward,
-        attacks.ByLoss,
-        attacks.Exceeding,
-        attacks.MarginTo,
-        attacks.DivergenceFrom,
-        channels.Noise,
-        channels.AttackChannel,
-        channels.Mixture,
-        channels.Learned,
+        *(balls.L2, balls.Linf),
+        *(attacks.PGD, attacks.APGD, attacks.MinimumNorm, attacks.MultiStart),
+        *(attacks.RandomSearch, attacks.Square, attacks.HardLabel, attacks.Suite),
+        *(attacks.Toward, attacks.ByLoss, attacks.Exceeding),
+        *(attacks.MarginTo, attacks.DivergenceFrom),
+        *(channels.Noise, channels.AttackChannel, channels.Mixture, channels.Learned),
     )
 }
 _LOSSES: dict[str, Any] = {
     loss.__name__: loss
     for loss in (
-        attacks.nll,
-        attacks.margin,
-        attacks.dlr,
-        attacks.entropy,
-        attacks.certainty,
-        attacks.squared_error,
-        attacks.raise_mean,
-        attacks.lower_mean,
-        attacks.inflate_variance,
-        attacks.deflate_variance,
+        *(attacks.nll, attacks.margin, attacks.dlr, attacks.entropy, attacks.certainty),
+        *(attacks.squared_error, attacks.raise_mean, attacks.lower_mean),
+        *(attacks.inflate_variance, attacks.deflate_variance),
     )
 }
 _NUMBERS = {"inf": math.inf, "-inf": -math.inf}
@@ -149,9 +129,8 @@ def decode(
             return _NUMBERS[text]
         case {"kind": "tensor", "name": str(name), **rest} if not rest and name in tensors:
             if not tensors[name].numel():  # nothing in the file, and axes of any length
-                raise StoreError(
-                    place, "a tensor with numbers in it", f"shape {tuple(tensors[name].shape)}"
-                )
+                wanted = "a tensor with numbers in it"
+                raise StoreError(place, wanted, f"shape {tuple(tensors[name].shape)}")
             return tensors[name]
         case {"kind": "loss", "name": str(name), **rest} if not rest and name in _LOSSES:
             return _LOSSES[name]
@@ -191,9 +170,8 @@ def _construct(
         if field.default is MISSING and field.default_factory is MISSING
     }
     if unknown := arguments.keys() - known.keys():
-        raise StoreError(
-            place, f"{kind.__name__} with {', '.join(known) or 'no fields'}", f"{min(unknown):.80}"
-        )
+        wanted = f"{kind.__name__} with {', '.join(known) or 'no fields'}"
+        raise StoreError(place, wanted, f"{min(unknown):.80}")
     if missing := needed - arguments.keys():
         raise StoreError(place, f"{kind.__name__} with {min(missing)}", "none")
     decoded = {
@@ -202,9 +180,8 @@ def _construct(
     try:
         return kind(**decoded)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise StoreError(
-            place, f"settings that {kind.__name__} accepts", f"{error!s:.200}"
-        ) from None
+        wanted = f"settings that {kind.__name__} accepts"
+        raise StoreError(place, wanted, f"{error!s:.200}") from None
 
 
 def _settings(value: object, place: str, tensors: dict[str, Tensor]) -> dict[str, JSON]:

@@ -83,9 +83,8 @@ def encode(manifest: Manifest, file: Path) -> bytes:
 def decode(data: bytes, file: Path) -> Manifest:
     """Check the seal, then parse."""
     if (body := documents.unseal(data, file)) is None:
-        raise StoreError(
-            file, "a manifest that ends in its own SHA-256", "another end (damaged or altered)"
-        )
+        wanted = "a manifest that ends in its own SHA-256"
+        raise StoreError(file, wanted, "another end (damaged or altered)")
     fields: Any = documents.decode(body, os.fspath(file), limit=MAX_BYTES)
     match fields:
         case {"format": format, "schema": schema, **rest} if format == FORMAT:

@@ -4,7 +4,6 @@ name from a file."""
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -80,11 +79,10 @@ def build_net(description: object, name: str) -> nn.Module:
                         raise StoreError(name, "layers as [name, layer]", f"{entry!r:.80}")
             return net
         case {"kind": str(kind), **arguments} if kind in _known():
-            layer_type, wanted = _known()[kind]
-            if arguments.keys() != set(wanted):
-                raise StoreError(
-                    name, f"{kind} with {', '.join(wanted)}", f"{list(arguments)!r:.200}"
-                )
+            layer_type, names = _known()[kind]
+            if arguments.keys() != set(names):
+                wanted = f"{kind} with {', '.join(names)}"
+                raise StoreError(name, wanted, f"{list(arguments)!r:.200}")
             checked = {
                 str(key): _setting(f"{name}.{key}", str(key), value)
                 for key, value in arguments.items()
@@ -129,23 +127,10 @@ def _describe(net: nn.Module) -> dict[str, JSON] | None:
             layers.append([name, layer])
         return {"kind": "Sequential", "layers": layers} if len(layers) == len(net) else None
     kind = type(net).__name__
-    if kind not in _known() or type(net) is not _known()[kind][0]:
+    known, names = _known().get(kind, (None, ()))
+    if type(net) is not known:
         return None
-    if type(net) in _LAYERS:
-        return {"kind": kind, **{name: _plain(getattr(net, name)) for name in _known()[kind][1]}}
-    made: Any = net
-    classes = made.num_classes
-    if kind == "ConvGenerator":
-        channels = made.mean.out_channels
-        size = math.isqrt(made.label.out_features // channels)
-        return {"kind": kind, "num_classes": classes, "channels": channels, "size": size}
-    return {
-        "kind": kind,
-        "num_features": made.mean.out_features,
-        "num_outputs": made.label.in_features if classes is None else 1,
-        "num_classes": classes,
-        "width": made.mean.in_features,
-    }
+    return {"kind": kind, **{name: _plain(getattr(net, name)) for name in names}}
 
 
 @functools.cache
@@ -154,14 +139,12 @@ def _known() -> dict[str, tuple[Any, tuple[str, ...]]]:
     # stands below this module in the layout
     from advbayes.networks import ConvGenerator, FullyConnectedGenerator
 
-    return {
-        **{layer.__name__: (layer, tuple(names.split())) for layer, names in _LAYERS.items()},
-        "ConvGenerator": (ConvGenerator, ("num_classes", "channels", "size")),
-        "FullyConnectedGenerator": (
-            FullyConnectedGenerator,
-            ("num_features", "num_outputs", "num_classes", "width"),
-        ),
+    layers = {
+        **_LAYERS,
+        ConvGenerator: "num_classes channels size",
+        FullyConnectedGenerator: "num_features num_outputs num_classes width",
     }
+    return {layer.__name__: (layer, tuple(names.split())) for layer, names in layers.items()}
 
 
 def _plain(value: Any) -> JSON:

@@ -21,23 +21,10 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from . import archive, documents, tensors
+from . import archive, documents, files, tensors
 from . import manifest as manifests
 from .documents import JSON
 from .errors import MissingError, StoreError
-from .files import (
-    check_digest,
-    create,
-    discard,
-    opened,
-    pieces_at,
-    read_at,
-    read_bytes,
-    room,
-    staged,
-    sweep,
-    sync_folder,
-)
 from .lock import Lock
 from .manifest import MAX_PARTS, NAME, PART, SCHEMA, Manifest, Part, versions
 
@@ -93,37 +80,38 @@ def write_bundle(
     if len({name.lower() for name in contents}) < len(contents) or len(contents) > MAX_PARTS:
         wanted = f"at most {MAX_PARTS} parts that differ by more than case"
         raise StoreError(target, wanted, f"{sorted(contents)!r:.200}")
-    sweep(target)
+    files.sweep(target)
     # each part also has an entry of some 200 bytes in the manifest
-    with room(target, sum(content.size + 256 for content in contents.values())):
+    with files.room(target, sum(content.size + 256 for content in contents.values())):
         (_write_file if target.suffix == SUFFIX else _write_folder)(target, contents)
 
 
 def _write_file(target: Path, contents: Mapping[str, Content]) -> None:
     if target.is_dir():
         raise StoreError(target, f"a file to write (the name ends in {SUFFIX})", "a folder")
-    files, described = {}, []
+    described: list[Part] = []
+    members = {}
     for name, content in contents.items():
         data = b"".join(content.pieces)
         described.append(Part(name, hashlib.sha256(data).hexdigest(), len(data)))
-        files[described[-1].file] = data
-    members = {_MANIFEST: _sealed(target, described), **files}
-    with staged(target) as temporary:
-        create(temporary, [archive.pack(members, os.fspath(target))])
+        members[described[-1].file] = data
+    packed = archive.pack({_MANIFEST: _sealed(target, described), **members}, os.fspath(target))
+    with files.staged(target) as temporary:
+        files.create(temporary, [packed])
         os.replace(temporary, target)
-        sync_folder(target.parent)
+        files.sync_folder(target.parent)
 
 
 def _write_folder(target: Path, contents: Mapping[str, Content]) -> None:
     if target.exists() and not target.is_dir():
         raise StoreError(target, f"a folder to write (or a name that ends in {SUFFIX})", "a file")
-    with staged(target, folder=True) as temporary:
+    with files.staged(target, folder=True) as temporary:
         described = [_stage(temporary, target, *each) for each in contents.items()]
-        create(temporary / _MANIFEST, [_sealed(target, described)])
-        sync_folder(temporary)
+        files.create(temporary / _MANIFEST, [_sealed(target, described)])
+        files.sync_folder(temporary)
         try:
             os.rename(temporary, target)
-            sync_folder(target.parent)
+            files.sync_folder(target.parent)
             return
         except OSError as error:  # something is there: its parts stay until its manifest goes
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
@@ -133,11 +121,11 @@ def _write_folder(target: Path, contents: Mapping[str, Content]) -> None:
             for part in described:
                 os.replace(temporary / part.file, target / part.file)
             # the parts' names reach the disk before the manifest that needs them
-            sync_folder(target)
+            files.sync_folder(target)
             os.replace(temporary / _MANIFEST, target / _MANIFEST)
-            sync_folder(target)
+            files.sync_folder(target)
             for name in before - {part.file for part in described} - {_MANIFEST}:
-                discard(target / name)
+                files.discard(target / name)
 
 
 def _stage(folder: Path, target: Path, name: str, content: Content) -> Part:
@@ -149,7 +137,7 @@ def _stage(folder: Path, target: Path, name: str, content: Content) -> Part:
             digest.update(piece)
             yield piece
 
-    written = create(folder / name, hashed(), reserve=content.size)
+    written = files.create(folder / name, hashed(), reserve=content.size)
     if written != content.size:
         raise StoreError(f"{target}:{name}", f"{content.size} bytes of rows", f"{written}")
     part = Part(name, digest.hexdigest(), written)
@@ -208,8 +196,8 @@ def read_all(
         _check_values(place, contents)
         return manifest, *parsed(place, contents)
     except MemoryError:
-        files = place.iterdir() if place.is_dir() else [place]
-        needed = sum(file.stat().st_size for file in files)
+        there = place.iterdir() if place.is_dir() else [place]
+        needed = sum(file.stat().st_size for file in there)
         wanted = f"some {2 * needed} bytes of memory to load {needed} bytes"
         raise StoreError(path, wanted, "less") from None
 
@@ -263,7 +251,7 @@ def _opened(path: Path, max_bytes: int) -> tuple[Manifest, dict[str, bytes] | No
     if path.is_dir():
         if not file.exists():
             raise MissingError(file, "the manifest of a bundle")
-        return manifests.decode(read_bytes(file, limit=manifests.MAX_BYTES), file), None
+        return manifests.decode(files.read_bytes(file, limit=manifests.MAX_BYTES), file), None
     members = archive.unpack(Path(os.path.realpath(path)), limit=max_bytes)
     manifest = manifests.decode(members.pop(_MANIFEST, b""), file)
     if unlisted := members.keys() - {part.file for part in manifest.parts}:
@@ -283,22 +271,22 @@ def verified(path: Path, part: Part, members: dict[str, bytes] | None = None) ->
         if part.size > _LARGE:  # a false giant costs time, not memory
             with hashed_part(file, part):
                 pass
-        with opened(file) as (descriptor, size):
+        with files.opened(file) as (descriptor, size):
             _check_size(file, part, size)
-            data = read_at(file, descriptor, 0, size)
-    check_digest(file, part.sha256, hashlib.sha256(data).hexdigest())
+            data = files.read_at(file, descriptor, 0, size)
+    files.check_digest(file, part.sha256, hashlib.sha256(data).hexdigest())
     return data
 
 
 @contextmanager
 def hashed_part(file: Path, part: Part) -> Iterator[int]:
     """The open descriptor of a part whose every byte has been hashed, piece by piece."""
-    with opened(file) as (descriptor, size):
+    with files.opened(file) as (descriptor, size):
         _check_size(file, part, size)
         digest = hashlib.sha256()
-        for piece in pieces_at(file, descriptor, 0, size):
+        for piece in files.pieces_at(file, descriptor, 0, size):
             digest.update(piece)
-        check_digest(file, part.sha256, digest.hexdigest())
+        files.check_digest(file, part.sha256, digest.hexdigest())
         yield descriptor
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from advbayes.checks import extra
+
 from .documents import JSON
 from .errors import StoreError
 
@@ -29,14 +31,9 @@ _PLAIN_STEPS = ("drop", "passthrough")
 @functools.cache
 def _known() -> dict[str, tuple[Any, tuple[str, ...]]]:
     """Each transformer with its fitted attributes."""
-    try:
+    with extra("a transformer in a bundle needs scikit-learn", "data"):
         from sklearn.impute import SimpleImputer
         from sklearn.preprocessing import MinMaxScaler, OneHotEncoder, RobustScaler, StandardScaler
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "a transformer in a bundle needs scikit-learn: pip install 'advbayes[data]'"
-        ) from None
-
     return {
         "StandardScaler": (StandardScaler, ("mean_", "scale_", "var_", "n_samples_seen_")),
         "MinMaxScaler": (MinMaxScaler, ("min_", "scale_", "data_min_", "data_max_", "data_range_")),
@@ -79,9 +76,8 @@ def decode(described: Any, place: str = "transformer") -> Any:
     except StoreError:
         raise
     except (*_FAULTS, MemoryError) as error:
-        raise StoreError(
-            place, "settings and arrays that fit together", f"{error!s:.200}"
-        ) from None
+        wanted = "settings and arrays that fit together"
+        raise StoreError(place, wanted, f"{error!s:.200}") from None
 
 
 def _describe(transformer: Any, place: str) -> dict[str, JSON]:

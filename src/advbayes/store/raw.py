@@ -93,9 +93,8 @@ class RawPredictor:
         number("level", level, low=0, high=1, open_low=True, open_high=True)
         with torch.no_grad():
             prediction = self(x)
-            return metrics.quantile(prediction, 0.5 - 0.5 * level), metrics.quantile(
-                prediction, 0.5 + 0.5 * level
-            )
+            low, high = (metrics.quantile(prediction, 0.5 + 0.5 * end) for end in (-level, level))
+            return low, high
 
     def classes(self, x: Any) -> list[str]:
         """The name of the most probable class of each row."""

@@ -130,9 +130,8 @@ def _scan(path: Path) -> tuple[list[dict[str, JSON]], list[_End]]:
             break
         else:
             wanted = "a record that continues the line before"
-            raise StoreError(
-                f"{path}:{len(records) + 1}", wanted, "a damaged, altered or misplaced one"
-            )
+            got = "a damaged, altered or misplaced one"
+            raise StoreError(f"{path}:{len(records) + 1}", wanted, got)
     return records, ends
 
 

@@ -7,7 +7,7 @@ tensor `table`. `read_bundle` reads it too, if it fits.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from .documents import JSON
 from .errors import MissingError, StoreError
 from .files import read_at
 from .manifest import Manifest, Part
-from .parts import Content, hashed_part, one_version, parsed, verified, write_bundle
+from .parts import Content, hashed_part, one_version, parsed, verified
 
 _DTYPES = {torch.float32: "F32", torch.float64: "F64"}
 _NAME = "table"
@@ -27,27 +27,33 @@ _MAX_TABLE_HEADER = 4096
 _MAX_PART = 1 << 28  # bytes of a part that is no table
 
 
-@dataclass(frozen=True)
-class StreamedTable:
-    """What is to be saved: `blocks` gives the rows in order, some at a time."""
+def streamed(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    blocks: Iterable[Tensor],  # the rows in order, some at a time
+) -> Content:
+    """A table for `write_bundle`: the bytes of a safetensors file with the one tensor.
 
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
-    blocks: Callable[[], Iterator[Tensor]]
+    >>> import tempfile
+    >>> from advbayes.store import write_bundle
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     rows = streamed((1, 2, 3), torch.float32, [torch.zeros(1, 3), torch.ones(1, 3)])
+    ...     write_bundle(f"{folder}/a", {}, {"note": {"sigma": 0.5}}, {"rows": rows})
+    ...     opened = read_tables(f"{folder}/a")
+    ...     opened.tables["rows"].shape, opened.texts
+    ((1, 2, 3), {'note': {'sigma': 0.5}})
+    """
+    size = torch.Size(shape).numel() * dtype.itemsize
+    kind = {"dtype": _DTYPES[dtype], "shape": list(shape)}
+    header = documents.encode({_NAME: {"data_offsets": [0, size], **kind}}, _NAME)
+    header += b" " * (-len(header) % 8)
 
-    def content(self) -> Content:
-        """The bytes of a safetensors file with the one tensor."""
-        size = torch.Size(self.shape).numel() * self.dtype.itemsize
-        kind = {"dtype": _DTYPES[self.dtype], "shape": list(self.shape)}
-        header = documents.encode({_NAME: {"data_offsets": [0, size], **kind}}, _NAME)
-        header += b" " * (-len(header) % 8)
+    def pieces() -> Iterator[bytes]:
+        yield len(header).to_bytes(8, "little") + header
+        for block in blocks:
+            yield block.detach().to("cpu", dtype).contiguous().numpy().tobytes()
 
-        def pieces() -> Iterator[bytes]:
-            yield len(header).to_bytes(8, "little") + header
-            for block in self.blocks():
-                yield block.detach().to("cpu", self.dtype).contiguous().numpy().tobytes()
-
-        return Content(8 + len(header) + size, pieces())
+    return Content(8 + len(header) + size, pieces())
 
 
 @dataclass(frozen=True)
@@ -69,29 +75,9 @@ class OpenedTables:
     texts: dict[str, JSON]
 
 
-def write_tables(
-    path: str | os.PathLike[str],
-    tables: Mapping[str, StreamedTable],
-    parts: Mapping[str, Mapping[str, Tensor]],
-    texts: Mapping[str, object],
-) -> None:
-    """Save tables, tensors and documents as a folder, atomically and durably, over an earlier one.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     rows = StreamedTable(
-    ...         (1, 2, 3), torch.float32, lambda: iter([torch.zeros(1, 3), torch.ones(1, 3)])
-    ...     )
-    ...     write_tables(f"{folder}/a", {"rows": rows}, {}, {"note": {"sigma": 0.5}})
-    ...     opened = read_tables(f"{folder}/a")
-    ...     opened.tables["rows"].shape, opened.texts
-    ((1, 2, 3), {'note': {'sigma': 0.5}})
-    """
-    write_bundle(path, parts, texts, {name: table.content() for name, table in tables.items()})
-
-
 def read_tables(path: str | os.PathLike[str]) -> OpenedTables:
-    """What `write_tables` saved: every hash is checked, piece by piece; tables stay where they are.
+    """Tables, tensors and documents of a folder: every hash is checked, piece by piece, and tables
+    stay where they are.
 
     >>> read_tables("absent")
     Traceback (most recent call last):

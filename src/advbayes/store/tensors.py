@@ -34,17 +34,16 @@ def encode(tensors: Mapping[str, Tensor], name: str = "tensors") -> bytes:
     plain: dict[str, Tensor] = {}
     for key, value in tensors.items():
         match key, value:
-            case str(), Tensor() if value.dtype in _DTYPES and value.ndim <= MAX_DIMS:
-                dense = not value.is_sparse
+            case str(), Tensor(is_sparse=False, dtype=dtype, ndim=num) if (
+                dtype in _DTYPES and num <= MAX_DIMS
+            ):
+                pass
             case _:
-                dense = False
-        if not dense:
-            wanted = "named dense tensors of a plain type"
-            raise StoreError(name, wanted, f"{key!r:.80}: {describe(value)}")
+                wanted = "named dense tensors of a plain type"
+                raise StoreError(name, wanted, f"{key!r:.80}: {describe(value)}")
         if key == "__metadata__" or not key.isprintable():
-            raise StoreError(
-                name, "a printable tensor name other than __metadata__", f"{key!r:.80}"
-            )
+            wanted = "a printable tensor name other than __metadata__"
+            raise StoreError(name, wanted, f"{key!r:.80}")
         plain[key] = value.detach().to("cpu", memory_format=torch.contiguous_format, copy=True)
         _check_finite(name, key, plain[key])
     data = to_safetensors(plain)
@@ -68,9 +67,8 @@ def decode(data: bytes, name: str = "tensors") -> dict[str, Tensor]:
         raise StoreError(name, "safetensors", f"{str(error)[:120]}") from None
     for key, value in tensors.items():
         if value.dtype not in _DTYPES or value.ndim > MAX_DIMS:
-            raise StoreError(
-                name, f"plain types and at most {MAX_DIMS} axes", f"{key:.80}: {describe(value)}"
-            )
+            wanted = f"plain types and at most {MAX_DIMS} axes"
+            raise StoreError(name, wanted, f"{key:.80}: {describe(value)}")
         _check_finite(name, key, value)
     return tensors
 
