@@ -2,23 +2,7 @@
 
 from __future__ import annotations
 
-from advbayes import checks
-from advbayes.attacks import (
-    APGD,
-    PGD,
-    HardLabel,
-    MinimumNorm,
-    RandomSearch,
-    Square,
-    entropy,
-    entropy_pgd,
-    margin,
-    nll,
-    one_step,
-    pgd,
-    squared_error,
-    strong_suite,
-)
+from advbayes import attacks, checks
 from advbayes.attacks.balls import Ball
 from advbayes.runs.config import ATTACKS
 from advbayes.types import Attack
@@ -46,29 +30,28 @@ def make_attack(
     checks.count("steps", steps)
     regression = task == "regression"
     if regression and name in _CLASSES_ONLY:
-        raise checks.InputError(
-            f"attack must be one for regression, got {name!r}, which wants classes"
-        )
-    main = squared_error if regression else nll
+        wanted = "attack must be one for regression"
+        raise checks.InputError(f"{wanted}, got {name!r}, which wants classes")
+    main = attacks.squared_error if regression else attacks.nll
     half = max(1, steps // 2)
     match name:
         case "pgd1":
-            return one_step(ball, main)
+            return attacks.one_step(ball, main)
         case "pgd":
-            return pgd(ball, steps, main, restarts=restarts)
+            return attacks.pgd(ball, steps, main, restarts=restarts)
         case "pgd_plus":
-            return PGD(ball, ((main, half), (entropy, half)), restarts=restarts)
+            return attacks.PGD(ball, ((main, half), (attacks.entropy, half)), restarts=restarts)
         case "ent":
-            return entropy_pgd(ball, steps, restarts=restarts)
+            return attacks.entropy_pgd(ball, steps, restarts=restarts)
         case "apgd":
-            return APGD(ball, main if regression else margin, steps, restarts)
+            return attacks.APGD(ball, main if regression else attacks.margin, steps, restarts)
         case "minimum_norm":
-            return MinimumNorm(ball, steps=steps, restarts=restarts)
+            return attacks.MinimumNorm(ball, steps=steps, restarts=restarts)
         case "hard_label":
-            return HardLabel(ball)
+            return attacks.HardLabel(ball)
         case "square":
-            return Square(ball, queries, nll if regression else margin)
+            return attacks.Square(ball, queries, attacks.nll if regression else attacks.margin)
         case "random":
-            return RandomSearch(ball, queries, main)
+            return attacks.RandomSearch(ball, queries, main)
         case _:
-            return strong_suite(ball, steps=steps, restarts=restarts, queries=queries)
+            return attacks.strong_suite(ball, steps=steps, restarts=restarts, queries=queries)

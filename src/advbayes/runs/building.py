@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -96,32 +97,12 @@ def _load(config: RunConfig, downloading: Downloading | None) -> Dataset:
         return load_dataset(
             config.data, config.root, target=target, seed=config.seed, progress=downloading
         )
+    how: Any = {"task": config.task, "seed": config.seed}
     if path.suffix.lower() != ".csv":
-        return from_npz(path, task=config.task, seed=config.seed)
+        return from_npz(path, **how)
     assert target is not None
-    return from_csv(
-        path,
-        target.split(",") if "," in target else target,
-        task=config.task,
-        features=config.features,
-        drop=config.drop,
-        seed=config.seed,
-    )
-
-
-def numbers_of_rows(dataset: Dataset) -> list[str]:
-    """Features that only number the rows of a table: consecutive whole numbers, each once.
-
-    >>> x, y = torch.tensor([[3.0, 1.0], [2.0, 1.0], [4.0, 2.0]]), torch.zeros(3)
-    >>> names = ("id", "age")
-    >>> numbers_of_rows(Dataset("t", "regression", x[:2], y[:2], x[2:], y[2:], feature_names=names))
-    ['id']
-    """
-    if not dataset.feature_names:  # images
-        return []
-    steps = torch.cat([dataset.x_train, dataset.x_test]).sort(0).values.diff(dim=0)
-    consecutive = (steps == 1).all(0).tolist()
-    return [name for name, one in zip(dataset.feature_names, consecutive, strict=True) if one]
+    targets = target.split(",") if "," in target else target
+    return from_csv(path, targets, features=config.features, drop=config.drop, **how)
 
 
 def remarks(dataset: Dataset) -> list[str]:
@@ -132,18 +113,27 @@ def remarks(dataset: Dataset) -> list[str]:
     >>> print(*remarks(data), sep="\\n")
     'site' has the same value in every training row, and an attacker may move it; --drop site leaves it out
     'NA' is taken for a class like any other; if it means that the class is not known, leave those rows out
+    >>> x, y = torch.tensor([[3.0, 1.0], [2.0, 5.0], [4.0, 2.0]]), torch.zeros(3)
+    >>> data = Dataset("t", "regression", x[:2], y[:2], x[2:], y[2:], (), ("id", "age"))
+    >>> remarks(data)[0].partition(",")[0]
+    "'id' only numbers the rows"
     """  # noqa: E501
-    said = []
-    if numbers := numbers_of_rows(dataset):
-        said.append(
-            f"{', '.join(map(repr, numbers))} only numbers the rows, and new ones have other "
-            f"numbers; --drop {','.join(numbers)} leaves it out"
-        )
-    if constant := _constants(dataset):
-        said.append(
-            f"{', '.join(map(repr, constant))} has the same value in every training row, and an "
-            f"attacker may move it; --drop {','.join(constant)} leaves it out"
-        )
+    names, said = dataset.feature_names, []
+    if names:  # else images
+        steps = torch.cat([dataset.x_train, dataset.x_test]).sort(0).values.diff(dim=0)
+        same = (dataset.x_train == dataset.x_train[:1]).all(0)
+        if dataset.mask is not None:  # within the attacker's reach
+            same = same & dataset.mask
+        if numbers := list(compress(names, (steps == 1).all(0).tolist())):
+            said.append(
+                f"{', '.join(map(repr, numbers))} only numbers the rows, and new ones have other "
+                f"numbers; --drop {','.join(numbers)} leaves it out"
+            )
+        if constant := list(compress(names, same.tolist())):
+            said.append(
+                f"{', '.join(map(repr, constant))} has the same value in every training row, and "
+                f"an attacker may move it; --drop {','.join(constant)} leaves it out"
+            )
     if dataset.task == "regression" and bool((dataset.y_train == dataset.y_train[:1]).all()):
         said.append(
             "the target has the same value in every training row, so that there is nothing to "
@@ -155,16 +145,6 @@ def remarks(dataset: Dataset) -> list[str]:
             f"that the class is not known, leave those rows out"
         )
     return said
-
-
-def _constants(dataset: Dataset) -> list[str]:
-    """Numbers of a table that do not vary, within the attacker's reach."""
-    if not dataset.feature_names:  # images
-        return []
-    same = (dataset.x_train == dataset.x_train[:1]).all(0)
-    if dataset.mask is not None:
-        same = same & dataset.mask
-    return [name for name, one in zip(dataset.feature_names, same.tolist(), strict=True) if one]
 
 
 def reach_of(
@@ -382,7 +362,7 @@ def build_defense(
     if config.channel is not None:
         channel: Channel = own_channel(config.channel, ball, config.sigma, trusted=trusted)
     elif config.defense in ("nn", "nn50"):
-        channel = _learned(config, data, ball)
+        channel = learned_channel(config, data, ball)
         if config.defense == "nn50":
             channel = Mixture([0.5, 0.5], [Noise(0.0), channel])
     else:
@@ -415,7 +395,7 @@ def build_defense(
     return channel, objective
 
 
-def _learned(config: RunConfig, data: Prepared, ball: Ball) -> Learned:
+def learned_channel(config: RunConfig, data: Prepared, ball: Ball) -> Learned:
     """The learned adversary, for square images a convolutional one."""
     event, outputs = tuple(data.x_train.shape[1:]), data.num_outputs
     classes = None if data.dataset.task == "regression" else outputs
@@ -469,12 +449,8 @@ def schedule(
         usual = min(max(MIN_STEPS * passes_of_a_step, MIN_EPOCHS), MAX_EPOCHS)
         first_lr, warmup = LR, 0.0
     epochs = usual if epochs is None else checks.number("epochs", epochs, low=0, open_low=True)
-    return Schedule(
-        epochs,
-        first_lr if lr is None else lr,
-        LAST_LR ** (1 / max(epochs, usual)) if decay is None else decay,
-        warmup,
-    )
+    falls = LAST_LR ** (1 / max(epochs, usual)) if decay is None else decay
+    return Schedule(epochs, first_lr if lr is None else lr, falls, warmup)
 
 
 NAMED_CHANNELS = ("none", "noise", "at", "os", "os50", "mix", "pgd", "trades", "alp", "consistency")

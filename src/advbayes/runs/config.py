@@ -3,8 +3,6 @@ importing torch."""
 
 from __future__ import annotations
 
-import difflib
-import functools
 import json
 import tomllib
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from advbayes.checks import InputError
+from advbayes.checks import InputError, nearest
 
 IMAGE_SETS = ("cifar10", "digits", "fashion-mnist", "mnist")
 TABLE_SETS = ("california", "diabetes", "energy", "wine", "wine-white")
@@ -36,9 +34,14 @@ ATTACKS = {
 MAX_TOML_BYTES = 1 << 20
 
 Positive = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+Rate = Annotated[Positive, Field(le=10)]
 NonNegative = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=10**9)]
+Few = Annotated[Count, Field(le=1000)]
 Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(max_length=10_000)]
+_Unattacked = Literal["none", "noise", "consistency"]
+_Attacked = Literal["at", "os", "os50", "mix", "pgd", "trades", "alp", "nn", "nn50"]
+Defense = Literal[_Unattacked, _Attacked]
 
 
 class ConfigError(InputError):
@@ -51,147 +54,107 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
-    data: Annotated[
-        str, Field(min_length=1, description="A built-in data set, or a .csv or .npz file")
-    ] = "digits"
-    root: Annotated[
-        str | None,
-        Field(description="Folder of the data sets (else ADVBAYES_DATA, then the cache)"),
-    ] = None
-    target: Annotated[
-        str | None, Field(description="Target column of a .csv file, or Y1, Y2, both for energy")
-    ] = None
-    task: Annotated[
-        Literal["classification", "regression"] | None,
-        Field(description="Of your own file, if not clear"),
-    ] = None
-    features: Annotated[
-        Names | None, Field(description="Feature columns of a .csv file (else all but the target)")
-    ] = None
-    drop: Annotated[Names, Field(description="Columns of a .csv file to leave out")] = ()
-    num_train: Annotated[
-        Count | None, Field(description="Use only the first so many training examples")
-    ] = None
-
-    network: Annotated[
-        str, Field(min_length=1, description="auto, conv, mlp, or module:factory of your own")
-    ] = "auto"
-    hidden: Annotated[
-        tuple[Annotated[Count, Field(le=65536)], ...],
-        Field(max_length=8, description="Hidden widths of the mlp"),
-    ] = (16, 16)
-    posterior: Annotated[
-        Literal["mean_field", "point", "ensemble", "low_rank"],
-        Field(description="Family of the posterior"),
-    ] = "mean_field"
-    members: Annotated[Count, Field(le=1000, description="Members of the ensemble")] = 5
-    rank: Annotated[Count, Field(le=1000, description="Rank of the low-rank posterior")] = 5
-    prior_scale: Annotated[
-        Positive, Field(description="Standard deviation of the prior on theta")
-    ] = 1.0
-    init_scale: Annotated[
-        Positive, Field(le=10, description="Initial standard deviation of the posterior")
-    ] = 0.02
-    noise_scale: Annotated[
-        Positive | Literal["learned", "heteroscedastic"],
-        Field(
-            description="Regression noise: a number (of the standardised target), learned, or "
-            "heteroscedastic: one for each input"
-        ),
-    ] = "learned"
-
-    defense: Annotated[
-        Literal[
-            "none",
-            "noise",
-            "consistency",
-            "at",
-            "os",
-            "os50",
-            "mix",
-            "pgd",
-            "trades",
-            "alp",
-            "nn",
-            "nn50",
-        ],
-        Field(description="The channel trained through; docs/defenses.md lists them"),
-    ] = "mix"
-    channel: Annotated[
-        str | None,
-        Field(
-            description="module:factory of a channel or attack of your own, in the place of the "
-            "defense's"
-        ),
-    ] = None
-    norm: Annotated[Literal["l2", "linf"], Field(description="Norm of the training adversary")] = (
-        "l2"
+    data: str = Field(
+        "digits", min_length=1, description="A built-in data set, or a .csv or .npz file"
     )
-    eps: Annotated[
-        NonNegative, Field(description="Budget of the training adversary, in the model's units")
-    ] = 0.3
-    feature_eps: Annotated[
-        Names,
-        Field(
-            description="Budgets of single features in their own units, name=number; the others "
-            "have eps"
-        ),
-    ] = ()
-    fixed: Annotated[Names, Field(description="Features that the attacker cannot change")] = ()
-    sigma: Annotated[NonNegative, Field(description="Noise of the channel")] = 0.1
-    attack_steps: Annotated[Count, Field(le=10_000, description="Steps of the pgd defense")] = 7
-    beta: Annotated[
-        NonNegative, Field(description="Weight of the TRADES, logit-pairing or consistency penalty")
-    ] = 6.0
+    root: str | None = Field(
+        None, description="Folder of the data sets (else ADVBAYES_DATA, then the cache)"
+    )
+    target: str | None = Field(
+        None, description="Target column of a .csv file, or Y1, Y2, both for energy"
+    )
+    task: Literal["classification", "regression"] | None = Field(
+        None, description="Of your own file, if not clear"
+    )
+    features: Names | None = Field(
+        None, description="Feature columns of a .csv file (else all but the target)"
+    )
+    drop: Names = Field((), description="Columns of a .csv file to leave out")
+    num_train: Count | None = Field(
+        None, description="Use only the first so many training examples"
+    )
 
-    epochs: Annotated[
-        Positive | None,
-        Field(description="Passes over the data (else enough for 4,000 steps, images 2,000)"),
-    ] = None
-    batch_size: Annotated[Count, Field(description="Examples a step")] = 128
-    lr: Annotated[
-        Annotated[Positive, Field(le=10)] | None,
-        Field(description="Adam's learning rate (else 0.02 for a table without epochs, 0.01)"),
-    ] = None
-    decay: Annotated[
-        Annotated[float, Field(gt=0, le=1)] | None,
-        Field(description="Factor on lr for each epoch (else so that it falls to a hundredth)"),
-    ] = None
-    adversary_lr: Annotated[
-        Positive, Field(le=10, description="Learning rate of a learned channel")
-    ] = 1e-3
-    num_theta: Annotated[Count, Field(le=1000, description="Thetas a step")] = 1
-    num_channel: Annotated[
-        Count, Field(le=1000, description="Channel samples a step and theta")
-    ] = 1
-    bound: Annotated[
-        Literal["surrogate", "importance_weighted"],
-        Field(description="The bound that is maximised"),
-    ] = "surrogate"
-    class_weight: Annotated[
-        Literal["balanced"] | None, Field(description="balanced: every class counts alike")
-    ] = None
-    kl_weight: Annotated[
-        NonNegative, Field(description="Weight of the KL term; 1 is the evidence lower bound")
-    ] = 1.0
-    seed: Annotated[int, Field(ge=0, le=2**62, description="Keys all randomness")] = 0
-    compile: Annotated[
-        bool, Field(description="compile the step: slow to start, faster to run")
-    ] = False
-    precision: Annotated[
-        Literal["float32", "bfloat16"],
-        Field(
-            description="Of the layers in training, weights stay float32: bfloat16 is faster where "
-            "the processor has it, slower where not"
-        ),
-    ] = "float32"
-    own_thetas: Annotated[
-        bool, Field(description="on several ranks, thetas for each of them: less variance")
-    ] = False
-    threads: Annotated[
-        Count, Field(le=1024, description="Threads of torch; one is fastest for small nets")
-    ] = 1
-    checkpoint_every: Annotated[Count, Field(description="Steps between checkpoints")] = 200
+    network: str = Field(
+        "auto", min_length=1, description="auto, conv, mlp, or module:factory of your own"
+    )
+    hidden: tuple[Annotated[Count, Field(le=65536)], ...] = Field(
+        (16, 16), max_length=8, description="Hidden widths of the mlp"
+    )
+    posterior: Literal["mean_field", "point", "ensemble", "low_rank"] = Field(
+        "mean_field", description="Family of the posterior"
+    )
+    members: Few = Field(5, description="Members of the ensemble")
+    rank: Few = Field(5, description="Rank of the low-rank posterior")
+    prior_scale: Positive = Field(1.0, description="Standard deviation of the prior on theta")
+    init_scale: Rate = Field(0.02, description="Initial standard deviation of the posterior")
+    noise_scale: Positive | Literal["learned", "heteroscedastic"] = Field(
+        "learned",
+        description="Regression noise: a number (of the standardised target), learned, or "
+        "heteroscedastic: one for each input",
+    )
+
+    defense: Defense = Field(
+        "mix", description="The channel trained through; docs/defenses.md lists them"
+    )
+    channel: str | None = Field(
+        None,
+        description="module:factory of a channel or attack of your own, in the place of the "
+        "defense's",
+    )
+    norm: Literal["l2", "linf"] = Field("l2", description="Norm of the training adversary")
+    eps: NonNegative = Field(
+        0.3, description="Budget of the training adversary, in the model's units"
+    )
+    feature_eps: Names = Field(
+        (),
+        description="Budgets of single features in their own units, name=number; the others "
+        "have eps",
+    )
+    fixed: Names = Field((), description="Features that the attacker cannot change")
+    sigma: NonNegative = Field(0.1, description="Noise of the channel")
+    attack_steps: Annotated[Count, Field(le=10_000)] = Field(
+        7, description="Steps of the pgd defense"
+    )
+    beta: NonNegative = Field(
+        6.0, description="Weight of the TRADES, logit-pairing or consistency penalty"
+    )
+
+    epochs: Positive | None = Field(
+        None, description="Passes over the data (else enough for 4,000 steps, images 2,000)"
+    )
+    batch_size: Count = Field(128, description="Examples a step")
+    lr: Rate | None = Field(
+        None, description="Adam's learning rate (else 0.02 for a table without epochs, 0.01)"
+    )
+    decay: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None, description="Factor on lr for each epoch (else so that it falls to a hundredth)"
+    )
+    adversary_lr: Rate = Field(1e-3, description="Learning rate of a learned channel")
+    num_theta: Few = Field(1, description="Thetas a step")
+    num_channel: Few = Field(1, description="Channel samples a step and theta")
+    bound: Literal["surrogate", "importance_weighted"] = Field(
+        "surrogate", description="The bound that is maximised"
+    )
+    class_weight: Literal["balanced"] | None = Field(
+        None, description="balanced: every class counts alike"
+    )
+    kl_weight: NonNegative = Field(
+        1.0, description="Weight of the KL term; 1 is the evidence lower bound"
+    )
+    seed: int = Field(0, ge=0, le=2**62, description="Keys all randomness")
+    compile: bool = Field(False, description="compile the step: slow to start, faster to run")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Of the layers in training, weights stay float32: bfloat16 is faster where "
+        "the processor has it, slower where not",
+    )
+    own_thetas: bool = Field(
+        False, description="on several ranks, thetas for each of them: less variance"
+    )
+    threads: Annotated[Count, Field(le=1024)] = Field(
+        1, description="Threads of torch; one is fastest for small nets"
+    )
+    checkpoint_every: Count = Field(200, description="Steps between checkpoints")
 
     @property
     def file(self) -> Path | None:
@@ -203,12 +166,8 @@ class RunConfig(BaseModel):
         """What single keys cannot say; found before anything is loaded."""
         suffix = "" if self.file is None else self.file.suffix.lower()
         if self.file is not None and suffix not in FILE_SUFFIXES:
-            near = difflib.get_close_matches(self.data, DATA_SETS, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise InputError(
-                f"data: must be one of {', '.join(DATA_SETS)} or a .csv or .npz file, got "
-                f"{self.data!r:.60}{hint}"
-            )
+            wanted = f"data: must be one of {', '.join(DATA_SETS)} or a .csv or .npz file"
+            raise InputError(f"{wanted}, got {self.data!r:.60}{nearest(self.data, DATA_SETS)}")
         if suffix == ".csv" and self.target is None:
             raise InputError(f"target: must name the target column of {self.data!r}, got nothing")
         if (
@@ -222,38 +181,30 @@ class RunConfig(BaseModel):
             )
             raise InputError(f"target: {wanted}, got {self.target!r:.60} for {self.data!r}")
         if suffix != ".csv" and (self.features is not None or self.drop):
-            raise InputError(
-                f"features, drop: must be left out unless the data are a .csv file, got "
-                f"{self.data!r}"
-            )
+            wanted = "features, drop: must be left out unless the data are a .csv file"
+            raise InputError(f"{wanted}, got {self.data!r}")
         if self.features is not None and self.drop:
             raise InputError("features, drop: must not be given together, got both")
         parse_feature_eps(self.feature_eps)
         if self.feature_eps and self.eps == 0:
             raise InputError("eps: must be > 0 where feature_eps is given, got 0")
         if self.file is None and self.task is not None:
-            raise InputError(
-                f"task: must be left out for the built-in {self.data!r}, got {self.task!r}"
-            )
+            wanted = f"task: must be left out for the built-in {self.data!r}"
+            raise InputError(f"{wanted}, got {self.task!r}")
         if self.network not in NETWORKS and not all(part.strip() for part in _halves(self.network)):
-            raise InputError(
-                f"network: must be auto, conv, mlp or module:factory, got {self.network!r:.60}"
-            )
+            wanted = "network: must be auto, conv, mlp or module:factory"
+            raise InputError(f"{wanted}, got {self.network!r:.60}")
         if self.channel is not None and not all(part.strip() for part in _halves(self.channel)):
             raise InputError(f"channel: must be module:factory, got {self.channel!r:.60}")
         if self.network == "conv" and (self.data in TABLE_SETS or suffix == ".csv"):
-            raise InputError(
-                f"network: must be auto or mlp for a table, got 'conv' for {self.data!r}"
-            )
+            wanted = "network: must be auto or mlp for a table"
+            raise InputError(f"{wanted}, got 'conv' for {self.data!r}")
         if self.defense in ("os", "os50", "mix", "noise", "consistency") and self.sigma == 0:
-            raise InputError(
-                f"sigma: must be > 0 for defense {self.defense!r} (its channel is noisy), got 0"
-            )
+            wanted = f"sigma: must be > 0 for defense {self.defense!r} (its channel is noisy)"
+            raise InputError(f"{wanted}, got 0")
         if self.defense == "consistency" and self.num_channel < 2:
-            raise InputError(
-                f"num_channel: must be >= 2 for defense 'consistency', which compares channel "
-                f"samples, got {self.num_channel}"
-            )
+            wanted = "num_channel: must be >= 2 for defense 'consistency', which compares channel"
+            raise InputError(f"{wanted} samples, got {self.num_channel}")
         return self
 
 
@@ -271,9 +222,8 @@ def parse_feature_eps(entries: tuple[str, ...]) -> dict[str, float]:
         except ValueError:
             value = 0.0
         if not name or not 0 < value < float("inf"):
-            raise InputError(
-                f"feature_eps: must be name=number with a number > 0, got {entry!r:.60}"
-            )
+            wanted = "feature_eps: must be name=number with a number > 0"
+            raise InputError(f"{wanted}, got {entry!r:.60}")
         budgets[name] = value
     return budgets
 
@@ -299,9 +249,8 @@ def make_config(values: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(
-            "\n".join(dict.fromkeys(_sentence(item) for item in error.errors()))
-        ) from None
+        faults = dict.fromkeys(map(_sentence, error.errors()))
+        raise ConfigError("\n".join(faults)) from None
 
 
 def _sentence(item: Any) -> str:
@@ -311,8 +260,7 @@ def _sentence(item: Any) -> str:
         ".".join(map(str, item["loc"])),
     )
     if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(key, RunConfig.model_fields, 1)
-        return f"{key:.80}: there is no such key" + (f"; did you mean {near[0]!r}?" if near else "")
+        return f"{key:.80}: there is no such key{nearest(key, RunConfig.model_fields)}"
     if item["type"] == "value_error":  # ours, from _together
         return str(item["msg"]).removeprefix("Value error, ")
     got = repr(item["input"])
@@ -325,14 +273,9 @@ def accepted(key: str) -> str:
     >>> accepted("lr"), accepted("norm")
     ('a number > 0 and <= 10', "one of 'l2', 'linf'")
     """
-    schema = _schema()["properties"][key]
+    schema = RunConfig.model_json_schema()["properties"][key]
     options = [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
     return " or ".join(_words(option) for option in options)
-
-
-@functools.cache
-def _schema() -> dict[str, Any]:
-    return RunConfig.model_json_schema()
 
 
 def _words(schema: dict[str, Any]) -> str:
@@ -343,18 +286,12 @@ def _words(schema: dict[str, Any]) -> str:
     if kind == "array":
         return f"a list of at most {schema['maxItems']} items, each {_words(schema['items'])}"
     if kind in ("number", "integer"):
-        signs = (
-            ("exclusiveMinimum", ">"),
-            ("minimum", ">="),
-            ("exclusiveMaximum", "<"),
-            ("maximum", "<="),
-        )
-        edges = " and ".join(f"{sign} {schema[name]:g}" for name, sign in signs if name in schema)
+        signs = {"exclusiveMinimum": ">", "minimum": ">=", "maximum": "<="}
+        edges = " and ".join(f"{signs[name]} {schema[name]:g}" for name in signs if name in schema)
         return f"{'a whole number' if kind == 'integer' else 'a number'} {edges}"
-    return {
-        "boolean": "true or false",
-        "string": "text, not empty" if schema.get("minLength") else "text",
-    }[str(kind)]
+    if kind == "boolean":
+        return "true or false"
+    return "text, not empty" if schema.get("minLength") else "text"
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -362,27 +299,17 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     try:
         if path.stat().st_size > MAX_TOML_BYTES:
-            raise ConfigError(
-                f"{path}: wanted a configuration of at most {MAX_TOML_BYTES} bytes, got "
-                f"{path.stat().st_size}"
-            )
+            wanted = f"{path}: wanted a configuration of at most {MAX_TOML_BYTES} bytes"
+            raise ConfigError(f"{wanted}, got {path.stat().st_size}")
         return tomllib.loads(path.read_bytes().decode("utf-8"))
+    except ConfigError:
+        raise
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path}: wanted a configuration file, got nothing (no such file)"
-        ) from None
-    except (
-        UnicodeDecodeError,
-        tomllib.TOMLDecodeError,
-        RecursionError,
-        OSError,
-        ValueError,
-    ) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(
-            f"{path}: wanted a TOML file, got one that does not parse: {error}"
-        ) from None
+        wanted = f"{path}: wanted a configuration file"
+        raise ConfigError(f"{wanted}, got nothing (no such file)") from None
+    except (OSError, ValueError, RecursionError) as error:  # bad UTF-8 and bad TOML are ValueErrors
+        wanted = f"{path}: wanted a TOML file"
+        raise ConfigError(f"{wanted}, got one that does not parse: {error}") from None
 
 
 def to_toml(config: RunConfig) -> str:
@@ -399,12 +326,9 @@ def to_toml(config: RunConfig) -> str:
     ]
     for key, field in RunConfig.model_fields.items():
         value = getattr(config, key)
+        # JSON is TOML for our values, but for characters beyond 16 bits (of which JSON escapes
+        # halves) and for DEL
+        text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         lines.append(f"# {field.description}")
-        lines.append(f"# {key} is not set" if value is None else f"{key} = {_toml(value)}")
+        lines.append(f"# {key} is not set" if value is None else f"{key} = {text}")
     return "\n".join(lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    """JSON is TOML for our values, but for characters beyond 16 bits (JSON escapes halves of them)
-    and for DEL."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

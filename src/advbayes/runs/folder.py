@@ -164,9 +164,8 @@ def create_run(config: RunConfig, out: str | os.PathLike[str] | None = None) -> 
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except (FileExistsError, NotADirectoryError):
-                raise ConfigError(
-                    f"out: wanted a new folder, got {folder}, which is or is below a file"
-                ) from None
+                got = f"{folder}, which is or is below a file"
+                raise ConfigError(f"out: wanted a new folder, got {got}") from None
             _refuse_used(folder)  # before the lock, which would blame the living writer
             stack.enter_context(store.Lock(folder))
             _refuse_used(folder)

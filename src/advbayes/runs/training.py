@@ -21,15 +21,8 @@ from advbayes.model import BayesianModel
 from advbayes.objectives import ChannelELBO
 from advbayes.posteriors import Posterior
 from advbayes.predictive import PosteriorPredictive
-from advbayes.runs.building import (
-    Downloading,
-    Prepared,
-    build_defense,
-    build_model,
-    prepare,
-    remarks,
-    schedule,
-)
+from advbayes.runs import building
+from advbayes.runs.building import Downloading, Prepared
 from advbayes.runs.config import RunConfig, make_config
 from advbayes.runs.folder import Run, record
 from advbayes.store import thetas_of
@@ -68,7 +61,7 @@ def train(
     (3, 'trained')
     """
     config = run.config
-    data = prepare(config, downloading=downloading)
+    data = building.prepare(config, downloading=downloading)
     state = read_checkpoint(run)
     parts = _parts(config, data, trusted)
     _begin(run, data, state)
@@ -135,7 +128,7 @@ def follow(
     """What every rank but the first does: train along, write nothing."""
     for sealed in ranks().on_first(dict).values():  # none where there is nothing left to do
         config = make_config(json.loads(sealed.numpy().tobytes()))
-        data = prepare(config, downloading=downloading)
+        data = building.prepare(config, downloading=downloading)
         _fit(config, data, _parts(config, data, trusted), device, progress=False, stop=stop)
 
 
@@ -143,8 +136,8 @@ Parts = tuple[BayesianModel, Posterior, Channel, ChannelELBO]
 
 
 def _parts(config: RunConfig, data: Prepared, trusted: bool) -> Parts:
-    model = build_model(config, data, trusted=trusted)
-    return *model, *build_defense(config, data, trusted=trusted)
+    model = building.build_model(config, data, trusted=trusted)
+    return *model, *building.build_defense(config, data, trusted=trusted)
 
 
 def _fit(config: RunConfig, data: Prepared, parts: Parts, device: str, **options: Any) -> FitResult:
@@ -172,7 +165,8 @@ def fit_run(
     **options: Any,
 ) -> FitResult:
     """`fit` with the settings of a run."""
-    chosen = schedule(config.epochs, config.lr, config.decay, data.x_train, config.batch_size)
+    how_long = (config.epochs, config.lr, config.decay)
+    chosen = building.schedule(*how_long, data.x_train, config.batch_size)
     lower = config.precision == "bfloat16"
     with torch.autocast(data.x_train.device.type, torch.bfloat16, enabled=lower):
         return fit(
@@ -229,7 +223,7 @@ def _begin(run: Run, data: Prepared, state: State | None) -> None:
     now = {"source": where.source, "sha256": dict(where.sha256)}
     versions = store.versions()
     if state is None:
-        for remark in remarks(data.dataset) if run.config.file is not None else ():
+        for remark in building.remarks(data.dataset) if run.config.file is not None else ():
             warnings.warn(remark, stacklevel=3)
         run.write_manifest(status="training", started=record(), versions=versions, data=now)
         run.log("training from the start")
@@ -286,9 +280,8 @@ def read_checkpoint(run: Run) -> State | None:
             raise store.StoreError(path, "a checkpoint of a run", f"{other!r:.80}")
     rows = run.history.read()[:step]
     if len(rows) < step:
-        raise store.StoreError(
-            run.path / "history.jsonl", f"{step} records, as the checkpoint", f"{len(rows)}"
-        )
+        wanted = f"{step} records, as the checkpoint"
+        raise store.StoreError(run.path / "history.jsonl", wanted, f"{len(rows)}")
     history: dict[str, list[float]] = {
         c: [math.nan if row[c] is None else float(row[c]) for row in rows]  # type: ignore[arg-type]
         for c in _KEPT

@@ -45,9 +45,9 @@ def audit_run(
     "quick" makes and trains nothing. `tell` hears the cost before anything starts.
     """
     scaling = trained.scaling
-    units: dict[str, Any] = (
-        {"units": "raw"} if scaling is None else {"units": "standardised", "scale": scaling.std}
-    )
+    threat = ThreatModel(units="raw")
+    if scaling is not None:
+        threat = ThreatModel(units="standardised", scale=scaling.std)
     predict, rows = trained.predict(num_thetas), (data.x_test[:num], data.y_test[:num])
     quick = tier == "quick"
     support = Support(
@@ -63,11 +63,8 @@ def audit_run(
         tell(str(audit_cost(predict, rows, ball=ball, tier=tier, support=support)))
     saved = evaluation or _saved(run, predict, rows[0], ball)
     if saved is None and not quick:
-        saved = (
-            run.path
-            / "evaluation"
-            / f"audit-{type(ball).__name__}-{ball.eps:g}-{len(rows[0])}-{num_thetas}"
-        )
+        name = f"audit-{type(ball).__name__}-{ball.eps:g}-{len(rows[0])}-{num_thetas}"
+        saved = run.path / "evaluation" / name
         # named as `advbayes evaluate` does, so that a report has one row for one predictor
         evaluate(
             {trained.defense: predict},
@@ -89,12 +86,12 @@ def audit_run(
         rows,
         ball=ball,
         tier=tier,
-        threat_model=ThreatModel(**units),
+        threat_model=threat,
         support=replace(support, evaluation=saved),
         seed=seed,
     )
     raw = {} if scaling is None else {"raw_eps": scaling.raw_eps(ball.eps).tolist()}
-    said = {"norm": type(ball).__name__, "eps": ball.eps, "units": units["units"], **raw}
+    said = {"norm": type(ball).__name__, "eps": ball.eps, "units": threat.units, **raw}
     if ranks().is_first:
         store.write_document(run.path / "audit.json", {**verdict.json(), "threat_model": said})
     return verdict
