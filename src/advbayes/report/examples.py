@@ -62,7 +62,11 @@ def gallery_of(
     ('images', 'yes')
     """
     event = tuple(gallery.x.shape[1:])
-    images, box = is_image(event), _box(gallery)
+    images = is_image(event)
+    low, high = (float(edge) for edge in gallery.x.aminmax())
+    if low >= 0 and high <= 1:
+        low, high = 0.0, 1.0
+    box = (low, high if high > low else low + 1)  # what is black and what is white
     units = Units.of(scaling, gallery.x[0].numel() if len(gallery.x) else 0)
     classes = _classes(gallery, class_names)
     examples = []
@@ -102,14 +106,6 @@ def gallery_of(
         "examples": examples,
         "raw_units": bool(scaling and scaling.get("std")),
     }
-
-
-def _box(gallery: Gallery) -> tuple[float, float]:
-    """[0, 1] for images that live there, else from the smallest to the largest value shown."""
-    low, high = (float(edge) for edge in gallery.x.aminmax())
-    if low >= 0 and high <= 1:
-        return 0.0, 1.0
-    return low, high if high > low else low + 1
 
 
 def _class(label: int, names: Sequence[str] | None) -> str:

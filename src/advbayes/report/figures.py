@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
+from advbayes.checks import extra
 from advbayes.report import telling
 from advbayes.report.text import number, percent, short
 from advbayes.report.words import METRICS, NORMS
@@ -85,14 +86,10 @@ def draw(
 ) -> str:
     """One pair of axes as an <svg> element for HTML: deterministic, its ids its own, with title and
     description."""
-    try:
+    with extra("the report's figures need matplotlib", "report"):
         import matplotlib
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure as Canvas
-    except ImportError as error:
-        raise ImportError(
-            "the report's figures need matplotlib: pip install 'advbayes[report]'"
-        ) from error
     with warnings.catch_warnings(), matplotlib.rc_context(ON_PAGE):
         # a glyph that the measuring font lacks is no concern of a page with its own fonts
         warnings.simplefilter("ignore")
@@ -171,11 +168,7 @@ def _untouched_or_not(entry: Mapping[str, Any], i: int) -> dict[str, Any]:
 
 
 def security_curves(document: Mapping[str, Any]) -> list[Figure]:
-    """The main metric and the NLL against eps, with their confidence bands.
-
-    >>> security_curves({"curves": [], "predictors": [], "threat_model": {}, "scaling": None})
-    []
-    """
+    """The main metric and the NLL against eps, with their confidence bands."""
     metrics = dict.fromkeys(curve["metric"] for curve in document["curves"])
     return [_security_curve(document, metric) for metric in metrics]
 
@@ -262,11 +255,7 @@ def _trivial(document: Mapping[str, Any], metric: str) -> list[float]:
 
 def calibration(document: Mapping[str, Any]) -> list[Figure]:
     """A reliability diagram for each predictor, untouched and attacked; for regression one figure
-    of interval coverages.
-
-    >>> calibration({"calibration": [], "predictors": [], "task": "classification"})
-    []
-    """
+    of interval coverages."""
     entries = document["calibration"]
     if document["task"] == "regression":
         return [_coverages(document)] if entries else []
@@ -333,11 +322,7 @@ def _coverages(document: Mapping[str, Any]) -> Figure:
 
 
 def risk_coverage(document: Mapping[str, Any]) -> list[Figure]:
-    """Untouched and worst case: the risk among the most certain answers by the share answered.
-
-    >>> risk_coverage({"risk_coverage": [], "predictors": [], "task": "classification"})
-    []
-    """
+    """Untouched and worst case: the risk among the most certain answers by the share answered."""
     return [
         _risk(document, attack, entries)
         for attack in ("clean", "worst")
@@ -370,11 +355,7 @@ def _risk(document: Mapping[str, Any], attack: str, entries: Sequence[Mapping[st
 
 
 def training(document: Mapping[str, Any]) -> list[Figure]:
-    """The bound over the steps of training.
-
-    >>> training({"training": [], "predictors": []})
-    []
-    """
+    """The bound over the steps of training."""
     entries = document["training"]
     if not entries:
         return []

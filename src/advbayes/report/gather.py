@@ -140,21 +140,20 @@ def _verdict(verdict: Any) -> dict[str, Any]:
         case {"findings": [*findings], "level": _}:
             pass
         case _:
-            raise InputError(
-                f"audit must be a Verdict, its JSON, or a mapping of predictors to them, got "
-                f"{type(verdict).__name__}"
-            )
+            wanted = "audit must be a Verdict, its JSON, or a mapping of predictors to them"
+            raise InputError(f"{wanted}, got {type(verdict).__name__}")
     known = [{key: each.get(key, _UNSAID[key]) for key in _UNSAID} for each in findings]
-    ids = {finding["id"] for finding in known}
-    never_asked = [id for id in MANDATORY if id not in ids]
+    asked = {finding["id"] for finding in known}
+    never_asked = [id for id in MANDATORY if id not in asked]
     return {**document, "findings": known, "never_asked": never_asked}
 
 
 def _believed(verdict: Mapping[str, Any] | None) -> bool:
     """Level A, or B with no mandatory check left out: one never asked for did not pass."""
-    return verdict is not None and (
-        verdict["level"] == "A" or (verdict["level"] == "B" and not verdict["never_asked"])
-    )
+    match verdict:
+        case {"level": "A"} | {"level": "B", "never_asked": []}:
+            return True
+    return False
 
 
 # --- numbers ------------------------------------------------------------------------------------
@@ -268,15 +267,8 @@ def _curves(
             rows = evaluation.columns(name, attack, eps)
             points.append({"eps": eps, **estimate(reduce(rows))})
         if len(points) > 1:
-            curves.append(
-                {
-                    "predictor": clean(name),
-                    "attack": clean(attack),
-                    "metric": metric,
-                    "points": points,
-                    "believed": believed[name],
-                }
-            )
+            of = {"predictor": clean(name), "attack": clean(attack), "metric": metric}
+            curves.append({**of, "points": points, "believed": believed[name]})
     return curves
 
 
@@ -344,8 +336,9 @@ def _threat(threat: Any, evaluation: Evaluation, run: Mapping[str, Any] | None) 
     """What is said of the attacker; what is not said is taken from the attacks' settings and the
     run's configuration."""
     said = settings(threat) or dict(threat or {})
-    document = {str(key): value for key, value in said.items() if key != "scale"}
-    document = {key: value for key, value in document.items() if value is not None}
+    document = {
+        str(key): value for key, value in said.items() if key != "scale" and value is not None
+    }
     texts = " ".join(str(text) for text in evaluation.config.get("attacks", {}).values())
     norms = sorted(set(re.findall(r"\b(L2|Linf)\(", texts)))
     boxes = sorted(set(re.findall(r"box=(\([^()]*\))", texts)))

@@ -25,9 +25,6 @@ class View:
 
     `prediction` holds class probabilities (G, C), or mean and standard deviation (G, 2) for
     regression.
-
-    >>> View("MIX", "PGD", torch.zeros(2, 3), torch.tensor([[0.5, 0.5], [0.1, 0.9]])).label
-    'PGD'
     """
 
     predictor: str
@@ -38,19 +35,13 @@ class View:
 
     def __post_init__(self) -> None:
         if self.prediction.ndim != 2 or len(self.prediction) != len(self.x):
-            wanted = f"one row for each of the {len(self.x)} inputs"
-            raise checks.InputError(
-                f"prediction must have {wanted}, got {checks.describe(self.prediction)}"
-            )
+            wanted = f"prediction must have one row for each of the {len(self.x)} inputs"
+            raise checks.InputError(f"{wanted}, got {checks.describe(self.prediction)}")
 
 
 @dataclass(frozen=True, eq=False)
 class Gallery:
-    """A few examples with all views of them; `index` are their numbers in the test set.
-
-    >>> Gallery(torch.zeros(1, 2), torch.tensor([0]), (), task="classification").task
-    'classification'
-    """
+    """A few examples with all views of them; `index` are their numbers in the test set."""
 
     x: Tensor  # (G, *event)
     y: Tensor  # (G,)
@@ -62,18 +53,14 @@ class Gallery:
     def __post_init__(self) -> None:
         checks.choice("task", self.task, ("classification", "regression"))
         if len(self.y) != len(self.x):
-            raise checks.InputError(
-                f"y must hold one target for each of the {len(self.x)} inputs, got "
-                f"{checks.describe(self.y)}"
-            )
+            wanted = f"y must hold one target for each of the {len(self.x)} inputs"
+            raise checks.InputError(f"{wanted}, got {checks.describe(self.y)}")
         if not self.index:
             object.__setattr__(self, "index", tuple(range(len(self.x))))
         for view in self.views:
             if view.x.shape != self.x.shape:
-                raise checks.InputError(
-                    f"a view's x must have shape {tuple(self.x.shape)}, got "
-                    f"{checks.describe(view.x)}"
-                )
+                wanted = f"a view's x must have shape {tuple(self.x.shape)}"
+                raise checks.InputError(f"{wanted}, got {checks.describe(view.x)}")
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from advbayes.checks import extra
 from advbayes.evaluation.tables import Grid
 from advbayes.report import figures, telling
 from advbayes.report.text import csv, inert_markdown, number, percent, short
@@ -24,13 +25,9 @@ CSV_HEAD = "predictor,attack,eps,metric,value,low,high,examples,believed"
 @lru_cache(maxsize=2)
 def _environment(markdown: bool) -> Environment:
     """The templates, compiled once; whatever they print is escaped for its format."""
-    try:
+    with extra("the report's page needs jinja2", "report"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
         from markupsafe import Markup
-    except ImportError as error:
-        raise ImportError(
-            "the report's page needs jinja2: pip install 'advbayes[report]'"
-        ) from error
 
     def dead(value: Any) -> str:
         """Text in which nothing is Markdown, tables by their cells; what is marked safe stays."""

@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Metric:
-    """A column of the tables.
-
-    >>> Metric("Accuracy", "share of right answers", "higher", share=True).better
-    'higher'
-    """
+    """A column of the tables."""
 
     label: str
     meaning: str

@@ -21,13 +21,7 @@ from advbayes.store import write_bytes
 @dataclass(frozen=True)
 class ReportPaths:
     """Where the parts of a report are; `digest` is the SHA-256 of the JSON file, the same for two
-    runs of one seed.
-
-    >>> ReportPaths(
-    ...     Path("r/report.html"), Path("r/report.md"), Path("r/report.json"), Path("r/report.csv")
-    ... ).html.name
-    'report.html'
-    """
+    runs of one seed."""
 
     html: Path
     markdown: Path
