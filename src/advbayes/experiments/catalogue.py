@@ -143,19 +143,12 @@ DIGITS = {
 
 
 def _factorial() -> dict[str, Row]:
-    rows = {}
-    for posterior in ("point", "mean_field"):
-        for noisy in (False, True):
-            for clean in (0.0, 0.5):
-                name = (
-                    f"{'posterior' if posterior == 'mean_field' else 'point'}, "
-                    f"{'noisy' if noisy else 'deterministic'}"
-                )
-                channel = weighted(clean) if noisy else deterministic(1, clean)
-                rows[f"{name}, {'half clean' if clean else 'all attacked'}"] = Row(
-                    Defense("", {"posterior": posterior}, channel)
-                )
-    return rows
+    return {
+        f"{kind}, {name}, {share}": Row(Defense("", {"posterior": posterior}, channel(clean)))
+        for kind, posterior in (("point", "point"), ("posterior", "mean_field"))
+        for name, channel in (("deterministic", deterministic), ("noisy", weighted))
+        for share, clean in (("all attacked", 0.0), ("half clean", 0.5))
+    }
 
 
 def _iwae(*numbers: int) -> dict[str, Row]:
@@ -167,6 +160,21 @@ def _iwae(*numbers: int) -> dict[str, Row]:
         )
         for name, bound in (("surrogate", "surrogate"), ("IWAE", "importance_weighted"))
         for num in numbers
+    }
+
+
+def _tried(defense: str, key: str, *values: float, label: str = "") -> dict[str, Row]:
+    """A defense with each value of one key."""
+    label = label or key.replace("_", " ")
+    return {f"{defense}, {label} {each:g}": Row(DEFENSES[defense], {key: each}) for each in values}
+
+
+def _tried_beside(*sigmas: float) -> dict[str, Row]:
+    """What is tried of the defenses on all data."""
+    return {
+        **_tried("MIX", "sigma", *sigmas),
+        **_tried("NN50", "adversary_lr", 1e-3, 1e-2),
+        **_tried("Gibbs", "kl_weight", 0.01, 0.1, label="KL weight"),
     }
 
 
@@ -188,21 +196,10 @@ def _smoothed() -> dict[str, Row]:
 
 
 _MNIST_ROWS = (
-    *(
-        "BL",
-        "AT",
-        "OS50",
-        "MIX",
-        "PGD channel",
-        "OS",
-        "NN",
-        "NN50",
-        "multi-step AT",
-        "onPure",
-        "offPure",
-    ),
-    *("eps prior", "Gibbs", "TRADES", "ALP", "uniform", "majority"),
+    *("BL", "AT", "OS50", "MIX", "PGD channel", "OS", "NN", "NN50", "multi-step AT", "onPure"),
+    *("offPure", "eps prior", "Gibbs", "TRADES", "ALP", "uniform", "majority"),
 )
+_CURVE_ROWS = ("BL", "AT", "OS50", "MIX", "NN50", "PGD channel", "onPure", "offPure")
 
 EXPERIMENTS: dict[str, Experiment] = {
     "wine": _regression("wine"),
@@ -236,7 +233,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "mnist-curves": Experiment(
         "MNIST: accuracy and NLL over eps (Figures 3, 4 and SM)",
         MNIST,
-        _rows("BL", "AT", "OS50", "MIX", "NN50", "PGD channel", "onPure", "offPure"),
+        _rows(*_CURVE_ROWS),
         radii=PAPER_RADII,
         num_test=200,
         views=("curves",),
@@ -244,7 +241,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "selective": Experiment(
         "Selective accuracy, MNIST and Fashion-MNIST, both attacked (Figure 5)",
         MNIST,
-        _rows("BL", "AT", "OS50", "MIX", "NN50", "PGD channel", "onPure", "offPure"),
+        _rows(*_CURVE_ROWS),
         metrics=("selective_accuracy",),
         radii=(0.5, 1.0, 1.5, 2.0, 3.0),
         num_test=200,
@@ -382,21 +379,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         "What the paper leaves out, tried on held-out training images of MNIST (20,000 images, 4 "
         "epochs)",
         {**MNIST, "num_train": 20_000, "epochs": 4},
-        {
-            **{f"BL, lr {lr:g}": Row(DEFENSES["BL"], {"lr": lr}) for lr in (1e-3, 2e-3, 5e-3)},
-            **{
-                f"MIX, sigma {s:g}": Row(DEFENSES["MIX"], {"sigma": s})
-                for s in (0.05, 0.1, 0.2, 0.3)
-            },
-            **{
-                f"NN50, adversary lr {lr:g}": Row(DEFENSES["NN50"], {"adversary_lr": lr})
-                for lr in (1e-3, 1e-2)
-            },
-            **{
-                f"Gibbs, KL weight {w:g}": Row(DEFENSES["Gibbs"], {"kl_weight": w})
-                for w in (0.01, 0.1)
-            },
-        },
+        {**_tried("BL", "lr", 1e-3, 2e-3, 5e-3), **_tried_beside(0.05, 0.1, 0.2, 0.3)},
         attacks=("PGD",),
         num_test=300,
         seeds=1,
@@ -413,21 +396,10 @@ def _validation(name: str) -> Experiment:
         for lr in (3e-3, 1e-2, 3e-2)
         for epochs in (few, many)
     }
-    rows |= {
-        f"MIX, sigma {sigma:g}": Row(DEFENSES["MIX"], {"sigma": sigma})
-        for sigma in (0.03, 0.1, 0.3)
-    }
-    rows |= {
-        f"NN50, adversary lr {lr:g}": Row(DEFENSES["NN50"], {"adversary_lr": lr})
-        for lr in (1e-3, 1e-2)
-    }
-    rows |= {
-        f"Gibbs, KL weight {w:g}": Row(DEFENSES["Gibbs"], {"kl_weight": w}) for w in (0.01, 0.1)
-    }
     return Experiment(
         f"What the paper leaves out, tried on held-out training rows of {name}",
         base,
-        rows,
+        {**rows, **_tried_beside(0.03, 0.1, 0.3)},
         metrics=("rmse", "nll"),
         attacks=("PGD",),
         num_test=500,
@@ -507,20 +479,16 @@ class Spec:
     def experiment(self) -> Experiment:
         """The experiment meant."""
         choice("preset", self.preset, ("quick", "paper"))
-        base = (
-            self._comparison()
-            if self.defenses
-            else EXPERIMENTS[choice("experiment", self.name, tuple(EXPERIMENTS))]
-        )
+        if self.defenses:
+            base = self._comparison()
+        else:
+            base = EXPERIMENTS[choice("experiment", self.name, tuple(EXPERIMENTS))]
         changes: dict[str, Any] = {**self.settings}
         if self.preset == "quick":
             changes = {"epochs": 1, "num_train": 200, **changes}
-            base = replace(
-                base,
-                title=f"{base.title}: a sketch (200 examples, one epoch)",
-                radii=base.radii[-2:],
-            )
-            base = replace(base, steps=2, draws=400, num_test=20, thetas=2, seeds=2)
+            title = f"{base.title}: a sketch (200 examples, one epoch)"
+            base = replace(base, title=title, radii=base.radii[-2:], steps=2, draws=400)
+            base = replace(base, num_test=20, thetas=2, seeds=2)
         rows = {
             name: replace(row, settings={**row.settings, **changes})
             for name, row in base.rows.items()

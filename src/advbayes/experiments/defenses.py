@@ -8,7 +8,6 @@ N(x, sigma^2), where section 4 calls the other half "clean data". The defenses o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,12 +15,11 @@ from typing import Any
 import torch
 
 from advbayes.attacks import nll, one_step, pgd, squared_error
-from advbayes.channels import AttackChannel, Learned, Mixture, Noise
+from advbayes.channels import AttackChannel, Mixture, Noise
 from advbayes.metrics import constant, majority, uniform
-from advbayes.networks import ConvGenerator, FullyConnectedGenerator
 from advbayes.runs import Prepared, make_ball
+from advbayes.runs.building import learned_channel
 from advbayes.runs.config import RunConfig
-from advbayes.seeds import GlobalStream, seed_for
 from advbayes.types import Channel, Predictor
 
 MakeChannel = Callable[[RunConfig, Prepared], Channel]
@@ -65,17 +63,9 @@ def _attack(
     return AttackChannel(one_step(ball, loss) if steps == 1 else pgd(ball, steps, loss), sigma)
 
 
-def _learned(config: RunConfig, data: Prepared) -> Learned:
+def _learned(config: RunConfig, data: Prepared) -> Channel:
     """SM-5's generators, drawn from the run's seed."""
-    event, ball = tuple(data.x_train.shape[1:]), make_ball(config.norm, config.eps)
-    classes = len(data.dataset.class_names) or None
-    with GlobalStream(seed_for(config.seed, "adversary")):
-        if len(event) == 3 and classes is not None:
-            return Learned(ConvGenerator(classes, event[0], event[1]), ball)
-        return Learned(
-            FullyConnectedGenerator(math.prod(event), max(1, data.y_train[0].numel()), classes),
-            ball,
-        )
+    return learned_channel(config, data, make_ball(config.norm, config.eps))
 
 
 def mixed(weight: float, attacked: MakeChannel) -> MakeChannel:
@@ -85,12 +75,7 @@ def mixed(weight: float, attacked: MakeChannel) -> MakeChannel:
     )
 
 
-def noisy_attack(config: RunConfig, data: Prepared) -> Channel:
-    """OS: one step, and noise."""
-    return _attack(config, data, sigma=config.sigma)
-
-
-def deterministic(steps: int, clean: float = 0.5) -> MakeChannel:
+def deterministic(clean: float = 0.5, steps: int = 1) -> MakeChannel:
     """Adversarial training on batches of which a share is clean; no noise anywhere."""
 
     def make(config: RunConfig, data: Prepared) -> Channel:
@@ -100,16 +85,13 @@ def deterministic(steps: int, clean: float = 0.5) -> MakeChannel:
     return make
 
 
-def weighted(clean: float, *, steps: int = 1) -> MakeChannel:
+def weighted(clean: float) -> MakeChannel:
     """clean N(x, sigma^2) + (1 - clean) attack: the regression MIX is `weighted(0.4)`."""
 
-    def make(config: RunConfig, data: Prepared) -> Channel:
-        attacked = _attack(config, data, steps=steps, sigma=config.sigma)
-        return (
-            attacked if clean == 0 else Mixture([clean, 1 - clean], [Noise(config.sigma), attacked])
-        )
+    def attacked(config: RunConfig, data: Prepared) -> Channel:
+        return _attack(config, data, sigma=config.sigma)
 
-    return make
+    return attacked if clean == 0 else mixed(clean, attacked)
 
 
 def prior_over_eps(config: RunConfig, data: Prepared) -> Channel:
@@ -172,8 +154,7 @@ DEFENSES: dict[str, Defense] = {
     ),
     "OS": Defense("one-step attack plus noise", {"defense": "os"}),
     "OS50": Defense(
-        "half noisy identity, half one-step attack plus noise (SM-5)",
-        channel=mixed(0.5, noisy_attack),
+        "half noisy identity, half one-step attack plus noise (SM-5)", channel=weighted(0.5)
     ),
     "MIX": Defense(
         "0.4 noisy identity, 0.6 one-step attacks on several losses plus noise", {"defense": "mix"}
@@ -194,12 +175,12 @@ DEFENSES: dict[str, Defense] = {
         purify=Purify("online", 1.5, num_reference=60_000),
     ),
     "AT": Defense(
-        "point estimate, half clean, half one-step attack", {"posterior": "point"}, deterministic(1)
+        "point estimate, half clean, half one-step attack", {"posterior": "point"}, deterministic()
     ),
     "multi-step AT": Defense(
         f"point estimate, half clean, half {_MULTI_STEP}-step PGD",
         {"posterior": "point"},
-        deterministic(_MULTI_STEP),
+        deterministic(steps=_MULTI_STEP),
     ),
     "PGD channel": Defense(
         f"{_MULTI_STEP}-step PGD at eps 2 plus noise",

@@ -175,10 +175,8 @@ def trained_run(config: RunConfig, place: Path) -> Trained:
     if (place / "config.toml").is_file():
         run = Run.open(place)
         if run.config != config:
-            raise ConfigError(
-                f"out: wanted a new folder or one of this demo, got {place} with another "
-                f"configuration"
-            )
+            wanted = "out: wanted a new folder or one of this demo"
+            raise ConfigError(f"{wanted}, got {place} with another configuration")
         with run.lock():
             if run.status != "trained":
                 train(run)
@@ -258,18 +256,15 @@ class _Teller:
 
         head, rows = ("", "clean", *evaluation.attacks, "worst case"), []
         for predictor in (*SETTINGS, PURIFIED):
-            attacked = [_accuracy(evaluation, predictor, attack) for attack in evaluation.attacks]
+            measured = [
+                f"{evaluation.estimate('accuracy', predictor, *place).value:.3f}"
+                if Cell(predictor, *place) in evaluation.cells
+                else ""
+                for place in (("clean", 0.0), *((attack, EPS) for attack in evaluation.attacks))
+            ]
             worst = evaluation.estimate("accuracy", predictor, "worst", EPS)
-            clean = f"{evaluation.estimate('accuracy', predictor, 'clean').value:.3f}"
             interval = f"{worst.value:.3f} [{worst.low:.3f}, {worst.high:.3f}]"
-            rows.append((predictor, clean, *attacked, interval))
+            rows.append((predictor, *measured, interval))
         title = f"Accuracy on {evaluation.config['num']} test images, L2, eps = {EPS:g}"
         grid = Grid(head, rows, title, right=range(1, len(head)))
         Console(width=None if sys.stdout.isatty() else 120).print(grid.rich())
-
-
-def _accuracy(evaluation: Evaluation, predictor: str, attack: str) -> str:
-    measured = Cell(predictor, attack, EPS) in evaluation.cells
-    return (
-        f"{evaluation.estimate('accuracy', predictor, attack, EPS).value:.3f}" if measured else ""
-    )

@@ -65,11 +65,8 @@ def run(
         raise InputError(
             f"rows must be among {', '.join(experiment.rows)}, got {', '.join(unknown)}"
         )
-    wanted = [
-        (row, seed)
-        for seed in (range(experiment.seeds) if seeds is None else seeds)
-        for row in chosen
-    ]
+    numbers = range(experiment.seeds) if seeds is None else seeds
+    wanted = [(row, seed) for seed in numbers for row in chosen]
     with store.Lock(folder):
         done = set(finished(folder))
         left = [unit for unit in wanted if again or key_of(*unit) not in done]
@@ -117,10 +114,16 @@ def work(spec: Spec, folder: Path, models: Path, row: str, seed: int) -> float:
 
 def packed(records: Sequence[Record]) -> bytes:
     """JSON lines, compressed; the same records give the same bytes."""
-    lines = "".join(
-        json.dumps(each, separators=(",", ":"), allow_nan=False) + "\n" for each in records
-    )
-    return gzip.compress(lines.encode(), 9, mtime=0)
+    lines = [json.dumps(each, separators=(",", ":"), allow_nan=False) + "\n" for each in records]
+    return _compressed([line.encode() for line in lines])
+
+
+def _compressed(lines: Sequence[bytes]) -> bytes:
+    return gzip.compress(b"".join(lines), 9, mtime=0)
+
+
+def _lines(path: Path) -> list[bytes]:
+    return gzip.decompress(path.read_bytes()).splitlines(keepends=True)
 
 
 class UnitsFailedError(AdvBayesError, ChildProcessError):
@@ -179,12 +182,8 @@ class Cluster:
     """As jobs of a scheduler, by submitit: `slurm`, or `local` processes of the same kind."""
 
     def __init__(self, kind: str, folder: Path) -> None:
-        try:
+        with checks.extra("--cluster needs submitit", "scale"):
             submitit = importlib.import_module("submitit")
-        except ModuleNotFoundError:
-            raise ModuleNotFoundError(
-                "--cluster needs submitit: pip install 'advbayes[scale]'"
-            ) from None
         self.jobs: list[Any] = []
         self.executor = submitit.AutoExecutor(folder=folder, cluster=kind)
         self.executor.update_parameters(timeout_min=24 * 60, name="advbayes")
@@ -272,23 +271,19 @@ def collect(folder: Path, spec: Spec, experiment: Experiment) -> None:
     units = finished(folder)
     records: dict[str, list[bytes]] = {}
     if (folder / RECORDS).is_file():
-        for line in gzip.decompress((folder / RECORDS).read_bytes()).splitlines(keepends=True):
+        for line in _lines(folder / RECORDS):
             each = json.loads(line)
             records.setdefault(key_of(each["row"], each["seed"]), []).append(line)
     parts = sorted((folder / "parts").glob("*.json"))
     for path in parts:
         about: Any = store.read_document(path)
-        lines = gzip.decompress(path.with_suffix(".jsonl.gz").read_bytes()).splitlines(
-            keepends=True
-        )
-        records[key_of(about["row"], about["seed"])] = lines
+        records[key_of(about["row"], about["seed"])] = _lines(path.with_suffix(".jsonl.gz"))
     order = {row: index for index, row in enumerate(experiment.rows)}
     names = sorted(
         units, key=lambda name: (order.get(units[name]["row"], len(order)), units[name]["seed"])
     )
-    whole = gzip.compress(b"".join(line for name in names for line in records[name]), 9, mtime=0)
+    whole = _compressed([line for name in names for line in records[name]])
     store.write_bytes(folder / RECORDS, whole)
-    seconds = round(sum(unit["seconds"] for unit in units.values()), 1)
     manifest = {
         "experiment": spec.name,
         "preset": spec.preset,
@@ -296,7 +291,7 @@ def collect(folder: Path, spec: Spec, experiment: Experiment) -> None:
         **record(),
         "commits": sorted({unit["commit"] for unit in units.values()}),
         "seeds": sorted({unit["seed"] for unit in units.values()}),
-        "seconds": seconds,
+        "seconds": round(sum(unit["seconds"] for unit in units.values()), 1),
         "versions": store.versions(),
         "spec": spec.to_json(),
         "units": {name: units[name] for name in names},
@@ -321,15 +316,13 @@ class Board:
 
     def begin(self, row: str, seed: int) -> None:
         self.running[row, seed] = time.monotonic()
-        if not self.quiet and sys.stderr.isatty():
+        if self.live is None and not self.quiet and sys.stderr.isatty():
             from rich.console import Console
             from rich.live import Live
 
-            if self.live is None:
-                self.live = Live(
-                    console=Console(stderr=True), get_renderable=self._table, refresh_per_second=1
-                )
-                self.live.start()
+            screen = Console(stderr=True)
+            self.live = Live(console=screen, get_renderable=self._table, refresh_per_second=1)
+            self.live.start()
 
     def done(self, row: str, seed: int, seconds: float) -> None:
         del self.running[row, seed]
@@ -344,13 +337,10 @@ class Board:
 
     def _table(self) -> Any:
         num = len(self.left) - len(self.seconds) - len(self.running)
-        mean = sum(self.seconds) / len(self.seconds) if self.seconds else 0.0
-        guess = (
-            f", about {mean * num / max(1, len(self.running)) / 60:.0f} min" if self.seconds else ""
-        )
-        rows = [
-            (row, seed, f"{time.monotonic() - began:.0f}")
-            for (row, seed), began in self.running.items()
-        ]
-        title = f"{self.name}: {num} of {self.total} waiting{guess}"
+        title = f"{self.name}: {num} of {self.total} waiting"
+        if self.seconds:
+            mean = sum(self.seconds) / len(self.seconds)
+            title += f", about {mean * num / max(1, len(self.running)) / 60:.0f} min"
+        now = time.monotonic()
+        rows = [(*unit, f"{now - began:.0f}") for unit, began in self.running.items()]
         return Grid(("row", "seed", "seconds"), rows, title).rich()

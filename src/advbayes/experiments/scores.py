@@ -89,6 +89,14 @@ class Scores:
         """The manifest's line of the row's first unit."""
         return next(unit for unit in self.manifest["units"].values() if unit["row"] == row)
 
+    def of(self, row: str) -> list[dict[str, Any]]:
+        """The records of a row."""
+        return [each for each in self.records if each["row"] == row]
+
+    def mean(self, metric: str, row: str, cell: Cell) -> float:
+        """Over all seeds of the row."""
+        return self.summary(metric, row, cell).mean
+
     def losses(self, metric: str, row: str, seed: int, cell: Cell) -> Array:
         """One number for each example, before the mean; of `worst` that of the worst attack."""
         if cell.attack == "worst":

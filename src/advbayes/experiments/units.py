@@ -61,6 +61,7 @@ from advbayes.training import fit
 from advbayes.types import Attack, Channel, Predictor
 
 Record = dict[str, Any]
+Measured = tuple[list[Record], dict[str, Any]]  # records, and what the manifest says of the unit
 _NAMES = {"PGD1": "pgd1", "PGD": "pgd", "PGD+": "pgd_plus", "ENT": "ent", "strong": "strong"}
 OFFICIAL_SPLIT = ("mnist", "fashion-mnist", "cifar10")
 _COLUMNS = {
@@ -90,30 +91,25 @@ class Unit:
         )
 
 
-def run_unit(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
+def run_unit(unit: Unit) -> Measured:
     """The unit's records, and its line of the manifest."""
     began, worked = time.perf_counter(), time.process_time()
     torch.set_num_threads(1)
     records, info = MEASURES[unit.experiment.measure](unit)
-    config = {
-        key: value
-        for key, value in unit.config.model_dump(mode="json").items()
-        if value is not None
-    }
+    config = unit.config.model_dump(mode="json", exclude_none=True)
     spent = {
         "seconds": round(time.perf_counter() - began, 1),
         "processor_seconds": round(time.process_time() - worked, 1),
     }
     about = {"config": config, **spent, "commit": record()["commit"], **info}
-    return [{"row": unit.row, "seed": unit.seed, **_rounded(each)} for each in records], about
-
-
-def _rounded(values: Mapping[str, Any]) -> Record:
-    """Six digits: what a table can show, at half the size."""
-    return {
-        key: float(f"{value:.6g}") if isinstance(value, float) else value
-        for key, value in values.items()
-    }
+    rounded = [  # to six digits: what a table can show, at half the size
+        {
+            key: float(f"{value:.6g}") if type(value) is float else value
+            for key, value in each.items()
+        }
+        for each in records
+    ]
+    return [{"row": unit.row, "seed": unit.seed, **each} for each in rounded], about
 
 
 # --- Data ---------------------------------------------------------------------------------------
@@ -124,7 +120,7 @@ def _loaded(
     data: str, target: str | None, task: str | None, root: str | None, seed: int
 ) -> Prepared:
     values = {"data": data, "target": target, "task": task, "root": root, "seed": seed}
-    return prepare(make_config({key: value for key, value in values.items() if value is not None}))
+    return prepare(make_config(values))
 
 
 @lru_cache(maxsize=4)
@@ -138,25 +134,20 @@ def prepared(
     """The data in the units that eps is meant in, targets standardised; and the held-out fifth of
     the training rows."""
     data = _loaded(config.data, config.target, config.task, config.root, config.seed)
-    if units != "standardised":
-        raw = data.dataset
-        low, high = raw.x_train.amin(0), raw.x_train.amax(0)
-        shift, scale = (
-            (low, (high - low).clamp_min(1e-12))
-            if units == "min-max"
-            else (torch.zeros_like(low), torch.ones_like(low))
-        )
-        data = replace(
-            data, x_train=(raw.x_train - shift) / scale, x_test=(raw.x_test - shift) / scale
-        )
+    x_train, x_test = data.dataset.x_train, data.dataset.x_test
+    if units == "raw":
+        data = replace(data, x_train=x_train, x_test=x_test)
+    elif units == "min-max":
+        low, high = x_train.amin(0), x_train.amax(0)
+        span = (high - low).clamp_min(1e-12)
+        data = replace(data, x_train=(x_train - low) / span, x_test=(x_test - low) / span)
     held_out = None
     if validation:
         train, other = split_rows(len(data.x_train), seed=config.seed)
         held_out = replace(data, x_test=data.x_train[other], y_test=data.y_train[other])
         data = replace(data, x_train=data.x_train[train], y_train=data.y_train[train])
-    return replace(
-        data, x_train=data.x_train[: config.num_train], y_train=data.y_train[: config.num_train]
-    ), held_out
+    num = config.num_train
+    return replace(data, x_train=data.x_train[:num], y_train=data.y_train[:num]), held_out
 
 
 def test_rows(data: Prepared, num: int) -> tuple[Tensor, Tensor]:
@@ -174,19 +165,16 @@ def predictor(unit: Unit, data: Prepared) -> tuple[Predictor, dict[str, Any]]:
     if defense.reference is not None:
         return defense.reference(data, unit.seed), {}
     model, posterior, info = trained(unit, data)
-    if defense.purify is None:
-        return PosteriorPredictive(
-            model, thetas_of(posterior, unit.experiment.thetas, unit.seed)
-        ), info
     how = defense.purify
-    index = torch.randperm(
-        len(data.x_train), generator=generator_for(unit.seed, "experiments/reference")
-    )[: how.num_reference]
+    if how is None:
+        thetas = thetas_of(posterior, unit.experiment.thetas, unit.seed)
+        return PosteriorPredictive(model, thetas), info
+    generator = generator_for(unit.seed, "experiments/reference")
+    index = torch.randperm(len(data.x_train), generator=generator)[: how.num_reference]
     reference = data.x_train[index], data.y_train[index]
     thetas = thetas_of(posterior, how.num_thetas, unit.seed)
-    return Purifier(
-        model, Noise(how.sigma), thetas, reference, how.update, posterior=posterior
-    ), info
+    channel = Noise(how.sigma)
+    return Purifier(model, channel, thetas, reference, how.update, posterior=posterior), info
 
 
 def _channel(unit: Unit, data: Prepared) -> tuple[Channel, ChannelELBO]:
@@ -194,17 +182,6 @@ def _channel(unit: Unit, data: Prepared) -> tuple[Channel, ChannelELBO]:
     channel, objective = build_defense(unit.config, data)
     make = unit.what.defense.channel
     return channel if make is None else make(unit.config, data), objective
-
-
-def _fresh(unit: Unit, data: Prepared) -> FreshPredictive:
-    """Thetas drawn anew at every call."""
-    model, posterior, _ = trained(unit, data)
-    return FreshPredictive(
-        model,
-        posterior,
-        unit.experiment.thetas,
-        generator=generator_for(unit.seed, "experiments/fresh"),
-    )
 
 
 def trained(unit: Unit, data: Prepared) -> tuple[BayesianModel, Posterior, dict[str, Any]]:
@@ -215,31 +192,24 @@ def trained(unit: Unit, data: Prepared) -> tuple[BayesianModel, Posterior, dict[
     text = f"{config!r} {channel!r} {objective!r} {unit.what.units} {len(data.x_train)}"
     key = hashlib.sha256(text.encode()).hexdigest()[:20]
     place = None if unit.models is None else unit.models / key
-    info: dict[str, Any] = {"model": key}
+    info: Any
     if place is not None and place.exists():
         tensors, documents = store.read_bundle(place)
         posterior.load_state_dict(tensors["posterior"])
-        before: Any = documents["trained"]
-        info |= before
+        info = documents["trained"]
     else:
         began = time.perf_counter()
         result = fit_run(config, data, model, posterior, channel, objective, progress=False)
-        seconds = round(time.perf_counter() - began, 1)
-        info |= {
+        info = {
             "trained_at": record()["commit"],
-            "training_seconds": seconds,
+            "training_seconds": round(time.perf_counter() - began, 1),
             "steps": result.steps,
             "skipped": result.skipped,
         }
         if place is not None:
             place.parent.mkdir(parents=True, exist_ok=True)
-            state = {name: value.detach().clone() for name, value in posterior.state_dict().items()}
-            store.write_bundle(
-                place,
-                {"posterior": state},
-                {"trained": {k: v for k, v in info.items() if k != "model"}},
-            )
-    return model, posterior, info
+            store.write_bundle(place, {"posterior": posterior.state_dict()}, {"trained": info})
+    return model, posterior, {"model": key, **info}
 
 
 def attacks_on(unit: Unit, data: Prepared, ball: L2, predict: Predictor) -> dict[str, Attack]:
@@ -279,7 +249,7 @@ def _adaptive(purified: Purifier, ball: L2, steps: int) -> tuple[Attack, ...]:
 # --- Measures -----------------------------------------------------------------------------------
 
 
-def _attacked(unit: Unit) -> tuple[Iterator[Record] | list[Record], dict[str, Any]]:
+def _attacked(unit: Unit) -> Measured:
     """Clean and under every attack at every radius, on every split."""
     experiment, config = unit.experiment, unit.config
     data, held_out = prepared(config, unit.what.units, validation="validation" in experiment.splits)
@@ -289,9 +259,8 @@ def _attacked(unit: Unit) -> tuple[Iterator[Record] | list[Record], dict[str, An
     for split in experiment.splits:
         part = held_out if split == "validation" else data
         assert part is not None
-        records += _scored(
-            unit, predict, test_rows(part, experiment.num_test), attacks, data, {"split": split}
-        )
+        rows = test_rows(part, experiment.num_test)
+        records += _scored(unit, predict, rows, attacks, data, split)
     if data.dataset.task == "regression":
         raw = data.dataset.y_train
         info |= {"y_sd": float(raw.std(correction=0)), "y_range": float(raw.max() - raw.min())}
@@ -311,7 +280,7 @@ def _scored(
     rows: tuple[Tensor, Tensor],
     attacks: Mapping[str, Attack],
     data: Prepared,
-    more: Mapping[str, Any],
+    split: str,
 ) -> Iterator[Record]:
     with warnings.catch_warnings():
         # A constant and a forest have no gradient, and eps 2 of min-max units is beyond the data:
@@ -329,11 +298,11 @@ def _scored(
     columns = _COLUMNS[data.dataset.task]
     for each in result.records():
         if each["predictor"] == "predict":
-            kept = {key: each[key] for key in ("attack", "eps", "index")}
-            yield {**more, **kept, **{column: each[column] for column in columns if column in each}}
+            kept = ("attack", "eps", "index", *columns)
+            yield {"split": split, **{key: each[key] for key in kept if key in each}}
 
 
-def _selective(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
+def _selective(unit: Unit) -> Measured:
     """Known images under PGD+, foreign ones under a PGD that lowers the entropy."""
     experiment, config = unit.experiment, unit.config
     data, _ = prepared(config)
@@ -341,17 +310,15 @@ def _selective(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
     ball = L2(experiment.radii[-1], box=data.box)
     known = test_rows(data, experiment.num_test)
     foreign = _images()[: len(known[0])]
-    inside: dict[str, Attack] = {"both": make_attack("pgd_plus", ball, steps=experiment.steps)}
-    outside: dict[str, Attack] = {
-        "both": PGD(ball, stages=((ByLoss(certainty), experiment.steps),))
-    }
-    records = list(_scored(unit, predict, known, inside, data, {"split": "known"}))
     nobody = torch.zeros(len(foreign), dtype=torch.long)
-    records += _scored(unit, predict, (foreign, nobody), outside, data, {"split": "foreign"})
+    inside = make_attack("pgd_plus", ball, steps=experiment.steps)
+    outside = PGD(ball, stages=((ByLoss(certainty), experiment.steps),))
+    records = [*_scored(unit, predict, known, {"both": inside}, data, "known")]
+    records += _scored(unit, predict, (foreign, nobody), {"both": outside}, data, "foreign")
     return records, info
 
 
-def _certified(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
+def _certified(unit: Unit) -> Measured:
     """Certified radii of the Bayesian vote under the noise of training: every draw has a theta of
     its own."""
     experiment, config = unit.experiment, unit.config
@@ -375,7 +342,7 @@ def _certified(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
     return records, {**info, "sigma": config.sigma, "draws": draws, "alpha": 0.001}
 
 
-def _timed(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
+def _timed(unit: Unit) -> Measured:
     """100 training steps (first ten dropped) with and without MIX; 100 answers of the predictive
     and of onPure."""
     config = unit.config
@@ -386,20 +353,15 @@ def _timed(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
         chosen = config.model_copy(update={**DEFENSES[kind].settings})
         model, posterior = build_model(chosen, data)
         channel, objective = build_defense(chosen, data)
+        rows, steps = (data.x_train, data.y_train), repeats + 10
         result = fit(
-            model,
-            posterior,
-            channel,
-            (data.x_train, data.y_train),
-            objective=objective,
-            steps=repeats + 10,
-            progress=False,
+            model, posterior, channel, rows, objective=objective, steps=steps, progress=False
         )
         seconds = result.history["seconds"]
-        steps = [1e3 * (after - before) for before, after in pairwise(seconds[9:])]
         name = "standard training" if kind == "BL" else "robust training"
         records += [
-            {"what": name, "index": index, "ms": value} for index, value in enumerate(steps)
+            {"what": name, "index": index, "ms": 1e3 * (after - before)}
+            for index, (before, after) in enumerate(pairwise(seconds[9:]))
         ]
         if kind == "BL":
             thetas = thetas_of(posterior, 5, unit.seed)
@@ -413,13 +375,12 @@ def _timed(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
                     began = time.perf_counter()
                     with torch.no_grad():
                         predict(x)
-                    records.append(
-                        {"what": label, "index": index, "ms": 1e3 * (time.perf_counter() - began)}
-                    )
+                    taken = 1e3 * (time.perf_counter() - began)
+                    records.append({"what": label, "index": index, "ms": taken})
     return records, {}
 
 
-def _pictured(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
+def _pictured(unit: Unit) -> Measured:
     """Images and class probabilities, clean and under each attack; pixels in hexadecimal."""
     experiment, config = unit.experiment, unit.config
     data, _ = prepared(config)
@@ -433,24 +394,15 @@ def _pictured(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
         with torch.no_grad():
             prediction: Any = predict(moved)
         probs: Tensor = prediction.probs
+        pixels = (255 * moved.clamp(0, 1)).round().to(torch.uint8).flatten(1)
         for index in range(len(x)):
-            pixels = bytes(
-                (255 * moved[index].clamp(0, 1)).round().to(torch.uint8).flatten().tolist()
-            ).hex()
             shown = [float(f"{p:.4f}") for p in probs[index].tolist()]
-            records.append(
-                {
-                    "attack": name,
-                    "index": index,
-                    "y": int(y[index]),
-                    "probs": shown,
-                    "pixels": pixels,
-                }
-            )
+            about = {"attack": name, "index": index, "y": int(y[index]), "probs": shown}
+            records.append({**about, "pixels": bytes(pixels[index].tolist()).hex()})
     return records, info
 
 
-def _audited(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
+def _audited(unit: Unit) -> Measured:
     """The audit at tier standard, one record a check; the control is a point estimate of the same
     net on clean data.
 
@@ -460,26 +412,21 @@ def _audited(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
     experiment, config = unit.experiment, unit.config
     data, _ = prepared(config)
     predict, info = predictor(unit, data)
-    control_row = {
-        "control": Row(Defense("", {"defense": "none", "posterior": "point"}), unit.what.settings)
-    }
-    control, _ = predictor(
-        replace(unit, experiment=replace(experiment, rows=control_row), row="control"), data
-    )
+    undefended = Defense("", {"defense": "none", "posterior": "point"})
+    rows_of_control = {"control": Row(undefended, unit.what.settings)}
+    of_control = replace(experiment, rows=rows_of_control)
+    control, _ = predictor(replace(unit, experiment=of_control, row="control"), data)
+    model, posterior, _ = trained(unit, data)
+    generator = generator_for(unit.seed, "experiments/fresh")
     place = None if unit.models is None else unit.models / "baseline"
-    baseline = (
-        load_trained(place).predict(experiment.thetas)
-        if place is not None and place.exists()
-        else None
-    )
+    baseline = None
+    if place is not None and place.exists():
+        baseline = load_trained(place).predict(experiment.thetas)
     ball = L2(experiment.radii[-1], box=data.box)
     rows = test_rows(data, experiment.num_test)
-    scaling = data.scaling
-    threat = (
-        ThreatModel(units="raw")
-        if scaling is None
-        else ThreatModel(units="standardised", scale=scaling.std)
-    )
+    threat = ThreatModel(units="raw")
+    if data.scaling is not None:
+        threat = ThreatModel(units="standardised", scale=data.scaling.std)
     with TemporaryDirectory() as folder:
         evaluate(
             predict,
@@ -499,33 +446,22 @@ def _audited(unit: Unit) -> tuple[list[Record], dict[str, Any]]:
                 baseline=baseline,
                 dataset=config.data,
                 evaluation=folder,
-                fresh=_fresh(unit, data),
+                fresh=FreshPredictive(model, posterior, experiment.thetas, generator=generator),
                 channel=_channel(unit, data)[0],
                 training=(data.x_train, data.y_train),
             ),
             seed=unit.seed,
             progress=False,
         )
+    kept = ("title", "status", "mandatory", "advice")
     records = [
-        {
-            "check": each.id,
-            "title": each.title,
-            "status": each.status,
-            "mandatory": each.mandatory,
-            "advice": each.advice,
-        }
-        for each in verdict.findings
+        {"check": each.id, **{name: vars(each)[name] for name in kept}} for each in verdict.findings
     ]
-    return records, {
-        **info,
-        "level": verdict.level,
-        "verdict": verdict.line(),
-        "summary": dict(verdict.summary),
-    }
+    said = {"level": verdict.level, "verdict": verdict.line(), "summary": dict(verdict.summary)}
+    return records, {**info, **said}
 
 
-Measure = Callable[[Unit], tuple[Any, dict[str, Any]]]
-MEASURES: dict[str, Measure] = {
+MEASURES: dict[str, Callable[[Unit], Measured]] = {
     "attacked": _attacked,
     "selective": _selective,
     "certified": _certified,
