@@ -516,8 +516,8 @@ SECOND = (
     Bug(
         "a first look counts checks that did not run as passed",
         "report/telling.py",
-        "meaning = FIRST_LOOK.format(passed=len(passed), missing=len(not_run))",
-        "meaning = FIRST_LOOK.format(passed=len(checks), missing=len(not_run))",
+        "meaning = words.FIRST_LOOK.format(passed=len(passed), missing=len(not_run))",
+        "meaning = words.FIRST_LOOK.format(passed=len(checks), missing=len(not_run))",
         "test_report test_readback",
     ),
 )
@@ -733,8 +733,8 @@ THIRD = (
     Bug(
         "a bundle's predictor always averages 20 thetas",
         "store/bundle.py",
-        "thetas = thetas_of(self.posterior, num, key)",
-        "thetas = thetas_of(self.posterior, 20, key)",
+        "thetas = thetas_of(self.posterior, num, key if",
+        "thetas = thetas_of(self.posterior, 20, key if",
         "test_store_model test_store_bundle test_table_users",
     ),
     Bug(
@@ -828,8 +828,8 @@ THIRD = (
     Bug(
         "an NLL is converted to other units the wrong way round",
         "experiments/views.py",
-        'mean = mean * factor if metric == "rmse" else mean + math.log(factor)',
-        'mean = mean * factor if metric == "rmse" else mean - math.log(factor)',
+        'return factor * mean if metric == "rmse" else mean + math.log(factor)',
+        'return factor * mean if metric == "rmse" else mean - math.log(factor)',
         "test_experiments test_written_out test_docs_write",
     ),
     Bug(
@@ -843,8 +843,8 @@ THIRD = (
     Bug(
         "predicted standard deviations are shifted by the mean",
         "cli/predicting.py",
-        "        std = std * spread\n",
-        "        std = std * spread + shift\n",
+        "        std = std * scaling.target_std\n",
+        "        std = std * scaling.target_std + scaling.target_mean\n",
         "test_cli test_table_users test_readback test_options",
     ),
     Bug(
@@ -1044,8 +1044,8 @@ FOURTH = (
     Bug(
         "min-max units are those of the test rows",
         "experiments/units.py",
-        "low, high = raw.x_train.amin(0), raw.x_train.amax(0)",
-        "low, high = raw.x_test.amin(0), raw.x_test.amax(0)",
+        "low, high = x_train.amin(0), x_train.amax(0)",
+        "low, high = x_test.amin(0), x_test.amax(0)",
         "test_experiments",
     ),
     Bug(

@@ -67,19 +67,9 @@ def _root(
 
 
 COMMANDS: tuple[Callable[..., object], ...] = (
-    demo.demo,
-    train.train,
-    predict.predict,
-    attack.attack,
-    evaluate.evaluate,
-    audit.audit,
-    certify.certify,
-    report.report,
-    reproduce.reproduce,
-    reproduce.compare,
-    datasets.datasets,
-    show.show,
-    playground.playground,
+    *(demo.demo, train.train, predict.predict, attack.attack, evaluate.evaluate, audit.audit),
+    *(certify.certify, report.report, reproduce.reproduce, reproduce.compare),
+    *(datasets.datasets, show.show, playground.playground),
 )
 for command in COMMANDS:  # in the list of commands: the first sentence, on one line
     about = (inspect.getdoc(command) or "").partition("\n\n")[0].replace("\n", " ")
@@ -88,8 +78,8 @@ for command in COMMANDS:  # in the list of commands: the first sentence, on one 
 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse and run; the exit code."""
-    if argv is None:
-        warnings.showwarning = _warn
+    if argv is None:  # a library's warning as one line, without the source line that gave it
+        warnings.showwarning = lambda message, *_, **__: fault(f"warning: {message}")
     try:
         # the console program leaves at once until there is work
         words = list(sys.argv[1:] if argv is None else argv)
@@ -142,11 +132,6 @@ def _ranks(argv: Sequence[str]) -> Iterator[None]:
             silence = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(redirect_stdout(silence))
         yield
-
-
-def _warn(message: Warning | str, *_: object, **__: object) -> None:
-    """A library's warning as one line, without the source line that gave it."""
-    fault(f"warning: {message}")
 
 
 def memory_wanted(error: BaseException) -> str | None:

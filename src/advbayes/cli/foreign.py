@@ -115,11 +115,9 @@ def _predictor(made: Any, x: Tensor, y: Tensor, task: str) -> Predictor:
     match made:
         case nn.Module():
             made.eval()
-            return (
-                from_torch(made, "mean", scale=_rmse(made, x, y))
-                if regression
-                else from_torch(made)
-            )
+            if regression:
+                return from_torch(made, "mean", scale=_rmse(made, x, y))
+            return from_torch(made)
         case BaseEstimator():
             scale = _rmse(made.predict, x.numpy(), y) if regression else None
             return from_sklearn(made, scale=scale)

@@ -127,10 +127,9 @@ def _numbers(prediction: Any, trained: Trained, level: float) -> Columns:
     moments = prediction.mean.cpu(), prediction.variance.sqrt().cpu()
     mean, std, low, high = (value.reshape(len(value), -1) for value in (*moments, *edges))  # (B, D)
     scaling = trained.scaling
-    if scaling is not None and scaling.target_mean is not None and scaling.target_std is not None:
-        shift, spread = scaling.target_mean.reshape(-1), scaling.target_std.reshape(-1)
-        mean, low, high = (value * spread + shift for value in (mean, low, high))
-        std = std * spread
+    if scaling is not None and scaling.target_std is not None:
+        mean, low, high = (scaling.inverse_target(value) for value in (mean, low, high))
+        std = std * scaling.target_std
     names: Sequence[str] = trained.target_names
     if len(names) != mean.shape[1]:
         names = [f"y{index}" for index in range(mean.shape[1])]

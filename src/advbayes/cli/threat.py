@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from advbayes.checks import nearest
 from advbayes.cli.screen import usable
 from advbayes.runs.config import ATTACKS, ConfigError, parse_feature_eps
 
@@ -80,13 +81,10 @@ def check_names(names: Sequence[str]) -> None:
     ...
     advbayes.runs.config.ConfigError: attack: must be one of ..., got 'pdg'; did you mean 'pgd'?
     """
-    import difflib
-
     for name in names:
         if name not in ATTACKS:
-            near = difflib.get_close_matches(name, ATTACKS, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"attack: must be one of {', '.join(ATTACKS)}, got {name!r}{hint}")
+            known, hint = ", ".join(ATTACKS), nearest(name, ATTACKS)
+            raise ConfigError(f"attack: must be one of {known}, got {name!r}{hint}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -60,10 +59,8 @@ def _train(
         made = make_config({**values, **{key: parse(key, value) for key, value in flags.items()}})
         made = _with_files(made)
     else:
-        beside = [
-            flag for flag, value in (("--config", config), ("--out", out)) if value is not None
-        ]
-        if extra := [*beside, *map(_flag, flags)]:
+        beside = {"config": config, "out": out, **flags}
+        if extra := [_flag(key) for key, value in beside.items() if value is not None]:
             wanted = f"resume: goes on with the configuration in {resume}"
             raise ConfigError(f"{wanted}, got {', '.join(extra)} beside it")
     usable(device)  # last: torch, which has to be asked, takes seconds to load
@@ -169,10 +166,6 @@ def _option(*names: str, kind: Any = str | None, **settings: Any) -> Any:
     return Annotated[kind, typer.Option(*names, **settings)]
 
 
-def _completion(choices: Sequence[str]) -> Callable[[str], list[str]]:
-    return lambda incomplete: [choice for choice in choices if choice.startswith(incomplete)]
-
-
 def _key_option(key: str, panel: str) -> Any:
     """The flag of a key of the configuration."""
     field = RunConfig.model_fields[key]
@@ -189,7 +182,9 @@ def _key_option(key: str, panel: str) -> Any:
         return _option(names, kind=bool | None, **settings)
     words = [kind for kind in kinds if type(kind) is str]
     if choices := {"data": DATA_SETS, "network": NETWORKS}.get(key, words):
-        settings["autocompletion"] = _completion(choices)
+        settings["autocompletion"] = lambda incomplete: [  # typer knows it by this name
+            one for one in choices if one.startswith(incomplete)
+        ]
     metavars = {tuple: "LIST", float: "NUMBER", int: "N"}
     metavar = next((word for kind, word in metavars.items() if kind in kinds), "TEXT")
     if words:
@@ -202,22 +197,17 @@ def _command() -> Any:
     panel = {"rich_help_panel": "Run"}
     config = "A TOML file of these keys; flags override it"
     out = "New run folder (else runs/DATA-DEFENSE-N)"
+    resume = "Go on with a run, bit for bit"
     parameters: dict[str, tuple[Any, Any]] = {
         "config": (_option("--config", metavar="FILE", help=config, **panel), None),
         "out": (_option("--out", metavar="RUN", help=out, **panel), None),
-        "resume": (
-            _option("--resume", metavar="RUN", help="Go on with a run, bit for bit", **panel),
-            None,
-        ),
+        "resume": (_option("--resume", metavar="RUN", help=resume, **panel), None),
     }
     for title, keys in PANELS.items():
         parameters |= {key: (_key_option(key, title), None) for key in keys.split()}
-    parameters |= {
-        "trust_network": (Trust, False),
-        "json": (Json, False),
-        "device": (Device, "cpu"),
-    }
-    parameters["quiet"] = (_option("--quiet", kind=bool, help="No progress bar"), False)
+    quiet = _option("--quiet", kind=bool, help="No progress bar")
+    parameters |= {"trust_network": (Trust, False), "json": (Json, False)}
+    parameters |= {"device": (Device, "cpu"), "quiet": (quiet, False)}
 
     def train(**options: Any) -> int:
         return _train(**options)
