@@ -516,8 +516,8 @@ SECOND = (
     Bug(
         "a first look counts checks that did not run as passed",
         "report/telling.py",
-        "meaning = words.FIRST_LOOK.format(passed=len(passed), missing=len(not_run))",
-        "meaning = words.FIRST_LOOK.format(passed=len(checks), missing=len(not_run))",
+        "meaning = FIRST_LOOK.format(passed=len(passed), missing=len(not_run))",
+        "meaning = FIRST_LOOK.format(passed=len(checks), missing=len(not_run))",
         "test_report test_readback",
     ),
 )
@@ -1110,8 +1110,8 @@ FIFTH = (
     Bug(
         "units are chosen by a distance that may cancel",
         "experiments/views.py",
-        "abs(math.log(rmse(row, x, name, factor) / reported[row][name][0]))",
-        "math.log(rmse(row, x, name, factor) / reported[row][name][0])",
+        'abs(math.log(measured("rmse", row, x, name, factor) / mean))',
+        'math.log(measured("rmse", row, x, name, factor) / mean)',
         "test_experiments",
     ),
     Bug(
@@ -1208,15 +1208,15 @@ FIFTH = (
     Bug(
         "an attack that deflates the variance cannot be saved",
         "store/kinds.py",
-        "        attacks.inflate_variance,\n        attacks.deflate_variance,\n    )",
-        "        attacks.inflate_variance,\n    )",
+        "*(attacks.inflate_variance, attacks.deflate_variance),",
+        "attacks.inflate_variance,",
         "test_store_bundle test_store_files test_store_model",
     ),
     Bug(
         "tensors of the most dimensions allowed are refused",
         "store/tensors.py",
-        "value.dtype in _DTYPES and value.ndim <= MAX_DIMS:",
-        "value.dtype in _DTYPES and value.ndim < MAX_DIMS:",
+        "dtype in _DTYPES and num <= MAX_DIMS",
+        "dtype in _DTYPES and num < MAX_DIMS",
         "test_store_bundle test_store_files",
     ),
     Bug(
@@ -1334,8 +1334,8 @@ FIFTH = (
     Bug(
         "checkpoints are ten times rarer",
         "runs/config.py",
-        'Field(description="Steps between checkpoints")] = 200',
-        'Field(description="Steps between checkpoints")] = 2000',
+        'Field(200, description="Steps between checkpoints")',
+        'Field(2000, description="Steps between checkpoints")',
         "test_config test_runs test_options",
     ),
     Bug(
