@@ -90,25 +90,20 @@ def to_autoattack(
     not exist, so that APGD-CE, FAB and Square remain.
 
     >>> from advbayes import Linf
-    >>> to_autoattack(
-    ...     lambda x: CategoricalDistribution(logits=x), Linf(0.1, box=(0, 1)), 5
-    ... ).norm  # doctest: +SKIP
+    >>> predict = lambda x: CategoricalDistribution(logits=x)
+    >>> to_autoattack(predict, Linf(0.1, box=(0, 1)), 5).norm  # doctest: +SKIP
     'Linf'
     """
     checks.count("num_classes", num_classes, low=2)
-    if (
-        not isinstance(ball, (L2, Linf))
-        or ball.scale is not None
-        or ball.mask is not None
-        or not _is_unit(ball.box)
-    ):
+    plain = isinstance(ball, (L2, Linf)) and ball.scale is None and ball.mask is None
+    if not plain or not _is_unit(ball.box):
         raise checks.InputError(
             f"ball must be L2 or Linf with box=(0, 1) and neither scale nor mask for AutoAttack, "
             f"got {ball}"
         )
     from pyautoattack import AutoAttack
 
-    arguments = {
+    arguments: dict[str, Any] = {
         "norm": "L2" if isinstance(ball, L2) else "Linf",
         "eps": ball.eps,
         "seed": seed,
@@ -116,11 +111,8 @@ def to_autoattack(
     }
     module = PredictorModule(predict, num_classes=num_classes, ndim=4)
     if num_classes < 4:
-        attack = AutoAttack(
-            module, version="custom", attacks=["apgd-ce", "fab", "square"], **arguments
-        )
-    else:
-        attack = AutoAttack(module, version=version, **arguments)
+        arguments["attacks"], version = ["apgd-ce", "fab", "square"], "custom"
+    attack = AutoAttack(module, version=version, **arguments)
     for part in (attack.apgd_targeted, attack.fab):
         part.n_target_classes = min(9, num_classes - 1)
     return attack
@@ -147,9 +139,8 @@ def to_art(
     >>> to_art(lambda x: CategoricalDistribution(logits=x), (3,), 3).nb_classes  # doctest: +SKIP
     3
     """
-    module = PredictorModule(predict, num_classes=num_classes)
     shared = {
-        "model": module,
+        "model": PredictorModule(predict, num_classes=num_classes),
         "input_shape": tuple(input_shape),
         "clip_values": box,
         "device_type": device,

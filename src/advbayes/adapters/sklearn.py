@@ -50,7 +50,7 @@ def from_sklearn(estimator: Any, *, scale: float | None = None, data: Any = None
         return Scaled(predictor, *front, last.thetas_.dtype, last.event_shape)
     frame = _frame_of(None if data is None else data[0])
     if hasattr(estimator, "classes_"):
-        net = None if front is None else _classifier(estimator, last, *front)
+        net = None if front is None else _net(estimator, last, front)
         if net is not None:
             return FunctionPredictor(net, "probs" if isinstance(net, _Calibrated) else "logits")
         if hasattr(estimator, "predict_proba"):
@@ -69,7 +69,7 @@ def from_sklearn(estimator: Any, *, scale: float | None = None, data: Any = None
             f"it is taken; got neither"
         )
     scale = rmse_of(estimator, *data) if scale is None else scale
-    net = None if front is None else _regressor(estimator, last, *front)
+    net = None if front is None else _net(estimator, last, front)
     if net is not None:
         return FunctionPredictor(net, "mean", scale)
     return FunctionPredictor(lambda x: estimator.predict(frame(x)), "mean", scale, True)
@@ -135,9 +135,8 @@ class Scaled:
     """A predictor of scaled rows, asked in raw units: predict(weight * x + bias).
 
     >>> from torch.distributions import Categorical
-    >>> Scaled(lambda z: Categorical(logits=z), torch.tensor(2.0), torch.tensor(1.0))(
-    ...     torch.tensor([[0.0, 1.0]])
-    ... ).logits.exp()
+    >>> doubled = Scaled(lambda z: Categorical(logits=z), torch.tensor(2.0), torch.tensor(1.0))
+    >>> doubled(torch.tensor([[0.0, 1.0]])).logits.exp()
     tensor([[0.1192, 0.8808]])
     """
 
@@ -212,13 +211,17 @@ def _apart(estimator: Any) -> tuple[Any, tuple[Tensor, Tensor] | None]:
     return estimator[-1], (torch.as_tensor(weight), torch.as_tensor(bias))
 
 
-def _affine(last: Any, weight: Tensor, bias: Tensor) -> nn.Linear | None:
-    """coef_ and intercept_ of the last step, in raw units, in float64."""
+def _affine(last: Any, weight: Tensor, bias: Tensor, *, logits: bool = False) -> nn.Linear | None:
+    """coef_ and intercept_ of the last step, in raw units, in float64; with `logits`, one decision
+    d becomes two, -d/2 and d/2."""
     coef, intercept = getattr(last, "coef_", None), getattr(last, "intercept_", None)
     if not isinstance(coef, np.ndarray) or intercept is None or coef.ndim > 2:
         return None
     own = torch.tensor(np.atleast_2d(coef), dtype=torch.float64)  # (O, D)
     shift = torch.tensor(np.atleast_1d(intercept), dtype=torch.float64)
+    if logits and len(own) == 1:
+        half = torch.tensor([-0.5, 0.5], dtype=torch.float64)
+        own, shift = half.unsqueeze(1) * own, half * shift
     layer = nn.Linear(own.shape[1], own.shape[0], dtype=torch.float64).requires_grad_(False)
     layer.weight.copy_(own * weight)
     layer.bias.copy_((own * bias).sum(1) + shift)
@@ -240,36 +243,24 @@ def _agrees(net: nn.Module, says: Callable[[Array], Any], front: tuple[Tensor, T
     return np.allclose(ours.reshape(wanted.shape), wanted, rtol=1e-6, atol=1e-8)
 
 
-def _regressor(estimator: Any, last: Any, weight: Tensor, bias: Tensor) -> nn.Module | None:
-    layer = _affine(last, weight, bias)
-    agrees = layer is not None and _agrees(layer, estimator.predict, (weight, bias))
-    return layer if agrees else None
-
-
-def _classifier(estimator: Any, last: Any, weight: Tensor, bias: Tensor) -> nn.Module | None:
-    """The net whose outputs are the estimator's, if it is linear and agrees with it."""
-    if hasattr(last, "calibrated_classifiers_"):
-        net: nn.Module | None = _calibrated(last, weight, bias)
-        says = estimator.predict_proba
-        return net if net is not None and _agrees(net, says, (weight, bias)) else None
-    layer = _affine(last, weight, bias)
-    if layer is None:
+def _net(estimator: Any, last: Any, front: tuple[Tensor, Tensor]) -> nn.Module | None:
+    """The net whose outputs are the estimator's, if it is linear (or calibrated by sigmoids) and
+    agrees with it."""
+    calibrated = hasattr(last, "calibrated_classifiers_")
+    is_classifier = hasattr(estimator, "classes_")
+    net: nn.Module | None = _affine(last, *front, logits=is_classifier)
+    if calibrated:
+        net = _calibrated(last, *front)
+    if net is None:
         return None
-    if layer.out_features == 1:  # p = sigmoid(d): logits -d/2 and d/2
-        both = nn.Linear(layer.in_features, 2, dtype=torch.float64).requires_grad_(False).eval()
-        half = torch.tensor([[-0.5], [0.5]], dtype=torch.float64)
-        both.weight.copy_(half * layer.weight)
-        both.bias.copy_(half[:, 0] * layer.bias)
-        layer = both
-    if hasattr(estimator, "predict_proba"):
-        same = _agrees(
-            nn.Sequential(layer, nn.Softmax(-1)), estimator.predict_proba, (weight, bias)
-        )
+    if not is_classifier:
+        same = _agrees(net, estimator.predict, front)
+    elif hasattr(estimator, "predict_proba"):
+        probs = net if calibrated else nn.Sequential(net, nn.Softmax(-1))
+        same = _agrees(probs, estimator.predict_proba, front)
     else:
-        same = _agrees(
-            layer, lambda x: _two_columns(estimator.decision_function(x)), (weight, bias)
-        )
-    return layer if same else None
+        same = _agrees(net, lambda x: _two_columns(estimator.decision_function(x)), front)
+    return net if same else None
 
 
 class _Calibrated(nn.Module):
@@ -322,10 +313,8 @@ class _Decisions:
     _seen: list[int] = field(default_factory=lambda: [0, 0], repr=False)
 
     def __post_init__(self) -> None:
-        if (
-            getattr(self.estimator, "decision_function_shape", None) == "ovo"
-            and len(self.estimator.classes_) > 2
-        ):
+        pairwise = getattr(self.estimator, "decision_function_shape", None) == "ovo"
+        if pairwise and len(self.estimator.classes_) > 2:
             raise checks.InputError(
                 "estimator must give one decision value for each class, got "
                 "decision_function_shape='ovo' (one for each pair): "
@@ -342,18 +331,15 @@ class _Decisions:
             )
         if self._seen[0] < self.rows:
             part = slice(0, self.rows - self._seen[0])
-            own, ours = (
-                np.asarray(self.estimator.predict(self.frame(x[part]))),
-                classes[decision[part].argmax(1)],
-            )
+            own = np.asarray(self.estimator.predict(self.frame(x[part])))
+            ours = classes[decision[part].argmax(1)]
             self._seen[0] += len(own)
             self._seen[1] += int((own != ours).sum())
             if self._seen[1] > 1 + 0.1 * self._seen[0]:
                 raise checks.InputError(
-                    "the largest of the estimator's decision values must be at the class that it "
-                    "predicts, got another on "
-                    f"{self._seen[1]} of {self._seen[0]} examples: are they pairwise "
-                    f"(decision_function_shape='ovo')?"
+                    f"the largest of the estimator's decision values must be at the class that it "
+                    f"predicts, got another on {self._seen[1]} of {self._seen[0]} examples: are "
+                    f"they pairwise (decision_function_shape='ovo')?"
                 )
         return decision
 

@@ -151,9 +151,8 @@ class Transfer:
     `rank` is as in `Suite`: absent, it follows what the attack wants.
 
     >>> from advbayes import L2, one_step
-    >>> gentle, steep = (
-    ...     lambda x, a=a: torch.distributions.Normal(a * x[:, 0], 1.0) for a in (1, 2)
-    ... )
+    >>> gentle = lambda x: torch.distributions.Normal(x[:, 0], 1.0)
+    >>> steep = lambda x: torch.distributions.Normal(2 * x[:, 0], 1.0)
     >>> Transfer(one_step(L2(0.5)), (steep,))(gentle, torch.ones(1, 1), torch.zeros(1))
     tensor([[1.5000]])
     """

@@ -27,9 +27,8 @@ class Claim:
     the one that is scored. Seeds, config and code make it re-scorable; `test_size` and `test_hash`
     (`data_hash(x, y)`) of the whole test set say whether the examples are all of it or a selection.
 
-    >>> Claim({"PGD": torch.zeros(2, 3)}, correct={"PGD": torch.tensor([True, False])}).accuracy(
-    ...     "PGD"
-    ... )
+    >>> claim = Claim({"PGD": torch.zeros(2, 3)}, correct={"PGD": torch.tensor([True, False])})
+    >>> claim.accuracy("PGD")
     0.5
     """
 

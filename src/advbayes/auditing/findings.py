@@ -35,11 +35,9 @@ class Finding:
     def line(self) -> str:
         """One line of text."""
         figures = ", ".join(f"{name} = {_shown(value)}" for name, value in self.figures.items())
-        said = f"{self.title}{': ' + figures if figures else ''}"
-        return (
-            f"{self.id:<4} {_SIGN[self.status]:<8} "
-            f"{said}{'. ' + self.advice if self.advice else ''}"
-        )
+        said = f"{self.title}: {figures}" if figures else self.title
+        advice = f". {self.advice}" if self.advice else ""
+        return f"{self.id:<4} {_SIGN[self.status]:<8} {said}{advice}"
 
     def json(self) -> dict[str, Any]:
         """A dictionary that JSON can hold."""
@@ -62,9 +60,8 @@ class Verdict:
     `certified`: a certificate that the audit confirmed (see `auditing.certificate`). `notes` name
     what a reader should know of the data: duplicate rows, a clean accuracy of exactly 1.
 
-    >>> Verdict(
-    ...     (Finding("E1", "feasible", "passed"), Finding("E2", "null attack", "not run"))
-    ... ).level
+    >>> findings = Finding("E1", "feasible", "passed"), Finding("E2", "null attack", "not run")
+    >>> Verdict(findings).level
     'D'
     """
 
@@ -112,12 +109,10 @@ class Verdict:
 
     def __getitem__(self, id: str) -> Finding:
         """The finding of one check, by its id."""
-        for finding in self.findings:
-            if finding.id == id:
-                return finding
-        raise KeyError(
-            f"no check {id!r}; there are {', '.join(finding.id for finding in self.findings)}"
-        )
+        by_id = {finding.id: finding for finding in self.findings}
+        if id not in by_id:
+            raise KeyError(f"no check {id!r}; there are {', '.join(by_id)}")
+        return by_id[id]
 
     def sentence(self) -> str:
         """The level in plain words.
@@ -160,9 +155,8 @@ class Verdict:
     def text(self) -> str:
         """All findings, one line each, and the level."""
         head = ", ".join(f"{name} {_shown(value)}" for name, value in self.summary.items())
-        return "\n".join(
-            [*([head] if head else []), *(finding.line() for finding in self.findings), self.line()]
-        )
+        lines = [head] if head else []
+        return "\n".join([*lines, *(finding.line() for finding in self.findings), self.line()])
 
     __str__ = text
 

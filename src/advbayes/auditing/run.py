@@ -112,9 +112,8 @@ def audit(
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> from advbayes import L2
     >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
-    >>> verdict = audit(
-    ...     predict, (x, (x[:, 0] < 0).long()), ball=L2(0.5), tier="quick", only=("E1", "E2", "E9")
-    ... )
+    >>> data = x, (x[:, 0] < 0).long()
+    >>> verdict = audit(predict, data, ball=L2(0.5), tier="quick", only=("E1", "E2", "E9"))
     >>> verdict.level, verdict["E1"].status, verdict["E1"].figures["infeasible"]
     ('D', 'passed', 0)
     """
@@ -218,9 +217,8 @@ def audit_records(
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> from advbayes import L2
     >>> x = torch.linspace(-1, 1, 40).unsqueeze(1)
-    >>> audit_records(
-    ...     (x, (x[:, 0] < 0).long()), {"PGD": x + 3}, predict=predict, ball=L2(0.5), only=("E1",)
-    ... ).failed
+    >>> data, far = (x, (x[:, 0] < 0).long()), {"PGD": x + 3}
+    >>> audit_records(data, far, predict=predict, ball=L2(0.5), only=("E1",)).failed
     ('E1',)
     """
     # Claim makes tensors of arrays

@@ -26,9 +26,7 @@ PUBLISHED = {("MNIST", "L2", 2.0): (0.992, 0.692)}
 class Baseline:
     """A recorded result of a published adversarial-training recipe, trained and attacked here.
 
-    >>> Baseline(
-    ...     "MNIST", "L2", 2.0, 0.99, 0.68, 1000, "four convolutions", "PGD, 20 steps", "0a1b2c3"
-    ... ).worst
+    >>> Baseline("MNIST", "L2", 2.0, 0.99, 0.68, 1000, "a net", "PGD, 20 steps", "0a1b2c3").worst
     0.68
     """
 
@@ -55,11 +53,10 @@ class Baseline:
         """Read a record from JSON; what it lacks is named."""
         document = json.loads(Path(path).read_text())
         names = [each.name for each in fields(Baseline)]
-        absent = ["everything"]
-        if isinstance(document, dict):
-            absent = [name for name in names if name not in document]
-        if absent:
-            raise checks.InputError(f"a baseline record must say {', '.join(absent)}, got {path}")
+        said = document if isinstance(document, dict) else {}
+        if absent := [name for name in names if name not in said]:
+            everything = "everything" if len(absent) == len(names) else ", ".join(absent)
+            raise checks.InputError(f"a baseline record must say {everything}, got {path}")
         return Baseline(**{name: document[name] for name in names})
 
     def is_of(self, dataset: str, ball: Ball) -> bool:

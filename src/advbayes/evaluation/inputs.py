@@ -218,11 +218,9 @@ def softmaxed_twice(
     often than they say.
 
     >>> certain = torch.eye(3).repeat(40, 1)
-    >>> (
-    ...     softmaxed_twice(certain.log_softmax(1), torch.arange(3).repeat(40)),
-    ...     softmaxed_twice((9 * certain).log_softmax(1), torch.arange(3).repeat(40)),
-    ... )
-    (True, False)
+    >>> y = torch.arange(3).repeat(40)
+    >>> [softmaxed_twice((k * certain).log_softmax(1), y) for k in (1, 9)]
+    [True, False]
     """
     log_probs = log_probs.double()
     num, num_classes = log_probs.shape

@@ -80,9 +80,8 @@ class Evaluation:
     >>> from advbayes.evaluation import evaluate
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
     >>> data = torch.tensor([[2.0], [-0.3]]), torch.tensor([0, 1])
-    >>> evaluate(predict, data, attacks={"PGD": pgd(L2(1.0), steps=5)}).estimate(
-    ...     "accuracy", attack="worst"
-    ... ).value
+    >>> report = evaluate(predict, data, attacks={"PGD": pgd(L2(1.0), steps=5)})
+    >>> report.estimate("accuracy", attack="worst").value
     0.5
     """
 
@@ -145,20 +144,14 @@ class Evaluation:
 
     def radii_of(self, predictor: str, attack: str = WORST) -> list[float | None]:
         """The budgets at which a predictor was attacked (`worst`: by any attack), as evaluated."""
-        return list(
-            dict.fromkeys(
-                cell.eps
-                for cell in self.cells
-                if cell.predictor == predictor
-                and cell.attack != CLEAN
-                and attack in (WORST, cell.attack)
-            )
-        )
+        cells = [cell for cell in self._attacked(predictor) if attack in (WORST, cell.attack)]
+        return list(dict.fromkeys(cell.eps for cell in cells))
+
+    def _attacked(self, predictor: str) -> list[Cell]:
+        return [cell for cell in self.cells if cell.predictor == predictor and cell.attack != CLEAN]
 
     def _at(self, predictor: str, eps: float | None) -> list[Cell]:
-        here = (predictor, eps)
-        cells = self.cells
-        return [c for c in cells if (c.predictor, c.eps) == here and c.attack != CLEAN]
+        return [cell for cell in self._attacked(predictor) if cell.eps == eps]
 
     def shown(self, predictor: str) -> list[Cell]:
         """The rows of a predictor in a table: clean, then at each radius every attack and the

@@ -285,11 +285,9 @@ def _blocks(
     num: int,
     batch_size: int,
 ) -> list[Block]:
-    cells: list[tuple[str, str, float | None]] = []
-    for name in predictors:
-        cells.append((name, CLEAN, 0.0))
-        cells += [(name, attack, eps) for attack, eps in jobs]
-    cells += [(name, CLEAN, 0.0) for name in trivial]
+    clean = (CLEAN, 0.0)
+    cells = [(name, *job) for name in predictors for job in (clean, *jobs)]
+    cells += [(name, *clean) for name in trivial]
     parts = product(cells, batches(num, batch_size))
     return [
         Block(number, name, attack, eps, rows.start, rows.stop)

@@ -44,15 +44,8 @@ class Certificates:
     ) -> Tensor:  # (R,)
         """The certified-accuracy curve: the share of inputs certified right at each radius.
 
-        >>> certificates = Certificates(
-        ...     torch.tensor([0, 1, -1]),
-        ...     torch.tensor([0.3, 0.7, 0.0]),
-        ...     torch.ones(3),
-        ...     0.5,
-        ...     0.001,
-        ...     1,
-        ...     1,
-        ... )
+        >>> classes, radii = torch.tensor([0, 1, -1]), torch.tensor([0.3, 0.7, 0.0])
+        >>> certificates = Certificates(classes, radii, torch.ones(3), 0.5, 0.001, 1, 1)
         >>> certificates.accuracy(torch.tensor([0, 1, 1]), [0.0, 0.5])
         tensor([0.6667, 0.3333], dtype=torch.float64)
         """
@@ -80,13 +73,9 @@ def certify(
     theta with every noise, so the Bayesian vote is certified.
 
     >>> from torch.distributions import Categorical
-    >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
-    >>> found = certify(
-    ...     Smoothed(predict, 0.5),
-    ...     torch.tensor([[1.0, 0.0]]),
-    ...     n=1000,
-    ...     generator=torch.Generator().manual_seed(0),
-    ... )
+    >>> smoothed = Smoothed(lambda x: Categorical(logits=torch.cat([x, -x], 1)), 0.5)
+    >>> seeded = torch.Generator().manual_seed(0)
+    >>> found = certify(smoothed, torch.ones(1, 1), n=1000, generator=seeded)
     >>> int(found.classes), bool(0.5 < found.radii < 1.0)
     (0, True)
     """
@@ -99,13 +88,10 @@ def certify(
     for start in range(0, len(x), batch):
         part = x[start : start + batch]
         guess = smoothed.votes(part, n0, generator=generator).argmax(-1)
-        votes = (
-            smoothed.votes(part, n, generator=generator).gather(1, guess.unsqueeze(1)).squeeze(1)
-        )
+        votes = smoothed.votes(part, n, generator=generator)
+        for_guess = votes.gather(1, guess.unsqueeze(1)).squeeze(1).tolist()
         classes.append(guess)
-        lower += [
-            clopper_pearson(vote, n, level=1 - alpha, side="lower")[0] for vote in votes.tolist()
-        ]
+        lower += [clopper_pearson(k, n, level=1 - alpha, side="lower")[0] for k in for_guess]
     bounds = torch.tensor(lower, dtype=torch.float64, device=x.device)
     quantile = NormalDist().inv_cdf
     radii = [smoothed.sigma * quantile(bound) if bound > 0.5 else 0.0 for bound in lower]

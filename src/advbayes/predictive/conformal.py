@@ -25,11 +25,10 @@ def conformal_quantile(scores: Tensor, level: float) -> float:
     """The ceil((n + 1) level)-th smallest of n scores, infinity where there are too few: P(new
     score <= it) >= level.
 
-    >>> (
-    ...     conformal_quantile(torch.tensor([3.0, 1.0, 2.0, 4.0]), 0.75),
-    ...     conformal_quantile(torch.tensor([1.0]), 0.9),
-    ... )
-    (4.0, inf)
+    >>> conformal_quantile(torch.tensor([3.0, 1.0, 2.0, 4.0]), 0.75)
+    4.0
+    >>> conformal_quantile(torch.tensor([1.0]), 0.9)
+    inf
     """
     checks.number("level", level, low=0, high=1, open_low=True, open_high=True)
     rank = math.ceil(round((len(scores) + 1) * level, 9))
@@ -119,10 +118,8 @@ def conformal_sets(
     """Sets of classes that contain y with probability >= `level`: the score is 1 - p(y).
 
     >>> predict = lambda x: Categorical(probs=torch.tensor([[0.7, 0.2, 0.1]]).expand(len(x), 3))
-    >>> sets = conformal_sets(
-    ...     predict, (torch.zeros(9, 1), torch.tensor([0] * 7 + [1, 1])), level=0.8
-    ... )
-    >>> sets(torch.zeros(1, 1))
+    >>> x, y = torch.zeros(9, 1), torch.tensor([0] * 7 + [1, 1])
+    >>> conformal_sets(predict, (x, y), level=0.8)(torch.zeros(1, 1))
     tensor([[ True,  True, False]])
     """
     x, y = _calibration(predict, data, attack, generator)

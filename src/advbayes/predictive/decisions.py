@@ -206,9 +206,7 @@ def decide(
     ball's. The least is searched for by projected ascent.
 
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
-    >>> worth = torch.tensor(
-    ...     [[1.0, 0.0], [-9.0, 0.0]]
-    ... )  # acting is worth 1 in class 0 and costs 9 in class 1
+    >>> worth = torch.tensor([[1.0, 0.0], [-9.0, 0.0]])  # acting: 1 in class 0, -9 in class 1
     >>> decide(predict, torch.tensor([[3.0], [0.5]]), worth)
     tensor([0, 1])
     >>> from advbayes import L2
@@ -257,9 +255,8 @@ def utility_under(
     """The mean utility of the decisions, on clean inputs or after an attack, with its interval.
 
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
-    >>> utility_under(
-    ...     predict, (torch.tensor([[1.0], [-1.0]]), torch.tensor([0, 0])), Choices(torch.eye(2))
-    ... ).value
+    >>> data = torch.tensor([[1.0], [-1.0]]), torch.tensor([0, 0])
+    >>> utility_under(predict, data, Choices(torch.eye(2))).value
     0.5
     """
     x, y = data

@@ -61,9 +61,8 @@ class FreshPredictive:
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, MeanField
     >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
-    >>> predict = FreshPredictive(
-    ...     model, MeanField(model, init_scale=0.5), 5, generator=torch.Generator().manual_seed(0)
-    ... )
+    >>> seeded = torch.Generator().manual_seed(0)
+    >>> predict = FreshPredictive(model, MeanField(model, init_scale=0.5), 5, generator=seeded)
     >>> torch.equal(predict(torch.ones(1, 4)).probs, predict(torch.ones(1, 4)).probs)
     False
     """
