@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from advbayes import metrics
-from advbayes.attacks import loss_and_gradient, nll, one_step, squared_error, with_ball
+from advbayes.attacks import loss_and_gradient, nll, one_step, squared_error, succeeded, with_ball
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import score
 from advbayes.attacks.parts import losses_of, steps_of, with_eps, with_restarts, with_steps
@@ -189,27 +190,46 @@ def further(
     return overwritten(columns, worst([before, scores], case.task), rows)
 
 
+def doubled(
+    case: Case,
+    attacks: Mapping[str, Attack],
+    before: Columns,
+    what: str,
+    more: Callable[[Attack, int], Attack],
+    is_last: Callable[[int], bool],
+) -> tuple[int, float, Columns]:
+    """Twice as much of something, and twice as much again while that costs more than half a point:
+    the factor at the end, what its last doubling cost, and the scores that are left."""
+    factor = 1
+    while True:
+        factor *= 2
+        after = before
+        for name, attack in attacks.items():
+            after = further(case, f"{what} x{factor} {name}", more(attack, factor), after)
+        case.join(f"{what} x{factor}", after)
+        cost = case.value(before) - case.value(after)
+        if cost <= POINT + 1e-9 or is_last(factor):
+            return factor, cost, after
+        before = after
+
+
 @check("E6", "converged in steps", cost=lambda size: 2 * size.passes, attacks=True, calm=True)
 def converged_in_steps(case: Case) -> Finding:
     """E6: twice the steps cost at most half a point; an attack of the audit's own choosing is
     escalated first."""
-    if all(steps_of(attack) is None for attack in case.attacks.values()):
+    most = max(steps_of(attack) or 0 for attack in case.attacks.values())
+    if not most:
         return not_run("the attacks do not say how many steps they take")
+
+    def is_last(factor: int) -> bool:
+        return case.claim is not None or 2 * factor * most > case.budget.max_steps
+
     before = case.gradient()
-    attacks, factor = dict(case.attacks), 1
-    while True:
-        factor *= 2
-        after = before
-        for name, attack in case.attacks.items():
-            after = further(case, f"steps x{factor} {name}", with_steps(attack, factor), after)
-        cost = case.value(before) - case.value(after)
-        case.join(f"steps x{factor}", after)
-        steps = max((steps_of(attack) or 0) * factor for attack in case.attacks.values())
-        if cost <= POINT + 1e-9 or case.claim is not None or steps * 2 > case.budget.max_steps:
-            break
-        attacks = {name: with_steps(attack, factor) for name, attack in case.attacks.items()}
-        before = after
-    case.memory["converged attacks"] = attacks
+    factor, cost, after = doubled(case, case.attacks, before, "steps", with_steps, is_last)
+    case.memory["converged attacks"] = {
+        name: with_steps(attack, factor // 2) for name, attack in case.attacks.items()
+    }
+    steps = factor * most
     figures = {"cost": cost, "steps": steps // 2, case.label: case.value(after)}
     advice = "use more steps, or adaptive step sizes, until doubling changes nothing"
     return judged(cost > POINT + 1e-9, advice, **figures)
@@ -221,19 +241,11 @@ def converged_in_restarts(case: Case) -> Finding:
     given more of them first."""
     attacks: dict[str, Attack] = case.memory.get("converged attacks", case.attacks)
     before = case.gradient() if attacks is case.attacks or case.claim is not None else case.worst()
-    factor = 1
-    while True:
-        factor *= 2
-        after = before
-        for name, attack in attacks.items():
-            more = with_restarts(attack, factor)
-            after = further(case, f"restarts x{factor} {name}", more, after)
-        cost = case.value(before) - case.value(after)
-        case.join(f"restarts x{factor}", after)
-        last = not case.own_attacks or 2 * factor > case.budget.max_restarts
-        if cost <= POINT + 1e-9 or last:
-            break
-        before = after
+
+    def is_last(factor: int) -> bool:
+        return not case.own_attacks or 2 * factor > case.budget.max_restarts
+
+    factor, cost, _ = doubled(case, attacks, before, "restarts", with_restarts, is_last)
     advice = "use more restarts until doubling changes nothing"
     return judged(cost > POINT + 1e-9, advice, cost=cost, times=factor // 2)
 
@@ -312,20 +324,14 @@ def silent_success(case: Case) -> Finding:
                 for number, group in enumerate(groups)
             ]
         for spy, final in parts:
-            harmless = _harmless(case.target, final, spy.y).tolist()
+            with torch.no_grad():
+                harmless = (~succeeded(case.target(final), spy.y)).tolist()
             for seen, x_adv, missing in zip(spy.seen, final, harmless, strict=True):
                 watched += 1
                 returned = any(torch.equal(x_adv, point) for point in seen)
                 missed += bool(seen) and missing and not returned
     advice = "return the best iterate, not the last"
     return judged(missed > 0, advice, missed=missed, watched=watched)
-
-
-@torch.no_grad()
-def _harmless(predict: Predictor, x: Tensor, y: Tensor) -> Tensor:
-    prediction = predict(x)
-    assert predicts_classes(prediction)
-    return prediction.logits.argmax(-1) == y
 
 
 @check("E9", "usable gradients", cost=lambda size: 2)
