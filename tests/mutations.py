@@ -182,8 +182,8 @@ BUGS = (
     Bug(
         "an altered array passes",
         "evaluation/files.py",
-        "not block.array\n            or hashlib",
-        "True\n            or hashlib",
+        ".hexdigest() == block.array",
+        '.hexdigest() != ""',
         "test_evaluation_files",
     ),
     Bug(

@@ -30,7 +30,6 @@ from advbayes.auditing.findings import Finding, Verdict
 from advbayes.auditing.support import Support, named
 from advbayes.auditing.threat import ThreatModel, said_by
 from advbayes.evaluation.inputs import (
-    ASKED,
     Data,
     as_tensors,
     check_predictor,
@@ -329,7 +328,7 @@ def _case(
     rows = order[: budget.num].sort().values
     if claim is not None:  # the arrays are as they were scored
         rows, claim = torch.arange(len(x)), fitted(claim, x)
-    task = check_predictor(predict, x[rows][:256], y[rows][:256])
+    task = check_predictor(predict, x[rows], y[rows])
     if task == "classification":
         y = y.reshape(-1).long()
     else:  # in the shape of the predictions, so that (N, 1) never meets (N,)
@@ -364,7 +363,7 @@ def _case(
         budget=budget,
         attacks=chosen,
         threat_model=threat_model or ThreatModel(),
-        stochastic=is_stochastic(predict, x[rows][:ASKED]),
+        stochastic=is_stochastic(predict, x[rows]),
         own_attacks=own_attacks,
         black_box=blind and all(isinstance(attack, ANSWERS_ALONE) for attack in chosen.values()),
         copies=copies,

@@ -26,9 +26,8 @@ from advbayes.types import Predictor
 Task = Literal["classification", "regression"]
 Data = tuple[Any, Any] | DataLoader[Any]  # (x, y) of tensors or arrays, or batches of them
 
-
-# examples that a predictor is asked about twice: on few of them a coin may fall the same way
-ASKED = 64
+PROBE = 256  # examples that a predictor is tried on before anything starts
+TWICE = 64  # examples that it is asked about twice: on few a coin may fall the same way
 
 
 class UnitsWarning(UserWarning):
@@ -151,11 +150,11 @@ def _tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor:
 
 def check_predictor(
     predict: Predictor,
-    x: Tensor,  # (B, *event), a few examples
+    x: Tensor,  # (N, *event)
     y: Tensor,
     name: str = "predict",
 ) -> Task:
-    """The task of a predictor, after one call on a few examples; faults are named.
+    """The task of a predictor, after one call on the first examples; faults are named.
 
     >>> check_predictor(lambda x: x.softmax(1), torch.zeros(2, 3), torch.tensor([0, 1]))
     Traceback (most recent call last):
@@ -163,6 +162,7 @@ def check_predictor(
     advbayes.checks.InputTypeError: predict must return a torch Distribution over y, got a torch.float32 tensor of shape (2, 3) on cpu; wrap logits \
 as Categorical(logits=...), probabilities as Categorical(probs=...)
     """  # noqa: E501
+    x, y = x[:PROBE], y[:PROBE]
     with torch.no_grad():
         prediction = predict(x)
     if not isinstance(prediction, Distribution):
@@ -272,13 +272,13 @@ def warn_units(ball: Ball, x: Tensor, name: str) -> None:
 
 
 def is_stochastic(predict: Predictor, x: Tensor) -> bool:
-    """Whether two calls on the same inputs differ.
+    """Whether two calls on the first inputs differ.
 
     >>> is_stochastic(lambda x: torch.distributions.Categorical(logits=x), torch.zeros(2, 3))
     False
     """
     with torch.no_grad():
-        first, second = predict(x), predict(x)
+        first, second = predict(x[:TWICE]), predict(x[:TWICE])
     if predicts_classes(first) and predicts_classes(second):
         return not torch.equal(first.logits, second.logits)
     return not (

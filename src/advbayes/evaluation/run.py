@@ -34,7 +34,6 @@ from advbayes.attacks.suite import for_task
 from advbayes.evaluation.contents import contents_of
 from advbayes.evaluation.files import Block, Folder, data_hash, fingerprint
 from advbayes.evaluation.inputs import (
-    ASKED,
     Data,
     Task,
     as_radii,
@@ -53,8 +52,6 @@ from advbayes.metrics import constant, majority, uniform
 from advbayes.progress import Progress
 from advbayes.store import Lock, StoreError
 from advbayes.types import Attack, Loss, Predictor
-
-PROBE = 256  # examples that a predictor is tried on before anything starts
 
 
 def evaluate(
@@ -113,8 +110,7 @@ def evaluate(
         seen = y if train_y is None else as_targets("train_y", train_y)
         trivial = _trivial(predictors, task, x, seen)
         repeats = {
-            name: rescore if is_stochastic(each, x[:ASKED]) else 1
-            for name, each in predictors.items()
+            name: rescore if is_stochastic(each, x) else 1 for name, each in predictors.items()
         }
 
     def marks(each: Predictor, name: str = "") -> list[float]:
@@ -252,9 +248,7 @@ def _checked(predictors: Mapping[str, Predictor], x: Tensor, y: Tensor) -> Task:
         raise checks.InputError(
             "predict must be a predictor or a mapping of at least one, got none"
         )
-    tasks = {
-        name: check_predictor(each, x[:PROBE], y[:PROBE], name) for name, each in predictors.items()
-    }
+    tasks = {name: check_predictor(each, x, y, name) for name, each in predictors.items()}
     if len(set(tasks.values())) > 1:
         raise checks.InputError(f"predict must hold predictors of one task, got {tasks}")
     if any("/" in name for name in predictors):

@@ -14,7 +14,6 @@ from advbayes.attacks import PGD, ByLoss, certainty, pgd_plus
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import with_eps
 from advbayes.evaluation.inputs import (
-    ASKED,
     Data,
     Task,
     as_radii,
@@ -75,7 +74,7 @@ def selective_task(
     [1.0, 0.0]
     """
     x, y = as_tensors(inside, dtype_of(predict))
-    if check_predictor(predict, x[:256], y[:256]) != TASK:
+    if check_predictor(predict, x, y) != TASK:
         raise checks.InputTypeError("selective_task is about classes, got a regression predictor")
     foreign = as_tensors((outside, torch.zeros(len(outside))), dtype_of(predict))[0]
     if foreign.shape[1:] != x.shape[1:]:
@@ -93,7 +92,7 @@ def selective_task(
     outside_attack = (
         PGD(ball, stages=((ByLoss(certainty), 50),)) if outside_attack is None else outside_attack
     )
-    repeats = checks.count("rescore", rescore) if is_stochastic(predict, x[:ASKED]) else 1
+    repeats = checks.count("rescore", rescore) if is_stochastic(predict, x) else 1
     radii = (ball.eps,) if radii is None else as_radii(radii)
     nobody = torch.zeros_like(y)  # an outsider has no class; the entropy does not look at it
     parts = batches(num, checks.count("batch_size", batch_size))
