@@ -19,10 +19,8 @@ _HOMES = {
     "adapters": "from_function from_sklearn from_torch to_art to_autoattack to_foolbox",
     "attacks": (
         "APGD PGD DivergenceFrom HardLabel MarginTo MinimumNorm MultiStart RandomSearch Square "
-        "Suite Toward Transfer "
-        "certainty deflate_variance dlr entropy entropy_pgd inflate_variance lower_mean margin "
-        "nll one_step pgd "
-        "pgd_plus raise_mean squared_error strong_suite"
+        "Suite Toward Transfer certainty deflate_variance dlr entropy entropy_pgd inflate_variance "
+        "lower_mean margin nll one_step pgd pgd_plus raise_mean squared_error strong_suite"
     ),
     "auditing": "Claim Support ThreatModel Verdict audit audit_cost audit_records",
     "attacks.balls": "L2 Ball Linf",

@@ -258,9 +258,8 @@ def _exchange() -> Iterator[None]:
 
 def _lost(group: Ranks, why: str) -> str:
     return (
-        f"rank {group.rank} of {group.size} ends, for another one is gone or out "
-        f"of reach ({why}). What is on disk is whole: the same command, or --resume, goes on from "
-        f"it"
+        f"rank {group.rank} of {group.size} ends, for another one is gone or out of reach ({why}). "
+        f"What is on disk is whole: the same command, or --resume, goes on from it"
     )
 
 

@@ -90,8 +90,7 @@ class Categorical:
         if y.numel() and (int(y.min()) < 0 or int(y.max()) >= num_classes):
             raise checks.InputError(
                 f"y must hold class indices in [0, {num_classes - 1}] (the net has {num_classes} "
-                f"outputs), "
-                f"got values from {int(y.min())} to {int(y.max())}"
+                f"outputs), got values from {int(y.min())} to {int(y.max())}"
             )
         return y.long()
 

@@ -54,8 +54,7 @@ class BayesianModel:
             if p.dtype != first.dtype or p.device != first.device:
                 raise checks.InputTypeError(
                     f"net must keep its parameters in one dtype and on one device, got "
-                    f"{first.dtype} on {first.device} "
-                    f"and {p.dtype} on {p.device} ({name})"
+                    f"{first.dtype} on {first.device} and {p.dtype} on {p.device} ({name})"
                 )
         self.names = tuple(trainable)
         self.shapes = tuple(p.shape for p in trainable.values())
@@ -73,8 +72,7 @@ class BayesianModel:
     def __repr__(self) -> str:
         return (
             f"BayesianModel({type(self.net).__name__}, {self.likelihood}, "
-            f"prior_scale={self.prior_scale:g}, "
-            f"num_params={self.num_params})"
+            f"prior_scale={self.prior_scale:g}, num_params={self.num_params})"
         )
 
     def to(

@@ -44,9 +44,8 @@ class FunctionPredictor:
             if self.scale is None:
                 raise checks.InputError(
                     "scale must be given with kind='mean': the standard deviation of the errors, "
-                    "such as the RMSE on data that "
-                    "the function was not fitted to; likelihoods, CRPS and coverage rest on it, "
-                    "got None"
+                    "such as the RMSE on data that the function was not fitted to; likelihoods, "
+                    "CRPS and coverage rest on it, got None"
                 )
             checks.number("scale", self.scale, low=0, open_low=True)
         elif self.scale is not None:
@@ -57,11 +56,12 @@ class FunctionPredictor:
             x.detach().cpu().numpy() if self.numpy else _for_net(self.function, x)
         )
         if self.kind == "mean_and_scale":
-            if not isinstance(output, (tuple, list)) or len(output) != 2:
-                raise checks.InputTypeError(
-                    "function must give a pair (mean, scale) for this kind", got=output
-                )
-            mean, scale = (_tensor(part, x) for part in output)
+            match output:
+                case (mean, scale):
+                    mean, scale = _tensor(mean, x), _tensor(scale, x)
+                case _:
+                    wanted = "function must give a pair (mean, scale) for this kind"
+                    raise checks.InputTypeError(wanted, got=output)
             self._check(mean, x, 1)
             return _normal(_as(x, mean), _as(x, _scale_for(mean, scale)))
         scores = _tensor(output, x)
@@ -80,11 +80,8 @@ class FunctionPredictor:
     def _check(self, output: Tensor, x: Tensor, least: int) -> None:
         """Shape and finiteness always; what the numbers look like at the first call."""
         wanted = "(B, C) with C >= 2" if least == 2 else "(B,) or (B, D)"
-        if (
-            output.ndim not in (least, 2)
-            or len(output) != len(x)
-            or (least == 2 and output.shape[1] < 2)
-        ):
+        fits = output.ndim in (least, 2) and len(output) == len(x)
+        if not fits or (least == 2 and output.shape[1] < 2):
             raise checks.InputError(
                 f"function must give {self.kind} of shape {wanted} for x of shape {tuple(x.shape)}",
                 got=output,
@@ -118,10 +115,8 @@ def _scale_for(mean: Tensor, scale: Tensor) -> Tensor:
             f"the function's scale must be positive (standard deviations), got a smallest value "
             f"of {float(scale.min()):g}"
         )
-    if scale.shape != mean.shape and {tuple(scale.shape), tuple(mean.shape)} == {
-        (len(mean),),
-        (len(mean), 1),
-    }:
+    shapes = {tuple(scale.shape), tuple(mean.shape)}
+    if shapes == {(len(mean),), (len(mean), 1)}:
         return scale.reshape(mean.shape)  # (B,) and (B, 1) are the same, and never broadcast
     try:
         return scale.expand_as(mean)
@@ -157,8 +152,8 @@ def _looks_like(kind: str, scores: Tensor) -> None:
     elif float(scores.max()) > 1e-4 or bool((scores.logsumexp(1).abs() > 1e-3).any()):
         raise checks.InputError(
             f"the function's log_probs must be <= 0 with logsumexp 0, got a largest value of "
-            f"{float(scores.max()):g}: "
-            "pass kind='probs' for probabilities, kind='logits' for scores"
+            f"{float(scores.max()):g}: pass kind='probs' for probabilities, kind='logits' for "
+            f"scores"
         )
 
 
@@ -189,9 +184,8 @@ def from_torch(
     """
     checks.instance("net", net, nn.Module, "a torch.nn.Module")
     for name, layer in net.named_modules():
-        if layer.training and isinstance(
-            layer, (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
-        ):
+        differs = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+        if layer.training and isinstance(layer, differs):
             raise checks.InputError(
                 f"net must be in evaluation mode, got layer {name!r}: {layer} in training mode; "
                 f"call net.eval()"

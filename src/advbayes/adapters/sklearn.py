@@ -102,15 +102,14 @@ def with_estimators(predict: Any, data: Any, *others: Any) -> tuple[Any, Any, *t
             )
 
     def taken(named: Any) -> Any:
-        if named is None or isinstance(named, Tensor):
-            return named
-        if not isinstance(named, (tuple, list)) or len(named) != 2:
-            return _target(np.asarray(named), classes)
-        if any(isinstance(each, Tensor) for each in named):
-            return named
-        if hasattr(first, "as_tensors"):
-            return first.as_tensors(*named)
-        return torch.as_tensor(_numbers(named[0])), _target(np.asarray(named[1]), classes)
+        match named:
+            case None | Tensor() | (Tensor(), _) | (_, Tensor()):
+                return named
+            case (X, y) if hasattr(first, "as_tensors"):
+                return first.as_tensors(X, y)
+            case (X, y):
+                return torch.as_tensor(_numbers(X)), _target(np.asarray(y), classes)
+        return _target(np.asarray(named), classes)
 
     made = {
         name: from_sklearn(each, data=data) if is_estimator(each) else each

@@ -35,9 +35,8 @@ class NoGradientWarning(UserWarning):
 
 _BLIND = (
     "predict gives no gradient, so attacks that need one move at random: what they leave standing "
-    "says nothing. "
-    "Use attacks that ask for predictions (Square, HardLabel, RandomSearch) or Transfer from a "
-    "model with gradients"
+    "says nothing. Use attacks that ask for predictions (Square, HardLabel, RandomSearch) or "
+    "Transfer from a model with gradients"
 )
 _through: ContextVar[bool] = ContextVar("through", default=False)  # of this thread alone
 

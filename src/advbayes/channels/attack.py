@@ -82,8 +82,7 @@ class AttackChannel:
         if not torch.equal(starts.get_state(), before):
             raise checks.InputError(
                 f"{self} has no density: its attack is random throughout, and not by one start "
-                f"alone. "
-                "Purify by simulation (SimulatedPurifier), which only needs samples"
+                f"alone. Purify by simulation (SimulatedPurifier), which only needs samples"
             )
         num = len(centres)
         return GaussianDensity((-math.log(num),) * num, centres, (self.sigma,) * num)

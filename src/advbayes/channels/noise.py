@@ -56,6 +56,5 @@ def noise_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
 def refuse_dirac(channel: object) -> None:
     raise checks.InputError(
         f"{channel} has no density: with sigma = 0 all mass sits on single points. Give it noise "
-        f"(sigma > 0), or purify by "
-        "simulation, which only needs samples"
+        f"(sigma > 0), or purify by simulation, which only needs samples"
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,8 +102,8 @@ def quantile(prediction: Distribution, q: float) -> Tensor:  # (B,) or (B, D), t
         if math.prod(prediction.event_shape) != 1:
             raise InputTypeError(
                 f"the quantiles of {type(prediction).__name__} with "
-                f"{tuple(prediction.event_shape)} outputs are not "
-                "known: only Gaussians and mixtures of them may have several outputs"
+                f"{tuple(prediction.event_shape)} outputs are not known: only Gaussians and "
+                f"mixtures of them may have several outputs"
             )
         with contextlib.suppress(NotImplementedError):
             return prediction.icdf(torch.full_like(centre, q))
@@ -170,9 +170,7 @@ def interval(
     y, level = targets(prediction, y), confidence_level(level)
     low, high = quantile(prediction, 0.5 - 0.5 * level), quantile(prediction, 0.5 + 0.5 * level)
     shape = (len(y),) if y[0].numel() == 1 else y.shape
-    return Interval(
-        low.reshape(shape), high.reshape(shape), ((low <= y) & (y <= high)).reshape(shape)
-    )
+    return Interval(*(each.reshape(shape) for each in (low, high, (low <= y) & (y <= high))))
 
 
 def crps(
@@ -222,7 +220,12 @@ def _mean_abs(mean: Tensor, scale: Tensor) -> Tensor:
 def _sampled_crps(
     prediction: Distribution, y: Tensor, num: int, generator: torch.Generator | None
 ) -> Tensor:
-    with _drawing_from(generator):
+    # torch's distributions draw from the global stream alone: a seeded one, put back afterwards
+    stream: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if generator is not None:
+        seed = torch.randint(2**62, (), generator=generator, device=generator.device)
+        stream = GlobalStream(int(seed))
+    with stream:
         draws = prediction.sample((num,)).sort(0).values  # (M, B) or (M, B, D)
     finite("draws of the prediction", draws)
     # sum over pairs of |x_i - x_j| from the order statistics
@@ -230,15 +233,3 @@ def _sampled_crps(
     apart = torch.tensordot(rank, draws, dims=1) * 2 / (num * (num - 1))
     score: Tensor = (draws - y).abs().mean(0) - 0.5 * apart
     return score.reshape(len(y), -1).mean(1)
-
-
-@contextlib.contextmanager
-def _drawing_from(generator: torch.Generator | None) -> Iterator[None]:
-    """torch's distributions draw from the global stream alone: seed a copy of it and put it back
-    afterwards."""
-    if generator is None:
-        yield
-        return
-    seed = int(torch.randint(2**62, (), generator=generator, device=generator.device))
-    with GlobalStream(seed):
-        yield

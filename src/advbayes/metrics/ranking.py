@@ -50,10 +50,8 @@ def risk_coverage(
     """
     losses, confidence = _selection("losses", losses, confidence)
     risk = _risks(losses[None], confidence[None])[0]
-    num = len(risk)
-    return RiskCoverage(
-        tuple((k + 1) / num for k in range(num)), tuple(risk.tolist()), float(risk.mean())
-    )
+    coverage = tuple(k / len(risk) for k in range(1, len(risk) + 1))
+    return RiskCoverage(coverage, tuple(risk.tolist()), float(risk.mean()))
 
 
 def aurc(

@@ -148,8 +148,7 @@ class LoaderBatches:
         ):
             raise checks.InputError(
                 f"data must yield num_data = {self.num_data} examples in one pass, got "
-                f"{self._num_seen}"
-                f"{'' if is_whole else ' and more'}; give the right number by "
+                f"{self._num_seen}{'' if is_whole else ' and more'}; give the right number by "
                 f"objective=ChannelELBO(num_data)"
             )
 
@@ -217,8 +216,7 @@ def _length(loader: DataLoader[Any], num_data: int | None) -> tuple[int, float]:
         if num_data is None:
             raise checks.InputError(
                 "data must say how many examples a pass has, got a DataLoader over an iterable "
-                "data set, "
-                "or with a sampler of batches that does not; give the number by "
+                "data set, or with a sampler of batches that does not; give the number by "
                 "objective=ChannelELBO(num_data)"
             )
         num = num_data

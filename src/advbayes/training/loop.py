@@ -203,8 +203,7 @@ def fit(
                     has_warned = True
                     warnings.warn(
                         f"step {step + 1} was skipped: its bound is {taken.bound:g} and the norm "
-                        f"of its "
-                        f"gradient {taken.norm:g}. FitResult.skipped counts such steps",
+                        f"of its gradient {taken.norm:g}. FitResult.skipped counts such steps",
                         SkippedStepWarning,
                         stacklevel=3,
                     )
@@ -408,9 +407,8 @@ def _cause(
         "the gradient (the likelihood is finite; lower the learning rate)",
     )
     return (
-        f"{MAX_SKIPPED_IN_A_ROW} steps in a row gave a bound or gradient that is not finite, up "
-        f"to step {step + 1}; the cause is "
-        f"{cause}. The posterior is left at its last finite state"
+        f"{MAX_SKIPPED_IN_A_ROW} steps in a row gave a bound or gradient that is not finite, up to "
+        f"step {step + 1}; the cause is {cause}. The posterior is left at its last finite state"
     )
 
 
