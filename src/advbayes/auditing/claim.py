@@ -48,7 +48,7 @@ class Claim:
 
     def __post_init__(self) -> None:
         for name in ("x_adv", "correct", "log_prob"):
-            object.__setattr__(self, name, _tensors(name, getattr(self, name)))
+            object.__setattr__(self, name, _tensors(name, vars(self)[name]))
         if self.worst is not None:
             object.__setattr__(self, "worst", _tensor("worst", self.worst))
         if not self.x_adv:

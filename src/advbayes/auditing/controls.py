@@ -15,7 +15,7 @@ from advbayes import metrics
 from advbayes.attacks import pgd, with_ball
 from advbayes.attacks.balls import Ball
 from advbayes.auditing.case import Case, layers_of, num_thetas
-from advbayes.auditing.check import check, judged, not_applicable, not_run
+from advbayes.auditing.check import check, judged, no_attacks, not_applicable, not_run
 from advbayes.auditing.findings import Finding
 from advbayes.auditing.strength import SIGNIFICANT, breaks_more
 from advbayes.auditing.support import Baseline, Support, published_for, recorded_for
@@ -206,7 +206,7 @@ def credible_baseline(case: Case) -> Finding:
     if published is None:
         return _against_control(case, baseline)
     if not case.attacks_on(baseline):
-        return not_run("give the attacks, not only their arrays")
+        return no_attacks()
     clean = case.value(case.scored(case.x, "baseline clean", by=baseline))
     left = case.value(_left(case, baseline, case.ball))
     return _published(published, clean, left, examples=len(case.x), source="attacked here")

@@ -11,7 +11,7 @@ from advbayes import metrics
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import ball_of, family_of, loss_names
 from advbayes.auditing.case import Case, Frozen
-from advbayes.auditing.check import check, judged, not_applicable, not_run
+from advbayes.auditing.check import check, judged, no_attacks, not_applicable, not_run
 from advbayes.auditing.claim import Claim
 from advbayes.auditing.findings import Finding
 from advbayes.auditing.threat import said_by
@@ -319,7 +319,7 @@ def unseen_family(case: Case) -> Finding:
     if case.support.channel is None:
         return not_run("give Support(channel=...), the training's (Noise(0) for none)")
     if not case.attacks:
-        return not_run("give the attacks, not only their arrays")
+        return no_attacks()
     trained_on = _attacks_in(case.support.channel)
     seen, used = (
         {family for attack in attacks for family in family_of(attack)}

@@ -14,7 +14,7 @@ from advbayes.attacks import Square, margin, nll, with_ball
 from advbayes.attacks.parts import steps_of
 from advbayes.attacks.zeroth_order import ANSWERS_ALONE
 from advbayes.auditing.case import POINT, Case, Frozen, with_thetas
-from advbayes.auditing.check import check, judged, not_applicable, not_run
+from advbayes.auditing.check import check, judged, no_attacks, not_applicable, not_run
 from advbayes.auditing.findings import Finding
 from advbayes.auditing.strength import breaks_more
 from advbayes.types import Attack, Predictor
@@ -77,7 +77,7 @@ def transfer(case: Case) -> Finding:
     if not sources:
         return not_run("give Support(undefended=...) (--undefended RUN) or Support(siblings={...})")
     if not case.attacks:
-        return not_run("give the attacks, not only their arrays")
+        return no_attacks()
     direct = case.gradient()
     figures: dict[str, Any] = {"own attack": case.value(direct)}
     worse = []
@@ -108,7 +108,7 @@ def enough_thetas(case: Case) -> Finding:
     if not case.is_bayesian:
         return not_applicable("the predictor has no thetas")
     if not case.attacks:
-        return not_run("give the attacks, not only their arrays")
+        return no_attacks()
     if case.claim is not None and case.claim.through is not None:
         return _enough_in_claim(case)
     num = max(20, case.threat_model.attack_thetas or 20) if case.num_thetas is None else 20
@@ -175,7 +175,7 @@ def fixed_randomness(case: Case) -> Finding:
             figures["thetas truly known leave"] = case.value(fixed)
         return judged(True, advice, **figures)
     if not case.attacks:
-        return not_run("give the attacks, not only their arrays")
+        return no_attacks()
     blind = case.support.fresh
     if blind is None and case.stochastic:
         blind = case.predict

@@ -16,7 +16,7 @@ from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import score
 from advbayes.attacks.parts import losses_of, steps_of, with_eps, with_restarts, with_steps
 from advbayes.auditing.case import POINT, Case, overwritten
-from advbayes.auditing.check import check, judged, not_applicable, not_run
+from advbayes.auditing.check import check, judged, no_attacks, not_applicable, not_run
 from advbayes.auditing.findings import Finding
 from advbayes.evaluation.inputs import extent_of
 from advbayes.evaluation.measuring import batches
@@ -305,7 +305,7 @@ def silent_success(case: Case) -> Finding:
     if case.task == "regression":
         return not_applicable("regression has no success to miss")
     if not case.attacks:
-        return not_run("give the attacks, not only their arrays")
+        return no_attacks()
     first = torch.arange(min(len(case.x), 32))
     # Black boxes are asked about one example at a time: the number of inputs tells a probe from an
     # iterate.

@@ -105,8 +105,10 @@ def targets(
 
 
 def _is_categorical(prediction: Distribution) -> bool:
-    probs = getattr(prediction, "probs", None)
-    return isinstance(probs, Tensor) and tuple(prediction.event_shape) == () and probs.ndim == 2
+    match prediction:
+        case object(probs=Tensor(ndim=2), event_shape=()):
+            return True
+    return False
 
 
 def log_prob(
