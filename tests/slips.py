@@ -1383,8 +1383,8 @@ FIFTH = (
     Bug(
         "dropout in training mode is let through",
         "adapters/models.py",
-        "layer, (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)",
-        "layer, nn.modules.batchnorm._BatchNorm",
+        "(nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)",
+        "(nn.modules.batchnorm._BatchNorm,)",
         "test_adapters",
     ),
     Bug(
