@@ -27,6 +27,7 @@ from sklearn.svm import SVC, LinearSVC
 from advbayes import L2, audit, evaluate, from_sklearn, nll, one_step, pgd
 from advbayes.attacks import RandomSearch, loss_and_gradient, margin
 from advbayes.auditing import Support, ThreatModel
+from advbayes.checks import InputError
 from advbayes.estimators import RobustClassifier, RobustRegressor
 from advbayes.evaluation import Evaluation
 
@@ -98,6 +99,14 @@ def test_what_is_not_affine_stays_a_black_box(fitted: Any) -> None:
     predict: Any = from_sklearn(fitted)
     assert predict.numpy
     assert not predict(torch.tensor(X, requires_grad=True)).logits.requires_grad
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_decisions_of_pairs_are_no_logits(front: str) -> None:
+    """Three classes have three pairs, and of a linear kernel each is affine in x."""
+    last = SVC(kernel="linear", decision_function_shape="ovo")
+    with pytest.raises(InputError, match="one decision value for each class"):
+        from_sklearn(behind(front, last).fit(X, THREE))
 
 
 def test_regressors() -> None:

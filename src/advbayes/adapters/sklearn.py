@@ -250,7 +250,7 @@ def _net(estimator: Any, last: Any, front: tuple[Tensor, Tensor]) -> nn.Module |
     net: nn.Module | None = _affine(last, *front, logits=is_classifier)
     if calibrated:
         net = _calibrated(last, *front)
-    if net is None:
+    if net is None or (is_classifier and _is_pairwise(last)):
         return None
     if not is_classifier:
         same = _agrees(net, estimator.predict, front)
@@ -312,8 +312,7 @@ class _Decisions:
     _seen: list[int] = field(default_factory=lambda: [0, 0], repr=False)
 
     def __post_init__(self) -> None:
-        pairwise = getattr(self.estimator, "decision_function_shape", None) == "ovo"
-        if pairwise and len(self.estimator.classes_) > 2:
+        if _is_pairwise(_apart(self.estimator)[0]):
             raise checks.InputError(
                 "estimator must give one decision value for each class, got "
                 "decision_function_shape='ovo' (one for each pair): "
@@ -341,6 +340,12 @@ class _Decisions:
                     f"they pairwise (decision_function_shape='ovo')?"
                 )
         return decision
+
+
+def _is_pairwise(last: Any) -> bool:
+    """Whether a classifier has a decision value for each pair of its classes, not for each class:
+    with three of them these are as many."""
+    return getattr(last, "decision_function_shape", None) == "ovo" and len(last.classes_) > 2
 
 
 def _two_columns(decision: Array) -> Array:
