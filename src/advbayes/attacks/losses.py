@@ -197,7 +197,7 @@ def certainty(prediction: Distribution, y: Tensor) -> Tensor:
 
 
 def raise_mean(prediction: Distribution, y: Tensor) -> Tensor:
-    """E[y], summed over outputs: regression pushed up whatever y is; `lower_mean` pushes down.
+    """E[y], summed over outputs: raises the prediction, whatever y is; `lower_mean` lowers it.
 
     >>> raise_mean(torch.distributions.Normal(torch.tensor([2.0]), 1.0), torch.zeros(1))
     tensor([2.])
@@ -438,8 +438,8 @@ class Exceeding(_Rowwise):
 
 @dataclass(frozen=True, eq=False)
 class MarginTo(_Rowwise):
-    """log p(c) - log p(y) for one chosen class c of each example: away from y, by way of c. Exact
-    on linear models.
+    """log p(c) - log p(y) for one chosen wrong class c of each example. Its ascent is exact on
+    linear models.
 
     >>> three = Categorical(logits=torch.tensor([[2.0, 0.0, 1.0]]))
     >>> MarginTo(torch.tensor([1]))(three, torch.tensor([0]))

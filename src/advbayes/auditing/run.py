@@ -97,15 +97,18 @@ def audit(
     """May the robustness of `predict` within `ball` be believed? Checks E0 to E30, each with its
     figure, and a level A to D.
 
-    A fitted scikit-learn estimator or pipeline is a predictor, too: data are then its (X, y), eps
-    is in the units of X. `attacks` (absent: the audit's own) are those whose numbers are to be
-    believed. `support` holds what helps: controls, a baseline, siblings, files; what a check needs
-    and is not there leaves it "not run". `claim` holds somebody's arrays and scores: then theirs
-    are judged, not ours. `certified` holds the certificates of a Smoothed predictor, one for each
-    example of `data`: they give level A where the audit confirms them.
-    `tier` says how much to spend. `only` picks checks by id; the others count as not run. Under a
-    process group (torchrun) the ranks share the attacks out, batch by batch, and all return the
-    verdict of one process.
+    - `predict` may be a fitted scikit-learn estimator or pipeline: `data` are then its (X, y), and
+      eps is in the units of X.
+    - `attacks`: the attacks to judge (absent: the audit chooses its own).
+    - `support`: controls, a baseline, siblings, files. A check that lacks what it needs is "not
+      run".
+    - `claim`: somebody's arrays and scores, to be judged in place of attacks run here.
+    - `certified`: the certificates of a Smoothed predictor, one for each example of `data`. They
+      give level A where the audit confirms them.
+    - `tier`: how much to spend. `only`: the ids of the checks to run; the others are "not run".
+
+    Under a process group (torchrun) the ranks share the attacks out, batch by batch, and all return
+    the verdict of one process.
 
     >>> from torch.distributions import Categorical
     >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))

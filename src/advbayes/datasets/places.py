@@ -117,7 +117,7 @@ def check_contents(
     if bad[0].decimals is not None:
         got = f"other numbers (file {got})"
     wanted = f"the published {file} of {source.homepage} (SHA-256 {bad[0].sha256})"
-    remedy = "Delete it and fetch it again, or pass verify=False to use it all the same."
+    remedy = "Delete it and fetch it again."
     raise DataError(where[file], wanted, got, f"{remedy} {source.hint}".strip())
 
 

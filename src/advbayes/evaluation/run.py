@@ -70,18 +70,19 @@ def evaluate(
 ) -> Evaluation:
     """Every predictor under every attack at every radius, scored example by example.
 
-    A fitted scikit-learn estimator or pipeline is a predictor, too: data are then its (X, y), eps
-    is in the units of X.
-    `radii` repeats each attack at each eps (security curves); by default each keeps its own.
-    Trivial predictors are added from `train_y` (absent: from y). A predictor whose answers differ
-    from call to call is scored `rescore` times at each final point. A loss that holds one entry for
-    each example holds it for the whole of the data. With `out`, records and adversarial arrays are
-    on disk before the next batch starts, and calling again with the same arguments resumes at the
-    first missing batch: randomness is keyed by (seed, predictor, attack, eps, batch). The records
-    name the SHA-256 of every array; a missing or altered one is computed anew, and refused if it is
-    not the same. Under a process group (torchrun) the ranks take the batches in turn, all return
-    the whole evaluation, and the first one alone writes: the files are those of one process, to the
-    byte.
+    - A predictor may be a fitted scikit-learn estimator or pipeline: `data` are then its (X, y),
+      and eps is in the units of X. One whose answers differ from call to call is scored `rescore`
+      times at each final point.
+    - `radii` repeats each attack at each eps (security curves); by default each keeps its own.
+    - Trivial predictors are added from `train_y` (absent: from y).
+    - A loss with one entry for each example has them for all of the data.
+    - With `out`, records and adversarial arrays are on disk before the next batch starts. The same
+      call resumes at the first missing batch: randomness is keyed by (seed, predictor, attack, eps,
+      batch). The records name the SHA-256 of every array; a missing or altered one is computed
+      anew, and refused if it is not the same.
+
+    Under a process group (torchrun) the ranks take the batches in turn, all return the whole
+    evaluation, and the first one alone writes: the files are those of one process, to the byte.
 
     >>> from torch.distributions import Categorical
     >>> from advbayes import L2, pgd
@@ -394,7 +395,7 @@ def _columns(records: Sequence[Mapping[str, Any]], task: Task) -> Columns:
 
 
 def load_evaluation(folder: str | os.PathLike[str]) -> Evaluation:
-    """The evaluation in a folder, from its records; a missing or altered array is refused, and an
+    """The evaluation that a folder holds. A missing or altered array is refused, and so is an
     evaluation that was not finished."""
     place = Folder(Path(folder))
     config = place.config()
@@ -429,10 +430,9 @@ def _loaded(place: Folder, config: dict[str, Any]) -> Evaluation:
 def rescore(
     folder: str | os.PathLike[str], predict: Predictor | Mapping[str, Predictor]
 ) -> Evaluation:
-    """The same table anew from the saved arrays: what was attacked is what is scored.
+    """Score the saved adversarial arrays again, without attacking: the table must not change.
 
-    `predict` names the predictors as they were named; rows of predictors that are not given are
-    left out.
+    `predict` maps the names of the saved evaluation to predictors; those not given are left out.
     """
     place = Folder(Path(folder))
     claimed = load_evaluation(folder)

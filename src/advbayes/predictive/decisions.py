@@ -103,13 +103,13 @@ class Choices:
 
 
 def outcomes(prediction: Distribution, num: int) -> tuple[Tensor, Tensor]:  # (K, B) each
-    """Values of y that stand for the prediction of one output, and their weights: the same whatever
-    the batch.
+    """Values of y that stand for the prediction of one output, and their weights.
 
     A Gaussian is cut into `num` parts of equal probability, each of which its mean stands for,
     scaled so that their variance is the Gaussian's: exact for utilities that are quadratic in y.
-    The components of a mixture share `num` values, sixteen each at least. A prediction of another
-    kind is sampled (from a stream of its own); for a gradient its draws move with its mean and
+    The components of a mixture share `num` values, sixteen each at least. Both are the same
+    whatever the batch. A prediction of another kind (a purified regression) is sampled, from a
+    stream that is keyed by the place in the batch; for a gradient its draws move with its mean and
     standard deviation.
 
     >>> y, weights = outcomes(torch.distributions.Normal(torch.tensor([1.0]), 2.0), 100)

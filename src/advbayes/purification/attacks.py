@@ -140,9 +140,10 @@ class Annealed(Search):
 
 @dataclass(frozen=True)
 class NearestCentre(Search):
-    """Moves to the edge of the ball towards each of the `num` nearest centres of another class, by
-    the two directions that the limit sigma to 0 knows: straight at the centre, and across the plane
-    between it and the nearest centre of the own class.
+    """Moves x to the edge of the ball towards each of the `num` nearest reference points of another
+    class: straight at the point, and across the plane that separates it from the nearest point of
+    the right class. As sigma tends to 0 the purifier decides by the nearest point alone, and these
+    are the moves that change it.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, L2, MeanField, Noise

@@ -108,20 +108,22 @@ def fit(
 ) -> FitResult:
     """Train the posterior through the channel: maximise the objective by Adam, in place.
 
-    The learning rate falls by the factor `decay` over each pass through the data. For the first
-    `warmup` of all steps (a share, 0 to 1) the KL term has only `WARMUP_KL` of its weight in the
-    gradient, so that a net learns what it can before the prior switches off units that explain
-    nothing yet; the bound in the history is the whole one throughout. Learned channels take a step
-    of their own (against the model) before each step of the posterior. A step whose gradient is not
-    finite is skipped and counted, the first with a warning; ten in a row raise `NonFiniteError`.
-    Ctrl-C (or `stop()` returning true) finishes the step and returns what is trained, with
-    `interrupted=True`. `progress=None` shows a bar on a terminal alone. `checkpoint(state)` is
-    called every `checkpoint_every` steps and at the end; passing a saved state as `state` continues
-    from there, bit for bit (a DataLoader starts a new pass). A DataLoader without a generator of
-    its own takes its order from `seed`; N is the number of examples that one pass of it yields, and
-    the global generator is left as it was.
-    `compile=True` compiles the step at its first batch (ten to sixty seconds, less when cached):
-    two to five times faster on small nets, the same draws, results equal up to rounding.
+    - `decay`: the learning rate falls by this factor over each pass through the data.
+    - `warmup`: for this share of the steps (0 to 1) the KL term has only `WARMUP_KL` of its weight
+      in the gradient, so that a net learns what it can before the prior switches off units that
+      explain nothing yet. The bound in the history is always the whole one.
+    - `checkpoint(state)` is called every `checkpoint_every` steps and at the end. A saved state
+      given as `state` continues from there, bit for bit (a DataLoader starts a new pass).
+    - `stop()` returning true, or Ctrl-C, finishes the step and returns what is trained, with
+      `interrupted=True`.
+    - `compile=True` compiles the step at its first batch (ten to sixty seconds, less when cached):
+      two to five times faster on small nets, the same draws, results equal up to rounding.
+    - `progress=None` shows a bar on a terminal alone.
+
+    Learned channels take a step of their own (against the model) before each step of the posterior.
+    A step whose gradient is not finite is skipped and counted, the first with a warning; ten in a
+    row raise `NonFiniteError`. A DataLoader without a generator takes its order from `seed`; N is
+    the number of examples that one pass of it yields. The global generator is left as it was.
 
     Under a process group (torchrun) all ranks call `fit` with the same arguments. Each takes its
     rows of every batch, gradients are averaged in one exchange, and all end with the same
