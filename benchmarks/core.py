@@ -1,8 +1,8 @@
 """How long a step of `fit` takes: against the deterministic net, against itself with attacks,
 against other libraries.
 
-    python benchmarks/core.py                 # everything; builds benchmarks/.venv-peers at the
-    first run python benchmarks/core.py --skip-peers
+    python benchmarks/core.py                 # everything; the first run builds .venv-peers here
+    python benchmarks/core.py --skip-peers
 
 One thread. All loops stay alive in turn and take a few steps each, round after round, so that a
 slow minute of the machine meets all of them; a step's time is from the end of one step to the end

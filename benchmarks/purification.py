@@ -1,8 +1,7 @@
 """How fast purification is, as ratios within one run, and how much memory it takes.
 
-    python benchmarks/purification.py                 # everything: about ten minutes on a quiet
-    core python benchmarks/purification.py query paper     # some parts: query paper attack linear
-    memory
+    python benchmarks/purification.py                 # everything: about ten quiet minutes
+    python benchmarks/purification.py query paper     # of query, paper, attack, linear, memory
 
 Inputs are random images of MNIST's shape and sparsity: the time of a matrix product does not depend
 on what is in it. The compared calls alternate, medians are reported, and each target is printed
