@@ -127,8 +127,8 @@ def _trained(
         eps=float(threat.get("eps", 0.0)),
         defense=str(extra.get("defense", "model")),
         seed=int(extra.get("seed", 0)),
-        mask=None if mask is None else torch.tensor(mask, dtype=torch.bool),
-        scale=None if scale is None else torch.tensor(scale, dtype=torch.float32),
+        mask=None if mask is None else torch.as_tensor(mask, dtype=torch.bool),
+        scale=None if scale is None else torch.as_tensor(scale, dtype=torch.float32),
     )
 
 
