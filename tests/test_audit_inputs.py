@@ -17,6 +17,7 @@ from torch.distributions import Independent, Normal
 from advbayes import L2, MarginTo, margin, pgd
 from advbayes.auditing import Budget, Claim, Support, Verdict, audit, audit_cost, audit_records
 from advbayes.checks import InputError
+from advbayes.types import Predictor
 
 SMALL = Budget(num=40, steps=10, restarts=1, random_points=10, queries=20, max_steps=40)
 BALL = L2(0.5)
@@ -64,6 +65,28 @@ class OfItsExamples:
         return OfItsExamples(self.labels[index])
 
 
+@dataclass(frozen=True, eq=False)
+class AsksAtOnce:
+    """A black-box attack of one call that finds nothing."""
+
+    ball: L2
+    loss: OfItsExamples
+    steps: int = 5000
+
+    def __call__(
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        assert y is not None
+        self.loss(predict(x), y)
+        predict(x.repeat(self.steps, 1))
+        return x
+
+
 def test_a_loss_with_an_entry_for_each_example_keeps_to_them() -> None:
     draw = torch.Generator().manual_seed(3)
     y = torch.randint(10, (120,), generator=draw)
@@ -82,9 +105,20 @@ def test_a_loss_with_an_entry_for_each_example_keeps_to_them() -> None:
     )
     assert [each.id for each in verdict.findings if "entries of other" in each.advice] == []
     assert [verdict[id].status for id in ("E1", "E6", "E28", "E29")] == ["passed"] * 4
-    few = {"PGD": pgd(BALL, 5, MarginTo(y[:40]))}
-    with pytest.raises(ValueError, match="one entry for each of the 120 examples"):
-        audit(nearest, (x, y), ball=BALL, attacks=few, progress=False)
+    blind = AsksAtOnce(L2(0.4), OfItsExamples(y))
+    support = Support(black_box=blind, unpurified=nearest, purifier_attacks={"annealed": blind})
+    options: Any = {"ball": L2(0.4), "tier": SMALL, "progress": False}
+    helped = audit(nearest, (x, y), support=support, only=("E11", "E23"), **options)
+    assert [each.id for each in helped.findings if "entries of other" in each.advice] == []
+    assert helped["E11"].status == "passed"
+    few = pgd(BALL, 5, MarginTo(y[:40]))
+    for given in (
+        {"attacks": {"PGD": few}},
+        {"support": Support(black_box=few)},
+        {"support": Support(purifier_attacks={"annealed": few})},
+    ):
+        with pytest.raises(ValueError, match="one entry for each of the 120 examples"):
+            audit(nearest, (x, y), ball=BALL, progress=False, **given)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -354,8 +354,7 @@ def _case(
             raise checks.InputTypeError(
                 f"attacks[{name!r}] must be a dataclass with a `ball`", got=attack
             )
-        check_rows(attack, len(x), f"attacks[{name!r}]")
-        chosen[name] = on_rows(attack, rows)
+        chosen[name] = _on_rows(f"attacks[{name!r}]", attack, len(x), rows)
     case = Case(
         predict=predict,
         x=x[rows],
@@ -370,13 +369,33 @@ def _case(
         own_attacks=own_attacks,
         black_box=blind and all(isinstance(attack, ANSWERS_ALONE) for attack in chosen.values()),
         copies=copies,
-        support=support,
+        support=_support_on_rows(support, len(x), rows),
         claim=claim,
         certified=cut(radii, rows),
         seed=checks.count("seed", seed, low=0),
     )
     case.threat_model = _filled(case)
     return case
+
+
+def _on_rows(name: str, attack: Attack, num: int, rows: Tensor) -> Attack:
+    """An attack on the examples audited, of the `num` that its losses may hold entries for."""
+    check_rows(attack, num, name)
+    return on_rows(attack, rows)
+
+
+def _support_on_rows(support: Support, num: int, rows: Tensor) -> Support:
+    """The support with its attacks on the examples audited."""
+    blind = support.black_box
+    special = {
+        name: _on_rows(f"support.purifier_attacks[{name!r}]", attack, num, rows)
+        for name, attack in support.purifier_attacks.items()
+    }
+    return replace(
+        support,
+        black_box=None if blind is None else _on_rows("support.black_box", blind, num, rows),
+        purifier_attacks=special,
+    )
 
 
 def _filled(case: Case) -> ThreatModel:
