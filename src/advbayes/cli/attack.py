@@ -64,8 +64,8 @@ def attack(
     import torch
 
     from advbayes.cli.describe import said_units, units_within
+    from advbayes.cli.scores import column_of
     from advbayes.evaluation import score
-    from advbayes.evaluation.inputs import Task
     from advbayes.evaluation.measuring import attacked_in_batches
     from advbayes.progress import Progress
 
@@ -84,21 +84,25 @@ def attack(
             parts.append(part)
             bar.advance(num=len(part))
     x_adv = torch.cat(parts)
-    task: Task = "classification"
-    name, label = "correct", "accuracy"
     if trained.task == "regression":
-        task, name, label = "regression", "squared_error", "mean squared error (standardised)"
-    before, after = (float(score(predict, each, y, task)[name].mean()) for each in (x, x_adv))
+        column = column_of("rmse", trained.scaling, trained.target_names)
+        errors = (score(predict, each, y, "regression")["squared_error"] for each in (x, x_adv))
+        before, after = (column.factor * float(each.mean().sqrt()) for each in errors)
+    else:
+        column = column_of("accuracy", None, ())
+        right = (score(predict, each, y, "classification")["correct"] for each in (x, x_adv))
+        before, after = (float(each.mean()) for each in right)
     with watched():
         _write(Path(out), {"x": x, "x_adv": x_adv, "y": y})
     units, norm = units_within(trained, ball), norm or trained.norm
     if json:
         result = {"run": run, "out": out, "attack": attack, "norm": norm, "num": len(x)}
-        result |= {"metric": label, "clean": before, "attacked": after}
+        result |= {"metric": column.name, "clean": before, "attacked": after}
         emit({**result, "threat_model": units})
     else:
         say(f"{attack} within {norm} {said_units(units)}")
-        say(f"{counted(len(x))}: {label} {before:.4g} before, {after:.4g} after; arrays in {out}")
+        scores = f"{column.name} {before:.4g} before, {after:.4g} after"
+        say(f"{counted(len(x))}: {scores}; arrays in {out}")
 
 
 def _write(path: Path, arrays: dict[str, Any]) -> None:

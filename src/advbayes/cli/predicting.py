@@ -48,7 +48,14 @@ def _read_csv(trained: Trained, path: Path) -> Tensor:
     names = trained.feature_names
     if not names:
         wanted = f"INPUT: must be an .npz file for a model of inputs of shape {trained.event}"
-        raise ConfigError(f"{wanted}, got {path}")
+        remedy = ""
+        if len(trained.event) == 1:
+            remedy = (
+                "; a .csv file is read by the names of its columns, and this model has none: "
+                "save_pipeline takes them as feature_names=[...], an .npz file to train on as an "
+                "array feature_names"
+            )
+        raise ConfigError(f"{wanted}, got {path}{remedy}")
     data = read_plain(path, MAX_CSV_BYTES)
     if trained.encoding is not None:
         return trained.encoding.read(data, str(path))
@@ -67,9 +74,21 @@ def _read_npz(trained: Trained, path: Path) -> Tensor:
     values = arrays["x"]
     if trained.steps is not None:
         return torch.from_numpy(np.asarray(trained.steps.transform(values), np.float64))
-    x = torch.from_numpy(np.ascontiguousarray(values.astype(np.float32)))
+    if values.dtype.kind == "U" or not values.ndim:
+        got = f"{values.dtype} of shape {values.shape} in {path}"
+        raise ConfigError(f"INPUT: must hold numbers of shape (N, ...) in x, got {got}")
+    with np.errstate(over="ignore"):  # what does not survive is not finite, and refused as such
+        x = torch.from_numpy(np.ascontiguousarray(values.astype(np.float32)))
     if values.dtype == np.uint8 and trained.box == (0.0, 1.0):
         x = x / 255
+    if trained.box is not None and x.numel():
+        low, high = trained.box
+        least, most = (float(edge) for edge in x.aminmax())
+        if least < 2 * low - high or most > 2 * high - low:  # noise may leave the box, not that far
+            wanted = (
+                f"INPUT: must hold values from {low:g} to {high:g}, as the model was trained on"
+            )
+            raise ConfigError(f"{wanted}, got {least:g} to {most:g} in {path}; in other units?")
     # images without a channel axis
     return x.unsqueeze(1) if x.ndim == len(trained.event) == 3 else x
 

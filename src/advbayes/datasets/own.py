@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,11 @@ from advbayes.datasets.tables import NotANumberError, finite_number, float32, pa
 
 _TASKS = ("classification", "regression")
 _AS_CLASSES = "say that they are classes (--task classification, task='classification')"
+_NUMBERED = (
+    "Number the classes from 0: y = np.unique(y, return_inverse=True)[1]; class_names may hold "
+    "what they are called."
+)
+_FEW = "Check y, class_names and the task."
 _MAX_CLASSES = 10_000
 MAX_CSV_BYTES = 1 << 28
 MAX_NPZ_BYTES = 1 << 31
@@ -171,6 +177,13 @@ def from_npz(
     if task == "classification" and not class_names:
         largest = max((int(part.max()) for part in (y_train, y_test) if len(part)), default=0)
         class_names = tuple(map(str, range(largest + 1)))
+    if task == "classification" and len(class_names) < 2:
+        raise DataError(path, "two classes or more", f"{len(class_names)}", _FEW)
+    size = math.prod(x_train.shape[1:])
+    if feature_names and not len(feature_names) == len(set(feature_names)) == size:
+        wanted = f"feature_names to be {size} different ones, as x has features"
+        got = f"{len(feature_names)} ({', '.join(feature_names)[:80]})"
+        raise DataError(path, wanted, got, "Name each feature once.")
     image, box, scaling = x_train.ndim > 2, None, None
     if image and all(x.numel() and x.min() >= 0 and x.max() <= 1 for x in (x_train, x_test)):
         box = (0.0, 1.0)
@@ -261,7 +274,8 @@ def _inputs(path: Path, key: str, value: npt.NDArray[Any]) -> Tensor:
 def _outputs(path: Path, key: str, value: npt.NDArray[Any], task: str) -> Tensor:
     if value.dtype.kind not in "iufb" or value.ndim not in (1, 2):
         wanted = f"{key} as numbers of shape (N,) or (N, D)"
-        raise DataError(path, wanted, _described(value), "Fix it.")
+        remedy = _NUMBERED if value.dtype.kind == "U" else "Reshape it."
+        raise DataError(path, wanted, _described(value), remedy)
     if value.ndim == 2 and value.shape[1] == 1:
         value = value[:, 0]
     if task == "regression":
@@ -270,7 +284,10 @@ def _outputs(path: Path, key: str, value: npt.NDArray[Any], task: str) -> Tensor
         whole = value.ndim == 1 and bool((np.isfinite(value) & (value == np.floor(value))).all())
     if not whole or (len(value) and not (value.min() >= 0 and value.max() < _MAX_CLASSES)):
         wanted = f"{key} as classes 0, 1, ... below {_MAX_CLASSES}"
-        raise DataError(path, wanted, "other values", "Number the classes from 0.")
+        if value.ndim == 2:
+            remedy = "One-hot rows become classes by y.argmax(1)."
+            raise DataError(path, wanted, _described(value), remedy)
+        raise DataError(path, wanted, f"{value.min()} to {value.max()}", _NUMBERED)
     return torch.from_numpy(value.astype(np.int64))
 
 

@@ -6,6 +6,7 @@ import csv
 import difflib
 import io
 import math
+import re
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from advbayes.checks import InputError, describe
 from advbayes.datasets.errors import DataError
 
 DELIMITERS = (",", ";", "\t")
+_SEPARATOR = re.compile(r'"?sep=([^"\r\n])"?\r?\n?', re.IGNORECASE)
 _MAX_LINE = 1 << 20
 _MAX_COLUMNS = 100_000
 NO_COMMA = "Write a decimal point, not a comma, and nothing between thousands."
@@ -57,7 +59,7 @@ def parse_table(
     header: Sequence[str] | None = None,  # for a file that has none
     text: Sequence[str] | None = (),  # columns to leave as text; None: all
     numbers: Sequence[str] | None = None,  # columns to take as numbers; absent: all the others
-    delimiter: str | None = None,  # absent: whichever of , ; tab gives the most columns
+    delimiter: str | None = None,  # absent: as a line `sep=;` says, or what gives most of , ; tab
 ) -> Table:
     """Read delimited text in UTF-8; blank lines, and a delimiter at the end of a line, are skipped.
 
@@ -139,6 +141,7 @@ class _Lines:
         self.name, self.data = name, data
         self.num = 0  # lines given out
         self.complete = 0  # lines whose row is complete
+        self.delimiter: str | None = None  # as a first line `sep=;`, which Excel writes, says it
         self.stream = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig", newline="")
 
     def __iter__(self) -> Iterator[str]:
@@ -147,6 +150,9 @@ class _Lines:
             if len(line) > _MAX_LINE:
                 wanted = f"at most {_MAX_LINE} characters in line {self.num}"
                 raise DataError(self.name, wanted, "more", "Check that it is a table.")
+            if self.num == 1 and (said := _SEPARATOR.fullmatch(line)):
+                self.delimiter, self.complete = said[1], 1
+                continue
             if self.num > self.complete + 1:
                 # A row over several lines could go on for ever, and no number has a line end in it.
                 wanted = f"the quote opened in line {self.num - 1} closed there"
@@ -187,7 +193,8 @@ def _undecodable(data: bytes) -> int:
 
 
 def _sniffed(lines: _Lines) -> str:
-    """The delimiter that divides the first line that is not blank into the most cells."""
+    """The delimiter that the file names, else the one that divides the first line that is not blank
+    into the most cells."""
     first = ""
     for first in lines:
         lines.complete = lines.num
@@ -200,7 +207,7 @@ def _sniffed(lines: _Lines) -> str:
         except csv.Error:
             return 0
 
-    return max(DELIMITERS, key=num_cells)
+    return lines.delimiter or max(DELIMITERS, key=num_cells)
 
 
 def finite_number(cell: str) -> float | None:
