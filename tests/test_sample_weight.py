@@ -3,6 +3,8 @@ training and in the estimators; and estimators go through processes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,8 @@ from advbayes.channels import learned_in
 from advbayes.estimators import RobustClassifier, RobustRegressor, robust_scorer
 from advbayes.networks import FullyConnectedGenerator
 from advbayes.objectives import Trades
-from advbayes.types import Channel
+from advbayes.purification import Purifier
+from advbayes.types import Channel, Predictor
 
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.tensor([0, 1, 1, 0, 1, 0])
@@ -143,6 +146,77 @@ def test_a_weighted_regression_is_one_of_repeated_rows(noise: str) -> None:
     assert weighted.score(ROWS, y, OFTEN) == pytest.approx(
         repeated.score(ROWS[REPEATED], y[REPEATED])
     )
+
+
+@pytest.mark.parametrize("channel", [None, "os"])
+def test_a_purifier_counts_its_reference_points_as_often_as_they_weigh(
+    channel: str | None, tmp_path: Path
+) -> None:
+    y = 3 * ROWS[:, 0] + ROWS[:, 1] ** 2
+    options: Any = {"defense": "reactive", "sigma": 0.5, "epochs": 5, "random_state": 0}
+    regressor = RobustRegressor(channel, **options)
+    weighted = clone(regressor).fit(ROWS, y, sample_weight=OFTEN)
+    repeated = clone(regressor).fit(ROWS[REPEATED], y[REPEATED])
+    np.testing.assert_allclose(weighted.predict(ROWS), repeated.predict(ROWS), rtol=1e-7)
+    said = [each.predictor_(each._checked(ROWS)) for each in (weighted, repeated)]
+    targets = torch.tensor(y)
+    torch.testing.assert_close(said[0].log_prob(targets), said[1].log_prob(targets))
+    weighted.save(tmp_path / "weighted.advbayes")
+    again = RobustRegressor.load(tmp_path / "weighted.advbayes")
+    assert (again.predict(ROWS) == weighted.predict(ROWS)).all()
+    classifier = RobustClassifier(channel, **options)
+    one, other = (
+        clone(classifier).fit(ROWS, LABELS, sample_weight=OFTEN),
+        clone(classifier).fit(ROWS[REPEATED], LABELS[REPEATED]),
+    )
+    np.testing.assert_allclose(one.predict_proba(ROWS), other.predict_proba(ROWS), rtol=1e-7)
+
+
+@dataclass(frozen=True)
+class Laplacian:
+    """A channel with another density than a Gaussian."""
+
+    x: torch.Tensor | None = None
+
+    def density(self, predict: Predictor, x: torch.Tensor, y: Any = None) -> Laplacian:
+        return Laplacian(x)
+
+    def log_prob(self, x_adv: torch.Tensor) -> torch.Tensor:
+        assert self.x is not None
+        away = (x_adv.unsqueeze(0) - self.x.unsqueeze(1)).abs()
+        return -away.sum(-1)
+
+
+@pytest.mark.parametrize("update", ["online", "offline"])
+@pytest.mark.parametrize("which", ["memory", "disk", "scales", "other"])
+def test_weighed_reference_points_are_repeated_ones(
+    which: str, update: str, tmp_path: Path
+) -> None:
+    model, posterior = parts()
+    with torch.no_grad():
+        posterior.rho.fill_(0.5)
+    thetas = posterior.sample(3, generator=torch.Generator().manual_seed(1))
+    shown = WEIGHT > 0
+    mixture, learned = channels()
+    channel: Any = {"scales": learned, "other": Laplacian()}.get(which, mixture)
+    folders = [tmp_path / "one", tmp_path / "other"] if which == "disk" else [None, None]
+    purifiers = [
+        Purifier(model, channel, thetas, (X[rows], Y[rows]), update, folder=folder)
+        for rows, folder in zip((shown, TWICE), folders, strict=True)
+    ]
+    one, other = purifiers[0]._weighed(WEIGHT[shown]), purifiers[1]
+    x = [(X + 0.3).clone().requires_grad_() for _ in range(2)]
+    said = [purifier(inputs).logits for purifier, inputs in zip((one, other), x, strict=True)]
+    torch.testing.assert_close(*said)
+    slopes = [
+        torch.autograd.grad(each[:, 0].sum(), inputs)[0]
+        for each, inputs in zip(said, x, strict=True)
+    ]
+    torch.testing.assert_close(*slopes)
+    found = [purifier.diagnose(X + 0.3).ess_theta for purifier in (one, other)]
+    torch.testing.assert_close(*found)
+    with pytest.raises(ValueError, match="count once each"):
+        one.save(tmp_path / "saved")
 
 
 def test_class_weights_are_sample_weights_and_find_the_rare_class() -> None:

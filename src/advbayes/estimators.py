@@ -157,7 +157,10 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         self._layout = (spread is not None, 0 if last is None else len(last.bias))
         self.predictor_: Predictor = PosteriorPredictive(self.model_, thetas)
         if self.defense in ("reactive", "both"):
-            self._reference = (seen, y, channel, shift, spread)
+            counted = weights > 0
+            self._reference = (seen[counted], y[counted], channel, shift, spread)
+            alike = bool((weights[counted] == weights[counted][0]).all())
+            self._reference_weights = None if alike else weights[counted]
             self.predictor_ = self._purified(model, thetas)
         if self.result_.interrupted:
             raise KeyboardInterrupt
@@ -165,6 +168,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
     def _purified(self, model: BayesianModel, thetas: Tensor) -> Predictor:
         seen, y, channel, shift, spread = self._reference
         purifier = Purifier(model, channel, thetas, (seen, y), "online")
+        if self._reference_weights is not None:
+            purifier = purifier._weighed(self._reference_weights)
         return purifier if spread is None else Scaled(purifier, 1 / spread, -shift / spread)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -626,6 +631,8 @@ def save_pipeline(
         x, y, _, shift, spread = reference
         tensors |= {"reference/x": x, "reference/y": y, "reference/shift": shift}
         tensors |= {} if spread is None else {"reference/spread": spread}
+        if last._reference_weights is not None:
+            tensors["reference/weights"] = last._reference_weights
     ball = last.ball_
     bundle.save(
         path,
@@ -750,6 +757,7 @@ def _restored(path: str | os.PathLike[str], said: dict[str, Any], net: nn.Module
             reference["shift"],
             reference.get("spread"),
         )
+        estimator._reference_weights = reference.get("weights")
         trained_on = BayesianModel(inner, model.likelihood, model.prior_scale)
         estimator.predictor_ = estimator._purified(trained_on, estimator.thetas_)
     return estimator

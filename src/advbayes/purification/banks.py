@@ -126,6 +126,7 @@ class GaussianBank(Bank):
     spread: float  # the largest |centre - origin|
     scale: float  # the least
     factor: float = 1.0  # on the scale: annealed attacks use the same centres and a wider channel
+    log_weights: Tensor | None = None  # (N,) float64, of the reference points; absent: zero
 
     @property
     def groups(self) -> int:
@@ -167,6 +168,8 @@ class GaussianBank(Bank):
             bias = -0.5 * (centres.square() * precision).sum(-1) - scale.log().sum(-1)
             centres = torch.cat([centres * precision, precision * -0.5], -1)
             points, gain = torch.cat([points, points.square()], -1), 1.0
+        if self.log_weights is not None:
+            bias = bias + self.log_weights[rows].to(dtype)
         out = room.of(points, dtype, len(centres), len(points), centres.shape[1])
         if len(centres) == 1:
             torch.addmm(bias[0], points, centres[0].T, alpha=gain, out=out[0])
@@ -205,6 +208,8 @@ class GaussianBank(Bank):
         for part, away, scale in self._differences(query.points, group, index):
             log_scale = scale.log().sum(-1) * (width / scale.shape[-1])
             out[part] = -0.5 * _square(away / scale) - log_scale
+        if self.log_weights is not None:
+            out += self.log_weights[index]
         return out + (self.log_weight - 0.5 * width * LOG_TWO_PI)
 
     def gradient_at(self, query: Query, group: int, index: Tensor, coefficients: Tensor) -> Tensor:
@@ -250,6 +255,7 @@ class FunctionBank(Bank):
 
     densities: tuple[tuple[ChannelDensity, ...], ...]  # (G, blocks)
     edges: tuple[int, ...]  # where the blocks begin, and N
+    log_weights: Tensor | None = None  # (N,) float64, of the reference points; absent: zero
     has_centres = False
 
     @property
@@ -272,6 +278,8 @@ class FunctionBank(Bank):
             )
         # A copy, for it is worked on in place; what is not a number is no evidence.
         logits: Tensor = log_prob.T.unsqueeze(0).nan_to_num(nan=-math.inf, neginf=-math.inf)
+        if self.log_weights is not None:
+            logits = logits + self.log_weights[rows]
         return logits.to(query.dtype)
 
     def offset(self, query: Query) -> Tensor:

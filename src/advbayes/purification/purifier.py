@@ -371,6 +371,12 @@ class Purifier:
             )
         return self._redraw(num, generator)
 
+    def _weighed(self, weights: Tensor) -> Purifier:  # (N,), positive
+        """The same purifier with reference points that count in proportion to their weights."""
+        if self._index is not None or self.store.ranks.size > 1:
+            raise checks.InputError("weights need a purifier without an index, in one process")
+        return self._like(self.store.weighed(weights), self._note)
+
     def _like(self, store: Store, note: str) -> Purifier:
         return Purifier.__new__(Purifier)._set(store, self.update, self.features, self.base, note)
 
@@ -380,6 +386,10 @@ class Purifier:
         if self.store.ranks.size > 1:
             raise checks.InputError(
                 "save needs the whole reference in one process, got a sharded one"
+            )
+        if any(bank.log_weights is not None for bank in self.store.banks):
+            raise checks.InputError(
+                "save needs reference points that count once each, got weights: save the estimator"
             )
         saving.save(self.store, Path(folder), self.update, self._note, self.features is not None)
 

@@ -28,7 +28,7 @@ from advbayes.channels import GaussianDensity
 from advbayes.distributed import ALONE, Ranks
 from advbayes.likelihoods import predicts_classes
 from advbayes.model import BayesianModel
-from advbayes.purification.banks import FEWEST_ROWS, Bank, FunctionBank, GaussianBank
+from advbayes.purification.banks import FEWEST_ROWS, FunctionBank, GaussianBank
 from advbayes.purification.rows import DiskRows, MemoryRows, Rows, num_bytes, spans
 from advbayes.types import Channel, ChannelDensity
 
@@ -56,7 +56,7 @@ class Store:
     read with the squared means behind them (V = 3 D).
     """
 
-    banks: tuple[Bank, ...]
+    banks: tuple[GaussianBank | FunctionBank, ...]
     values: Rows  # (1, N, S * C or S * 2 D)
     num_thetas: int
     num_outputs: int  # D, or 0 for classes
@@ -125,6 +125,13 @@ class Store:
     def widened(self, factor: float) -> Store:
         self.check_gaussian("widened")
         return replace(self, banks=tuple(bank.widened(factor) for bank in self.gaussians))
+
+    def weighed(self, weights: Tensor) -> Store:
+        """The same with reference points that count in proportion to positive `weights` (N,)."""
+        # of mean 1, so that they count N times in all
+        log_weights = (weights.double() / weights.double().mean()).log().to(self.origin.device)
+        banks = (replace(bank, log_weights=log_weights) for bank in self.banks)
+        return replace(self, banks=tuple(banks))
 
 
 def _values(prediction: Distribution) -> tuple[Tensor, int]:
@@ -272,7 +279,7 @@ class Builder:
             tables["values"].write(0, start, torch.cat(values, 1))
         counts = self.ranks.gathered(torch.tensor([num], device=self.x.device)).flatten().tolist()
         origin = self.ranks.sum(origin * (num / sum(counts)))
-        banks: list[Bank] = []
+        banks: list[GaussianBank | FunctionBank] = []
         for k, (weight, _, scale) in enumerate(parts):
             scales = tables.get(f"scales-{k}")
             one = float(scale) if scales is None else None
