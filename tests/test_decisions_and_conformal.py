@@ -38,6 +38,29 @@ from advbayes.seeds import generator_for
 from advbayes.types import Predictor
 
 WEIGHT = torch.randn(3, 4, generator=generator_for(0, "weight"))
+
+
+def test_whole_numbers_are_worth_what_they_are_as_floating_point_ones() -> None:
+    matrix = torch.tensor([[1, 0], [-9, 0]])
+    y = torch.tensor([0, 1])
+    whole, real = (Choices(each, abstain=0.25) for each in (matrix, matrix.float()))
+    torch.testing.assert_close(whole.realised(y), real.realised(y))
+    near = Choices(lambda action, y: -(action - y).abs(), torch.tensor([0.5, 1.5]), abstain=0.25)
+    torch.testing.assert_close(near.realised(y), near.realised(y.float()))
+    x = torch.tensor([[0.0], [1.0]])
+    values = [
+        utility_under(lambda x: Normal(x[:, 0], 0.1), (x, each), near).value
+        for each in (y, y.float())
+    ]
+    assert values == [-0.25, -0.25]
+
+
+def test_what_choices_hold_is_not_given_twice() -> None:
+    choices = Choices(torch.eye(3))
+    with pytest.raises(ValueError, match="must come within Choices"):
+        decide(lambda x: Categorical(logits=x @ WEIGHT.T), torch.ones(2, 4), choices, abstain=0.1)
+
+
 SLOPE = torch.randn(4, generator=generator_for(0, "slope"))
 
 

@@ -94,9 +94,11 @@ class Choices:
         """utility(a, y): what each action turns out to be worth."""
         if isinstance(self.utility, Tensor):
             return self._with_abstention(self.utility[y])
-        return self._with_abstention(self.utility(self._grid.to(y), _one_output(y).unsqueeze(1)))
+        y = _floating(_one_output(y))
+        return self._with_abstention(self.utility(self._grid.to(y), y.unsqueeze(1)))
 
     def _with_abstention(self, worth: Tensor) -> Tensor:
+        worth = _floating(worth)
         if self.abstain is None:
             return worth
         return torch.cat([worth, torch.full_like(worth[:, :1], -self.abstain)], 1)
@@ -140,6 +142,11 @@ def _stand_ins(num: int, like: Tensor) -> Tensor:  # (num,)
     heights = (-0.5 * cuts.square()).exp()
     means = heights[:-1] - heights[1:]
     return (means / means.square().mean().sqrt() if num > 1 else means).to(like)
+
+
+def _floating(values: Tensor) -> Tensor:
+    """Whole numbers as floating-point ones: actions and costs may lie between them."""
+    return values if values.is_floating_point() else values.to(torch.get_default_dtype())
 
 
 def _one_output(y: Tensor) -> Tensor:  # (B,) or (B, 1) -> (B,)
@@ -213,7 +220,12 @@ def decide(
     >>> decide(predict, torch.tensor([[3.0], [0.5]]), worth, worst_case=L2(2.5))
     tensor([1, 1])
     """
-    choices = utility if isinstance(utility, Choices) else Choices(utility, actions, abstain)
+    if isinstance(utility, Choices):
+        if actions is not None or abstain is not None:
+            raise checks.InputError("actions and abstain must come within Choices, got both")
+        choices = utility
+    else:
+        choices = Choices(utility, actions, abstain)
     if worst_case is None:
         return choices.expected(predict(x)).argmax(1)
     return worst_case_utility(
