@@ -799,8 +799,8 @@ THIRD = (
     Bug(
         "the report divides by the features' spread to give raw units",
         "report/telling.py",
-        '"raw": eps * std, "mean"',
-        '"raw": eps / std, "mean"',
+        '"raw": eps * multiple * std, "mean"',
+        '"raw": eps * multiple / std, "mean"',
         "test_readback test_report",
     ),
     Bug(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from advbayes.cli import main
 from advbayes.datasets import DataError, from_npz
 from advbayes.datasets.tables import parse_table
 from advbayes.estimators import RobustClassifier, save_pipeline
+from advbayes.report.telling import reach
 from advbayes.runs import load_trained
 
 Printed = pytest.CaptureFixture[str]
@@ -107,3 +109,43 @@ def test_an_attacked_regression_is_told_in_the_unit_of_its_target(
             said = trained.scaling.inverse_target(mean)
             truth = trained.scaling.inverse_target(torch.from_numpy(arrays["y"]))
             assert found[key] == pytest.approx(float((said - truth).square().mean().sqrt()))
+
+
+def test_a_report_tells_the_reach_that_was_evaluated(tmp_path: Path, capsys: Printed) -> None:
+    run = str(tmp_path / "run")
+    rows = [f"{a},{b},{c},{'yn'[y]}" for (a, b, c), y in zip(X, Y, strict=True)]
+    (tmp_path / "t.csv").write_text("\n".join(["a,b,c,kind", *rows]))
+    data = ["--data", str(tmp_path / "t.csv"), "--target", "kind", "--fixed", "a"]
+    assert main(["train", *data, "--epochs", "1", "--eps", "0.5", "--out", run]) == 0
+
+    def told(*flags: str) -> tuple[dict[str, Any], dict[str, float]]:
+        """What the report of the latest evaluation says, and what the evaluation itself did."""
+        for old in (tmp_path / "run" / "evaluation").glob("*"):
+            shutil.rmtree(old)
+        assert main(["evaluate", run, "--attack", "pgd1", "--eps", "0.8", *flags]) == 0
+        capsys.readouterr()
+        assert main(["evaluate", run, "--attack", "pgd1", "--eps", "0.8", *flags, "--json"]) == 0
+        by_name = json.loads(capsys.readouterr().out)["threat_model"][0]["raw"]
+        assert main(["report", run]) == 0
+        document = json.loads((tmp_path / "run" / "report" / "report.json").read_text())
+        return document, {name: reach for name, reach in by_name.items() if reach}
+
+    for flags, fixed in (
+        ((), ["a"]),
+        (("--fixed", "b"), ["b"]),
+        (("--feature-eps", "c=0.25"), ["a"]),
+        (("--fixed", "b", "--fixed", "c", "--feature-eps", "a=2"), ["b", "c"]),
+    ):
+        document, wanted = told(*flags)
+        found = reach(document)
+        assert found is not None
+        assert {row["name"]: row["raw"] for row in found["rows"]} == pytest.approx(wanted)
+        assert document["threat_model"]["fixed"] == fixed
+    # beside one of the run's own reach, that of another is not shown, and that is said
+    assert main(["evaluate", run, "--attack", "pgd1", "--eps", "0.8", "--name", "zz"]) == 0
+    assert main(["report", run]) == 0
+    page = (tmp_path / "run" / "report" / "report.md").read_text()
+    (line,) = (line for line in page.splitlines() if "other examples or features" in line)
+    assert "pgd1-l2-0.8-" in line
+    assert "zz" not in line
+    assert "- Out of reach: a" in page.splitlines()

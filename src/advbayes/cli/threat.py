@@ -118,16 +118,9 @@ def ball_for(
 ) -> Ball:
     """The ball that is asked for, or the one trained against, within the data's box."""
     from advbayes.runs import make_ball
-    from advbayes.runs.building import reach_of
 
     eps = trained.eps if eps is None else eps
-    each = budgets(feature_eps, eps)
-    mask, scale = reach_of(trained.feature_names, trained.scaling, eps, fixed or (), each)
-    if mask is None:
-        mask = trained.mask
-    elif trained.encoding is not None:  # text and what is missing stay out of reach
-        mask = mask & trained.encoding.mask
-    scale = trained.scale if scale is None else scale
+    mask, scale = trained.reach(eps, fixed or (), budgets(feature_eps, eps))
     return make_ball(norm or trained.norm, eps, trained.box, mask, scale)
 
 

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,12 +87,12 @@ def report_runs(
         for name, run in names.items()
         if (run.path / "audit.json").is_file()
     }
-    threat = None
+    threat: dict[Any, Any] | None = None
     match list(audits.values()):
         case [{"threat_model": {**said}}, *_]:  # beside the verdict, where the file has one
             threat = said
-    if example is not None and (fixed := _fixed(example)):
-        threat = {**(threat or {}), "fixed": fixed}
+    if example is not None:
+        threat = {**(threat or {}), **_reach(example, evaluation)} or None
     if len(runs) == 1 and audits:
         audits = {evaluation.predictors[0]: next(iter(audits.values()))}
     return write_report(
@@ -121,22 +122,52 @@ def report_runs(
     )
 
 
-def _fixed(trained: Trained) -> list[str]:
-    """The features that the attacker cannot change: text, what was missing, what was said."""
-    if trained.mask is None or len(trained.feature_names) != trained.mask.numel():
-        return []
-    free = trained.mask.flatten().tolist()
-    return [clean(name) for name, one in zip(trained.feature_names, free, strict=True) if not one]
+def _reach(trained: Trained, evaluation: Evaluation) -> dict[str, Any]:
+    """The features that the attacker cannot change (text, what was missing, what was said), and
+    the multiple of eps that each other one can, where they differ."""
+    from advbayes.runs.config import parse_feature_eps
+
+    fixed, budgets, radii = _asked(evaluation)
+    try:
+        eps = max(map(float, radii)) if budgets else trained.eps
+        mask, scale = trained.reach(eps, fixed, parse_feature_eps(budgets))
+    except (ValueError, ZeroDivisionError) as error:
+        wanted = "the command of an evaluation of this run"
+        raise store.StoreError(evaluation.folder or "", wanted, f"{error!s:.200}") from None
+    names, threat = trained.feature_names, dict[str, Any]()
+    if mask is not None and mask.numel() == len(names) and not bool(mask.all()):
+        free = mask.flatten().tolist()
+        threat["fixed"] = [clean(name) for name, one in zip(names, free, strict=True) if not one]
+    if scale is not None and scale.numel() == len(names):
+        threat["multiples"] = scale.flatten().tolist()
+    return threat
+
+
+def _asked(evaluation: Evaluation) -> tuple[tuple[str, ...], ...]:
+    """Which features an evaluation was told are fixed, the budgets of their own that it gave and,
+    where it gave some, its radii, of which they are multiples; nothing: all as the run has it."""
+    words = [] if evaluation.folder is None else _command(evaluation.folder) or []
+    fixed, budgets, radii = (
+        tuple(str(value) for name, value in pairwise(words) if name == flag)
+        for flag in ("--fixed", "--feature-eps", "--eps")
+    )
+    return fixed, budgets, radii if budgets else ()
 
 
 def _left_out(whole: Evaluation, by_run: Mapping[str, Sequence[Evaluation]]) -> list[str]:
-    """Evaluations that cannot stand in one table with the others, being of other examples."""
+    """Evaluations that cannot stand in one table with the others."""
     return [
         f"{name}: {one.folder.name} ({counted(one.config['num'])})"
         for name, evaluations in by_run.items()
         for one in evaluations
-        if one.folder is not None and one.config.get("data") != whole.config.get("data")
+        if one.folder is not None and not _comparable(one, whole)
     ]
+
+
+def _comparable(one: Evaluation, other: Evaluation) -> bool:
+    """Whether two evaluations are of the same examples and of attackers of the same reach."""
+    same = one.config.get("data") == other.config.get("data") and one.task == other.task
+    return same and _asked(one) == _asked(other)
 
 
 def _names(runs: Sequence[Run]) -> dict[str, Run]:
@@ -169,16 +200,15 @@ def _renamed(evaluation: Evaluation, old: str, new: str) -> Evaluation:
 
 
 def merged(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """One evaluation of several on the same examples; else those on the most.
+    """One evaluation of several on the same examples and of the same reach; else those on the most,
+    of the run's own reach if there are such.
 
     A cell that two of them have is that of the later one.
     """
-    largest = max(evaluations, key=lambda one: int(one.config.get("num", 0)))
-    same = [
-        one
-        for one in evaluations
-        if one.config.get("data") == largest.config.get("data") and one.task == largest.task
-    ]
+    largest = max(
+        evaluations, key=lambda one: (int(one.config.get("num", 0)), not any(_asked(one)))
+    )
+    same = [one for one in evaluations if _comparable(one, largest)]
     cells: dict[Cell, Any] = {}
     trivial: dict[str, None] = {}
     config = dict(largest.config)
@@ -205,14 +235,19 @@ def _commands(names: Mapping[str, Run]) -> list[str]:
 
 
 def _evaluation_command(run: Run, folder: Path) -> str:
-    path = folder / "command.json"
-    words = store.read_document(path) if path.is_file() else None
-    if isinstance(words, list):
+    words = _command(folder)
+    if words is not None:
         return command_line(words)
     return (
         f"advbayes evaluate {shlex.quote(str(run.path))}  # {folder.name}: with which options "
         f"was not kept"
     )
+
+
+def _command(folder: Path) -> list[Any] | None:
+    path = folder / "command.json"
+    words = store.read_document(path) if path.is_file() else None
+    return words if isinstance(words, list) else None
 
 
 def _gallery(
@@ -227,7 +262,7 @@ def _gallery(
     label = _strongest(whole)
     for name, model in trained.items():
         for evaluation in evaluations[name]:
-            same = evaluation.config.get("data") == whole.config.get("data")
+            same = _comparable(evaluation, whole)
             arrays = _arrays(evaluation, label) if same and evaluation.folder is not None else None
             if arrays is not None:
                 clean, attacked[name], eps = arrays

@@ -372,7 +372,8 @@ def threat_rows(document: Document) -> list[tuple[str, str]]:
     }
     if fixed:
         rows["Out of reach"] = listed([str(name) for name in fixed])
-    if (free := (size or 0) - len(fixed)) > 0 and eps and norm.lower() == "l2":
+    free, alike = (size or 0) - len(fixed), not threat.get("multiples")
+    if free > 0 and alike and eps and norm.lower() == "l2":
         which = f"the {free:,} that may change" if fixed else f"all {free:,} features"
         each = short(eps / math.sqrt(free))
         rows["Spread evenly"] = f"over {which}, ε = {short(eps)} moves each of them by {each}"
@@ -406,11 +407,12 @@ def reach(document: Document) -> dict[str, Any] | None:
     scaling, eps = document["scaling"], document["eps"]
     if not scaling or not scaling.get("std") or eps is None:
         return None
-    fixed = document["threat_model"].get("fixed") or ()
+    threat, names = document["threat_model"], scaling["features"]
+    fixed, multiples = threat.get("fixed") or (), threat.get("multiples") or [1.0] * len(names)
     rows = [
-        {"name": name, "std": std, "raw": eps * std, "mean": mean}
-        for name, std, mean in zip(
-            scaling["features"], scaling["std"], scaling["mean"], strict=False
+        {"name": name, "std": std, "raw": eps * multiple * std, "mean": mean}
+        for name, std, mean, multiple in zip(
+            names, scaling["std"], scaling["mean"], multiples, strict=False
         )
         if name not in fixed
     ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from advbayes.datasets import Encoding, Standardize
 from advbayes.model import BayesianModel
 from advbayes.posteriors import Ensemble, Samples
 from advbayes.predictive import PosteriorPredictive
-from advbayes.runs.building import own_classes, own_net
+from advbayes.runs.building import own_classes, own_net, reach_of
 from advbayes.runs.config import NETWORKS
 from advbayes.runs.folder import Run
 from advbayes.store import thetas_of
@@ -52,6 +54,20 @@ class Trained:
         """The same model on another device."""
         posterior = copy.deepcopy(self.posterior).to(device)
         return replace(self, model=self.model.to(device), posterior=posterior)
+
+    def reach(
+        self,
+        eps: float,
+        fixed: Sequence[str] = (),
+        feature_eps: Mapping[str, float] = MappingProxyType({}),  # in raw units
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Mask and scale of a ball around its examples: what is asked for, or as it was trained."""
+        mask, scale = reach_of(self.feature_names, self.scaling, eps, fixed, feature_eps)
+        if mask is None:
+            mask = self.mask
+        elif self.encoding is not None:  # text and what is missing stay out of reach
+            mask = mask & self.encoding.mask
+        return mask, self.scale if scale is None else scale
 
     def thetas(self, num: int = 20) -> Tensor:
         """The thetas that predictions use, keyed by the run's seed: the same on every device."""
