@@ -6,7 +6,7 @@ import difflib
 import math
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -88,6 +88,23 @@ def describe(value: object) -> str:
         return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def outlined(value: object) -> str:
+    """The same for what a model gave, which may hold tensors: their shapes, not their numbers.
+
+    >>> import torch
+    >>> outlined((torch.zeros(2, 3), None))
+    'a tuple (a torch.float32 tensor of shape (2, 3) on cpu, None)'
+    >>> outlined({"logits": 1.0})
+    "a dict of 'logits'"
+    """
+    if isinstance(value, (tuple, list)):
+        parts = [describe(part) for part in value[:2]] + ["..."] * (len(value) > 2)
+        return f"a {type(value).__name__} ({', '.join(parts)})"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} of {', '.join(map(repr, list(value)[:5]))}"
+    return describe(value)
 
 
 def number(

@@ -321,8 +321,14 @@ class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         """Train from the beginning; `classes_`, `model_`, `posterior_`, `predictor_`, `ball_`,
         `result_` are there then. An example of weight w counts w times."""
         x, labels = self._taken(X, y)
-        check_classification_targets(labels)
-        self.classes_, index = np.unique(labels, return_inverse=True)
+        try:
+            check_classification_targets(labels)
+            self.classes_, index = np.unique(labels, return_inverse=True)
+        except TypeError:
+            kinds = ", ".join(sorted({type(label).__name__ for label in labels}))
+            raise checks.InputTypeError(
+                f"y must hold labels of one type, all numbers or all text, got {kinds}"
+            ) from None
         if len(self.classes_) < 2:
             raise checks.InputError(
                 f"y must hold at least two classes, got one class: {self.classes_.tolist()}"
@@ -506,7 +512,10 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         return self._checked(X), self._targets(y)
 
     def _targets(self, y: ArrayLike) -> Tensor:  # (B,) or (B, D)
-        targets = torch.tensor(np.asarray(y), dtype=self._dtype)
+        values = np.asarray(y)
+        if values.dtype.kind not in "biuf":
+            raise checks.InputTypeError(f"y must hold numbers, got an array of {values.dtype}")
+        targets = torch.tensor(values, dtype=self._dtype)
         return targets.squeeze(1) if targets.ndim == 2 and targets.shape[1] == 1 else targets
 
     def __sklearn_tags__(self) -> Any:

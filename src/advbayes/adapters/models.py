@@ -196,7 +196,13 @@ def from_torch(
 def _tensor(output: Any, like: Tensor) -> Tensor:
     if isinstance(output, Tensor):
         return output
-    return torch.as_tensor(np.asarray(output), dtype=like.dtype, device=like.device)
+    try:
+        return torch.as_tensor(np.asarray(output), dtype=like.dtype, device=like.device)
+    except (TypeError, ValueError, RuntimeError):
+        raise checks.InputTypeError(
+            f"function must give one tensor or array, got {checks.outlined(output)}; pick the part "
+            f"that is meant, as from_function(lambda x: net(x)[0], kind) does"
+        ) from None
 
 
 def _normal(mean: Tensor, scale: Tensor) -> Distribution:

@@ -40,7 +40,8 @@ def from_sklearn(estimator: Any, *, scale: float | None = None, data: Any = None
     """
     if not hasattr(estimator, "predict"):
         raise checks.InputTypeError(
-            "estimator must be a fitted scikit-learn estimator", got=estimator
+            f"estimator must be a fitted scikit-learn estimator, got {checks.describe(estimator)}; "
+            f"from_function(model.predict_proba, 'probs', numpy=True) takes what has no predict"
         )
     last, front = _apart(estimator)
     if front is not None and hasattr(last, "predictor_"):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.utils.data import DataLoader
 
@@ -28,6 +28,17 @@ Data = tuple[Any, Any] | DataLoader[Any]  # (x, y) of tensors or arrays, or batc
 
 PROBE = 256  # examples that a predictor is tried on before anything starts
 TWICE = 64  # examples that it is asked about twice: on few a coin may fall the same way
+
+
+# what makes a Predictor of what came: of a function, of a network, of something else
+_REMEDIES = (
+    "wrap logits as Categorical(logits=...), probabilities as Categorical(probs=...)",
+    "advbayes.adapters.from_torch(net.eval()) makes a Predictor of a network",
+)
+_OTHERS = (
+    "advbayes.adapters.from_function(model.predict_proba, 'probs', numpy=True) makes one of a "
+    "model that only has predict_proba"
+)
 
 
 class UnitsWarning(UserWarning):
@@ -142,6 +153,9 @@ def in_shape_of(
 
 def _tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(value, np.ndarray):
+        if value.dtype.kind not in "biufc":
+            got = f"an array of {value.dtype}"
+            raise checks.InputTypeError(f"{name} must hold numbers (classes from 0), got {got}")
         array: Tensor = torch.tensor(value)
         return array.to(dtype) if array.is_floating_point() else array
     tensor: Tensor = checks.instance(name, value, Tensor, "a tensor or an array")
@@ -163,12 +177,25 @@ def check_predictor(
 as Categorical(logits=...), probabilities as Categorical(probs=...)
     """  # noqa: E501
     x, y = x[:PROBE], y[:PROBE]
-    with torch.no_grad():
-        prediction = predict(x)
+    remedy = _REMEDIES[isinstance(predict, nn.Module)]
+    if not callable(predict):
+        raise checks.InputTypeError(
+            f"{name} must be a Predictor: callable on x, giving a torch Distribution over y, got "
+            f"{checks.describe(predict)}; {_OTHERS}"
+        )
+    try:
+        with torch.no_grad():
+            prediction = predict(x)
+    except RuntimeError as error:
+        if not isinstance(predict, nn.Module):
+            raise
+        got = f"RuntimeError: {error!s:.200}"
+        wanted = f"{name} must answer {x.dtype} inputs of shape {tuple(x.shape)}"
+        raise checks.InputError(f"{wanted}, got {got}; {remedy}") from error
     if not isinstance(prediction, Distribution):
         raise checks.InputTypeError(
-            f"{name} must return a torch Distribution over y, got {checks.describe(prediction)}; "
-            f"wrap logits as Categorical(logits=...), probabilities as Categorical(probs=...)"
+            f"{name} must return a torch Distribution over y, got {checks.outlined(prediction)}; "
+            f"{remedy}"
         )
     if tuple(prediction.batch_shape) not in ((len(x),), (len(x), 1)):
         raise checks.InputError(

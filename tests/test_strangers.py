@@ -1,0 +1,89 @@
+"""Models and labels as strangers bring them: each works or is refused in a line that says how it
+would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from advbayes import L2, audit, evaluate, one_step
+from advbayes.adapters import from_function, from_sklearn, from_torch
+from advbayes.attacks import RandomSearch
+from advbayes.checks import InputError, InputTypeError
+from advbayes.estimators import RobustClassifier, RobustRegressor
+
+X = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
+Y = (X[:, 0] > 0).long()
+STEP = {"step": one_step(L2(0.3))}
+
+
+class Pair(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
+class Named(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return {"logits": super().forward(x), "hidden": x}
+
+
+class OnlyProbabilities:
+    def predict_proba(self, x: Any) -> Any:
+        p = 1 / (1 + np.exp(-np.asarray(x)[:, 0]))
+        return np.stack([1 - p, p], 1)
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "a network": (nn.Linear(3, 2), InputTypeError, r"shape \(24, 2\).*from_torch\(net\.eval"),
+    "of float64": (nn.Linear(3, 2).double(), InputError, r"float32 inputs.*dtype.*from_torch"),
+    "of pairs": (Pair(3, 2), InputTypeError, r"got a tuple \(a torch\.float32.*from_torch"),
+    "nothing": (None, InputTypeError, "predict must be a Predictor: callable on x.*got None"),
+    "a path": ("model.pt", InputTypeError, "must be a Predictor.*got 'model.pt'"),
+    "predict_proba": (OnlyProbabilities(), InputTypeError, r"from_function\(model\.predict_proba"),
+    "pairs, wrapped": (from_torch(Pair(3, 2)), InputTypeError, r"a tuple .*lambda x: net\(x\)\[0"),
+    "a dict, wrapped": (from_torch(Named(3, 2)), InputTypeError, "a dict of 'logits', 'hidden'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_predictor_is_told_how_to_become_one(case: str) -> None:
+    predict, kind, message = REFUSED[case]
+    with pytest.raises(kind, match=f"(?s){message}"):
+        evaluate(predict, (X, Y), attacks=STEP)
+    with pytest.raises(kind, match=f"(?s){message}"):
+        audit(predict, (X, Y), ball=L2(0.3), tier="quick")
+
+
+def test_the_remedies_work() -> None:
+    model, pair = OnlyProbabilities(), Pair(3, 2)
+    with pytest.raises(InputTypeError, match=r"from_function\(model\.predict_proba"):
+        from_sklearn(model)
+    box = from_function(model.predict_proba, "probs", numpy=True)
+    assert len(evaluate(box, (X, Y), attacks={"random": RandomSearch(L2(0.3), 2)}).cells)
+    for predict in (
+        from_function(lambda x: pair(x)[0], "logits"),
+        from_torch(nn.Linear(3, 2).double()),
+    ):
+        assert len(evaluate(predict, (X, Y), attacks=STEP).cells)
+
+
+def test_a_fault_of_a_function_stays_its_own() -> None:
+    def fails(x: Tensor) -> Any:
+        raise RuntimeError("my own")
+
+    with pytest.raises(RuntimeError, match=r"^my own$"):
+        evaluate(fails, (X, Y), attacks=STEP)
+
+
+def test_labels_that_are_none() -> None:
+    x, words = X.numpy(), np.array(["no", "yes"])
+    with pytest.raises(InputTypeError, match=r"y must hold numbers.*<U3"):
+        evaluate(from_torch(nn.Linear(3, 2)), (x, words[Y]), attacks=STEP)
+    with pytest.raises(InputTypeError, match=r"labels of one type.*got NoneType, str"):
+        RobustClassifier(epochs=1).fit(x, np.array(["a", None] * 12, object))
+    with pytest.raises(InputTypeError, match="y must hold numbers, got an array of <U"):
+        RobustRegressor(epochs=1).fit(x, x[:, 0].astype(str))
