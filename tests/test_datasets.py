@@ -1114,6 +1114,15 @@ def test_scaling_of_a_constant_column_and_its_eps() -> None:
     assert torch.allclose(scaling.standardised_eps(scaling.raw_eps(0.3)), torch.full((2,), 0.3))
 
 
+def test_whole_numbers_are_scaled_as_floating_point_ones() -> None:
+    x, y = torch.tensor([[1, 2], [2, 5]]), torch.tensor([1, 2])
+    scaling = Standardize.fit(x, y)
+    assert scaling.transform(x).tolist() == [[-1.0, -1.0], [1.0, 1.0]]
+    assert scaling.inverse(torch.tensor([[1, -1]])).tolist() == [[2.0, 2.0]]
+    assert scaling.transform_target(y).tolist() == [-1.0, 1.0]
+    assert scaling.inverse_target(torch.tensor([1, -1])).tolist() == [2.0, 1.0]
+
+
 def test_scaling_survives_json_exactly_and_refuses_nonsense() -> None:
     scaling = Standardize.fit(
         torch.randn(9, 3, generator=torch.Generator().manual_seed(0)), torch.randn(9, 2)

@@ -179,16 +179,18 @@ def _moments(name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(name: str, value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    _match(name, value, mean)
+    value = _matched(name, value, mean)
     return (value - mean.to(value)) / std.to(value)
 
 
 def _unscaled(name: str, value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    _match(name, value, mean)
+    value = _matched(name, value, mean)
     return value * std.to(value) + mean.to(value)
 
 
-def _match(name: str, value: Tensor, mean: Tensor) -> None:
+def _matched(name: str, value: Tensor, mean: Tensor) -> Tensor:
+    """The value, of the fitted shape; integers as floating-point numbers, which means are."""
     if tuple(value.shape[value.ndim - mean.ndim :]) != tuple(mean.shape) or value.ndim < mean.ndim:
         wanted = f"{name} must end in the fitted shape {tuple(mean.shape)}"
         raise InputError(f"{wanted}, got {describe(value)}")
+    return value if value.is_floating_point() else value.to(mean.dtype)
