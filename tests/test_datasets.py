@@ -1227,3 +1227,20 @@ def test_names_and_sources_agree() -> None:
     assert {content.size for content in SOURCES["cifar10"].contents} == {10_000 * 3073}
     for source in SOURCES.values():
         assert all(url.startswith("http") for remote in source.remotes for url in remote.urls)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("target", ["y", "when"])
+def test_a_column_that_float32_cannot_tell_apart_is_refused(
+    tmp_path: Path, missing: bool, target: str
+) -> None:
+    """Seconds since 1970 within a minute are one number in float32, whose rounding is 64."""
+    rows = [f"{1_700_000_000 + k},{k % 7},{k / 3}" for k in range(60)]
+    rows += ["1700000000,,1"] if missing else []
+    path = tmp_path / "t.csv"
+    path.write_text("when,a,y\n" + "\n".join(rows) + "\n")
+    with pytest.raises(DataError, match=r"column 'when'.*1700000000.*[Ss]ubtract"):
+        from_csv(path, target=target)
+    later = "\n".join(row.replace("17000000", "", 1) for row in rows)
+    path.write_text("when,a,y\n" + later + "\n")
+    assert len(from_csv(path, target=target).x_train.unique(dim=0)) > 40

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,13 @@ from advbayes.datasets.encoding import Encoding, sort_columns
 from advbayes.datasets.errors import DataError
 from advbayes.datasets.formats import read_npz
 from advbayes.datasets.scaling import Standardize
-from advbayes.datasets.tables import NotANumberError, finite_number, float32, parse_table
+from advbayes.datasets.tables import (
+    NotANumberError,
+    check_apart,
+    finite_number,
+    float32,
+    parse_table,
+)
 
 _TASKS = ("classification", "regression")
 _AS_CLASSES = "say that they are classes (--task classification, task='classification')"
@@ -105,8 +112,13 @@ def from_csv(
     labels = y if task == "classification" else None
     train, test = split_rows(len(y), seed=seed, test_fraction=test_fraction, labels=labels)
     if rows is None:
+        for name, column in zip(columns, table.numbers.T, strict=True):
+            check_apart(path, name, column)
         encoding, x = None, float32(path, "the features", table.numbers)
     else:
+        for name in compress(columns, is_number):
+            present = (finite_number(cell) for cell in table.text[name])
+            check_apart(path, name, np.array([each for each in present if each is not None]))
         encoding = Encoding.fit(columns, rows[train], is_number, movable)
         x = encoding.transform(rows)
     digest = {path.name: hashlib.sha256(data).hexdigest()}
@@ -241,6 +253,7 @@ def _regression_target(
             got = f"{column[row][:80]!r} in row {row + 1}"
             remedy = f"Fix it, or {_AS_CLASSES}."
             raise DataError(path, f"numbers in the target {name!r}", got, remedy)
+        check_apart(path, name, np.array(values, np.float64))
     y = float32(path, "the target", np.array(numbers, np.float64).T)
     return y[:, 0] if len(cells) == 1 else y
 

@@ -242,6 +242,25 @@ def _remedy(cell: str) -> str:
     return "Encode text as numbers, or leave the column out."
 
 
+def check_apart(file: object, name: str, values: npt.NDArray[np.float64]) -> None:
+    """Refuse a column whose differences are lost in float32, such as times in seconds since 1970:
+    its rounding must stay below a hundredth of its standard deviation.
+
+    >>> check_apart("a.csv", "hour", np.arange(24.0))
+    >>> check_apart("a.csv", "time", 1.7e9 + np.arange(24.0))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    advbayes.datasets.errors.DataError: a.csv: wanted numbers that differ in float32 ...
+    """
+    with np.errstate(all="ignore"):  # what is beyond float32 is refused elsewhere
+        spread = float(values.std()) if len(values) else 0.0
+        lost = float(np.abs(values.astype(np.float32) - values).max(initial=0.0))
+    if math.inf > lost > 0.01 * spread > 0:
+        wanted = f"numbers that differ in float32 in column {name!r}"
+        got = f"{values[0]:.12g} and others, of standard deviation {spread:.3g}"
+        raise DataError(file, wanted, got, "Subtract a constant from it, or drop it.")
+
+
 def float32(file: object, what: str, values: npt.NDArray[Any]) -> Tensor:
     """A copy in float32; what is not finite there is refused."""
     with np.errstate(all="ignore"):  # what does not survive is not finite
