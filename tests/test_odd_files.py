@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from advbayes.cli import main
+from advbayes.cli.threat import ball_for
 from advbayes.datasets import DataError, from_npz
 from advbayes.datasets.tables import parse_table
 from advbayes.estimators import RobustClassifier, save_pipeline
 from advbayes.report.telling import reach
-from advbayes.runs import load_trained
+from advbayes.runs import Run, load_trained, prepare
+from advbayes.runs.verdict import _saved
 
 Printed = pytest.CaptureFixture[str]
 
@@ -149,3 +151,26 @@ def test_a_report_tells_the_reach_that_was_evaluated(tmp_path: Path, capsys: Pri
     assert "pgd1-l2-0.8-" in line
     assert "zz" not in line
     assert "- Out of reach: a" in page.splitlines()
+
+
+def test_an_audit_looks_at_an_evaluation_of_its_own_reach(tmp_path: Path) -> None:
+    """Six features: the text of a ball then says how many a mask has, not which."""
+    place = str(tmp_path / "run")
+    rows = [",".join(map(str, [*row, *row, "yn"[y]])) for row, y in zip(X, Y, strict=True)]
+    (tmp_path / "t.csv").write_text("\n".join(["a,b,c,d,e,f,kind", *rows]))
+    data = ["--data", str(tmp_path / "t.csv"), "--target", "kind"]
+    assert main(["train", *data, "--epochs", "1", "--eps", "0.5", "--out", place]) == 0
+    flags = ["--fixed", "b", "--feature-eps", "c=0.2"]
+    made = ["--attack", "pgd1", "--eps", "0.25", "--eps", "0.5", "--name", "made"]
+    assert main(["evaluate", place, *made, *flags]) == 0
+    run, trained = Run.open(place), load_trained(place)
+    x, predict = prepare(run.config).x_test, trained.predict()
+
+    def found(*reach: str) -> Path | None:
+        given = [reach[1:2] if reach else (), reach[3:] if len(reach) > 2 else ()]
+        return _saved(run, predict, x, ball_for(trained, None, 0.5, *given), reach)
+
+    assert found(*flags) == tmp_path / "run" / "evaluation" / "made"
+    assert found() is None
+    assert found("--fixed", "a", "--feature-eps", "c=0.2") is None
+    assert found("--fixed", "b", "--feature-eps", "c=0.3") is None

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from advbayes.cli.screen import Device, Json, Seed, Thetas, Trust, check_choice, emit, say
-from advbayes.cli.signals import watched
+from advbayes.cli.screen import Device, Json, Seed, Thetas, Trust, check_choice, emit, fault, say
+from advbayes.cli.signals import Stopped, watched
 from advbayes.cli.threat import (
     NORMS,
     NUM,
@@ -150,6 +150,7 @@ def audit(
         from advbayes.cli.describe import said_units, units_within
         from advbayes.distributed import ranks
         from advbayes.runs import load_trained
+        from advbayes.runs.folder import REACH
         from advbayes.runs.verdict import audit_run
 
         subject = open_run(run, trusted=trust_network, device=device)
@@ -161,20 +162,27 @@ def audit(
         if control_eps is not None:
             control_ball = ball_for(trained, norm, control_eps, fixed, feature_eps)
         ball = ball_for(trained, norm, eps, fixed, feature_eps)
-        with watched(), folder.lock() if ranks().is_first else nullcontext():
-            verdict = audit_run(
-                folder,
-                trained,
-                subject.data,
-                ball,
-                tier=tier,
-                num=num,
-                num_thetas=thetas,
-                undefended=control,
-                control_ball=control_ball,
-                seed=seed,
-                tell=None if json else say,
-            )
+        given = zip(REACH, (fixed, feature_eps), strict=True)
+        reach = [word for flag, each in given for value in each or () for word in (flag, value)]
+        try:
+            with watched(), folder.lock() if ranks().is_first else nullcontext():
+                verdict = audit_run(
+                    folder,
+                    trained,
+                    subject.data,
+                    ball,
+                    tier=tier,
+                    num=num,
+                    num_thetas=thetas,
+                    undefended=control,
+                    control_ball=control_ball,
+                    reach=reach,
+                    seed=seed,
+                    tell=None if json else say,
+                )
+        except Stopped:
+            fault("stopped before a verdict; the one of an earlier audit, if any, stands")
+            raise
         units = units_within(trained, ball)
         told = {"run": run, "threat_model": units, "norm": norm}
         begin = f"{norm} {said_units(units)}"

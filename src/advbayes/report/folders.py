@@ -6,7 +6,6 @@ import os
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,10 +145,11 @@ def _reach(trained: Trained, evaluation: Evaluation) -> dict[str, Any]:
 def _asked(evaluation: Evaluation) -> tuple[tuple[str, ...], ...]:
     """Which features an evaluation was told are fixed, the budgets of their own that it gave and,
     where it gave some, its radii, of which they are multiples; nothing: all as the run has it."""
-    words = [] if evaluation.folder is None else _command(evaluation.folder) or []
+    from advbayes.runs.folder import REACH, asked_of
+
+    asked = [] if evaluation.folder is None else asked_of(evaluation.folder)
     fixed, budgets, radii = (
-        tuple(str(value) for name, value in pairwise(words) if name == flag)
-        for flag in ("--fixed", "--feature-eps", "--eps")
+        tuple(value for name, value in asked if name == flag) for flag in (*REACH, "--eps")
     )
     return fixed, budgets, radii if budgets else ()
 
@@ -235,19 +235,14 @@ def _commands(names: Mapping[str, Run]) -> list[str]:
 
 
 def _evaluation_command(run: Run, folder: Path) -> str:
-    words = _command(folder)
-    if words is not None:
+    path = folder / "command.json"
+    words = store.read_document(path) if path.is_file() else None
+    if isinstance(words, list):
         return command_line(words)
     return (
         f"advbayes evaluate {shlex.quote(str(run.path))}  # {folder.name}: with which options "
         f"was not kept"
     )
-
-
-def _command(folder: Path) -> list[Any] | None:
-    path = folder / "command.json"
-    words = store.read_document(path) if path.is_file() else None
-    return words if isinstance(words, list) else None
 
 
 def _gallery(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,24 @@ _FIELDS: dict[str, tuple[type, str]] = {
     "steps": (int, "a whole number"),
     "skipped": (int, "a whole number"),
 }
+
+
+REACH = ("--fixed", "--feature-eps")  # the flags that change which features are in reach
+
+
+def asked_of(evaluation: Path) -> list[tuple[str, str]]:
+    """The flags of the command that made an evaluation, each with its value; none where the command
+    was not kept.
+
+    >>> asked_of(Path("absent"))
+    []
+    """
+    path = evaluation / "command.json"
+    words = store.read_document(path) if path.is_file() else None
+    if not isinstance(words, list):
+        return []
+    pairs = pairwise(map(str, words))
+    return [(flag, value) for flag, value in pairs if flag.startswith("--")]
 
 
 @dataclass(frozen=True)

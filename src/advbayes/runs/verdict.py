@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from advbayes.evaluation.files import fingerprint
 from advbayes.predictive import FreshPredictive
 from advbayes.runs.attacking import make_attack
 from advbayes.runs.building import Prepared
-from advbayes.runs.folder import Run
+from advbayes.runs.folder import REACH, Run, asked_of
 from advbayes.runs.trained import Trained
 from advbayes.types import Predictor
 
@@ -35,14 +36,17 @@ def audit_run(
     undefended: Predictor | None = None,
     control_ball: Ball | None = None,
     evaluation: Path | None = None,
+    reach: Sequence[str] = (),
     seed: int = 0,
     tell: Callable[[str], None] | None = None,
 ) -> Verdict:
     """Audit a trained run within a ball and write `audit.json`; the caller holds the folder's lock.
 
     `evaluation` is the folder whose arrays are checked; absent, the run's last one in this ball, or
-    one that is made here. Controls that are absent are trained on the run's own data. The tier
-    "quick" makes and trains nothing. `tell` hears the cost before anything starts.
+    one that is made here. `reach` are the flags of the command line that say which features the
+    ball leaves alone and by how much it moves others, kept with that evaluation. Controls that are
+    absent are trained on the run's own data. The tier "quick" makes and trains nothing. `tell`
+    hears the cost before anything starts.
     """
     scaling = trained.scaling
     threat = ThreatModel(units="raw")
@@ -61,9 +65,11 @@ def audit_run(
     )
     if tell is not None:
         tell(str(audit_cost(predict, rows, ball=ball, tier=tier, support=support)))
-    saved = evaluation or _saved(run, predict, rows[0], ball)
+    saved = evaluation or _saved(run, predict, rows[0], ball, reach)
     if saved is None and not quick:
         name = f"audit-{type(ball).__name__}-{ball.eps:g}-{len(rows[0])}-{num_thetas}"
+        if reach:
+            name += f"-{hashlib.sha256(repr(list(reach)).encode()).hexdigest()[:8]}"
         saved = run.path / "evaluation" / name
         # named as `advbayes evaluate` does, so that a report has one row for one predictor
         evaluate(
@@ -79,7 +85,7 @@ def audit_run(
             options = {"eps": ball.eps, "norm": type(ball).__name__.lower(), "num": len(rows[0])}
             options |= {"thetas": num_thetas, "seed": seed}
             words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-            command = ["advbayes", "audit", str(run.path), *words]
+            command = ["advbayes", "audit", str(run.path), *words, *reach]
             store.write_document(saved / "command.json", command)
     verdict = audit(
         predict,
@@ -97,18 +103,26 @@ def audit_run(
     return verdict
 
 
-def _saved(run: Run, predict: Predictor, x: Tensor, ball: Ball) -> Path | None:
+def _saved(
+    run: Run, predict: Predictor, x: Tensor, ball: Ball, reach: Sequence[str]
+) -> Path | None:
     """The last evaluation of the run by this predictor in this ball, for the checks that look at
     saved arrays."""
     ours = fingerprint(predict, x[:4])
+    flags = sorted(zip(reach[::2], reach[1::2], strict=True))
 
     def fits(path: Path) -> bool:
         config: Any = store.read_document(path / "config.json")
-        marks: list[float] = next(iter(config.get("predictors", {}).values()), [])
-        near = len(marks) == len(ours) and all(
-            abs(a - b) <= 1e-4 * (1 + abs(b)) for a, b in zip(marks, ours, strict=True)
+        near = any(
+            len(marks) == len(ours)
+            and all(abs(a - b) <= 1e-4 * (1 + abs(b)) for a, b in zip(marks, ours, strict=True))
+            for marks in config.get("predictors", {}).values()  # trivial ones among them
         )
-        norm = any(f"{type(ball).__name__}(" in text for text in config.get("attacks", {}).values())
-        return near and norm and ball.eps in (config.get("radii") or [])
+        radii = config.get("radii") or []
+        asked = sorted(pair for pair in asked_of(path) if pair[0] in REACH)
+        if not near or ball.eps not in radii or asked != flags:
+            return False
+        widest = repr(replace(ball, eps=max(radii)))  # as its attacks name it, reach and all
+        return any(widest in text for text in config.get("attacks", {}).values())
 
     return next(filter(fits, reversed(run.evaluations)), None)
