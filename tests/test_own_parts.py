@@ -14,6 +14,7 @@ from torch import Tensor
 from advbayes import L2, AttackChannel, Ball, MeanField, Mixture, Noise, load, nll, save
 from advbayes.attacks import loss_and_gradient
 from advbayes.channels import GaussianDensity
+from advbayes.checks import InputTypeError
 from advbayes.runs import create_run, load_trained, train
 from advbayes.runs.config import ConfigError, make_config
 from advbayes.store import StoreError
@@ -76,6 +77,9 @@ def test_a_bundle_keeps_the_settings_and_needs_the_class(channel: object, tmp_pa
     for own in ((), (Noise,), (dict, int)):
         with pytest.raises(StoreError, match=r"own=.*tests.test_own_parts:(Gain|Half)"):
             load(place, own=own)
+    for wrong in (Gain, (Gain(1.0, 0.1),), "Gain"):
+        with pytest.raises(InputTypeError, match=r"own must be a tuple of classes.*got .*Gain"):
+            load(place, own=wrong)  # type: ignore[arg-type]
 
 
 def test_what_a_file_says_of_a_class_is_checked(tmp_path: Path) -> None:

@@ -60,6 +60,14 @@ def test_full_disk_keeps_the_old_content(
     assert (tmp_path / "a").read_bytes() == b"old"
 
 
+def test_another_fault_of_the_disk_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_disk(monkeypatch, "write", errno.EFBIG)
+    with pytest.raises(OSError, match=r"File too large: '.*/a'"):
+        write_bytes(tmp_path / "a", b"x")
+
+
 def test_no_room_is_known_before_the_first_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

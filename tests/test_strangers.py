@@ -3,6 +3,7 @@ would."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from advbayes import L2, audit, evaluate, one_step
 from advbayes.adapters import from_function, from_sklearn, from_torch
 from advbayes.attacks import RandomSearch
 from advbayes.checks import InputError, InputTypeError
+from advbayes.cli.foreign import Foreign, load_foreign
 from advbayes.estimators import RobustClassifier, RobustRegressor
+from advbayes.runs.config import ConfigError
 
 X = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()
@@ -87,3 +90,37 @@ def test_labels_that_are_none() -> None:
         RobustClassifier(epochs=1).fit(x, np.array(["a", None] * 12, object))
     with pytest.raises(InputTypeError, match="y must hold numbers, got an array of <U"):
         RobustRegressor(epochs=1).fit(x, x[:, 0].astype(str))
+
+
+FACTORIES = """
+import torch
+from sklearn.linear_model import LogisticRegression
+from torch import nn
+
+def unfitted(): return LogisticRegression()
+def probs(): return nn.Sequential(nn.Linear(3, 2), nn.Softmax(-1))
+def wide(): return nn.Linear(3, 1).double()
+"""
+
+
+def test_a_factory_is_told_what_it_may_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a regression in float64 is asked in float64."""
+    (tmp_path / "factories_of_strangers.py").write_text(FACTORIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    classes, numbers = str(tmp_path / "c.npz"), str(tmp_path / "n.npz")
+    np.savez(classes, x=X.numpy(), y=Y.numpy())
+    np.savez(numbers, x=X.numpy(), y=X[:, 0].numpy())
+
+    def made(name: str, data: str) -> Foreign:
+        return load_foreign(f"factories_of_strangers:{name}", data, target=None, task=None)
+
+    with pytest.raises(ConfigError, match="a fitted estimator, got a LogisticRegression without"):
+        made("unfitted", classes)
+    with pytest.raises(ConfigError, match=r"look like probabilities.*from_torch\(net, 'probs'\)"):
+        made("probs", classes)
+    foreign = made("wide", numbers)
+    said = foreign.predict(foreign.x)
+    residuals = said.mean.detach() - foreign.y
+    assert float(said.stddev[0]) == pytest.approx(float(residuals.square().mean().sqrt()), rel=1e-5)

@@ -22,6 +22,10 @@ from advbayes.runs.building import import_factory, reach_of
 from advbayes.runs.config import FILE_SUFFIXES, ConfigError, make_config
 from advbayes.types import Predictor
 
+_OTHERWISE = (
+    "a factory may also return what advbayes.adapters makes of it, such as from_torch(net, 'probs')"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Foreign:
@@ -97,7 +101,8 @@ def load_foreign(
         predict(x[:2])
     except Exception as error:  # whatever the user's code raises is the user's to mend
         wanted = f"model: must answer rows of shape {tuple(x.shape[1:])} for {dataset.task}"
-        raise ConfigError(f"{wanted}, got {type(error).__name__}: {error!s:.200}") from error
+        got = f"{type(error).__name__}: {error!s:.400}"
+        raise ConfigError(f"{wanted}, got {got}; {_OTHERWISE}") from error
     return Foreign(
         predict,
         x,
@@ -116,7 +121,8 @@ def _predictor(made: Any, x: Tensor, y: Tensor, task: str) -> Predictor:
         case nn.Module():
             made.eval()
             if regression:
-                return from_torch(made, "mean", scale=_rmse(made, x, y))
+                unit = from_torch(made, "mean", scale=1.0)  # which takes x to the net's own dtype
+                return from_torch(made, "mean", scale=_rmse(lambda x: unit(x).mean, x, y))
             return from_torch(made)
         case BaseEstimator():
             scale = _rmse(made.predict, x.numpy(), y) if regression else None
@@ -127,6 +133,9 @@ def _predictor(made: Any, x: Tensor, y: Tensor, task: str) -> Predictor:
 def _kind(model: Any) -> str | None:
     """The task that a scikit-learn estimator says it is for; None for others, which do not say."""
     match model:
+        case BaseEstimator() if is_classifier(model) and not hasattr(model, "classes_"):
+            wanted = "model: must give a fitted estimator"
+            raise ConfigError(f"{wanted}, got a {type(model).__name__} without classes_")
         case BaseEstimator():
             return "classification" if is_classifier(model) else "regression"
         case _ if callable(model):

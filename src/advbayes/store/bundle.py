@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from advbayes import posteriors
+from advbayes.checks import InputTypeError
 from advbayes.model import BayesianModel
 from advbayes.predictive import PosteriorPredictive
 from advbayes.types import Channel
@@ -191,6 +192,8 @@ def load(
     ...
     advbayes.store.errors.MissingError: absent: wanted a bundle, got nothing (no such file)
     """
+    if not isinstance(own, (tuple, list)) or not all(isinstance(each, type) for each in own):
+        raise InputTypeError("own must be a tuple of classes, such as (MyChannel,)", got=own)
     place = os.fspath(model_file(path))
     manifest, tensors, documents = read_all(place, known=_PARTS)
     for name in ("model", "channel", "threat_model"):

@@ -246,5 +246,7 @@ def room(target: Path, needed: int) -> Iterator[None]:
         if error.errno in _FORBIDDEN:
             raise NotWritableError(target, got=error.strerror or str(error)) from error
         if error.errno not in _FULL:
+            if error.filename is None:
+                error.filename = os.fspath(target)
             raise
         raise DiskFullError(target, needed=needed, free=shutil.disk_usage(parent).free) from error

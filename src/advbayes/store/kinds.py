@@ -99,7 +99,7 @@ def encode(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:
     name = own_name(type(value))
     if is_dataclass(type(value)) and "<locals>" not in name:
         return {"kind": "own", "name": name, "settings": _settings(value, place, tensors)}
-    wanted = f"one of {', '.join([*_KINDS, *_LOSSES])}"
+    wanted = f"one of {', '.join([*_KINDS, *_LOSSES])}, or a dataclass of a module of your own"
     raise StoreError(place, wanted, f"{value!r:.80} ({type(value).__name__})")
 
 
