@@ -131,30 +131,28 @@ def three_classes() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 
 
 def test_pairwise_decision_values_are_not_taken_for_classes() -> None:
-    svm, pipeline = (
-        importlib.import_module("sklearn.svm"),
-        importlib.import_module("sklearn.pipeline"),
+    svm, pipeline, search = (
+        importlib.import_module(f"sklearn.{name}")
+        for name in ("svm", "pipeline", "model_selection")
     )
     data, labels = three_classes()
     x = torch.tensor(data)
-    pairwise = svm.SVC(decision_function_shape="ovo").fit(data, labels)
-    with pytest.raises(ValueError, match="decision_function_shape='ovo'"):
-        from_sklearn(pairwise)
-    hidden = from_sklearn(
-        pipeline.make_pipeline(svm.SVC(decision_function_shape="ovo")).fit(data, labels)
-    )
+    pairwise = svm.SVC(decision_function_shape="ovo")
+    for told in (pairwise, pipeline.make_pipeline(pairwise)):
+        with pytest.raises(ValueError, match="decision_function_shape='ovo'"):
+            from_sklearn(told.fit(data, labels))
+
+    def hidden(labels: Any) -> Any:  # a search does not say what it searched
+        return from_sklearn(search.GridSearchCV(pairwise, {}, cv=2).fit(data, labels))
+
+    whole, row_by_row = hidden(labels), hidden(labels)
     with pytest.raises(ValueError, match="at the class that it predicts"):
-        hidden(x)
-    row_by_row = from_sklearn(
-        pipeline.make_pipeline(svm.SVC(decision_function_shape="ovo")).fit(data, labels)
-    )
+        whole(x)
     with pytest.raises(ValueError, match="at the class that it predicts"):
         [row_by_row(row.unsqueeze(0)) for row in x]
     four = np.where(data[:, 0] > 1, "d", labels)
     with pytest.raises(ValueError, match=r"each of its 4 classes, got shape \(150, 6\)"):
-        from_sklearn(
-            pipeline.make_pipeline(svm.SVC(decision_function_shape="ovo")).fit(data, four)
-        )(x)
+        hidden(four)(x)
 
 
 @pytest.mark.parametrize("name", ["SVC", "LinearSVC"])

@@ -106,8 +106,8 @@ def audit_run(
 def _saved(
     run: Run, predict: Predictor, x: Tensor, ball: Ball, reach: Sequence[str]
 ) -> Path | None:
-    """The last evaluation of the run by this predictor in this ball, for the checks that look at
-    saved arrays."""
+    """The last evaluation of the run by this predictor in this ball, of as many examples at least,
+    for the checks that look at saved arrays."""
     ours = fingerprint(predict, x[:4])
     flags = sorted(zip(reach[::2], reach[1::2], strict=True))
 
@@ -120,7 +120,7 @@ def _saved(
         )
         radii = config.get("radii") or []
         asked = sorted(pair for pair in asked_of(path) if pair[0] in REACH)
-        if not near or ball.eps not in radii or asked != flags:
+        if not near or ball.eps not in radii or asked != flags or config.get("num", 0) < len(x):
             return False
         widest = repr(replace(ball, eps=max(radii)))  # as its attacks name it, reach and all
         return any(widest in text for text in config.get("attacks", {}).values())
