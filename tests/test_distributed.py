@@ -187,12 +187,12 @@ def test_what_goes_wrong_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
         loader = DataLoader(TensorDataset(x, x[:, 0]), sampler=DistributedSampler(x))  # type: ignore[arg-type,var-annotated]
         with pytest.raises(ValueError, match="got one with a DistributedSampler"):
             fit(one, MeanField(one), Noise(), loader, steps=1)
-        # one rank's wish to stop is everybody's, after the same step
+        # one rank's wish to stop is everybody's, after the same step: the next one
         steps = iter(range(9))
         wish = lambda: group.rank == 1 and next(steps) == 1  # noqa: E731
         result = ranks.trained(Noise(), stop=wish)
         assert result.interrupted
-        assert result.steps == 2
+        assert result.steps == 3
 
     launched(2, work, tmp_path / "log")
 

@@ -32,6 +32,7 @@ from advbayes.seeds import Share, seed_for
 T = TypeVar("T")
 BEAT = 2.0  # seconds between two signs of life
 SILENCE = 30.0  # seconds without one after which a rank is lost
+AWAKE = 0.02  # seconds for which a rank waits for the others without going to sleep
 START = 50.0  # seconds in which all ranks must have given their first
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
 _own_turn: ContextVar[bool] = ContextVar("own_turn", default=False)
@@ -91,13 +92,24 @@ class Ranks:
         level = top.masked_fill(top == -math.inf, 0.0)
         return level + self.sum((tensor - level).exp()).log()
 
-    def any(self, wanted: bool) -> bool:
-        """Whether any rank says so."""
-        return (
-            wanted
-            if self.size == 1
-            else bool(self.max(torch.tensor(int(wanted), device=_device())))
-        )
+    def asked(self, wanted: bool) -> Callable[[], bool]:
+        """Ask all ranks without waiting for them: the answer is whether any says so.
+
+        >>> Ranks().asked(True)()
+        True
+        """
+        if self.size == 1:
+            return lambda: wanted
+        with _exchange():
+            told = torch.tensor(int(wanted), device=_device())
+            work = dist.all_reduce(told, dist.ReduceOp.MAX, async_op=True)
+
+        def answer() -> bool:
+            with _exchange():
+                _finish(work)
+                return bool(told)
+
+        return answer
 
     def same(self, tensor: Tensor) -> Tensor:
         """The first rank's."""
@@ -186,7 +198,7 @@ class Ranks:
             return tensor
         with _exchange():
             reduced = tensor.detach().clone().contiguous()
-            dist.all_reduce(reduced, how)
+            _finish(dist.all_reduce(reduced, how, async_op=True))
             return reduced
 
     def _bytes(self, data: bytes) -> list[bytes]:
@@ -244,6 +256,16 @@ def _device() -> torch.device:
     """Where bytes and counts travel."""
     nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     return torch.device("cuda" if nccl else "cpu")
+
+
+def _finish(work: dist.Work | None) -> None:
+    """Wait for an exchange: awake at first, for a core that has gone to sleep takes milliseconds to
+    come back, as long as a short step's whole exchange."""
+    assert work is not None  # this process belongs to the group
+    until = time.perf_counter() + AWAKE
+    while not work.is_completed() and time.perf_counter() < until:
+        time.sleep(0) if sys.platform == "win32" else os.sched_yield()
+    work.wait()
 
 
 @contextmanager

@@ -173,6 +173,7 @@ def fit(
     )
     skipped_in_a_row = 0
     has_warned = interrupted = False
+    asked = distributed.ALONE.asked(False)  # several ranks hear of a stop one step later
     origin = time.perf_counter() - (
         state.history["seconds"][-1] if state.history["seconds"] else 0.0
     )
@@ -217,7 +218,8 @@ def fit(
                 raise NonFiniteError(
                     _cause(model, posterior, channel, objective, batch, keyed("step"), step)
                 )
-            if ranks.any(interrupt() or (stop is not None and stop())):
+            answer, asked = asked, ranks.asked(interrupt() or (stop is not None and stop()))
+            if (asked if ranks.size == 1 else answer)():
                 interrupted = state.step < total
                 break
             if (
@@ -227,6 +229,7 @@ def fit(
                 and state.step % checkpoint_every == 0
             ):
                 checkpoint(kept.save(state))
+        asked()  # no exchange is left open
         state = kept.save(state)
         if checkpoint is not None and ranks.is_first:
             checkpoint(state)
