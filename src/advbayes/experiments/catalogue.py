@@ -352,13 +352,14 @@ EXPERIMENTS: dict[str, Experiment] = {
         "num_train=50000 --num-test 1000",
     ),
     "resnet18": Experiment(
-        "CIFAR-10, ResNet-18 with GroupNorm at width 16, L2, eps 2 (SM-7): smaller, one epoch on "
-        "2,000 images",
+        "CIFAR-10, ResNet-18 with GroupNorm at width 16, L2, eps 2 (SM-7): smaller, five epochs on "
+        "8,000 images",
         {
             "data": "cifar10",
             "network": "advbayes.networks:resnet18_narrow",
-            "epochs": 1,
-            "num_train": 2000,
+            "epochs": 5,
+            "num_train": 8000,
+            "batch_size": 64,
             "lr": 1e-3,
             "sigma": 0.1,
             "eps": 1.0,
