@@ -1526,8 +1526,8 @@ _through = _Shared()""",
     Bug(
         "ranks: each draws its noise from the head of the batch's",
         "seeds.py",
-        "generator=generator.whole, **options)[generator.rows]",
-        "generator=generator.whole, **options)[: len(generator.rows)]",
+        "generator=whole, **options)[rows]",
+        "generator=whole, **options)[: len(rows)]",
         "test_distributed",
     ),
     Bug(
@@ -1540,8 +1540,8 @@ _through = _Shared()""",
     Bug(
         "ranks: thetas differ from rank to rank",
         "seeds.py",
-        "return for_batch(generator) if not getattr",
-        "return generator if not getattr",
+        "case Share(own_thetas=True):",
+        "case Share():",
         "test_distributed",
     ),
     Bug(

@@ -106,9 +106,10 @@ def drawn(
     >>> drawn(torch.rand, (3,), None).shape
     torch.Size([3])
     """
-    if not isinstance(generator, Share):
-        return draw(shape, generator=generator, **options)
-    return draw((generator.num, *shape[1:]), generator=generator.whole, **options)[generator.rows]
+    match generator:
+        case Share(whole=whole, rows=rows, num=num):
+            return draw((num, *shape[1:]), generator=whole, **options)[rows]
+    return draw(shape, generator=generator, **options)
 
 
 def num_drawn(num: int, generator: torch.Generator | None) -> int:
@@ -124,11 +125,11 @@ def narrowed(
 ) -> torch.Generator | None:
     """For a part of the batch that is drawn for by itself: of its `num` rows (absent: as many as
     before) those at hand are `rows`."""
-    if not isinstance(generator, Share):
-        return generator
-    seed = int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
-    whole, own_thetas = generator.whole, generator.own_thetas
-    return Share(whole, rows, generator.num if num is None else num, seed, own_thetas)
+    match generator:
+        case Share(whole=whole, num=before, own_thetas=own_thetas):
+            seed = int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
+            return Share(whole, rows, before if num is None else num, seed, own_thetas)
+    return generator
 
 
 def sorted_share(
@@ -143,11 +144,12 @@ def sorted_share(
     >>> sorted_share(torch.tensor([3, 0, 1, 2]), [0, 3, 4], share)
     (tensor([1, 0]), tensor([0, 3]), [0, 1, 2])
     """
-    if not isinstance(generator, Share):
-        return order, torch.arange(len(order), device=order.device), edges
-    places, index = order.argsort()[generator.rows].sort()
-    cuts = torch.searchsorted(places, torch.tensor(edges, device=order.device))
-    return index, places, cuts.tolist()
+    match generator:
+        case Share(rows=rows):
+            places, index = order.argsort()[rows].sort()
+            cuts = torch.searchsorted(places, torch.tensor(edges, device=order.device))
+            return index, places, cuts.tolist()
+    return order, torch.arange(len(order), device=order.device), edges
 
 
 def for_batch(generator: torch.Generator | None) -> torch.Generator | None:
@@ -165,7 +167,10 @@ def seed_from(generator: torch.Generator | None, device: torch.device) -> int:
 
 def for_thetas(generator: torch.Generator | None) -> torch.Generator | None:
     """The generator for thetas."""
-    return for_batch(generator) if not getattr(generator, "own_thetas", False) else generator
+    match generator:
+        case Share(own_thetas=True):
+            return generator
+    return for_batch(generator)
 
 
 class GlobalStream:
