@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from advbayes.channels.attack import AttackChannel, draws_noise_alone, shifted_by
+from advbayes.channels.attack import draws_noise_alone, shifted_by
 from advbayes.channels.mixture import Mixture, edge, systematic, with_losses
 from advbayes.channels.noise import noise_like
 from advbayes.types import Channel, Predictor
@@ -73,7 +73,7 @@ def sample_at(
         high = min(num, math.ceil(round(num * bounds[last], 9)))
         own, part = rows[low:high], slice(low, high)
         merged = channel.channels[members[0]]
-        if len(members) > 1 and isinstance(merged, AttackChannel):
+        if len(members) > 1:
             index = torch.stack([own >= end for end in edges[first + 1 : last]]).sum(0)
             merged = with_losses([channel.channels[k] for k in members], index)
         if high > low:

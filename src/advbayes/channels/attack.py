@@ -110,19 +110,19 @@ def drawn_labels(predict: Predictor, x: Tensor, generator: torch.Generator | Non
 
 def draws_noise_alone(channel: Channel) -> bool:
     """Noise, or an attack that is not random itself, plus noise."""
-    if isinstance(channel, AttackChannel):
-        return isinstance(channel.attack, PGD) and channel.attack.is_one_step
-    return isinstance(channel, Noise)
+    match channel:
+        case Noise() | AttackChannel(PGD(is_one_step=True)):
+            return True
+    return False
 
 
 def shifted_by(
     channel: Channel, predict: Predictor, x: Tensor, y: Tensor | None, noise: Tensor | None
 ) -> Tensor:
     """A channel that draws noise alone, at a given noise."""
-    assert isinstance(channel, (Noise, AttackChannel))
-    centre = channel.attack(predict, x, y) if isinstance(channel, AttackChannel) else x
-    return (
-        centre
-        if noise is None or channel.sigma == 0
-        else torch.add(centre, noise, alpha=channel.sigma)
-    )
+    match channel:
+        case AttackChannel(attack, sigma):
+            x = attack(predict, x, y)
+        case Noise(sigma):
+            pass
+    return x if noise is None or sigma == 0 else torch.add(x, noise, alpha=sigma)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import cast, overload
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from advbayes import checks
 from advbayes.attacks import PGD, PerExample
 from advbayes.attacks.parts import on_rows as attack_on_rows
+from advbayes.attacks.parts import settings
 from advbayes.channels.attack import AttackChannel, drawn_labels, draws_noise_alone, shifted_by
 from advbayes.channels.density import GaussianDensity, MixtureDensity
 from advbayes.channels.noise import Noise, noise_like
@@ -129,12 +130,12 @@ class Mixture:
         groups: dict[object, list[int]] = {}
         for k, channel in enumerate(self.channels):
             key: object = k
-            if isinstance(channel, Noise):
-                key = channel
-            elif isinstance(channel, AttackChannel) and isinstance(channel.attack, PGD):
-                attack = channel.attack
-                settings = (getattr(attack, f.name) for f in fields(attack) if f.name != "stages")
-                key = (channel.sigma, *settings, *(number for _, number in attack.stages))
+            match channel:
+                case Noise():
+                    key = channel
+                case AttackChannel(PGD() as attack, sigma):
+                    own = settings(attack) | {"stages": tuple(num for _, num in attack.stages)}
+                    key = (sigma, *own.values())
             groups.setdefault(key, []).append(k)
         return list(groups.values())
 
@@ -165,7 +166,7 @@ class Mixture:
         channels = [
             self.channels[k] if rows is None else on_rows(self.channels[k], rows) for k in members
         ]
-        if len(members) == 1 or not isinstance(channels[0], AttackChannel):
+        if len(members) == 1:
             return channels[0]
         index = torch.arange(len(members), device=device)
         return with_losses(channels, index.repeat_interleave(torch.tensor(counts, device=device)))
@@ -217,15 +218,18 @@ def on_rows(channel: Channel, rows: Tensor | slice) -> Channel:
     return channel
 
 
-def with_losses(channels: Sequence[Channel], index: Tensor) -> AttackChannel:
-    """One channel for attacks alike but for their losses: example b with those of `index[b]`."""
-    first = cast("AttackChannel", channels[0])
-    attacks = [cast("PGD", cast("AttackChannel", channel).attack) for channel in channels]
-    merged = tuple(
-        (PerExample(tuple(attack.stages[i][0] for attack in attacks), index), steps)
-        for i, (_, steps) in enumerate(attacks[0].stages)
-    )
-    return AttackChannel(replace(attacks[0], stages=merged), first.sigma)
+def with_losses(channels: Sequence[Channel], index: Tensor) -> Channel:
+    """One channel for a group: of equal noises the first, of attacks alike but for their losses one
+    that gives example b those of `index[b]`."""
+    match channels[0]:
+        case AttackChannel(PGD() as first, sigma):
+            stages = [settings(cast(AttackChannel, each).attack)["stages"] for each in channels]
+            merged = tuple(
+                (PerExample(tuple(loss for loss, _ in same), index), same[0][1])
+                for same in zip(*stages, strict=True)
+            )
+            return AttackChannel(replace(first, stages=merged), sigma)
+    return channels[0]
 
 
 @overload
