@@ -221,7 +221,7 @@ class ChannelELBO:
         generator: torch.Generator | None = None,
     ) -> Tensor:  # (S, K, B, *event)
         """x' ~ p(. | x, theta_s), K times for every theta."""
-        if isinstance(channel, Noise) and channel.sigma == 0:
+        if channel == Noise(0):
             return x.expand(len(thetas), self.num_channel, *x.shape)
         with through_attacks() if self.through else torch.no_grad():
             seen = thetas if self.through else thetas.detach()
