@@ -12,6 +12,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -51,58 +52,34 @@ DEFENSES = ("proactive", "reactive", "both", "none")
 CHANNELS = ("none", "noise", "at", "os", "os50", "mix", "pgd")
 
 
+@dataclass(eq=False, repr=False)
 class _Estimator(BaseEstimator):  # type: ignore[misc]
     """What both tasks share. Parameters are kept as they came; `fit` looks at them."""
 
     _task: ClassVar[str]
     _columns = False  # whether y was a matrix
 
-    def __init__(
-        self,
-        channel: Channel | str | None = None,
-        *,
-        defense: str = "proactive",
-        eps: float | Sequence[float] = 0.3,
-        units: str = "standardised",
-        norm: str = "l2",
-        sigma: float = 0.1,
-        posterior: str = "mean_field",
-        net: nn.Module | None = None,
-        hidden: tuple[int, ...] = (16, 16),
-        event_shape: tuple[int, ...] | None = None,
-        prior_scale: float = 1.0,
-        kl_weight: float = 1.0,
-        init_scale: float = 0.02,
-        epochs: float | None = None,
-        batch_size: int = 128,
-        lr: float | None = None,
-        decay: float | None = None,
-        num_thetas: int = 20,
-        abstain: float | None = None,
-        class_weight: Mapping[Any, float] | str | None = None,
-        random_state: int | np.random.RandomState | None = None,
-    ) -> None:
-        self.channel = channel
-        self.defense = defense
-        self.eps = eps
-        self.units = units
-        self.norm = norm
-        self.sigma = sigma
-        self.posterior = posterior
-        self.net = net
-        self.hidden = hidden
-        self.event_shape = event_shape
-        self.prior_scale = prior_scale
-        self.kl_weight = kl_weight
-        self.init_scale = init_scale
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.lr = lr
-        self.decay = decay
-        self.num_thetas = num_thetas
-        self.abstain = abstain
-        self.class_weight = class_weight
-        self.random_state = random_state
+    channel: Channel | str | None = None
+    _: KW_ONLY
+    defense: str = "proactive"
+    eps: float | Sequence[float] = 0.3
+    units: str = "standardised"
+    norm: str = "l2"
+    sigma: float = 0.1
+    posterior: str = "mean_field"
+    net: nn.Module | None = None
+    hidden: tuple[int, ...] = (16, 16)
+    event_shape: tuple[int, ...] | None = None
+    prior_scale: float = 1.0
+    kl_weight: float = 1.0
+    init_scale: float = 0.02
+    epochs: float | None = None
+    batch_size: int = 128
+    lr: float | None = None
+    decay: float | None = None
+    num_thetas: int = 20
+    abstain: float | None = None
+    random_state: int | np.random.RandomState | None = None
 
     def _train(
         self,
@@ -293,6 +270,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         return tags
 
 
+@dataclass(eq=False, repr=False)
 class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     """A Bayesian classifier trained through a channel, or one that purifies its inputs.
 
@@ -316,6 +294,9 @@ class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     """
 
     _task = "classification"
+
+    _: KW_ONLY
+    class_weight: Mapping[Any, float] | str | None = None
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Train from the beginning; `classes_`, `model_`, `posterior_`, `predictor_`, `ball_`,
@@ -375,6 +356,7 @@ class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         return x, torch.as_tensor(np.searchsorted(self.classes_, labels))
 
 
+@dataclass(eq=False, repr=False)
 class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
     """Bayesian regression trained through a channel, or one that purifies its inputs.
 
@@ -393,54 +375,8 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
 
     _task = "regression"
 
-    def __init__(
-        self,
-        channel: Channel | str | None = None,
-        *,
-        noise_scale: float | str = "learned",
-        defense: str = "proactive",
-        eps: float | Sequence[float] = 0.3,
-        units: str = "standardised",
-        norm: str = "l2",
-        sigma: float = 0.1,
-        posterior: str = "mean_field",
-        net: nn.Module | None = None,
-        hidden: tuple[int, ...] = (16, 16),
-        event_shape: tuple[int, ...] | None = None,
-        prior_scale: float = 1.0,
-        kl_weight: float = 1.0,
-        init_scale: float = 0.02,
-        epochs: float | None = None,
-        batch_size: int = 128,
-        lr: float | None = None,
-        decay: float | None = None,
-        num_thetas: int = 20,
-        abstain: float | None = None,
-        random_state: int | np.random.RandomState | None = None,
-    ) -> None:
-        super().__init__(
-            channel,
-            defense=defense,
-            eps=eps,
-            units=units,
-            norm=norm,
-            sigma=sigma,
-            posterior=posterior,
-            net=net,
-            hidden=hidden,
-            event_shape=event_shape,
-            prior_scale=prior_scale,
-            kl_weight=kl_weight,
-            init_scale=init_scale,
-            epochs=epochs,
-            batch_size=batch_size,
-            lr=lr,
-            decay=decay,
-            num_thetas=num_thetas,
-            abstain=abstain,
-            random_state=random_state,
-        )
-        self.noise_scale = noise_scale
+    _: KW_ONLY
+    noise_scale: float | str = "learned"
 
     def fit(self, X: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
         """Train from the beginning; `model_`, `posterior_`, `predictor_`, `ball_` and `result_` are
