@@ -203,9 +203,4 @@ def plain(verdict: Verdict) -> str:
     """What the level means."""
     from advbayes.report.words import sentence
 
-    counts = {
-        "passed": sum(finding.status == "passed" for finding in verdict.findings),
-        "failed": len(verdict.failed),
-        "missing": len(verdict.not_run),
-    }
-    return f"Level {verdict.level}: {sentence(verdict.level, verdict.tier, **counts)}"
+    return f"Level {verdict.level}: {sentence(verdict)}"

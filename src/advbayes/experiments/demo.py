@@ -122,9 +122,7 @@ def run_demo(
             evaluation=run.path / "evaluation" / "demo",
             seed=seed,
         )
-    passed = sum(finding.status == "passed" for finding in verdict.findings)
-    counts = {"passed": passed, "failed": len(verdict.failed), "missing": len(verdict.not_run)}
-    tell(f"audit of MIX, level {verdict.level}: {sentence(verdict.level, verdict.tier, **counts)}")
+    tell(f"audit of MIX, level {verdict.level}: {sentence(verdict)}")
 
     tell("writing the report")
     runs = {name: Run(each.path) for name, each in trained.items()}

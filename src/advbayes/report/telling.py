@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from advbayes.auditing import is_first_look
 from advbayes.checks import counted
 from advbayes.evaluation.tables import Grid
 from advbayes.report.text import number, percent, short
@@ -215,7 +216,7 @@ def verdicts(document: Document) -> list[dict[str, Any]]:
         head, meaning = LEVELS.get(level, UNAUDITED)
         if missing and level == "B":
             head, meaning = PARTIAL[0], PARTIAL[1].format(level=level, missing=missing)
-        if level == "D" and audit.get("tier") == "quick" and not failed:
+        if is_first_look(level, audit.get("tier"), len(failed)):
             head = "A first look"
             meaning = FIRST_LOOK.format(passed=len(passed), missing=len(not_run))
         verdicts.append(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from advbayes.auditing import Verdict, is_first_look
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -126,12 +128,14 @@ def norm_name(norm: object) -> str:
     return NORMS.get(str(norm).lower(), (str(norm), ""))[0]
 
 
-def sentence(level: str, tier: str, *, passed: int, failed: int, missing: int) -> str:
-    """What a level means, in one or two plain sentences.
+def sentence(verdict: Verdict) -> str:
+    """What a verdict's level means, in one or two plain sentences.
 
-    >>> sentence("D", "quick", passed=9, failed=0, missing=10)[:34]
-    'None of the 9 checks that ran fail'
+    >>> from advbayes.auditing import Finding
+    >>> sentence(Verdict((Finding("E1", "", "passed"), Finding("E6", "", "not run")), "quick"))[:34]
+    'None of the 1 checks that ran fail'
     """
-    if level == "D" and tier == "quick" and not failed:
-        return FIRST_LOOK.format(passed=passed, missing=missing)
-    return LEVELS[level][1].replace(" marked †", "")
+    if is_first_look(verdict.level, verdict.tier, len(verdict.failed)):
+        passed = sum(finding.status == "passed" for finding in verdict.findings)
+        return FIRST_LOOK.format(passed=passed, missing=len(verdict.not_run))
+    return LEVELS[verdict.level][1].replace(" marked †", "")
