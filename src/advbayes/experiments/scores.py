@@ -16,10 +16,10 @@ import numpy.typing as npt
 
 from advbayes import metrics, store
 from advbayes.experiments.running import MANIFEST, RECORDS
+from advbayes.report.words import METRICS
 
 Array = npt.NDArray[np.float64]
 MIN_SEEDS = 5  # of a row that may be called best (E25)
-LOWER_IS_BETTER = {"accuracy": False, "selective_accuracy": False, "nll": True, "rmse": True}
 
 
 class Cell(NamedTuple):
@@ -147,7 +147,7 @@ class Scores:
         seeds = sorted(set(self.seeds(row)) & set(self.seeds(other)))
         if len(seeds) < 2:
             return 1.0
-        sign = 1 if LOWER_IS_BETTER[metric] else -1
+        sign = 1 if METRICS[metric].better == "lower" else -1
         overlap = float(self.about(row).get("overlap", 0.0))
         both = [
             [sign * self.value(metric, name, seed, cell) for seed in seeds] for name in (row, other)
@@ -164,7 +164,7 @@ class Scores:
     def best(self, metric: str, rows: Sequence[str], cell: Cell) -> str | None:
         """The row with the best mean, if it is significantly better than every other one with
         enough seeds (Holm, 5 %); None if there is none, or it has too few seeds itself."""
-        sign = 1 if LOWER_IS_BETTER[metric] else -1
+        sign = 1 if METRICS[metric].better == "lower" else -1
         first = min(rows, key=lambda row: sign * self.summary(metric, row, cell).mean)
         enough = [row for row in rows if len(self.seeds(row)) >= MIN_SEEDS]
         if first not in enough or len(enough) < 2:

@@ -15,15 +15,10 @@ from advbayes.checks import extra
 from advbayes.evaluation.tables import Grid
 from advbayes.experiments.catalogue import TRIVIAL, Experiment, Spec
 from advbayes.experiments.reported import CERTIFIED, COST, MULTI_STEP, REPORTED
-from advbayes.experiments.scores import LOWER_IS_BETTER, MIN_SEEDS, Cell, Scores
+from advbayes.experiments.scores import MIN_SEEDS, Cell, Scores
 from advbayes.report import figures
+from advbayes.report.words import METRICS
 
-NAMES = {
-    "accuracy": "Accuracy",
-    "nll": "NLL",
-    "rmse": "RMSE",
-    "selective_accuracy": "Selective accuracy",
-}
 # What section 4 compares.
 PAIRS = [
     pair.split("-") for pair in ("MIX-AT", "NN50-AT", "MIX-OS50", "MIX-NN50", "MIX-BL", "AT-BL")
@@ -96,8 +91,8 @@ def attack_table(experiment: Experiment, scores: Scores, folder: Path) -> str:
                     text += f"<br>paper {mean:.2f}" + ("" if sd is None else f" ({sd:.2f})")
                 line.append(text)
             body.append(line)
-        better = "lower" if LOWER_IS_BETTER[metric] else "higher"
-        out.append(_section(f"{NAMES[metric]} ({better} is better)", head, body))
+        about = METRICS[metric]
+        out.append(_section(f"{about.label} ({about.better} is better)", head, body))
     few = [row for row in scores.rows if len(scores.seeds(row)) < MIN_SEEDS]
     rule = "Bold: better than every other row of its column (paired tests, Holm, 5 %)."
     if few:
@@ -130,11 +125,11 @@ def pairs(experiment: Experiment, scores: Scores, folder: Path) -> str:
             line = [f"{first} - {second}"]
             for cell in cells.values():
                 gap = scores.mean(metric, first, cell) - scores.mean(metric, second, cell)
-                better = (gap < 0) == LOWER_IS_BETTER[metric]
+                better = (gap < 0) == (METRICS[metric].better == "lower")
                 ahead = (first, second) if better else (second, first)
                 line.append(f"{gap:+.3f} (p = {scores.p_better(metric, *ahead, cell):.2g})")
             body.append(line)
-        out.append("#" + _section(NAMES[metric], ["rows", *cells], body))
+        out.append("#" + _section(METRICS[metric].label, ["rows", *cells], body))
     return "\n\n".join(out)
 
 
@@ -205,7 +200,7 @@ def readings(experiment: Experiment, scores: Scores, folder: Path) -> str:
                 value = measured(metric, row, nearest[0], name, factors[nearest[1]])
                 line.append(f"{value:.2f}<br>paper {mean:.2f}")
             body.append(line)
-        out.append(_section(f"{NAMES[metric]} in that reading", ["row", *columns], body))
+        out.append(_section(f"{METRICS[metric].label} in that reading", ["row", *columns], body))
     return "\n\n".join(out)
 
 
@@ -312,14 +307,16 @@ def curves(experiment: Experiment, scores: Scores, folder: Path) -> str:
                     (line,) = axes.plot(x, y, marker=".", label=row)
                     axes.fill_between(x, y - spread, y + spread, alpha=0.15, color=line.get_color())
                 axes.set_xlabel("eps (L2)")
-                axes.set_ylabel(NAMES[metric])
+                axes.set_ylabel(METRICS[metric].label)
             grid[0].legend(fontsize=7)
 
         name = {"PGD+": "pgd-plus"}.get(attack, attack.lower())
         save_figure(folder / name, paint, (4.5 * len(summaries), 3.4))
         for metric, by_row in summaries.items():
             table = Grid(head, [[row, *each] for row, each in by_row.items()]).markdown()
-            out.append(f"## {NAMES[metric]}, {attack}\n\n![{attack}]({name}.svg)\n\n{table}")
+            out.append(
+                f"## {METRICS[metric].label}, {attack}\n\n![{attack}]({name}.svg)\n\n{table}"
+            )
     return "\n\n".join(out)
 
 
@@ -334,7 +331,7 @@ def multi_step(experiment: Experiment, scores: Scores, folder: Path) -> str:
                 mean = scores.mean(metric, scores.rows[0], Cell("test", name, eps))
                 line.append(f"{mean:.2f}<br>paper {values[index]:.2f}")
             body.append(line)
-        out.append(_section(f"{NAMES[metric]} beside the paper's", ["eps", *columns], body))
+        out.append(_section(f"{METRICS[metric].label} beside the paper's", ["eps", *columns], body))
     return "\n\n".join(out)
 
 
@@ -357,7 +354,7 @@ def effects(experiment: Experiment, scores: Scores, folder: Path) -> str:
                     f"{np.mean(gaps):+.3f} ({min(gaps):+.3f} to {max(gaps):+.3f})" if gaps else ""
                 )
             body.append(line)
-        title = f"Effects on {NAMES[metric]}: mean and range of the differences"
+        title = f"Effects on {METRICS[metric].label}: mean and range of the differences"
         out.append(_section(title, ["factor", *cells], body))
     return "\n\n".join(out)
 
