@@ -130,6 +130,33 @@ def test_conformal_quantiles_and_bad_input() -> None:
         conformal_sets(line, (torch.zeros(3, 4), torch.zeros(3, dtype=torch.long)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_that_tie_with_the_quantile_are_covered(dtype: torch.dtype) -> None:
+    """Targets that are whole numbers, predictions of one scale: at the quantile a third of all
+    scores are equal, and rounding must not leave them outside."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.zeros(90, 1, dtype=dtype), torch.arange(90, dtype=dtype) % 3
+    for _ in range(200):
+        mean, scale = torch.rand(2, generator=generator, dtype=dtype).unbind()
+
+        def steady(at: Tensor, m: Tensor = mean, s: Tensor = scale) -> Distribution:
+            return Normal(m + 0 * at[:, 0], s)
+
+        intervals = conformal_intervals(steady, (x, y + mean), level=0.9)
+        assert bool(intervals.covers(x, y + mean).all())
+    probs = torch.tensor([[0.6, 0.3, 0.1]], dtype=dtype)
+    for digits in (-2, 0, 2):  # probabilities from a batch of another size differ by as many
+        others = probs * (1 + digits * torch.finfo(dtype).eps)
+        sets = conformal_sets(
+            lambda at: Categorical(probs=probs.expand(len(at), 3)),
+            (x, torch.full((90,), 2)),
+            level=0.9,
+        )
+        there = Categorical(probs=torch.ones(90, 3, dtype=dtype))
+        there.probs = others.expand(90, 3)
+        assert bool(ConformalSets(lambda at, p=there: p, sets.threshold, 0.9)(x).all())  # type: ignore[misc]
+
+
 def test_sets_are_never_empty_and_ends_belong_to_intervals() -> None:
     x, y, _ = examples(0, 30)
     probs: Tensor = classes(x).probs  # type: ignore[attr-defined]

@@ -20,6 +20,10 @@ from advbayes import checks
 from advbayes.likelihoods import predicts_classes
 from advbayes.types import Attack, Predictor
 
+# last digits by which an answer is wider than its quantile: a score that ties with the quantile is
+# inside, whatever the rounding of a product, or of a prediction in another batch
+_DIGITS = 8
+
 
 def conformal_quantile(scores: Tensor, level: float) -> float:
     """The ceil((n + 1) level)-th smallest of n scores, infinity where there are too few: P(new
@@ -47,8 +51,9 @@ class ConformalIntervals:
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (B,) or (B, D) each
         """Lower and upper ends."""
         prediction = self.predict(x)
-        half = self.factor * prediction.stddev
-        return prediction.mean - half, prediction.mean + half
+        mean, half = prediction.mean, self.factor * prediction.stddev
+        half = half + _DIGITS * torch.finfo(mean.dtype).eps * (mean.abs() + half)
+        return mean - half, mean + half
 
     def covers(self, x: Tensor, y: Tensor) -> Tensor:  # (B,) bool
         """Whether y lies inside, in every output."""
@@ -69,7 +74,8 @@ class ConformalSets:
     def __call__(self, x: Tensor) -> Tensor:  # (B, C) bool
         """Which classes are in the set of each input."""
         probs = _classes(self.predict(x)).probs
-        return (1 - probs <= self.threshold) | (probs == probs.amax(1, keepdim=True))
+        threshold = self.threshold + _DIGITS * torch.finfo(probs.dtype).eps
+        return (1 - probs <= threshold) | (probs == probs.amax(1, keepdim=True))
 
     def covers(self, x: Tensor, y: Tensor) -> Tensor:  # (B,) bool
         """Whether the class is in the set."""
@@ -91,8 +97,8 @@ def conformal_intervals(
     >>> predict = lambda x: torch.distributions.Normal(x[:, 0], 1.0)
     >>> x = torch.zeros(9, 1)
     >>> intervals = conformal_intervals(predict, (x, torch.arange(9.0)), level=0.8)
-    >>> intervals(torch.ones(1, 1))
-    (tensor([-6.]), tensor([8.]))
+    >>> [round(float(end), 4) for end in intervals(torch.ones(1, 1))]
+    [-6.0, 8.0]
     """
     x, y = _calibration(predict, data, attack, generator)
     prediction = predict(x)
