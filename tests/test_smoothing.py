@@ -42,6 +42,19 @@ def test_no_noise_is_no_smoothing() -> None:
             torch.testing.assert_close(getattr(smoothed, name), getattr(plain, name))
 
 
+def test_an_empty_batch_has_an_empty_answer() -> None:
+    none = randn(3, 5)[:0]
+    for predict in (
+        predictor(),
+        predictor(Gaussian(0.3), 1),
+        predictor(Gaussian(0.3, num_outputs=2), 2),
+    ):
+        found, plain = Smoothed(predict, 0.5, num=7)(none), predict(none)
+        assert found.batch_shape == plain.batch_shape == (0,)
+        assert found.event_shape == plain.event_shape
+    assert Smoothed(predictor(), 0.5)(none).probs.shape == (0, 3)  # type: ignore[attr-defined]
+
+
 def test_linear_regression_smooths_in_closed_form() -> None:
     """E over the noise of N(w.x + b, s^2) has the mean of the middle and the variance s^2 + sigma^2
     |w|^2."""

@@ -138,10 +138,11 @@ def _forward(predict: Predictor, noise: Tensor) -> Callable[[Tensor], tuple[Tens
         count, batch = len(noise), len(x)
         prediction = predict((x + noise).reshape(count * batch, *x.shape[1:]))
         if predicts_classes(prediction):
-            return (prediction.logits.view(count, batch, -1),)
+            return (prediction.logits.view(count, batch, prediction.logits.shape[-1]),)
         means, scales, log_weights = components(prediction)
-        means, scales = (part.reshape(-1, batch, *part.shape[2:]) for part in (means, scales))
-        return means, scales, log_weights.reshape(-1, batch)
+        num = len(means) * count
+        means, scales = (part.reshape(num, batch, *part.shape[2:]) for part in (means, scales))
+        return means, scales, log_weights.reshape(num, batch)
 
     return forward
 
