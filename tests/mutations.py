@@ -173,6 +173,20 @@ BUGS = (
         "test_decisions_and_conformal",
     ),
     Bug(
+        "a conformal interval ends at the last digit of its quantile",
+        "predictive/conformal.py",
+        "half = half + _DIGITS * torch.finfo(mean.dtype).eps * (mean.abs() + half)",
+        "pass",
+        "test_decisions_and_conformal",
+    ),
+    Bug(
+        "in regression a suite keeps the least likely point, not the largest error",
+        "attacks/suite.py",
+        "return squared_error if errors else nll",
+        "return nll",
+        "test_minimum_norm_and_suites",
+    ),
+    Bug(
         "the worst case of an action is its best",
         "predictive/decisions.py",
         "return -self.choices.expected(prediction)[:, self.action]",
@@ -587,8 +601,8 @@ _through = _Shared()""",
     Bug(
         "a shorter pass of draws weighs as a full one",
         "predictive/smoothing.py",
-        "return means, scales, log_weights.reshape(-1, batch)",
-        "return means, scales, log_weights.reshape(-1, batch) - math.log(count)",
+        "return means, scales, log_weights.reshape(num, batch)",
+        "return means, scales, log_weights.reshape(num, batch) - math.log(count)",
         "test_smoothing",
     ),
     Bug(

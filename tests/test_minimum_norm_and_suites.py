@@ -23,6 +23,7 @@ from advbayes.attacks import (
     Toward,
     Transfer,
     certainty,
+    default_attacks,
     losses_of,
     strong_suite,
 )
@@ -204,6 +205,27 @@ def test_a_given_rank_wins() -> None:
     """By the likelihood of y alone a point that goes towards y is worse than none."""
     assert torch.equal(Suite((TARGETED,), rank=nll)(PREDICT, X, TARGET), X)
     assert torch.equal(Transfer(TARGETED, (PREDICT,), rank=nll)(PREDICT, X, TARGET), X)
+
+
+def test_in_regression_the_largest_error_is_kept() -> None:
+    """The least likely point of a scale that depends on x is another one: kept in its place, an
+    RMSE under the suite is below that of the suite's own members."""
+
+    def predict(x: Tensor) -> Distribution:
+        return Normal(x[:, 0], (-0.8 * x[:, 0]).exp())  # larger errors below, likelier there
+
+    x, y = torch.zeros(5, 2), torch.linspace(0.02, 0.1, 5)
+    ball = L2(1.0)
+    members = default_attacks(ball, "regression", steps=10).values()
+    suites = (strong_suite(ball, steps=10, queries=5), Suite(tuple(members)))
+    above, below = (lambda x, k=k: Normal(x[:, 0] + k, 1.0) for k in (1, -1))
+    moved = Transfer(pgd(ball, 10, squared_error), (above, below))
+    for attack in (*suites, moved):
+        prediction = predict(attack(predict, x, y, generator=seeded(0)))
+        assert torch.allclose(squared_error(prediction, y), (1 + y).square(), rtol=1e-3)
+    least = Suite(tuple(members), rank=nll)(predict, x, y, generator=seeded(0))
+    alone = pgd(ball, 10, nll)(predict, x, y)
+    assert bool((nll(predict(least), y) >= nll(predict(alone), y) - 1e-5).all())
 
 
 def test_targeted_and_untargeted_attacks_do_not_mix_unless_rank_decides() -> None:

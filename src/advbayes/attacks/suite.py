@@ -60,8 +60,10 @@ class Suite:
 
     `rank` also defines what broken means. By default it follows the attacks' own aim (a PGD's last
     stage counts): their target, or their common loss if that is not a loss of the label, or else
-    `nll`. Without `rank`, targeted and untargeted attacks cannot be mixed: for the former y is the
-    class to reach, for the latter the one to leave.
+    `nll`; in regression `squared_error` where one of them climbs it, for the largest error is at
+    another point than the least likelihood (`rank=nll` keeps that one). Without `rank`, targeted
+    and untargeted attacks cannot be mixed: for the former y is the class to reach, for the latter
+    the one to leave.
 
     The first attack sees every example, each later one only those that are not broken yet; in
     regression, where nothing breaks, `regression` (default: the same attacks) runs on all of them.
@@ -99,7 +101,9 @@ class Suite:
             prediction = predict(x)
         classes = predicts_classes(prediction)
         attacks = self.in_task("classification" if classes else "regression").attacks
-        rank = _rank_of("attacks", attacks) if self.rank is None else self.rank
+        rank = self.rank
+        if rank is None:
+            rank = _rank_of("attacks", attacks, regression=not classes)
         attacks = tuple(attack for attack in attacks if applies_to(attack, predict))
         if not attacks:
             raise checks.InputTypeError(
@@ -185,7 +189,11 @@ class Transfer:
         if not len(x):
             return x.clone()
         x, y = entry(predict, _UNBOUNDED, x, y)
-        rank = _rank_of("attack", (self.attack,)) if self.rank is None else self.rank
+        rank = self.rank
+        if rank is None:
+            with torch.no_grad():
+                classes = predicts_classes(predict(x[:1]))
+            rank = _rank_of("attack", (self.attack,), regression=not classes)
         problem = Problem(predict, rank, _UNBOUNDED, x, y, generator)
         best = problem.score(x)
         for source in self.sources:
@@ -198,7 +206,7 @@ class Transfer:
         return all(applies_to(self.attack, source) for source in self.sources)
 
 
-def _rank_of(name: str, attacks: Sequence[Attack]) -> Loss:
+def _rank_of(name: str, attacks: Sequence[Attack], *, regression: bool = False) -> Loss:
     """What several attacks compete by, from what each of them wants."""
     wanted = [loss for attack in attacks for loss in _wants(attack)]
     targeted = [loss for loss in wanted if _is_targeted(loss)]
@@ -211,7 +219,10 @@ def _rank_of(name: str, attacks: Sequence[Attack]) -> Loss:
     if targeted:
         return targeted[0]
     shared = bool(wanted) and all(_is_same(loss, wanted[0]) for loss in wanted)
-    return wanted[0] if shared and not _leaves_y(wanted[0]) else nll
+    if shared and not _leaves_y(wanted[0]):
+        return wanted[0]
+    errors = regression and any(loss is squared_error for loss in wanted)
+    return squared_error if errors else nll
 
 
 def _wants(attack: object) -> Iterator[Loss]:
@@ -299,7 +310,7 @@ def strong_suite(
     """
     checks.count("queries", queries, low=0)
     parts: dict[str, tuple[Attack, ...]] = {}
-    for task, loss in (("classification", margin), ("regression", nll)):
+    for task, loss in (("classification", margin), ("regression", squared_error)):
         attacks = default_attacks(ball, task, steps=steps, restarts=restarts, targets=targets)
         square = (Square(ball, queries, loss),) if queries else ()
         parts[task] = (

@@ -50,7 +50,7 @@ def make_attack(
         case "hard_label":
             return attacks.HardLabel(ball)
         case "square":
-            return attacks.Square(ball, queries, attacks.nll if regression else attacks.margin)
+            return attacks.Square(ball, queries, main if regression else attacks.margin)
         case "random":
             return attacks.RandomSearch(ball, queries, main)
         case _:
