@@ -128,7 +128,7 @@ def test_the_table_on_the_terminal(
             ), (cell, found[metric])
     head = next(line for line in text.splitlines() if line.startswith("┃"))
     names = (
-        ["RMSE (in the unit of 'price')", "NLL (nats)", "coverage of 90 % intervals"]
+        ["RMSE (in the unit of 'price')", "NLL (nats, standardised)", "coverage of 90 % intervals"]
         if task == "prices"
         else ["accuracy", "NLL"]
     )
@@ -151,7 +151,7 @@ def test_what_a_run_says_of_itself(
     assert f"({kept['num']} examples, 95 % intervals)" in line
     for metric, words in {
         "rmse": "RMSE (in the unit of 'price')",
-        "nll": "NLL (nats)",
+        "nll": "NLL (nats, standardised)" if task == "prices" else "NLL (nats)",
         "accuracy": "accuracy",
     }.items():
         if metric in kept["clean"]:
@@ -271,6 +271,14 @@ def test_the_tables_of_the_report(runs: dict[str, str], task: str) -> None:
             found.high,
             found.num,
         ]
+    units = {row["metric"]: row["unit"] for row in rows}
+    if task == "kinds":
+        assert set(units.values()) == {""}
+    else:  # as recorded, not as the page shows them
+        assert units["rmse"] == units["crps"] == "standard deviations of the target"
+        assert units["nll"] == "nats of the standardised target"
+        assert units["aurc"] == "variances of the target"
+        assert "| NLL of the standardised target, nats |" in (folder / "report.md").read_text()
 
 
 @pytest.mark.parametrize("task", ["kinds", "prices"])

@@ -598,7 +598,7 @@ def check_markdown(text: str) -> None:
 
 def check_csv(path: Path) -> None:
     for row in csv.reader(io.StringIO(path.read_text(encoding="utf-8"))):
-        assert len(row) == 9
+        assert len(row) == 10
         for cell in row:
             number = re.fullmatch(r"-?\d+(\.\d+)?(e[-+]\d+)?", cell)
             assert number or not re.match(r"[=+\-@\t\r|%]", cell), cell

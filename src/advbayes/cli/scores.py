@@ -19,6 +19,10 @@ _NAMES = {
     "selective_accuracy": "accuracy on the surer half",
     "aurc": "AURC",
 }
+_STANDARDISED = {  # a density and a squared error of the target as the model sees it
+    "nll": "NLL (nats, standardised)",
+    "aurc": "AURC (standardised)",
+}
 _MEANINGS = {
     "accuracy": "accuracy: the share answered right",
     "balanced_accuracy": "balanced accuracy: its mean over the classes",
@@ -50,12 +54,16 @@ def column_of(
     Column(name="RMSE (in the unit of 'price')", factor=20.0)
     >>> column_of("coverage", scaling, ["price"])
     Column(name='coverage of 90 % intervals', factor=1.0)
+    >>> column_of("nll", scaling, ["price"])
+    Column(name='NLL (nats, standardised)', factor=1.0)
     """
     if metric == "coverage":
         return Column(f"coverage of {100 * level:g} % intervals")
+    spread = None if scaling is None else scaling.target_std
+    if spread is not None and metric in _STANDARDISED:
+        return Column(_STANDARDISED[metric])
     if metric not in ("rmse", "crps"):
         return Column(_NAMES.get(metric, metric))
-    spread = None if scaling is None else scaling.target_std
     if spread is None:
         return Column(metric.upper())
     if spread.numel() == 1:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Document = Mapping[str, Any]
 TEMPLATES = Path(__file__).parent / "templates"
-CSV_HEAD = "predictor,attack,eps,metric,value,low,high,examples,believed"
+CSV_HEAD = "predictor,attack,eps,metric,value,low,high,examples,believed,unit"
 
 
 @lru_cache(maxsize=2)
@@ -89,10 +89,11 @@ def markdown(document: Document, provenance: Mapping[str, Any], *, digest: str) 
 
 
 def spreadsheet(document: Document) -> str:
-    """The table of results as CSV, one value a line.
+    """The table of results as CSV, one value a line, as recorded; scores of a standardised target
+    with their unit.
 
     >>> spreadsheet({"table": [], "metrics": []})
-    'predictor,attack,eps,metric,value,low,high,examples,believed\\n'
+    'predictor,attack,eps,metric,value,low,high,examples,believed,unit\\n'
     """
     lines = [CSV_HEAD]
     for row in document["table"]:
@@ -100,7 +101,8 @@ def spreadsheet(document: Document) -> str:
             estimate = row["values"][metric]
             cells = [row["predictor"], row["attack"], row["eps"], metric]
             cells += [estimate[key] for key in ("value", "low", "high", "num")]
-            lines.append(",".join(map(csv, [*cells, "no" if row["dagger"] else "yes"])))
+            cells += ["no" if row["dagger"] else "yes", telling.recorded_unit(document, metric)]
+            lines.append(",".join(map(csv, cells)))
     return "\n".join(lines) + "\n"
 
 

@@ -32,6 +32,12 @@ UNITS = {
 }
 MODEL_UNITS = "in the model's units"
 NETWORKS = {"conv": "a convolutional", "mlp": "a fully connected"}
+_OF_TARGET = {  # what the scores of a standardised target are recorded in
+    "rmse": "standard deviations of the target",
+    "crps": "standard deviations of the target",
+    "nll": "nats of the standardised target",
+    "aurc": "variances of the target",
+}
 WHITE_BOX = "the whole predictor (white box): gradients pass through all of the defense"
 
 
@@ -81,12 +87,23 @@ def label(document: Document, metric: str) -> str:
         name = f"{name} of {percent(document['interval_level'], 0)} % intervals"
     if METRICS[metric].share:
         return f"{name}, %"
+    spread = (document["scaling"] or {}).get("target_std")
     if metric == "nll":
-        return f"{name}, nats"
-    if metric not in ("rmse", "crps") or not (document["scaling"] or {}).get("target_std"):
+        return f"{name} of the standardised target, nats" if spread else f"{name}, nats"
+    if not spread or metric not in _OF_TARGET:
         return name
-    single = len(document["scaling"]["target_std"]) == 1
-    return name + (", in the target's unit" if single else ", in standard deviations")
+    if metric == "aurc":
+        return f"{name}, in {_OF_TARGET[metric]}"
+    return name + (", in the target's unit" if len(spread) == 1 else ", in standard deviations")
+
+
+def recorded_unit(document: Document, metric: str) -> str:
+    """What a value is in as it was recorded, where that is the standardised target's unit.
+
+    >>> recorded_unit({"scaling": {"target_std": [20.0]}}, "rmse")
+    'standard deviations of the target'
+    """
+    return _OF_TARGET.get(metric, "") if (document["scaling"] or {}).get("target_std") else ""
 
 
 def results(document: Document) -> list[dict[str, Any]]:
