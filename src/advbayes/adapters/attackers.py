@@ -95,7 +95,8 @@ def to_autoattack(
     'Linf'
     """
     checks.count("num_classes", num_classes, low=2)
-    plain = isinstance(ball, (L2, Linf)) and ball.scale is None and ball.mask is None
+    norm = {L2: "L2", Linf: "Linf"}.get(type(ball))
+    plain = norm is not None and ball.scale is None and ball.mask is None
     if not plain or not _is_unit(ball.box):
         raise checks.InputError(
             f"ball must be L2 or Linf with box=(0, 1) and neither scale nor mask for AutoAttack, "
@@ -104,7 +105,7 @@ def to_autoattack(
     from pyautoattack import AutoAttack
 
     arguments: dict[str, Any] = {
-        "norm": "L2" if isinstance(ball, L2) else "Linf",
+        "norm": norm,
         "eps": ball.eps,
         "seed": seed,
         "device": torch.device(device),

@@ -66,7 +66,7 @@ def _contradictions(case: Case) -> list[str]:
         faults.append(f"no box is said, but the ball is {ball}")
     run = said_by(ball, case.attacks)
     for what in ("steps", "restarts"):
-        most, stated = run[what], getattr(said, what)
+        most, stated = run[what], vars(said)[what]
         if most is not None and stated is not None and stated > most:
             faults.append(f"{what} are said to be {stated}, but the attacks take {most}")
     if units := check_units(ball, case.x):

@@ -121,8 +121,7 @@ class Standardize:
         >>> sorted(Standardize(torch.zeros(2), torch.ones(2)).to_dict())
         ['mean', 'std']
         """
-        values = {name: getattr(self, name) for name in _FIELDS}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
         """The same as nested lists; float32 survives exactly.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,9 +36,8 @@ class Diagnosis:
 
 def merge(parts: list[Diagnosis], join: Callable[[list[Tensor]], Tensor]) -> Diagnosis:
     """Of several blocks of queries."""
-    return Diagnosis(
-        *(join([getattr(part, field.name) for part in parts]) for field in fields(Diagnosis))
-    )
+    columns = zip(*(vars(part).values() for part in parts), strict=True)
+    return Diagnosis(*(join(list(column)) for column in columns))
 
 
 def chi_square_limit(width: int) -> float:

@@ -66,7 +66,7 @@ class Prepared:
     def to(self, device: torch.device | str) -> Prepared:
         """The examples on another device; the data set itself stays where it is."""
         names = ("x_train", "y_train", "x_test", "y_test")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        return replace(self, **{name: vars(self)[name].to(device) for name in names})
 
 
 def prepare(config: RunConfig, *, downloading: Downloading | None = None) -> Prepared:
