@@ -197,6 +197,7 @@ def test_what_does_not_fit_is_refused_whatever_its_hash(
             Purifier.load(tmp_path / "a", memory_limit=limit)
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize("replacing", [True, False])
 def test_a_kill_leaves_one_of_two_versions_whole(replacing: bool, tmp_path: Path) -> None:
     versions_of = [purifier_of(version, num=6) for version in (1, 2)]

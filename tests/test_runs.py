@@ -30,6 +30,7 @@ from advbayes.training.loop import COLUMNS
 from tests import faults, killing
 
 SEED = 20
+pytestmark = pytest.mark.forks
 
 
 @pytest.fixture(scope="module")
