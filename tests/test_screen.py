@@ -15,6 +15,7 @@ import torch
 
 from advbayes.cli import main
 from advbayes.cli.app import memory_wanted
+from advbayes.store import Lock
 
 ESCAPES = "\x1b]0;owned\x07\x1b[31m\u202e\x9b2J"
 
@@ -68,10 +69,12 @@ def test_a_lock_file_cannot_drive_the_terminal(
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text('data = "digits"\n')
-    owner = {"pid": 1, "host": f"here{ESCAPES}", "place": "x", "started": "y"}
-    (run / ".lock").write_text(json.dumps(owner))
-    main(["train", "--resume", str(run), "--quiet"])
-    assert visible(capsys.readouterr().err)
+    with Lock(run):
+        (run / ".lock").write_text(json.dumps({"pid": 1, "host": f"here{ESCAPES}"}))
+        assert main(["train", "--resume", str(run), "--quiet"]) == 2
+    err = capsys.readouterr().err
+    assert visible(err)
+    assert "here\\x1b" in err
 
 
 def test_warnings_of_libraries_are_one_visible_line() -> None:
