@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
-from advbayes import L2, evaluate, load_evaluation, pgd
+from advbayes import L2, Evaluation, evaluate, load_evaluation, pgd
 from advbayes.attacks import DivergenceFrom, MarginTo, Suite, Toward, Transfer
 from advbayes.evaluation.contents import contents_of
-from advbayes.store import StoreError, read_document, write_document
+from advbayes.store import StoreError, read_document, records, write_document
 
 
 def generator(seed: int) -> torch.Generator:
@@ -70,18 +70,48 @@ PAIRS = {
 }
 
 
+FIRST = {name: first for name, (first, _, _) in PAIRS.items()}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Evaluation:
+    return evaluate(predict, (X, Y), attacks=FIRST, out=tmp_path_factory.mktemp("saved"))
+
+
 @pytest.mark.parametrize("name", PAIRS)
 def test_an_attack_that_holds_other_tensors_or_predictors_is_another_evaluation(
-    name: str, tmp_path: Path
+    name: str, saved: Evaluation
 ) -> None:
-    first, second, path = PAIRS[name]
-    before = evaluate(predict, (X, Y), attacks={"p": first}, out=tmp_path)
-    with pytest.raises(ValueError, match=rf"whose contents\['p'\]\['{path}'\] is"):
-        evaluate(predict, (X, Y), attacks={"p": second}, out=tmp_path)
-    again = evaluate(predict, (X, Y), attacks={"p": first}, out=tmp_path)
-    assert torch.equal(
-        again.columns(attack="p")["log_prob"], before.columns(attack="p")["log_prob"]
-    )
+    _, second, path = PAIRS[name]
+    with pytest.raises(ValueError, match=rf"whose contents\['{name}'\]\['{path}'\] is"):
+        evaluate(predict, (X, Y), attacks=FIRST | {name: second}, out=saved.folder)
+
+
+def test_attacks_that_hold_the_same_are_gone_on_with(saved: Evaluation) -> None:
+    again = evaluate(predict, (X, Y), attacks=FIRST, out=saved.folder)
+    for name in PAIRS:
+        assert torch.equal(
+            again.columns(attack=name)["log_prob"], saved.columns(attack=name)["log_prob"]
+        )
+
+
+def test_the_log_is_not_read_again_for_every_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 20 blocks of each of four cells as often as with one."""
+    scan, read = records._scan, list[Path]()
+    monkeypatch.setattr(records, "_scan", lambda path: (read.append(path), scan(path))[1])
+    times = []
+    for size in (60, 3):
+        evaluate(
+            predict,
+            (X[:60], Y[:60]),
+            attacks={"p": FIRST["mask"]},
+            batch_size=size,
+            out=tmp_path / str(size),
+        )
+        times.append(len(read))
+    assert times[1] == 2 * times[0]
 
 
 def test_equal_contents_are_equal_whatever_object_holds_them() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import advbayes
 from advbayes import checks
 from advbayes.evaluation.contents import UNKNOWN, tensor_hash
 from advbayes.evaluation.result import Cell
+from advbayes.likelihoods import predicts_classes
 from advbayes.store import (
     RecordLog,
     StoreError,
@@ -98,7 +99,7 @@ class Folder:
 
     path: Path
 
-    @property
+    @cached_property
     def log(self) -> RecordLog:
         """The records."""
         return RecordLog(self.path / "records.jsonl")
@@ -232,5 +233,5 @@ def _difference(place: str, saved: Any, wanted: Any) -> tuple[str, Any, Any]:
 def fingerprint(predict: Any, x: Tensor) -> list[float]:  # x (B, *event), a few examples
     """A few numbers that tell one trained predictor from another."""
     prediction = predict(x)
-    values: Tensor = prediction.logits if hasattr(prediction, "logits") else prediction.mean
+    values: Tensor = prediction.logits if predicts_classes(prediction) else prediction.mean
     return [float(value) for value in values.flatten()[:16].double()]
