@@ -41,7 +41,7 @@ from advbayes.networks import FullyConnectedGenerator, conv_net
     "ignore::sklearn.exceptions.SkipTestWarning", "ignore::DeprecationWarning"
 )
 @parametrize_with_checks(
-    [RobustClassifier(epochs=100, random_state=0), RobustRegressor(epochs=100, random_state=0)]
+    [each(epochs=30, lr=0.05, random_state=0) for each in (RobustClassifier, RobustRegressor)]
 )
 def test_scikit_learns_conventions(estimator, check) -> None:  # type: ignore[no-untyped-def]
     check(estimator)
