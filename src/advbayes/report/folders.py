@@ -235,14 +235,10 @@ def _commands(names: Mapping[str, Run]) -> list[str]:
 
 
 def _evaluation_command(run: Run, folder: Path) -> str:
-    path = folder / "command.json"
-    words = store.read_document(path) if path.is_file() else None
-    if isinstance(words, list):
-        return command_line(words)
-    return (
-        f"advbayes evaluate {shlex.quote(str(run.path))}  # {folder.name}: with which options "
-        f"was not kept"
-    )
+    from advbayes.runs.folder import command_of
+
+    unknown = f"{shlex.quote(str(run.path))}  # {folder.name}: with which options was not kept"
+    return command_line(command_of(folder)) or f"advbayes evaluate {unknown}"
 
 
 def _gallery(

@@ -39,12 +39,17 @@ def asked_of(evaluation: Path) -> list[tuple[str, str]]:
     >>> asked_of(Path("absent"))
     []
     """
-    path = evaluation / "command.json"
-    words = store.read_document(path) if path.is_file() else None
-    if not isinstance(words, list):
-        return []
-    pairs = pairwise(map(str, words))
+    pairs = pairwise(command_of(evaluation))
     return [(flag, value) for flag, value in pairs if flag.startswith("--")]
+
+
+def command_of(evaluation: Path) -> list[str]:
+    """The words of the command that made an evaluation; none where they were not kept."""
+    path = evaluation / "command.json"
+    match store.read_document(path) if path.is_file() else None:
+        case list() as words:
+            return list(map(str, words))
+    return []
 
 
 @dataclass(frozen=True)
