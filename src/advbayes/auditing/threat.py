@@ -47,6 +47,11 @@ class ThreatModel:
         if self.units is not None:
             checks.choice("units", self.units, UNITS)
 
+    @classmethod
+    def in_units_of(cls, scale: Any) -> ThreatModel:
+        """Of eps in units of `scale`, which x was divided by; None: in raw units."""
+        return cls(units="raw") if scale is None else cls(units="standardised", scale=scale)
+
     def missing(self) -> tuple[str, ...]:
         """The fields that nothing is said about."""
         absent = [name for name, value in vars(self).items() if value is None and name != "scale"]

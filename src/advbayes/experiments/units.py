@@ -424,9 +424,7 @@ def _audited(unit: Unit) -> Measured:
         baseline = load_trained(place).predict(experiment.thetas)
     ball = L2(experiment.radii[-1], box=data.box)
     rows = test_rows(data, experiment.num_test)
-    threat = ThreatModel(units="raw")
-    if data.scaling is not None:
-        threat = ThreatModel(units="standardised", scale=data.scaling.std)
+    threat = ThreatModel.in_units_of(None if data.scaling is None else data.scaling.std)
     with TemporaryDirectory() as folder:
         evaluate(
             predict,

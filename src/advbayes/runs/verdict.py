@@ -49,9 +49,7 @@ def audit_run(
     hears the cost before anything starts.
     """
     scaling = trained.scaling
-    threat = ThreatModel(units="raw")
-    if scaling is not None:
-        threat = ThreatModel(units="standardised", scale=scaling.std)
+    threat = ThreatModel.in_units_of(None if scaling is None else scaling.std)
     predict, rows = trained.predict(num_thetas), (data.x_test[:num], data.y_test[:num])
     quick = tier == "quick"
     support = Support(
