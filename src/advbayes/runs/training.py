@@ -14,8 +14,9 @@ from advbayes import store
 from advbayes.channels import learned_in
 from advbayes.distributed import ranks
 from advbayes.evaluation.inputs import Task
+from advbayes.evaluation.measuring import batches
 from advbayes.evaluation.result import ON_REQUEST, REDUCTIONS
-from advbayes.evaluation.scoring import score
+from advbayes.evaluation.scoring import joined, score
 from advbayes.metrics import expected_correct, majority
 from advbayes.model import BayesianModel
 from advbayes.objectives import ChannelELBO
@@ -188,9 +189,9 @@ def clean_metrics(
 ) -> dict[str, Any]:
     """Scores on the clean test set, with intervals."""
     task: Task = "classification" if data.dataset.task == "classification" else "regression"
-    rows = (torch.split(part, batch_size) for part in (data.x_test, data.y_test))
-    parts = [score(predict, x, y, task) for x, y in zip(*rows, strict=True)]
-    columns = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    parts = batches(len(data.x_test), batch_size)
+    scores = [score(predict, data.x_test[rows], data.y_test[rows], task) for rows in parts]
+    columns = joined(scores, task)
     known = REDUCTIONS[task] | ON_REQUEST[task]
     estimates = {name: known[name](columns) for name in _CLEAN[task]}
     values = {
