@@ -375,17 +375,24 @@ call(
 )
 call(pgd_plus, {"ball": BALL}, {"steps": 7, "restarts": 3})
 call(entropy_pgd, {"ball": BALL}, {"steps": 7, "restarts": 3})
-for task in ("classification", "regression"):
+for task, error in (("classification", {}), ("regression", {"error": nll})):
     call(
         attacks.default_attacks,
         {"ball": BALL, "task": task},
-        {"steps": 90, "restarts": 3, "targets": 4},
+        {"steps": 90, "restarts": 3, "targets": 4, **error},
         name=f"default_attacks, {task}",
     )
 call(
     strong_suite,
     {"ball": BALL},
-    {"steps": 90, "restarts": 3, "targets": 4, "queries": 7, "others": (one_step(CUBE),)},
+    {
+        "steps": 90,
+        "restarts": 3,
+        "targets": 4,
+        "queries": 7,
+        "error": nll,
+        "others": (one_step(CUBE),),
+    },
 )
 SUITE = strong_suite(L2(0.4, scale=UNITS, mask=HALF), steps=12, queries=5)
 call(with_eps, {"attack": SUITE, "eps": 0.2}, {"eps": 0.9, "free": True})

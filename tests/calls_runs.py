@@ -325,9 +325,9 @@ for name in ("mean_field", "point", "ensemble", "low_rank"):
     )
 for name in ATTACKS:
     used = {
-        "steps": {"pgd", "pgd_plus", "ent", "apgd", "minimum_norm", "strong"},
-        "restarts": {"pgd", "pgd_plus", "ent", "apgd", "minimum_norm", "strong"},
-        "queries": {"square", "random", "strong"},
+        "steps": {"pgd", "pgd_plus", "ent", "apgd", "minimum_norm", "strong", "strong_nll"},
+        "restarts": {"pgd", "pgd_plus", "ent", "apgd", "minimum_norm", "strong", "strong_nll"},
+        "queries": {"square", "random", "strong", "strong_nll"},
     }
     other = {"steps": 21, "restarts": 3, "queries": 7}
     call(

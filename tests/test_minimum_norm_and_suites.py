@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributions import Categorical as CategoricalDistribution
-from torch.distributions import Distribution, Normal
+from torch.distributions import Distribution, Independent, Normal
 
 from advbayes import L2, Linf, entropy, margin, nll, one_step, pgd, raise_mean, squared_error
 from advbayes.attacks import (
@@ -252,6 +252,24 @@ def test_a_suite_moves_towards_a_distribution_and_a_score() -> None:
     # too small to break much: the most certain point, not the least likely y
     trust = pgd(L2(0.1), 20, certainty)
     torch.testing.assert_close(Suite((trust,))(PREDICT, X, Y), trust(PREDICT, X, Y))
+
+
+def test_the_largest_error_and_the_least_likely_point_are_two_attacks() -> None:
+    """Where the scale falls the density falls faster than the error grows: mean x1, scale least at
+    x2 = -0.5."""
+
+    def predict(x: Tensor) -> Distribution:
+        scale = 0.05 + (x[:, 1:] + 0.5).square()
+        return Independent(Normal(x[:, :1], scale), 1)
+
+    x, y = torch.zeros(3, 2), torch.full((3, 1), 0.2)
+    at: dict[str, Distribution] = {}
+    for error in (squared_error, nll):
+        suite = strong_suite(L2(1.0), steps=30, queries=100, error=error)
+        at[error.__name__] = predict(suite(predict, x, y))
+    assert torch.allclose(squared_error(at["squared_error"], y), torch.tensor(1.44), rtol=1e-3)
+    assert (squared_error(at["nll"], y) < 1.2).all()
+    assert (nll(at["nll"], y) > 20 * nll(at["squared_error"], y)).all()
 
 
 def test_a_suite_in_regression_goes_where_its_attacks_go() -> None:

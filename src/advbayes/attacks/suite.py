@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,15 @@ from advbayes.attacks.losses import (
     squared_error,
 )
 from advbayes.attacks.multi_start import MultiStart
-from advbayes.attacks.parts import A, applies_to, inner_attacks, on_rows, rebuilt, settings
+from advbayes.attacks.parts import (
+    A,
+    applies_to,
+    inner_attacks,
+    loss_names,
+    on_rows,
+    rebuilt,
+    settings,
+)
 from advbayes.attacks.search import Problem, config
 from advbayes.likelihoods import predicts_classes
 from advbayes.types import Attack, Loss, Predictor
@@ -263,26 +272,31 @@ def _is_same(this: Loss, other: Loss) -> bool:
 
 
 def default_attacks(
-    ball: Ball, task: str, *, steps: int = 100, restarts: int = 1, targets: int = 9
+    ball: Ball,
+    task: str,
+    *,
+    steps: int = 100,
+    restarts: int = 1,
+    targets: int = 9,
+    error: Loss = squared_error,
 ) -> dict[str, Attack]:
     """The attacks with gradients that the suite and the audit run unless told otherwise.
 
     Classification: APGD on the likelihood, on the margin with as many wrong classes as `targets`,
     on DLR, and PGD; all but the first stop at success. Regression: APGD on the squared error with
-    as many outputs up and down and on the likelihood, and ascent on the squared error from 256
-    points for each restart, since what one ascent reaches there is often a local maximum.
+    as many outputs up and down and on the likelihood, and ascent on `error` from 256 points for
+    each restart, since what one ascent reaches there is often a local maximum.
 
     >>> from advbayes import L2
     >>> list(default_attacks(L2(1.0), "regression"))
     ['APGD squared_error', 'APGD nll', 'MultiStart squared_error']
     """
     if checks.choice("task", task, ("classification", "regression")) == "regression":
+        many = MultiStart(ball, error, max(32, steps // 2), 256 * restarts)
         return {
             "APGD squared_error": APGD(ball, squared_error, steps, restarts, targets),
             "APGD nll": APGD(ball, nll, steps, restarts),
-            "MultiStart squared_error": MultiStart(
-                ball, squared_error, max(32, steps // 2), 256 * restarts
-            ),
+            f"MultiStart {loss_names(many)[0]}": many,
         }
     return {
         "APGD nll": APGD(ball, nll, steps, restarts),
@@ -299,10 +313,14 @@ def strong_suite(
     restarts: int = 1,
     targets: int = 9,
     queries: int = 500,
+    error: Loss = squared_error,
     others: Sequence[Attack] = (),
 ) -> Suite:
     """The default worst case: `default_attacks`, 20 random points, Square with `queries` (0:
     without), then `others` (transfer, a purifier's own).
+
+    In regression it looks for the largest `error`. That is not the least likely point: for the
+    worst likelihood of a predictive distribution, `error=nll`.
 
     >>> from advbayes import L2
     >>> len(strong_suite(L2(1.0), queries=0).attacks)
@@ -310,13 +328,14 @@ def strong_suite(
     """
     checks.count("queries", queries, low=0)
     parts: dict[str, tuple[Attack, ...]] = {}
-    for task, loss in (("classification", margin), ("regression", squared_error)):
-        attacks = default_attacks(ball, task, steps=steps, restarts=restarts, targets=targets)
+    budget: Any = {"steps": steps, "restarts": restarts, "targets": targets, "error": error}
+    for task, loss in (("classification", margin), ("regression", error)):
         square = (Square(ball, queries, loss),) if queries else ()
         parts[task] = (
-            *attacks.values(),
+            *default_attacks(ball, task, **budget).values(),
             RandomSearch(ball, 20, loss, stop_at_success=True),
             *square,
             *others,
         )
-    return Suite(parts["classification"], parts["regression"])
+    rank = None if error is squared_error else error
+    return Suite(parts["classification"], parts["regression"], rank=rank)

@@ -92,8 +92,7 @@ def evaluate(
 
     The same command resumes where a killed one stopped.
     """
-    names = list(dict.fromkeys(attack or DEFAULTS))
-    check_names(names)
+    check_names(attack or ())
     check_choice("norm", norm, NORMS)
     check_choice("purify", purify, ("online", "offline"))
     if name is not None and not re.fullmatch(r"[\w-][\w.-]*", name):
@@ -109,6 +108,7 @@ def evaluate(
 
     subject = open_run(run, trusted=trust_network, device=device)
     trained, data = subject.trained, subject.data
+    names = list(dict.fromkeys(attack or DEFAULTS[data.dataset.task]))
     radii = sorted(set(eps)) if eps else [trained.eps]
     norm = norm or trained.norm
     ball = ball_for(trained, norm, max(radii), fixed, feature_eps)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from advbayes.types import Attack, Predictor
 
 NORMS = ("l2", "linf")
-DEFAULTS = ("pgd1", "pgd", "pgd_plus", "ent", "strong")
+_DEFAULTS = ("pgd1", "pgd", "pgd_plus", "ent", "strong")
+DEFAULTS = {"classification": _DEFAULTS, "regression": (*_DEFAULTS, "strong_nll")}
 
 
 def _complete(incomplete: str) -> list[tuple[str, str]]:

@@ -62,7 +62,14 @@ from advbayes.types import Attack, Channel, Predictor
 
 Record = dict[str, Any]
 Measured = tuple[list[Record], dict[str, Any]]  # records, and what the manifest says of the unit
-_NAMES = {"PGD1": "pgd1", "PGD": "pgd", "PGD+": "pgd_plus", "ENT": "ent", "strong": "strong"}
+_NAMES = {
+    "PGD1": "pgd1",
+    "PGD": "pgd",
+    "PGD+": "pgd_plus",
+    "ENT": "ent",
+    "strong": "strong",
+    "strong NLL": "strong_nll",
+}
 OFFICIAL_SPLIT = ("mnist", "fashion-mnist", "cifar10")
 _COLUMNS = {
     "classification": ("correct", "log_prob", "entropy"),

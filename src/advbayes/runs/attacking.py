@@ -54,4 +54,7 @@ def make_attack(
         case "random":
             return attacks.RandomSearch(ball, queries, main)
         case _:
-            return attacks.strong_suite(ball, steps=steps, restarts=restarts, queries=queries)
+            error = attacks.nll if name == "strong_nll" else attacks.squared_error
+            return attacks.strong_suite(
+                ball, steps=steps, restarts=restarts, queries=queries, error=error
+            )

@@ -25,6 +25,7 @@ ATTACKS = {
     "ent": "projected gradient ascent on the entropy",
     "strong": "worst of adaptive PGD on several losses, targeted ones, PGD, random points and "
     "queries",
+    "strong_nll": "the same, but in regression the least likely point instead of the largest error",
     "apgd": "adaptive step sizes on the margin (regression: on the squared error)",
     "minimum_norm": "the nearest point of another class, if within the ball",
     "square": "random squares, by queries alone",
