@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,8 @@ import torch
 SHIFT = int(os.environ.get("ADVBAYES_TEST_SEED", "0"))
 MEMORY = Path("/dev/shm")
 
-if (
-    "TMPDIR" not in os.environ
-    and os.access(MEMORY, os.W_OK)
-    and shutil.disk_usage(MEMORY).free > 2 << 30
-):
-    os.environ["TMPDIR"], tempfile.tempdir = str(MEMORY), None
+if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 2 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))  # of tmp_path and its like alone
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
