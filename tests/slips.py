@@ -740,8 +740,8 @@ THIRD = (
     Bug(
         "a bundle forgets its audit",
         "store/bundle.py",
-        'documents |= {"audit": audit, "extra": extra}',
-        'documents |= {"extra": extra}',
+        '        "audit": audit,\n',
+        "",
         "test_store_model test_store_bundle",
     ),
     Bug(

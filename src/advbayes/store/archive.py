@@ -15,23 +15,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from .errors import StoreError
+from .errors import StoreError, refusing
 from .files import opened
 
 MAX_MEMBERS = 257
 MAX_FILE = (1 << 31) - 1  # without the 64-bit extension; a folder has no such limit
 _PIECE = 1 << 20
-# What the standard reader raises on broken files, besides its own errors.
-FAULTS = (
-    zipfile.BadZipFile,
-    zlib.error,
-    EOFError,
-    struct.error,
-    RuntimeError,
-    OSError,
-    ValueError,
-    OverflowError,
-)
+# What the standard reader raises on broken files.
+_OF_ZIP = (zipfile.BadZipFile, zlib.error, struct.error)
+FAULTS = (*_OF_ZIP, EOFError, RuntimeError, OSError, ValueError, OverflowError)
 
 
 def pack(members: Mapping[str, bytes], name: str) -> bytes:
@@ -45,8 +37,7 @@ def pack(members: Mapping[str, bytes], name: str) -> bytes:
         with zipfile.ZipFile(buffer, "w", allowZip64=False) as archive:
             for member, content in members.items():
                 info = zipfile.ZipInfo(member)  # 1 January 1980, stored
-                # a regular file, made on Unix
-                info.create_system, info.external_attr = (3, 0o100644 << 16)
+                info.create_system, info.external_attr = 3, 0o100644 << 16  # a file, made on Unix
                 archive.writestr(info, content)
     except zipfile.LargeZipFile:
         wanted = f"at most {MAX_FILE} bytes in one file (save to a folder)"
@@ -72,25 +63,18 @@ def unpack(path: Path, *, limit: int) -> dict[str, bytes]:
             wanted = f"an archive as save writes it, of at most {MAX_MEMBERS} members"
             got = f"{num} in {length} bytes, or another end (a truncated file)"
             raise StoreError(path, wanted, got)
-        try:
-            with zipfile.ZipFile(stream) as archive:
-                if (total := sum(info.file_size for info in archive.infolist())) > size:
-                    raise StoreError(path, f"at most {size} bytes in its members", f"{total}")
-                members = {
-                    info.filename: archive.read(_plain(path, info, size))
-                    for info in archive.infolist()
-                }
-        except StoreError:
-            raise
-        except FAULTS as error:
-            wanted = "an intact archive"
-            raise StoreError(path, wanted, str(error) or type(error).__name__) from None
-        packed = memoryview(pack(members, os.fspath(path)))
+        with refusing(path, "an intact archive", FAULTS), zipfile.ZipFile(stream) as archive:
+            infos = archive.infolist()
+            stored = all(info.compress_type == zipfile.ZIP_STORED for info in infos)
+            if not stored or sum(info.file_size for info in infos) > size:
+                raise StoreError(path, f"stored members of at most {size} bytes", "others")
+            members = {info.filename: archive.read(info) for info in infos}
+            packed = memoryview(pack(members, os.fspath(path)))
         stream.seek(0)
         for start in range(0, max(size, len(packed)), _PIECE):
             if stream.read(_PIECE) != packed[start : start + _PIECE]:
-                wanted = "an archive as save writes it"
-                raise StoreError(path, wanted, f"another byte after {start}")
+                got = f"another byte after {start}"
+                raise StoreError(path, "an archive as save writes it", got)
     return members
 
 
@@ -107,16 +91,3 @@ def directory_size(stream: IO[bytes], size: int) -> tuple[int, int]:
         return 0, 0
     num, length = struct.unpack("<HI", tail[-12:-6])
     return num, length
-
-
-def _plain(path: Path, info: zipfile.ZipInfo, size: int) -> zipfile.ZipInfo:
-    """A member as `pack` makes them; what a hostile archive would try is named."""
-    name = info.orig_filename
-    if info.compress_type != zipfile.ZIP_STORED or not info.compress_size == info.file_size <= size:
-        raise StoreError(path, "stored members", f"{name:.80} compressed or too large")
-    if (info.external_attr >> 16) & 0o170000 == 0o120000:
-        raise StoreError(path, "regular files", f"a symbolic link {name:.80}")
-    plain = name.isascii() and name.isprintable() and not {"/", "\\"} & set(name)
-    if not plain or name[:1] in ("", "."):
-        raise StoreError(path, "plain member names", f"{name!r:.80}")
-    return info

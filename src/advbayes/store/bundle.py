@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from advbayes.types import Channel
 
 from . import kinds, preprocessing
 from .documents import JSON
-from .errors import StoreError
+from .errors import StoreError, refusing
 from .manifest import Manifest
 from .nets import build_net, describe_net, fill_net
 from .parts import read_all, write_bundle
@@ -142,35 +143,30 @@ def save(
     (Noise(sigma=0.1), ('a', 'b', 'c'))
     """
     place = os.fspath(path)
-    parts: dict[str, dict[str, Tensor]] = {
-        "net": dict(model.net.state_dict()),
-        "channel": {},
-        "threat_model": {},
+    parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    parts |= {"net": model.net.state_dict(), "extra": dict(tensors or {})}
+    kind, parts["posterior"] = encode_posterior(posterior, model, place)
+    parameters: list[JSON] = [
+        [name, [*shape]] for name, shape in zip(model.names, model.shapes, strict=True)
+    ]
+    documents: dict[str, object] = {
+        "model": {
+            "net": describe_net(model.net),
+            "likelihood": kinds.encode(model.likelihood, f"{place}:likelihood", {}),
+            "prior_scale": kinds.encode(model.prior_scale, f"{place}:prior_scale", {}),
+            "parameters": parameters,
+        },
+        "posterior": kind,
+        "channel": kinds.encode(channel, "channel", parts["channel"]),
+        "threat_model": kinds.encode_document(threat_model, "threat_model", parts["threat_model"]),
+        "class_names": None if class_names is None else list(map(str, class_names)),
+        "audit": audit,
+        "extra": extra,
     }
-    described: dict[str, object] = {
-        "net": describe_net(model.net),
-        "likelihood": kinds.encode(model.likelihood, f"{place}:likelihood", {}),
-        "prior_scale": kinds.encode(model.prior_scale, f"{place}:prior_scale", {}),
-        "parameters": [
-            [name, list(shape)] for name, shape in zip(model.names, model.shapes, strict=True)
-        ],
-    }
-    documents: dict[str, object] = {"model": described}
-    documents["posterior"], parts["posterior"] = encode_posterior(posterior, model, place)
-    documents["channel"] = kinds.encode(channel, "channel", parts["channel"])
-    documents["threat_model"] = kinds.encode_document(
-        threat_model, "threat_model", parts["threat_model"]
-    )
-    documents["class_names"] = None if class_names is None else list(map(str, class_names))
-    documents |= {"audit": audit, "extra": extra}
-    parts["extra"] = dict(tensors or {})
-    if scaling is not None:
-        parts["scaling"] = dict(scaling)
-    write_bundle(
-        path,
-        {name: values for name, values in parts.items() if values or name == "scaling"},
-        {name: document for name, document in documents.items() if document is not None},
-    )
+    parts = {name: values for name, values in parts.items() if values}
+    parts |= {} if scaling is None else {"scaling": dict(scaling)}
+    written = {name: document for name, document in documents.items() if document is not None}
+    write_bundle(path, parts, written)
 
 
 def load(
@@ -198,32 +194,28 @@ def load(
     manifest, tensors, documents = read_all(place, known=_PARTS)
     for name in ("model", "channel", "threat_model"):
         kinds.check_number(documents.get(name), f"{place}:{name}")
-    tensors = {
-        part: {key: value.to(device) for key, value in values.items()}
-        for part, values in tensors.items()
-    }
+    parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for part, values in tensors.items():
+        parts[part] = {key: value.to(device) for key, value in values.items()}
     with _named(place):
         # a part's name is also the beginning of its tensors' names
-        channel = kinds.decode(documents.get("channel"), "channel", tensors.get("channel", {}), own)
-        threat_model = kinds.decode_document(
-            documents.get("threat_model"), "threat_model", tensors.get("threat_model", {}), own
-        )
+        described, threat = documents.get("channel"), documents.get("threat_model")
+        channel = kinds.decode(described, "channel", parts["channel"], own)
+        threat_model = kinds.decode_document(threat, "threat_model", parts["threat_model"], own)
         if channel is not None and not isinstance(channel, Channel):
             raise StoreError("channel", "a channel", type(channel).__name__)
         class_names = _class_names(documents.get("class_names"))
-        model = _decode_model(documents.get("model"), tensors.get("net", {}), net)
+        model = _decode_model(documents.get("model"), parts["net"], net)
     return Bundle(
         model=model,
-        posterior=decode_posterior(
-            documents.get("posterior"), tensors.get("posterior", {}), model, place
-        ),
+        posterior=decode_posterior(documents.get("posterior"), parts["posterior"], model, place),
         channel=channel,
-        scaling=tensors.get("scaling"),
+        scaling=parts.get("scaling"),
         class_names=class_names,
         threat_model=threat_model,
         audit=documents.get("audit"),
         extra=documents.get("extra"),
-        tensors=tensors.get("extra", {}),
+        tensors=parts["extra"],
         versions=manifest.versions,
         manifest=manifest,
     )
@@ -248,7 +240,7 @@ def _class_names(document: JSON) -> tuple[str, ...] | None:
 
 
 def _decode_model(
-    document: JSON, state: dict[str, Tensor], given: nn.Module | None
+    document: JSON, state: dict[str, Tensor], custom: nn.Module | None
 ) -> BayesianModel:
     match document:
         case {
@@ -262,8 +254,8 @@ def _decode_model(
         case _:
             wanted = "net, likelihood, prior_scale and parameters"
             raise StoreError("model", wanted, f"{document!r:.200}")
-    if given is not None:
-        net = copy.deepcopy(given)
+    if custom is not None:
+        net = copy.deepcopy(custom)
     elif description is None:
         wanted = "load(path, net=...): this network has code of its own, which a file cannot bring"
         raise StoreError("model", wanted, "no net")
@@ -286,12 +278,8 @@ def _decode_model(
     chosen = kinds.decode(likelihood, "likelihood", {})
     if type(chosen) not in kinds.LIKELIHOODS:
         raise StoreError("likelihood", "a likelihood", type(chosen).__name__)
-    scale = kinds.decode(prior_scale, "prior_scale", {})
-    try:
-        return BayesianModel(net, chosen, scale)
-    except (ValueError, TypeError, RuntimeError) as error:
-        wanted = "a network that fits a BayesianModel"
-        raise StoreError("model", wanted, f"{error!s:.200}") from None
+    with refusing("model", "a network that fits a BayesianModel"):
+        return BayesianModel(net, chosen, kinds.decode(prior_scale, "prior_scale", {}))
 
 
 # Each posterior's tensors with their axes (P: the model's parameters, others: at least one); the
@@ -332,15 +320,14 @@ def decode_posterior(
         raise StoreError(part, f"the tensors {', '.join(axes)}", f"{sorted(state)!r:.200}")
     for name, letters in axes.items():  # before a constructor allocates what the shapes say
         shape = tuple(state[name].shape)
-        fits = [
-            s == size if axis == "P" else s > 0 for s, axis in zip(shape, letters, strict=False)
-        ]
+        pairs = zip(shape, letters, strict=False)
+        fits = [length == size if axis == "P" else length > 0 for length, axis in pairs]
         if len(shape) != len(letters) or not all(fits):
             axes_wanted = ", ".join(letters).replace("P", str(size))
             wanted = f"{name} of shape ({axes_wanted}), no axis of length 0"
             raise StoreError(part, wanted, f"{shape}")
     first = state[next(iter(axes))]
-    try:
+    with refusing(part, f"tensors that fit {kind} and the model"):
         if kind == "Samples":
             posterior = made(first)
         else:
@@ -348,6 +335,3 @@ def decode_posterior(
             posterior = made(model, init=first, **rank)
         posterior.load_state_dict(state)
         return posterior
-    except (ValueError, TypeError, RuntimeError, LookupError) as error:
-        wanted = f"tensors that fit {kind} and the model"
-        raise StoreError(part, wanted, f"{error!s:.200}") from None

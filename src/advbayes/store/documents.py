@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from pathlib import Path
 from typing import TypeAlias
 
@@ -59,10 +60,8 @@ def decode(data: bytes, name: str = "document", *, limit: int = MAX_BYTES) -> JS
     check_values(name, data)
 
     def unique(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
-        result = dict(pairs)
-        if len(result) < len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        if len(result := dict(pairs)) < len(pairs):
+            [(twice, _)] = Counter(key for key, _ in pairs).most_common(1)
             raise StoreError(name, "each key once", f"{twice[:80]!r} twice")
         return result
 

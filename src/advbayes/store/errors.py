@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from advbayes.checks import InputError, printable
+
+FAULTS = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError)
 
 
 class StoreError(InputError):
@@ -26,23 +30,35 @@ class StoreError(InputError):
         return f"{printable(self.file, 1000)}: wanted {self.wanted}, got {self.got}"
 
 
-class MissingError(StoreError, FileNotFoundError):
-    """Nothing is there.
+@contextmanager
+def refusing(
+    file: str | os.PathLike[str], wanted: str, faults: tuple[type[Exception], ...] = FAULTS
+) -> Iterator[None]:
+    """What goes wrong inside, as an error that names the file.
 
-    >>> str(MissingError("run", "a bundle"))
-    'run: wanted a bundle, got nothing (no such file)'
-    """
+    >>> with refusing("a.json", "a number"):
+    ...     float("one")
+    Traceback (most recent call last):
+    ...
+    advbayes.store.errors.StoreError: a.json: wanted a number, got could not convert string to float: 'one'
+    """  # noqa: E501
+    try:
+        yield
+    except StoreError:
+        raise
+    except faults as error:
+        raise StoreError(file, wanted, f"{error!s:.200}" or type(error).__name__) from None
+
+
+class MissingError(StoreError, FileNotFoundError):
+    """Nothing is there."""
 
     def __init__(self, file: str | os.PathLike[str], wanted: str) -> None:
         super().__init__(file, wanted, "nothing (no such file)")
 
 
 class DiskFullError(StoreError, OSError):
-    """No room; whatever was there before is untouched.
-
-    >>> str(DiskFullError("ckpt", needed=2000, free=30))
-    'ckpt: wanted 2000 bytes of disk, got 30 bytes free; what was saved before is intact'
-    """
+    """No room; whatever was there before is untouched."""
 
     def __init__(self, file: str | os.PathLike[str], *, needed: int, free: int) -> None:
         self.needed, self.free = needed, free
@@ -52,22 +68,14 @@ class DiskFullError(StoreError, OSError):
 
 
 class NotWritableError(StoreError, PermissionError):
-    """A place where nothing may be written.
-
-    >>> str(NotWritableError("ckpt", got="Read-only file system"))
-    'ckpt: wanted a place to write to, got Read-only file system'
-    """
+    """A place where nothing may be written."""
 
     def __init__(self, file: str | os.PathLike[str], *, got: str) -> None:
         super().__init__(file, wanted="a place to write to", got=got)
 
 
 class LockedError(StoreError):
-    """Another writer is at work in the folder.
-
-    >>> LockedError("run/.lock", pid=7, host="alpha").pid
-    7
-    """
+    """Another writer is at work in the folder."""
 
     def __init__(self, file: str | os.PathLike[str], *, pid: int, host: str) -> None:
         self.pid, self.host = pid, host

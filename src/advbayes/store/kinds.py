@@ -14,7 +14,7 @@ from advbayes import attacks, channels, likelihoods
 from advbayes.attacks import balls
 
 from .documents import JSON
-from .errors import StoreError
+from .errors import StoreError, refusing
 from .nets import build_net, describe_net, fill_net
 
 LIKELIHOODS = (likelihoods.Categorical, likelihoods.Gaussian, likelihoods.HeteroscedasticGaussian)
@@ -177,11 +177,8 @@ def _construct(
     decoded = {
         name: decode(item, f"{place}/{name}", tensors, own) for name, item in arguments.items()
     }
-    try:
+    with refusing(place, f"settings that {kind.__name__} accepts"):
         return kind(**decoded)
-    except (ValueError, TypeError, RuntimeError) as error:
-        wanted = f"settings that {kind.__name__} accepts"
-        raise StoreError(place, wanted, f"{error!s:.200}") from None
 
 
 def _settings(value: object, place: str, tensors: dict[str, Tensor]) -> dict[str, JSON]:

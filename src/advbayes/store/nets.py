@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .documents import JSON
-from .errors import StoreError
+from .errors import StoreError, refusing
 
 _CONV = "in_channels out_channels kernel_size stride padding dilation groups bias padding_mode"
 # Each layer with the arguments of its constructor that are also its attributes.
@@ -47,7 +47,6 @@ _WORDS = {
     "padding_mode": ("zeros", "reflect", "replicate", "circular"),
     "approximate": ("none", "tanh"),
 }
-_FAULTS = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError)
 
 
 def describe_net(net: nn.Module) -> dict[str, JSON] | None:
@@ -87,13 +86,13 @@ def build_net(description: object, name: str) -> nn.Module:
                 str(key): _setting(f"{name}.{key}", str(key), value)
                 for key, value in arguments.items()
             }
-            try:
-                with torch.device("meta"), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # torch comments on layers of size zero
-                    built: nn.Module = layer_type(**checked)
-                return built
-            except _FAULTS as error:
-                raise StoreError(name, f"settings that {kind} accepts", f"{error!s:.200}") from None
+            with (
+                refusing(name, f"settings that {kind} accepts"),
+                torch.device("meta"),
+                warnings.catch_warnings(action="ignore"),  # torch comments on layers of size zero
+            ):
+                built: nn.Module = layer_type(**checked)
+            return built
     kinds = ", ".join(["Sequential", *_known()])
     raise StoreError(name, f"a layer of kind {kinds}", f"{description!r:.200}")
 
@@ -108,10 +107,8 @@ def fill_net(net: nn.Module, state: Mapping[str, Tensor], name: str) -> nn.Modul
             raise StoreError(name, f"{key} of shape {shape}", f"{other}")
         if 0 in came[key]:  # a file of no size could name layers of any width
             raise StoreError(name, f"{key} with numbers in it", f"shape {came[key]}")
-    try:
+    with refusing(name, "weights that fit the net"):  # not one of whole numbers, for instance
         net.load_state_dict(dict(state), strict=True, assign=True)
-    except _FAULTS as error:  # a weight of whole numbers, for instance
-        raise StoreError(name, "weights that fit the net", f"{error!s:.200}") from None
     return net
 
 

@@ -19,12 +19,11 @@ import numpy.typing as npt
 from advbayes.checks import extra
 
 from .documents import JSON
-from .errors import StoreError
+from .errors import FAULTS, StoreError, refusing
 
 _MAX_COLUMNS = 100_000
 _MAX_BYTES = 1 << 24  # of all arrays together; a document holds 2 MB
 _DTYPE = re.compile(r"[<|]([bif]\d|U\d{1,4}|O)")
-_FAULTS = (ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError)
 _PLAIN_STEPS = ("drop", "passthrough")
 
 
@@ -69,15 +68,9 @@ def decode(described: Any, place: str = "transformer") -> Any:
     advbayes.store.errors.StoreError: transformer: wanted a known transformer, got {'kind': 'os.system'}
     """  # noqa: E501
     _check_size(described, place)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # comments on the example's constant or empty columns
-            return _rebuild(described, place)
-    except StoreError:
-        raise
-    except (*_FAULTS, MemoryError) as error:
-        wanted = "settings and arrays that fit together"
-        raise StoreError(place, wanted, f"{error!s:.200}") from None
+    wanted, faults = "settings and arrays that fit together", (*FAULTS, MemoryError)
+    with refusing(place, wanted, faults), warnings.catch_warnings(action="ignore"):
+        return _rebuild(described, place)  # silent about the example's constant or empty columns
 
 
 def _describe(transformer: Any, place: str) -> dict[str, JSON]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from advbayes.checks import describe, finite
 
 from .documents import decode as decode_document
-from .errors import StoreError
+from .errors import FAULTS, StoreError, refusing
 
 MAX_HEADER = 1 << 20  # theta is one vector, so a header is a few hundred bytes
 MAX_DIMS = 16
@@ -61,10 +61,8 @@ def decode(data: bytes, name: str = "tensors") -> dict[str, Tensor]:
     {'mean': [1.0, 2.0]}
     """
     _check_header(data, name)
-    try:
+    with refusing(name, "safetensors", (safetensors.SafetensorError, *FAULTS)):
         tensors = from_safetensors(data)
-    except (safetensors.SafetensorError, ValueError, RuntimeError, KeyError) as error:
-        raise StoreError(name, "safetensors", f"{str(error)[:120]}") from None
     for key, value in tensors.items():
         if value.dtype not in _DTYPES or value.ndim > MAX_DIMS:
             wanted = f"plain types and at most {MAX_DIMS} axes"
