@@ -1334,8 +1334,8 @@ FIFTH = (
     Bug(
         "checkpoints are ten times rarer",
         "runs/config.py",
-        'Field(200, description="Steps between checkpoints")',
-        'Field(2000, description="Steps between checkpoints")',
+        'key(200, "Steps between checkpoints")',
+        'key(2000, "Steps between checkpoints")',
         "test_config test_runs test_options",
     ),
     Bug(

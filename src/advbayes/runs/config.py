@@ -45,6 +45,11 @@ _Attacked = Literal["at", "os", "os50", "mix", "pgd", "trades", "alp", "nn", "nn
 Defense = Literal[_Unattacked, _Attacked]
 
 
+def key(default: Any, about: str, **limits: Any) -> Any:
+    """A key of the configuration: what it is where nothing is said, what it is for, its limits."""
+    return Field(default, description=about, **limits)
+
+
 class ConfigError(InputError):
     """A configuration that cannot be used: a line for each key, what was wanted and what came."""
 
@@ -55,107 +60,75 @@ class RunConfig(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
-    data: str = Field(
-        "digits", min_length=1, description="A built-in data set, or a .csv or .npz file"
+    data: str = key("digits", "A built-in data set, or a .csv or .npz file", min_length=1)
+    root: str | None = key(None, "Folder of the data sets (else ADVBAYES_DATA, then the cache)")
+    target: str | None = key(None, "Target column of a .csv file, or Y1, Y2, both for energy")
+    task: Literal["classification", "regression"] | None = key(
+        None, "Of your own file, if not clear"
     )
-    root: str | None = Field(
-        None, description="Folder of the data sets (else ADVBAYES_DATA, then the cache)"
-    )
-    target: str | None = Field(
-        None, description="Target column of a .csv file, or Y1, Y2, both for energy"
-    )
-    task: Literal["classification", "regression"] | None = Field(
-        None, description="Of your own file, if not clear"
-    )
-    features: Names | None = Field(
-        None, description="Feature columns of a .csv file (else all but the target)"
-    )
-    drop: Names = Field((), description="Columns of a .csv file to leave out")
-    num_train: Count | None = Field(
-        None, description="Use only the first so many training examples"
-    )
+    features: Names | None = key(None, "Feature columns of a .csv file (else all but the target)")
+    drop: Names = key((), "Columns of a .csv file to leave out")
+    num_train: Count | None = key(None, "Use only the first so many training examples")
 
-    network: str = Field(
-        "auto", min_length=1, description="auto, conv, mlp, or module:factory of your own"
+    network: str = key("auto", "auto, conv, mlp, or module:factory of your own", min_length=1)
+    hidden: tuple[Annotated[Count, Field(le=65536)], ...] = key(
+        (16, 16), "Hidden widths of the mlp", max_length=8
     )
-    hidden: tuple[Annotated[Count, Field(le=65536)], ...] = Field(
-        (16, 16), max_length=8, description="Hidden widths of the mlp"
+    posterior: Literal["mean_field", "point", "ensemble", "low_rank"] = key(
+        "mean_field", "Family of the posterior"
     )
-    posterior: Literal["mean_field", "point", "ensemble", "low_rank"] = Field(
-        "mean_field", description="Family of the posterior"
-    )
-    members: Few = Field(5, description="Members of the ensemble")
-    rank: Few = Field(5, description="Rank of the low-rank posterior")
-    prior_scale: Positive = Field(1.0, description="Standard deviation of the prior on theta")
-    init_scale: Rate = Field(0.02, description="Initial standard deviation of the posterior")
-    noise_scale: Positive | Literal["learned", "heteroscedastic"] = Field(
+    members: Few = key(5, "Members of the ensemble")
+    rank: Few = key(5, "Rank of the low-rank posterior")
+    prior_scale: Positive = key(1.0, "Standard deviation of the prior on theta")
+    init_scale: Rate = key(0.02, "Initial standard deviation of the posterior")
+    noise_scale: Positive | Literal["learned", "heteroscedastic"] = key(
         "learned",
-        description="Regression noise: a number (of the standardised target), learned, or "
-        "heteroscedastic: one for each input",
+        "Regression noise: a number (of the standardised target), learned, or heteroscedastic: "
+        "one for each input",
     )
 
-    defense: Defense = Field(
-        "mix", description="The channel trained through; docs/defenses.md lists them"
+    defense: Defense = key("mix", "The channel trained through; docs/defenses.md lists them")
+    channel: str | None = key(
+        None, "module:factory of a channel or attack of your own, in the place of the defense's"
     )
-    channel: str | None = Field(
-        None,
-        description="module:factory of a channel or attack of your own, in the place of the "
-        "defense's",
+    norm: Literal["l2", "linf"] = key("l2", "Norm of the training adversary")
+    eps: NonNegative = key(0.3, "Budget of the training adversary, in the model's units")
+    feature_eps: Names = key(
+        (), "Budgets of single features in their own units, name=number; the others have eps"
     )
-    norm: Literal["l2", "linf"] = Field("l2", description="Norm of the training adversary")
-    eps: NonNegative = Field(
-        0.3, description="Budget of the training adversary, in the model's units"
-    )
-    feature_eps: Names = Field(
-        (),
-        description="Budgets of single features in their own units, name=number; the others "
-        "have eps",
-    )
-    fixed: Names = Field((), description="Features that the attacker cannot change")
-    sigma: NonNegative = Field(0.1, description="Noise of the channel")
-    attack_steps: Annotated[Count, Field(le=10_000)] = Field(
-        7, description="Steps of the pgd defense"
-    )
-    beta: NonNegative = Field(
-        6.0, description="Weight of the TRADES, logit-pairing or consistency penalty"
-    )
+    fixed: Names = key((), "Features that the attacker cannot change")
+    sigma: NonNegative = key(0.1, "Noise of the channel")
+    attack_steps: Annotated[Count, Field(le=10_000)] = key(7, "Steps of the pgd defense")
+    beta: NonNegative = key(6.0, "Weight of the TRADES, logit-pairing or consistency penalty")
 
-    epochs: Positive | None = Field(
-        None, description="Passes over the data (else enough for 4,000 steps, images 2,000)"
+    epochs: Positive | None = key(
+        None, "Passes over the data (else enough for 4,000 steps, images 2,000)"
     )
-    batch_size: Count = Field(128, description="Examples a step")
-    lr: Rate | None = Field(
-        None, description="Adam's learning rate (else 0.02 for a table without epochs, 0.01)"
+    batch_size: Count = key(128, "Examples a step")
+    lr: Rate | None = key(None, "Adam's learning rate (else 0.02 for a table without epochs, 0.01)")
+    decay: Annotated[float, Field(gt=0, le=1)] | None = key(
+        None, "Factor on lr for each epoch (else so that it falls to a hundredth)"
     )
-    decay: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        None, description="Factor on lr for each epoch (else so that it falls to a hundredth)"
+    adversary_lr: Rate = key(1e-3, "Learning rate of a learned channel")
+    num_theta: Few = key(1, "Thetas a step")
+    num_channel: Few = key(1, "Channel samples a step and theta")
+    bound: Literal["surrogate", "importance_weighted"] = key(
+        "surrogate", "The bound that is maximised"
     )
-    adversary_lr: Rate = Field(1e-3, description="Learning rate of a learned channel")
-    num_theta: Few = Field(1, description="Thetas a step")
-    num_channel: Few = Field(1, description="Channel samples a step and theta")
-    bound: Literal["surrogate", "importance_weighted"] = Field(
-        "surrogate", description="The bound that is maximised"
-    )
-    class_weight: Literal["balanced"] | None = Field(
-        None, description="balanced: every class counts alike"
-    )
-    kl_weight: NonNegative = Field(
-        1.0, description="Weight of the KL term; 1 is the evidence lower bound"
-    )
-    seed: int = Field(0, ge=0, le=2**62, description="Keys all randomness")
-    compile: bool = Field(False, description="compile the step: slow to start, faster to run")
-    precision: Literal["float32", "bfloat16"] = Field(
+    class_weight: Literal["balanced"] | None = key(None, "balanced: every class counts alike")
+    kl_weight: NonNegative = key(1.0, "Weight of the KL term; 1 is the evidence lower bound")
+    seed: int = key(0, "Keys all randomness", ge=0, le=2**62)
+    compile: bool = key(False, "compile the step: slow to start, faster to run")
+    precision: Literal["float32", "bfloat16"] = key(
         "float32",
-        description="Of the layers in training, weights stay float32: bfloat16 is faster where "
-        "the processor has it, slower where not",
+        "Of the layers in training, weights stay float32: bfloat16 is faster where the processor "
+        "has it, slower where not",
     )
-    own_thetas: bool = Field(
-        False, description="on several ranks, thetas for each of them: less variance"
+    own_thetas: bool = key(False, "on several ranks, thetas for each of them: less variance")
+    threads: Annotated[Count, Field(le=1024)] = key(
+        1, "Threads of torch; one is fastest for small nets"
     )
-    threads: Annotated[Count, Field(le=1024)] = Field(
-        1, description="Threads of torch; one is fastest for small nets"
-    )
-    checkpoint_every: Count = Field(200, description="Steps between checkpoints")
+    checkpoint_every: Count = key(200, "Steps between checkpoints")
 
     @property
     def file(self) -> Path | None:
