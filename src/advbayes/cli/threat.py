@@ -161,14 +161,10 @@ def purifier_for(subject: Subject, num_thetas: int, update: str) -> Predictor:
 
 
 def purifier_attacks(ball: Ball, task: str, *, steps: int) -> dict[str, Attack]:
-    """The worst of the attacks that know what a purifier is made of."""
-    from advbayes.attacks import Suite
-    from advbayes.purification.attacks import Annealed, NearestCentre
+    """The attack made for purifiers, by its name."""
+    from advbayes.runs.attacking import adaptive_attack
 
-    attacks: list[Attack] = [Annealed(ball, steps=max(1, steps // 2))]
-    if task == "classification":
-        attacks.append(NearestCentre(ball))
-    return {"adaptive": Suite(tuple(attacks))}
+    return {"adaptive": adaptive_attack(ball, task=task, steps=steps)}
 
 
 def _has_density(channel: Any) -> bool:

@@ -79,8 +79,7 @@ def report_runs(
         if run.model_path.exists() and (trusted or ":" not in run.config.network)
     }
     example = next(iter(trained.values()), None)
-    configs = {name: run.config.model_dump(mode="json") for name, run in names.items()}
-    datasets = sorted({Path(str(config["data"])).stem for config in configs.values()})
+    datasets = sorted({Path(run.config.data).stem for run in runs})
     audits: dict[str, Any] = {
         name: store.read_document(run.path / "audit.json")
         for name, run in names.items()
@@ -101,9 +100,7 @@ def report_runs(
         evaluation=evaluation,
         audit=audits or None,
         threat_model=threat,
-        run={
-            name: {"config": configs[name], "manifest": run.manifest} for name, run in names.items()
-        },
+        run={name: run.described() for name, run in names.items()},
         history={
             name: run.history.read()
             for name, run in names.items()
@@ -145,9 +142,9 @@ def _reach(trained: Trained, evaluation: Evaluation) -> dict[str, Any]:
 def _asked(evaluation: Evaluation) -> tuple[tuple[str, ...], ...]:
     """Which features an evaluation was told are fixed, the budgets of their own that it gave and,
     where it gave some, its radii, of which they are multiples; nothing: all as the run has it."""
-    from advbayes.runs.folder import REACH, asked_of
+    from advbayes.runs.folder import REACH, flags_of
 
-    asked = [] if evaluation.folder is None else asked_of(evaluation.folder)
+    asked = [] if evaluation.folder is None else flags_of(evaluation.folder)
     fixed, budgets, radii = (
         tuple(value for name, value in asked if name == flag) for flag in (*REACH, "--eps")
     )
@@ -225,20 +222,19 @@ def merged(evaluations: Sequence[Evaluation]) -> Evaluation:
 
 def _commands(names: Mapping[str, Run]) -> list[str]:
     """The commands that made the runs and their evaluations, as far as the folders know them."""
-    lines = []
-    for run in names.values():
-        command = (run.manifest.get("started") or {}).get("command")
-        if command:
-            lines.append(command_line(command))
-        lines += list(dict.fromkeys(_evaluation_command(run, folder) for folder in run.evaluations))
-    return lines
-
-
-def _evaluation_command(run: Run, folder: Path) -> str:
     from advbayes.runs.folder import command_of
 
-    unknown = f"{shlex.quote(str(run.path))}  # {folder.name}: with which options was not kept"
-    return command_line(command_of(folder)) or f"advbayes evaluate {unknown}"
+    lines = []
+    for run in names.values():
+        if command := (run.manifest.get("started") or {}).get("command"):
+            lines.append(command_line(command))
+        without = f"advbayes evaluate {shlex.quote(str(run.path))}"
+        known = {folder.name: command_of(folder) for folder in run.evaluations}
+        lines += dict.fromkeys(
+            command_line(words) or f"{without}  # {name}: with which options was not kept"
+            for name, words in known.items()
+        )
+    return lines
 
 
 def _gallery(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from advbayes import attacks, checks
+from advbayes.attacks import Suite
 from advbayes.attacks.balls import Ball
+from advbayes.purification.attacks import Annealed, NearestCentre
 from advbayes.runs.config import ATTACKS
 from advbayes.types import Attack
 
@@ -58,3 +60,9 @@ def make_attack(
             return attacks.strong_suite(
                 ball, steps=steps, restarts=restarts, queries=queries, error=error
             )
+
+
+def adaptive_attack(ball: Ball, *, task: str = "classification", steps: int = 50) -> Attack:
+    """The worst of the attacks that know what a purifier is made of."""
+    annealed = Annealed(ball, steps=max(1, steps // 2))
+    return Suite((annealed, NearestCentre(ball)) if task == "classification" else (annealed,))

@@ -21,35 +21,28 @@ from advbayes.runs.config import ConfigError, RunConfig, make_config, read_toml,
 # What a manifest says, where it says it.
 _FIELDS: dict[str, tuple[type, str]] = {
     "status": (str, "text"),
-    "started": (dict, "a JSON object"),
-    "versions": (dict, "a JSON object"),
-    "data": (dict, "a JSON object"),
-    "steps": (int, "a whole number"),
-    "skipped": (int, "a whole number"),
+    **dict.fromkeys(("started", "versions", "data"), (dict, "a JSON object")),
+    **dict.fromkeys(("steps", "skipped"), (int, "a whole number")),
 }
-
-
 REACH = ("--fixed", "--feature-eps")  # the flags that change which features are in reach
 
 
-def asked_of(evaluation: Path) -> list[tuple[str, str]]:
-    """The flags of the command that made an evaluation, each with its value; none where the command
-    was not kept.
+def command_of(evaluation: Path) -> list[str]:
+    """The command that made an evaluation, word by word; no words where it was not kept.
 
-    >>> asked_of(Path("absent"))
+    >>> command_of(Path("absent"))
     []
     """
-    pairs = pairwise(command_of(evaluation))
-    return [(flag, value) for flag, value in pairs if flag.startswith("--")]
-
-
-def command_of(evaluation: Path) -> list[str]:
-    """The words of the command that made an evaluation; none where they were not kept."""
     path = evaluation / "command.json"
     match store.read_document(path) if path.is_file() else None:
-        case list() as words:
-            return list(map(str, words))
+        case [*words]:
+            return [str(word) for word in words]
     return []
+
+
+def flags_of(evaluation: Path) -> list[tuple[str, str]]:
+    """The flags of that command, each with its value."""
+    return [pair for pair in pairwise(command_of(evaluation)) if pair[0].startswith("--")]
 
 
 @dataclass(frozen=True)
@@ -85,13 +78,12 @@ class Run:
     def manifest(self) -> dict[str, Any]:
         """Status, versions, where it comes from."""
         path = self.path / "manifest.json"
-        match store.read_document(path):
-            case dict() as document:
-                pass
-            case other:
-                raise store.StoreError(path, "a JSON object", type(other).__name__)
-        for field, (kind, wanted) in _FIELDS.items():
-            if field in document and type(document[field]) is not kind:
+        document = store.read_document(path)
+        if type(document) is not dict:
+            raise store.StoreError(path, "a JSON object", type(document).__name__)
+        for field in document.keys() & _FIELDS.keys():
+            kind, wanted = _FIELDS[field]
+            if type(document[field]) is not kind:
                 raise store.StoreError(f"{path}:{field}", wanted, f"{document[field]!r:.80}")
         return document
 
@@ -118,6 +110,10 @@ class Run:
         """The folders of its evaluations, by name."""
         return tuple(sorted(path.parent for path in self.path.glob("evaluation/*/config.json")))
 
+    def described(self) -> dict[str, Any]:
+        """What a report says of it."""
+        return {"config": self.config.model_dump(mode="json"), "manifest": self.manifest}
+
     def lock(self) -> store.Lock:
         """The right to write here, to be entered."""
         return store.Lock(self.path)
@@ -129,13 +125,9 @@ class Run:
         `sealed` is the configuration as a checkpoint or model holds it; None: from a version that
         did not seal it.
         """
-        match sealed:
-            case None:
-                return {}
-            case dict() as before:
-                pass
-            case _:
-                before = {}
+        if sealed is None:
+            return {}
+        before = sealed if type(sealed) is dict else {}
         now = self.config.model_dump(mode="json")
         return {
             key: (before.get(key), now[key])

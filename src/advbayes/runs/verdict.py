@@ -19,7 +19,7 @@ from advbayes.evaluation.files import fingerprint
 from advbayes.predictive import FreshPredictive
 from advbayes.runs.attacking import make_attack
 from advbayes.runs.building import Prepared
-from advbayes.runs.folder import REACH, Run, asked_of
+from advbayes.runs.folder import REACH, Run, flags_of
 from advbayes.runs.trained import Trained
 from advbayes.types import Predictor
 
@@ -117,7 +117,7 @@ def _saved(
             for marks in config.get("predictors", {}).values()  # trivial ones among them
         )
         radii = config.get("radii") or []
-        asked = sorted(pair for pair in asked_of(path) if pair[0] in REACH)
+        asked = sorted(pair for pair in flags_of(path) if pair[0] in REACH)
         if not near or ball.eps not in radii or asked != flags or config.get("num", 0) < len(x):
             return False
         widest = repr(replace(ball, eps=max(radii)))  # as its attacks name it, reach and all
