@@ -126,8 +126,8 @@ BUGS = (
     Bug(
         "the playground attacks every defense through the first one",
         "experiments/playground/moves.py",
-        "x_adv = _attacked(predict, batch, target, attack, ball, world.task)\n        both",
-        "x_adv = shared = _attacked(predict, batch, target, attack, ball, world.task)\n        both",
+        "x_adv = panels[0].x_adv[None] if panels and made_for else None",
+        "x_adv = panels[0].x_adv[None] if panels else None",
         "test_playground",
     ),
     Bug(

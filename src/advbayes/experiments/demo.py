@@ -17,18 +17,18 @@ from typing import Any
 import torch
 
 from advbayes import store
-from advbayes.attacks import Suite, entropy_pgd, nll, one_step, pgd, pgd_plus, strong_suite
+from advbayes.attacks import entropy_pgd, nll, one_step, pgd, pgd_plus, strong_suite
 from advbayes.attacks.balls import L2
 from advbayes.channels import Noise
-from advbayes.evaluation import Cell, Evaluation, evaluate
-from advbayes.evaluation.tables import Grid
+from advbayes.evaluation import Evaluation, evaluate
+from advbayes.evaluation.tables import Column, Grid
 from advbayes.experiments.catalogue import BASE
 from advbayes.purification import Purifier
-from advbayes.purification.attacks import Annealed, NearestCentre
 from advbayes.report import make_gallery, write_report
 from advbayes.report.folders import merged
 from advbayes.report.words import sentence
 from advbayes.runs import Prepared, Run, Trained, create_run, load_trained, prepare, record, train
+from advbayes.runs.attacking import adaptive_attack
 from advbayes.runs.config import ConfigError, RunConfig, make_config
 from advbayes.runs.verdict import audit_run
 from advbayes.seeds import generator_for
@@ -72,48 +72,41 @@ def run_demo(
     Everything is kept below `out` (one run folder for each trained model), so that a demo that was
     stopped is resumed.
     """
-    began = time.monotonic()
-    folder = Path(out)
+    began, folder = time.monotonic(), Path(out)
     num, num_thetas, steps = (24, 2, 2) if quick else (200, 8, 20)
-    tell = _Teller(quiet)
+
+    def tell(text: str) -> None:
+        if not quiet:
+            print(f"[{time.monotonic() - began:5.1f} s] {text}", file=sys.stderr, flush=True)
+
     torch.set_num_threads(1)  # as the runs; small nets gain nothing from more
     data = prepare(make_config({"data": "digits", "seed": seed}))
 
     trained: dict[str, Trained] = {}
     for name, settings in SETTINGS.items():
         tell(f"training: {name}")
-        config = make_config(
-            {**BASE, "data": "digits", "seed": seed, **settings} | ({"epochs": 1} if quick else {})
-        )
-        trained[name] = trained_run(config, folder / name.replace(" ", "-"))
+        config = {**BASE, "data": "digits", "seed": seed, **settings}
+        config |= {"epochs": 1} if quick else {}
+        trained[name] = trained_run(make_config(config), folder / name.replace(" ", "-"))
     predictors: dict[str, Predictor] = {
         name: each.predict(num_thetas) for name, each in trained.items()
     }
     tell("purifying the undefended model")
-    base = trained["undefended"]
-    purified = Purifier(
-        base.model,
-        Noise(PURIFIER_SIGMA),
-        base.thetas(num_thetas),
-        (data.x_train, data.y_train),
-        "online",
-    )
+    predictors[PURIFIED] = purifier_of(trained["undefended"], data, PURIFIER_SIGMA, num_thetas)
 
     tell(f"attacking {num} test images")
     run = Run(folder / "MIX")
-    evaluation = _evaluated(run, predictors, purified, data, num, steps, seed)
-    predictors[PURIFIED] = purified
-    tell.table(evaluation)
+    evaluation = _evaluated(run, predictors, data, num, steps, seed)
+    if not quiet:
+        _show(evaluation)
 
     tell("auditing MIX")
-    mix = trained["MIX"]
     with run.lock():
-        ball = L2(EPS, box=data.box)
         verdict = audit_run(
             run,
-            mix,
+            trained["MIX"],
             data,
-            ball,
+            L2(EPS, box=data.box),
             tier="quick",
             num=num,
             num_thetas=num_thetas,
@@ -138,10 +131,7 @@ def run_demo(
             "box": "[0, 1]",
             "knowledge": "all thetas known",
         },
-        run={
-            name: {"config": one.config.model_dump(mode="json"), "manifest": one.manifest}
-            for name, one in runs.items()
-        },
+        run={name: one.described() for name, one in runs.items()},
         history={name: one.history.read() for name, one in runs.items()},
         gallery=_gallery(predictors, data, steps, seed),
         class_names=data.dataset.class_names,
@@ -151,10 +141,7 @@ def run_demo(
             "versions": store.versions(),
         },
     )
-    worst = {
-        name: evaluation.estimate("accuracy", name, "worst", EPS).value
-        for name in (*SETTINGS, PURIFIED)
-    }
+    worst = {name: evaluation.estimate("accuracy", name, "worst", EPS).value for name in predictors}
     return {
         "report": str(paths.html),
         "json": str(paths.json),
@@ -184,14 +171,14 @@ def trained_run(config: RunConfig, place: Path) -> Trained:
     return load_trained(place)
 
 
+def purifier_of(base: Trained, data: Prepared, sigma: float, num_thetas: int) -> Purifier:
+    """The online purifier on a trained model, over its training set."""
+    reference = data.x_train, data.y_train
+    return Purifier(base.model, Noise(sigma), base.thetas(num_thetas), reference, "online")
+
+
 def _evaluated(
-    run: Run,
-    predictors: Mapping[str, Predictor],
-    purified: Purifier,
-    data: Prepared,
-    num: int,
-    steps: int,
-    seed: int,
+    run: Run, predictors: Mapping[str, Predictor], data: Prepared, num: int, steps: int, seed: int
 ) -> Evaluation:
     """All predictors under the common attacks; the purifier under its own as well."""
     ball = L2(EPS, box=data.box)
@@ -202,26 +189,21 @@ def _evaluated(
         "ENT": entropy_pgd(ball, steps),
         "strong": strong_suite(ball, steps=steps, targets=4, queries=5 * steps),
     }
-    adaptive = {"adaptive": Suite((Annealed(ball, steps=max(1, steps // 2)), NearestCentre(ball)))}
-    test = data.x_test[:num], data.y_test[:num]
-    # the audit scores the first predictor's arrays again
-    audited_first = {"MIX": predictors["MIX"], **predictors}
-    parts = [
-        evaluate(
-            whom,
-            test,
-            attacks=how,
-            radii=RADII,
-            train_y=data.y_train,
-            seed=seed,
-            out=run.path / "evaluation" / place,
-        )
-        for place, whom, how in (
-            ("demo", audited_first, attacks),
-            ("demo-purified", {PURIFIED: purified}, attacks | adaptive),
-        )
-    ]
-    return merged(parts)
+    plain = {name: each for name, each in predictors.items() if name != PURIFIED}
+    adaptive = {"adaptive": adaptive_attack(ball, steps=steps)}
+    parts = {
+        # the audit scores the first predictor's arrays again
+        "demo": ({"MIX": plain["MIX"], **plain}, attacks),
+        "demo-purified": ({PURIFIED: predictors[PURIFIED]}, attacks | adaptive),
+    }
+    rows, common = (data.x_test[:num], data.y_test[:num]), {"radii": RADII, "seed": seed}
+    place = run.path / "evaluation"
+    return merged(
+        [
+            evaluate(who, rows, attacks=how, train_y=data.y_train, out=place / name, **common)
+            for name, (who, how) in parts.items()
+        ]
+    )
 
 
 def _gallery(predictors: Mapping[str, Predictor], data: Prepared, steps: int, seed: int) -> Any:
@@ -235,34 +217,22 @@ def _gallery(predictors: Mapping[str, Predictor], data: Prepared, steps: int, se
     return make_gallery(predictors, x, y, {"PGD": attacked}, eps=EPS)
 
 
-class _Teller:
-    """Says on standard error what is going on, and shows the table."""
+def _show(evaluation: Evaluation) -> None:
+    """One row for each predictor: accuracy untouched, under each attack, and in the worst case with
+    its interval."""
+    from rich.console import Console
 
-    def __init__(self, quiet: bool) -> None:
-        self.quiet, self.began = quiet, time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        if not self.quiet:
-            print(f"[{time.monotonic() - self.began:5.1f} s] {text}", file=sys.stderr, flush=True)
-
-    def table(self, evaluation: Evaluation) -> None:
-        """One row for each predictor: accuracy untouched, under each attack, and in the worst case
-        with its interval."""
-        if self.quiet:
-            return
-        from rich.console import Console
-
-        head, rows = ("", "clean", *evaluation.attacks, "worst case"), []
-        for predictor in (*SETTINGS, PURIFIED):
-            measured = [
-                f"{evaluation.estimate('accuracy', predictor, *place).value:.3f}"
-                if Cell(predictor, *place) in evaluation.cells
-                else ""
-                for place in (("clean", 0.0), *((attack, EPS) for attack in evaluation.attacks))
-            ]
-            worst = evaluation.estimate("accuracy", predictor, "worst", EPS)
-            interval = f"{worst.value:.3f} [{worst.low:.3f}, {worst.high:.3f}]"
-            rows.append((predictor, *measured, interval))
-        title = f"Accuracy on {evaluation.config['num']} test images, L2, eps = {EPS:g}"
-        grid = Grid(head, rows, title, right=range(1, len(head)))
-        Console(width=None if sys.stdout.isatty() else 120).print(grid.rich())
+    table = evaluation.table(("accuracy",))
+    rows = []
+    for predictor in (*SETTINGS, PURIFIED):
+        of_it = [row for row in table.rows if row.predictor == predictor and row.eps in (0.0, EPS)]
+        at = {row.attack: row.values["accuracy"] for row in of_it}
+        values = [
+            f"{at[name].value:.3f}" if name in at else "" for name in ("clean", *evaluation.attacks)
+        ]
+        worst = at["worst"]
+        rows.append((predictor, *values, Column("").cell(worst.value, worst.low, worst.high)))
+    head = ("", "clean", *evaluation.attacks, "worst case")
+    title = f"Accuracy on {evaluation.config['num']} test images, L2, eps = {EPS:g}"
+    grid = Grid(head, rows, title, right=range(1, len(head)))
+    Console(width=None if sys.stdout.isatty() else 120).print(grid.rich())

@@ -12,10 +12,11 @@ from advbayes import checks
 from advbayes.attacks import Suite
 from advbayes.attacks.balls import Ball
 from advbayes.experiments.playground.worlds import PURIFIED, World
-from advbayes.purification import Annealed, NearestCentre, Purifier
+from advbayes.purification import Purifier
 from advbayes.runs import make_attack
+from advbayes.runs.attacking import adaptive_attack
 from advbayes.runs.config import ATTACKS as DESCRIPTIONS
-from advbayes.types import Attack, Predictor
+from advbayes.types import Predictor
 
 ADAPTIVE = "adaptive"
 ATTACKS = {
@@ -83,23 +84,23 @@ def move(
         checks.choice("defense", name, tuple(world.predictors))
     ball, batch = world.ball(eps), x.unsqueeze(0)
     target = None if y is None else y.unsqueeze(0)
-    shared = None
-    if made_for is not None:
-        shared = _attacked(world.predictors[made_for], batch, target, attack, ball, world.task)
-    panels = []
+    panels: list[Panel] = []
     for name in names:
         predict = world.predictors[name]
-        x_adv = shared
+        x_adv = panels[0].x_adv[None] if panels and made_for else None
         if x_adv is None:
-            x_adv = _attacked(predict, batch, target, attack, ball, world.task)
+            victim = world.predictors[made_for or name]
+            x_adv = _attacked(victim, batch, target, attack, ball, world.task)
         both = torch.cat([batch, x_adv])
         clean, attacked = _answers(world, predict, both)
         evidence = ess = None
         if name == PURIFIED:
             assert isinstance(predict, Purifier)
-            found = predict.diagnose(both)
-            evidence = float(found.log_evidence[0]), float(found.log_evidence[1])
-            ess = float(found.ess_reference[0]), float(found.ess_reference[1])
+            diagnosis = predict.diagnose(both)
+            evidence, ess = (
+                (float(before), float(after))
+                for before, after in (diagnosis.log_evidence, diagnosis.ess_reference)
+            )
         norm = float(ball.norm(x_adv - batch))
         panels.append(Panel(name, x, x_adv[0], norm, clean, attacked, evidence, ess))
     return panels
@@ -108,15 +109,11 @@ def move(
 def _attacked(
     predict: Predictor, x: Tensor, y: Tensor | None, name: str, ball: Ball, task: str
 ) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    if name != ADAPTIVE:
-        attack = make_attack(name, ball, task=task, steps=STEPS, queries=QUERIES)
-    else:
-        attack = make_attack("pgd", ball, task=task, steps=STEPS)
-        if isinstance(predict, Purifier):
-            own: tuple[Attack, ...] = (NearestCentre(ball), Annealed(ball, steps=STEPS // 2))
-            attack = Suite((attack, *own))
-    return attack(predict, x, y, generator=generator).detach()
+    known = "pgd" if name == ADAPTIVE else name
+    attack = make_attack(known, ball, task=task, steps=STEPS, queries=QUERIES)
+    if name == ADAPTIVE and isinstance(predict, Purifier):
+        attack = Suite((attack, adaptive_attack(ball, task=task, steps=STEPS)))
+    return attack(predict, x, y, generator=torch.Generator().manual_seed(0)).detach()
 
 
 def _answers(world: World, predict: Predictor, both: Tensor) -> tuple[Answer, Answer]:

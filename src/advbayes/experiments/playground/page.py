@@ -11,6 +11,7 @@ from advbayes.experiments import playground
 from advbayes.experiments.playground import Panel, World, pictures
 from advbayes.experiments.playground.drawing import CSS, HTML, SCRIPT, pixels
 
+EPS, EPS_LIMIT = 0.5, 2.0  # of the slider
 # On a phone streamlit's bar lies over the top of the page.
 STYLE = (
     ".block-container{padding-top:2.5rem}"
@@ -34,9 +35,7 @@ def page() -> None:
             help="; ".join(f"{name}: {what}" for name, what in playground.ATTACKS.items()),
         )
         unit = "pixels in [0, 1]" if world.is_image else "standard deviations"
-        eps = st.slider(
-            f"eps (L2, {unit})", 0.0, world.eps_limit, world.eps, 0.05, key=f"eps-{world.name}"
-        )
+        eps = st.slider(f"eps (L2, {unit})", 0.0, EPS_LIMIT, EPS, 0.05, key=f"eps-{world.name}")
         shown = st.multiselect("Defenses", playground.DEFENSES, playground.DEFENSES)
         aims = ["each defense", *playground.DEFENSES]
         aim = st.selectbox("The attacked input is made for", aims)

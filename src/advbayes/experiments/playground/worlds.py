@@ -16,23 +16,19 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks.balls import L2
-from advbayes.channels import Noise
 from advbayes.datasets import DataMissingError, load_dataset
 from advbayes.datasets.places import cache_folder
 from advbayes.experiments.catalogue import BASE
-from advbayes.experiments.demo import PURIFIER_SIGMA, SETTINGS, trained_run
-from advbayes.purification import Purifier
+from advbayes.experiments.demo import PURIFIED, PURIFIER_SIGMA, SETTINGS, purifier_of, trained_run
 from advbayes.runs import Prepared, prepare
 from advbayes.runs.config import RunConfig, make_config
 from advbayes.store import write_bytes
 from advbayes.types import Predictor
 
 WORLDS = ("digits", "wine")
-PURIFIED = "purified"
 DEFENSES = (*SETTINGS, PURIFIED)
 NUM_THETAS = 5
 _EPOCHS = {"digits": 20, "wine": 40}
-_EPS = {"digits": (2.0, 0.5), "wine": (2.0, 0.5)}  # the largest and the first eps of the slider
 _SIGMA = {"digits": PURIFIER_SIGMA, "wine": 1.0}  # of the purifier
 
 
@@ -43,8 +39,6 @@ class World:
     name: str
     data: Prepared
     predictors: dict[str, Predictor]
-    eps_limit: float
-    eps: float
 
     @property
     def is_image(self) -> bool:
@@ -59,13 +53,11 @@ class World:
 
     def raw(self, x: Tensor) -> Tensor:  # (B, F)
         """A table's rows in their own units."""
-        scaling = self.data.scaling
-        return x if scaling is None else scaling.inverse(x)
+        return x if self.data.scaling is None else self.data.scaling.inverse(x)
 
     def seen(self, raw: Tensor) -> Tensor:
         """Raw rows as the models see them."""
-        scaling = self.data.scaling
-        return raw if scaling is None else scaling.transform(raw)
+        return raw if self.data.scaling is None else self.data.scaling.transform(raw)
 
 
 def playground_folder() -> Path:
@@ -95,29 +87,22 @@ def load_world(
     place = playground_folder() if folder is None else Path(folder)
     torch.set_num_threads(1)  # as the runs; small nets gain nothing from more
     source = {"data": "digits"} if name == "digits" else _wine(place)
-    configs: dict[str, RunConfig] = {}
-    for defense, settings in SETTINGS.items():
-        given: dict[str, Any] = {**BASE, **source, **settings}
-        given["epochs"] = epochs or _EPOCHS[name]
-        configs[defense] = make_config(given)
+    common = {**BASE, **source}
+    configs = {
+        defense: make_config({**common, **settings, "epochs": epochs or _EPOCHS[name]})
+        for defense, settings in SETTINGS.items()
+    }
     data = prepare(configs["undefended"])
     trained = {}
     for defense, config in configs.items():
         tell(f"{name}: {defense}")
         trained[defense] = trained_run(config, place / f"{name}-{fingerprint(config)}")
-    base = trained["undefended"]
-    purifier = Purifier(
-        base.model,
-        Noise(_SIGMA[name]),
-        base.thetas(NUM_THETAS),
-        (data.x_train, data.y_train),
-        "online",
-    )
+    purifier = purifier_of(trained["undefended"], data, _SIGMA[name], NUM_THETAS)
     predictors: dict[str, Predictor] = {
         defense: one.predict(1 if configs[defense].posterior == "point" else NUM_THETAS)
         for defense, one in trained.items()
     }
-    return World(name, data, predictors | {PURIFIED: purifier}, *_EPS[name])
+    return World(name, data, predictors | {PURIFIED: purifier})
 
 
 def fingerprint(config: RunConfig) -> str:
