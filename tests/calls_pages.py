@@ -315,10 +315,15 @@ def viewed(
         Experiment("A title", {}, {row: Row(DEFENSES["BL"]) for row in rows}), **settings
     )
     folder = folder_of(experiment, rows, seeds, about or {}, more)
-    with mock.patch.object(
-        views, "save_figure", lambda path, paint, size: pens.append([path.name, size])
-    ):
-        text = views.VIEWS[view](experiment, Scores(folder), folder)
+
+    @contextlib.contextmanager
+    def unsaved(path: Path, size: Any) -> Any:
+        pens.append([path.name, size])
+        with drawings.canvas(size, drawings.AS_FILE) as figure:
+            yield figure
+
+    with mock.patch.object(views, "saved_figure", unsaved):
+        text = "\n\n".join(views.VIEWS[view](experiment, Scores(folder), folder))
     return [told(text), pens]
 
 

@@ -234,7 +234,7 @@ def test_paired_differences_say_who_is_ahead_and_how_surely(tmp_path: Path) -> N
     }
     scores = written(tmp_path, values)
     experiment = Experiment("", {}, {}, metrics=("accuracy",), attacks=(), radii=(0.0,))
-    text = pairs(experiment, scores, tmp_path)
+    text = "\n\n".join(pairs(experiment, scores, tmp_path))
     shown = dict(re.findall(r"^\| (\S+ - \S+) \| (.*) \|$", text, re.MULTILINE))
     assert list(shown) == ["MIX - AT", "MIX - BL", "AT - BL"]
     cell = Cell("test", "clean", 0.0)

@@ -138,6 +138,11 @@ class Scores:
         half = _t_quantile(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
         return Summary(values, float(np.mean(values)) - half, float(np.mean(values)) + half)
 
+    def text(self, metric: str, row: str, cell: Cell, *, bold: bool) -> str:
+        """Mean, spread and interval, as Markdown."""
+        text = str(self.summary(metric, row, cell))
+        return f"**{text}**" if bold else text
+
     def p_better(self, metric: str, row: str, other: str, cell: Cell) -> float:
         """Paired, one-sided: the p-value against "`row` is no better than `other`".
 

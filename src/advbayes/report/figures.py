@@ -7,10 +7,11 @@ import html
 import io
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from advbayes.checks import extra
 from advbayes.report import telling
@@ -68,12 +69,18 @@ class Figure:
 
 
 def colour(index: int) -> str:
-    """The stand-in for the colour of a series.
-
-    >>> colour(1), colour(7)
-    ('#010101', '#010101')
-    """
+    """The stand-in for the colour of a series."""
     return f"#0101{index % NUM_COLOURS:02x}"
+
+
+@contextmanager
+def canvas(size: tuple[float, float], style: Any) -> Iterator[Any]:
+    """An empty figure of some inches, and its style while it is painted and saved."""
+    with extra("figures need matplotlib", "report"):
+        import matplotlib
+        from matplotlib.figure import Figure as Canvas
+    with matplotlib.rc_context(style):
+        yield Canvas(figsize=size, layout="constrained")
 
 
 def draw(
@@ -86,21 +93,13 @@ def draw(
 ) -> str:
     """One pair of axes as an <svg> element for HTML: deterministic, its ids its own, with title and
     description."""
-    with extra("the report's figures need matplotlib", "report"):
-        import matplotlib
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure as Canvas
-    with warnings.catch_warnings(), matplotlib.rc_context(ON_PAGE):
-        # a glyph that the measuring font lacks is no concern of a page with its own fonts
-        warnings.simplefilter("ignore")
-        figure = Canvas(figsize=size, layout="constrained")
-        figure.patch.set_alpha(0)
+    # a glyph that the measuring font lacks is no concern of a page with its own fonts
+    with canvas(size, ON_PAGE) as figure, warnings.catch_warnings(action="ignore"):
         axes = figure.add_subplot()
-        axes.patch.set_alpha(0)
         paint(axes)
         buffer = io.StringIO()
-        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        cast(Any, FigureCanvasSVG(figure)).print_svg(buffer, metadata=nothing)
+        unsaid = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=unsaid)
     return _inlined(buffer.getvalue(), name, title, description)
 
 
