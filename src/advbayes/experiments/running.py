@@ -19,11 +19,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from advbayes import checks, store
 from advbayes.checks import AdvBayesError, InputError
@@ -60,11 +60,9 @@ def run(
     folder = out / spec.name
     folder.mkdir(parents=True, exist_ok=True)
     chosen = list(experiment.rows) if rows is None else list(rows)
-    unknown = sorted(set(chosen) - experiment.rows.keys())
-    if unknown:
-        raise InputError(
-            f"rows must be among {', '.join(experiment.rows)}, got {', '.join(unknown)}"
-        )
+    if unknown := sorted(set(chosen) - experiment.rows.keys()):
+        known = ", ".join(experiment.rows)
+        raise InputError(f"rows must be among {known}, got {', '.join(unknown)}")
     numbers = range(experiment.seeds) if seeds is None else seeds
     wanted = [(row, seed) for seed in numbers for row in chosen]
     with store.Lock(folder):
@@ -78,19 +76,13 @@ def run(
                 if time.monotonic() - collected > COLLECT:
                     collect(folder, spec, experiment)
                     collected = time.monotonic()
-        except UnitsFailedError:
+        finally:
             collect(folder, spec, experiment)
-            raise
-        collect(folder, spec, experiment)
     return folder
 
 
 def key_of(row: str, seed: int) -> str:
-    """The name of a unit.
-
-    >>> key_of("BL, lr 0.01", 3)
-    'BL, lr 0.01 / seed 3'
-    """
+    """The name of a unit."""
     return f"{row} / seed {seed}"
 
 
@@ -130,33 +122,22 @@ class UnitsFailedError(AdvBayesError, ChildProcessError):
     """Units that failed twice; the others are done."""
 
 
-Job = Future[float]  # submitit's jobs, too, have `done` and `exception`
+Job = Future[Any]  # submitit's jobs, too, have `done` and `exception`
 
 
-class Executor(Protocol):
-    """Where units run."""
-
-    def submit(self, call: Callable[..., float], *given: Any) -> Job: ...
-
-    def close(self) -> None: ...
-
-
-class Here:
+class Here(Executor):
     """In this process, at once."""
 
-    def submit(self, call: Callable[..., float], *given: Any) -> Job:
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **options: Any) -> Job:
         job: Job = Future()
         try:
-            job.set_result(call(*given))
+            job.set_result(fn(*args, **options))
         except Exception as error:
             job.set_exception(error)
         return job
 
-    def close(self) -> None:
-        pass
 
-
-class Processes:
+class Processes(Executor):
     """In processes of this machine, each with a pool of its own: one that dies takes no other
     along."""
 
@@ -164,21 +145,21 @@ class Processes:
         os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the workers
         self.pools: dict[Job, ProcessPoolExecutor] = {}
 
-    def submit(self, call: Callable[..., float], *given: Any) -> Job:
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **options: Any) -> Job:
         idle = next((job for job in self.pools if job.done()), None)
         pool = None if idle is None else self.pools.pop(idle)
         if pool is None or (idle is not None and isinstance(idle.exception(), BrokenProcessPool)):
             pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
-        job = pool.submit(call, *given)
+        job = pool.submit(fn, *args, **options)
         self.pools[job] = pool
         return job
 
-    def close(self) -> None:
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         for pool in self.pools.values():
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait, cancel_futures=cancel_futures)
 
 
-class Cluster:
+class Cluster(Executor):
     """As jobs of a scheduler, by submitit: `slurm`, or `local` processes of the same kind."""
 
     def __init__(self, kind: str, folder: Path) -> None:
@@ -190,12 +171,11 @@ class Cluster:
         if kind == "slurm":
             self.executor.update_parameters(cpus_per_task=1)
 
-    def submit(self, call: Callable[..., float], *given: Any) -> Job:
-        job: Job = self.executor.submit(call, *given)
-        self.jobs.append(job)
-        return job
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **options: Any) -> Job:
+        self.jobs.append(self.executor.submit(fn, *args, **options))
+        return self.jobs[-1]  # type: ignore[no-any-return]
 
-    def close(self) -> None:
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         for job in self.jobs:
             if not job.done():
                 job.cancel()
@@ -236,7 +216,7 @@ def _work_through(
             if running:
                 time.sleep(POLL if cluster is None else 20 * POLL)
     finally:
-        executor.close()
+        executor.shutdown(cancel_futures=True)
     if logs:
         raise UnitsFailedError(
             f"{len(logs)} of {len(left)} units failed twice, the others are done; why is in "
@@ -274,10 +254,10 @@ def collect(folder: Path, spec: Spec, experiment: Experiment) -> None:
         for line in _lines(folder / RECORDS):
             each = json.loads(line)
             records.setdefault(key_of(each["row"], each["seed"]), []).append(line)
-    parts = sorted((folder / "parts").glob("*.json"))
-    for path in parts:
-        about: Any = store.read_document(path)
-        records[key_of(about["row"], about["seed"])] = _lines(path.with_suffix(".jsonl.gz"))
+    parts = {name: _part(folder, unit["row"], unit["seed"]) for name, unit in units.items()}
+    parts = {name: path for name, path in parts.items() if path.exists()}
+    for name, path in parts.items():
+        records[name] = _lines(path.with_suffix(".jsonl.gz"))
     order = {row: index for index, row in enumerate(experiment.rows)}
     names = sorted(
         units, key=lambda name: (order.get(units[name]["row"], len(order)), units[name]["seed"])
@@ -297,7 +277,7 @@ def collect(folder: Path, spec: Spec, experiment: Experiment) -> None:
         "units": {name: units[name] for name in names},
     }
     store.write_document(folder / MANIFEST, manifest)
-    for path in parts:
+    for path in parts.values():
         path.unlink()  # first: without its line of the manifest a part is no part
         path.with_suffix(".jsonl.gz").unlink()
 
