@@ -1257,8 +1257,8 @@ FIFTH = (
     Bug(
         "trivial predictors have a radius in the report",
         "report/gather.py",
-        '"eps": None if trivial else cell.eps,',
-        '"eps": cell.eps,',
+        "_entry(row.predictor, clean(row.attack), row.eps)",
+        "_entry(row.predictor, clean(row.attack), row.eps or 0.0)",
         "test_report test_readback",
     ),
     Bug(

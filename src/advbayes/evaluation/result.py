@@ -202,11 +202,7 @@ class Evaluation:
         predictor = self._name(predictor)
         clean = (0.0, self.estimate(metric, predictor, CLEAN))
         attacked = self.predictors[0] if predictor in self.trivial else predictor
-        points = [
-            eps
-            for eps in self.radii
-            if eps and (attack == WORST or Cell(attacked, attack, eps) in self.cells)
-        ]
+        points = sorted(eps for eps in self.radii_of(attacked, attack) if eps)
         return [clean, *((eps, self.estimate(metric, predictor, attack, eps)) for eps in points)]
 
     def risk_coverage(

@@ -4,11 +4,9 @@ their own units."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from advbayes.report.pictures import UNTOUCHED, Gallery, View, is_image, picture
 from advbayes.report.text import clean
@@ -16,35 +14,31 @@ from advbayes.report.text import clean
 MOST_FEATURES = 12
 
 
-@dataclass(frozen=True, eq=False)
-class Units:
+class Units(NamedTuple):
     """From the model's units to those of the data; the model's are kept where nothing is known."""
 
     features: Sequence[str]
-    mean: Tensor  # (D,)
-    std: Tensor  # (D,)
+    mean: Sequence[float]
+    std: Sequence[float]
     target_mean: float
     target_std: float
 
     @staticmethod
     def of(scaling: Mapping[str, Any] | None, num: int) -> Units:
         """As the document has them, for `num` features."""
-        known: Mapping[str, Any] = scaling or {}
-        features = known.get("features") or ()
-        if len(features) != num:
-            features = [f"feature {i}" for i in range(num)]
-        mean, std = [0.0] * num, [1.0] * num
-        if len(known.get("std") or ()) == num:
-            mean, std = known["mean"], known["std"]
-        target = (0.0, 1.0)
-        if known.get("target_std"):
-            target = (known["target_mean"][0], known["target_std"][0])
-        moments = [torch.tensor(each, dtype=torch.float64) for each in (mean, std)]
-        return Units(features, moments[0], moments[1], *target)
+        known = {name: value for name, value in (scaling or {}).items() if value}
+        fitting = {name: value for name, value in known.items() if len(value) == num}
+        return Units(
+            fitting.get("features", [f"feature {i}" for i in range(num)]),
+            fitting.get("mean", [0.0] * num),
+            fitting.get("std", [1.0] * num),
+            known.get("target_mean", [0.0])[0],
+            known.get("target_std", [1.0])[0],
+        )
 
     def target(self, value: float) -> float:
         """A target in its own unit."""
-        return float(value * self.target_std + self.target_mean)
+        return value * self.target_std + self.target_mean
 
 
 def gallery_of(
@@ -152,7 +146,7 @@ def _features(gallery: Gallery, row: int, units: Units) -> dict[str, Any]:
         "rows": [
             {
                 "name": units.features[i],
-                "value": _raw(float(before[i]), float(units.mean[i]), float(units.std[i])),
+                "value": _raw(float(before[i]), units.mean[i], units.std[i]),
                 "changes": [float(move[i] * units.std[i]) for move in moves],
                 "standardised": [float(move[i]) for move in moves],
                 "share": [float(move[i]) / top for move in moves],

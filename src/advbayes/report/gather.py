@@ -104,7 +104,7 @@ def gather(
         "predictors": [clean(name) for name in names],
         "trivial": [clean(name) for name in evaluation.trivial],
         "attacks": _attacks(evaluation),
-        "summary": _summary(evaluation, eps, audits, believed),
+        "summary": [_summary(evaluation, name, eps, audits, believed) for name in believed],
         "table": _table(evaluation, believed),
         "curves": _curves(evaluation, names, believed),
         "calibration": _calibration(evaluation, names, eps),
@@ -165,11 +165,7 @@ def _number(value: float) -> float | str:
 
 
 def estimate(each: Estimate) -> dict[str, Any]:
-    """An estimate as a dictionary.
-
-    >>> estimate(Estimate(0.5, 0.4, 0.6, 10, 0.95))["low"]
-    0.4
-    """
+    """An estimate as a dictionary."""
     return {name: _number(value) for name, value in vars(each).items()}
 
 
@@ -182,72 +178,55 @@ def _headline(evaluation: Evaluation, threat: Mapping[str, Any]) -> float | None
     return near[0] if near else max(radii, default=None)
 
 
-def _columns(
-    evaluation: Evaluation, predictor: str, attack: str, eps: float | None
-) -> Columns | None:
-    """The scores of a cell, None where it was not evaluated."""
-    if attack != CLEAN and eps not in evaluation.radii_of(predictor, attack):
-        return None
-    return evaluation.columns(predictor, attack, eps)
-
-
 def _both(
     evaluation: Evaluation, names: Sequence[str], eps: float | None
 ) -> Iterator[tuple[dict[str, Any], Columns]]:
-    """Each predictor untouched and under the worst case, with its scores."""
+    """Each predictor untouched and, where it was attacked, under the worst case, with its
+    scores."""
     for name in names:
-        for attack, radius in ((CLEAN, 0.0), (WORST, eps)):
-            rows = _columns(evaluation, name, attack, radius)
-            if rows is not None:
-                yield {"predictor": clean(name), "attack": attack, "eps": radius}, rows
+        yield _entry(name, CLEAN, 0.0), evaluation.columns(name, CLEAN)
+        if eps in evaluation.radii_of(name):
+            yield _entry(name, WORST, eps), evaluation.columns(name, WORST, eps)
+
+
+def _entry(predictor: str, attack: str, eps: float | None) -> dict[str, Any]:
+    return {"predictor": clean(predictor), "attack": attack, "eps": eps}
 
 
 def _summary(
     evaluation: Evaluation,
+    name: str,
     eps: float | None,
     audits: Mapping[str, Mapping[str, Any]],
     believed: Mapping[str, bool],
-) -> list[dict[str, Any]]:
-    """One line a predictor: untouched, worst case at the headline radius, level of its audit."""
-    reduce = REDUCTIONS[evaluation.task][MAIN[evaluation.task]]
-    lines = []
-    for name in believed:
-        trivial = name in evaluation.trivial
-        untouched = evaluation.columns(name, CLEAN)
-        rows = untouched if trivial else _columns(evaluation, name, WORST, eps)
-        lines.append(
-            {
-                "predictor": clean(name),
-                "trivial": trivial,
-                "clean": estimate(reduce(untouched)),
-                "worst": None if rows is None else estimate(reduce(rows)),
-                "eps": None if trivial else eps,
-                "level": audits.get(name, {}).get("level"),
-                "believed": believed[name],
-            }
-        )
-    return lines
+) -> dict[str, Any]:
+    """A predictor untouched, in the worst case at the headline radius, the level of its audit."""
+    trivial, metric = name in evaluation.trivial, MAIN[evaluation.task]
+    attacked = trivial or eps in evaluation.radii_of(name)
+    worst = evaluation.estimate(metric, name, WORST, eps) if attacked else None
+    return {
+        "predictor": clean(name),
+        "trivial": trivial,
+        "clean": estimate(evaluation.estimate(metric, name, CLEAN)),
+        "worst": None if worst is None else estimate(worst),
+        "eps": None if trivial else eps,
+        "level": audits.get(name, {}).get("level"),
+        "believed": believed[name],
+    }
 
 
 def _table(evaluation: Evaluation, believed: Mapping[str, bool]) -> list[dict[str, Any]]:
-    """Every predictor under every attack at every radius, clean first, the worst case after its
-    attacks, trivial ones last."""
-    rows = []
-    for cell in [cell for name in believed for cell in evaluation.shown(name)]:
-        columns = evaluation.columns(cell.predictor, cell.attack, cell.eps)
-        kind = cell.attack if cell.attack in (CLEAN, WORST) else "attack"
-        trivial = cell.predictor in evaluation.trivial
+    """The rows of the evaluation's own table, in all metrics."""
+    metrics, rows = tuple(REDUCTIONS[evaluation.task]), []
+    for row in evaluation.table(metrics).rows:
+        kind = row.attack if row.attack in (CLEAN, WORST) else "attack"
+        known = {metric: estimate(each) for metric, each in row.values.items()}
         rows.append(
             {
-                "predictor": clean(cell.predictor),
-                "attack": "any" if trivial else clean(cell.attack),
-                "kind": "trivial" if trivial else kind,
-                "eps": None if trivial else cell.eps,
-                "dagger": cell.attack != CLEAN and not believed[cell.predictor],
-                "values": {
-                    metric: estimate(reduce(columns)) if gives(columns, metric) else _UNKNOWN
-                    for metric, reduce in REDUCTIONS[evaluation.task].items()
-                },
+                **_entry(row.predictor, clean(row.attack), row.eps),
+                "kind": "trivial" if row.predictor in evaluation.trivial else kind,
+                "dagger": row.marked and not believed[row.predictor],
+                "values": {metric: known.get(metric, _UNKNOWN) for metric in metrics},
             }
         )
     return rows
@@ -261,11 +240,8 @@ def _curves(
     attacks = [WORST, *(evaluation.attacks if single else ())]
     curves = []
     for metric, name, attack in product((MAIN[evaluation.task], "nll"), names, attacks):
-        reduce = REDUCTIONS[evaluation.task][metric]
-        points = [{"eps": 0.0, **estimate(reduce(evaluation.columns(name, CLEAN)))}]
-        for eps in sorted(eps for eps in evaluation.radii_of(name, attack) if eps):
-            rows = evaluation.columns(name, attack, eps)
-            points.append({"eps": eps, **estimate(reduce(rows))})
+        curve = evaluation.curve(metric, name, attack)
+        points = [{"eps": eps, **estimate(each)} for eps, each in curve]
         if len(points) > 1:
             of = {"predictor": clean(name), "attack": clean(attack), "metric": metric}
             curves.append({**of, "points": points, "believed": believed[name]})
@@ -406,7 +382,7 @@ def _training(history: Any, names: Sequence[str]) -> list[dict[str, Any]]:
     """The bound over the steps, thinned by averaging."""
     if history is None:
         return []
-    single = not isinstance(history, Mapping) or all(map(_is_column, history.values()))
+    single = not isinstance(history, Mapping) or "bound" in history  # columns, not predictors
     histories = {names[0]: history} if single else history
     curves = []
     for name, one in histories.items():
@@ -426,15 +402,6 @@ def _training(history: Any, names: Sequence[str]) -> list[dict[str, Any]]:
         if points:
             curves.append({"predictor": clean(name), "points": points, "steps": len(rows)})
     return curves
-
-
-def _is_column(value: Any) -> bool:
-    match value:
-        case [{}, *_]:  # one record a step
-            return False
-        case [*_]:
-            return True
-    return False
 
 
 def _plain(value: Any) -> Any:

@@ -73,7 +73,6 @@ def make_gallery(
     *,
     eps: float | None = None,
     num: int = 6,
-    how_chosen: str = "the first of the test set, whatever came of them",
 ) -> Gallery:
     """The first `num` examples, untouched and under each attack, with every prediction.
 
@@ -104,7 +103,7 @@ def make_gallery(
                 said = torch.stack([each.reshape(len(x), -1)[:, 0] for each in moments], 1)
             budget = None if label == UNTOUCHED else eps
             views.append(View(name, label, state, said.detach().cpu(), budget))
-    return Gallery(x, y, tuple(views), task, how_chosen=how_chosen)
+    return Gallery(x, y, tuple(views), task)
 
 
 def is_image(event: tuple[int, ...]) -> bool:

@@ -3,15 +3,18 @@ light, dark and paper), as Markdown and as CSV."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from advbayes.checks import extra
 from advbayes.evaluation.tables import Grid
-from advbayes.report import figures, telling
-from advbayes.report.text import csv, inert_markdown, number, percent, short
+from advbayes.report import figures, tables, telling
+from advbayes.report.text import inert_cell, inert_markdown, number, percent, short
 from advbayes.report.words import METRICS, norm_name
 
 if TYPE_CHECKING:
@@ -19,7 +22,6 @@ if TYPE_CHECKING:
 
 Document = Mapping[str, Any]
 TEMPLATES = Path(__file__).parent / "templates"
-CSV_HEAD = "predictor,attack,eps,metric,value,low,high,examples,believed,unit"
 
 
 @lru_cache(maxsize=2)
@@ -50,6 +52,7 @@ def _environment(markdown: bool) -> Environment:
     environment.filters |= {"number": number, "percent": percent, "short": short, "norm": norm_name}
     environment.globals |= {
         "telling": telling,
+        "tables": tables,
         "metrics": METRICS,
         "bars": bars,
         "style": Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),  # our own file
@@ -77,7 +80,6 @@ def page(
         },
         legend=legend(names),
         curve_legend=legend(attacks if len(names) == 1 else names),
-        tables=telling.results(document),
     )
 
 
@@ -93,25 +95,22 @@ def spreadsheet(document: Document) -> str:
     with their unit.
 
     >>> spreadsheet({"table": [], "metrics": []})
-    'predictor,attack,eps,metric,value,low,high,examples,believed,unit\\n'
+    '"predictor","attack","eps","metric","value","low","high","examples","believed","unit"\\n'
     """
-    lines = [CSV_HEAD]
-    for row in document["table"]:
-        for metric in document["metrics"]:
-            estimate = row["values"][metric]
-            cells = [row["predictor"], row["attack"], row["eps"], metric]
-            cells += [estimate[key] for key in ("value", "low", "high", "num")]
-            cells += ["no" if row["dagger"] else "yes", telling.recorded_unit(document, metric)]
-            lines.append(",".join(map(csv, cells)))
-    return "\n".join(lines) + "\n"
+    place, numbers = ("predictor", "attack", "eps"), ("value", "low", "high")
+    file = io.StringIO()
+    writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
+    writer.writerow([*place, "metric", *numbers, "examples", "believed", "unit"])
+    for row, metric in product(document["table"], document["metrics"]):
+        estimate, believed = row["values"][metric], "no" if row["dagger"] else "yes"
+        cells = [*(row[key] for key in place), metric, *(estimate[key] for key in numbers)]
+        cells += [estimate["num"], believed, telling.recorded_unit(document, metric)]
+        writer.writerow(map(inert_cell, cells))
+    return file.getvalue()
 
 
 def legend(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Colour and shape of each series.
-
-    >>> legend(["MIX"])
-    [{'name': 'MIX', 'colour': 0, 'marker': 'o'}]
-    """
+    """Colour and shape of each series."""
     num = figures.NUM_COLOURS
     return [
         {"name": name, "colour": i % num, "marker": figures.MARKERS[i % num]}

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from advbayes.auditing import is_first_look
 from advbayes.checks import counted
-from advbayes.evaluation.tables import Grid
 from advbayes.report.text import number, percent, short
 from advbayes.report.words import (
     DEFENSES,
@@ -63,14 +62,9 @@ def shown(document: Document, metric: str, value: Any) -> str:
 
 
 def interval(document: Document, metric: str, estimate: Mapping[str, Any]) -> str:
-    """A confidence interval.
-
-    >>> interval({"scaling": None}, "accuracy", {"low": 0.4, "high": 0.6})
-    '40.0 to 60.0'
-    """
-    return (
-        f"{shown(document, metric, estimate['low'])} to {shown(document, metric, estimate['high'])}"
-    )
+    """A confidence interval: 40.0 to 60.0."""
+    low, high = (shown(document, metric, estimate[end]) for end in ("low", "high"))
+    return f"{low} to {high}"
 
 
 def label(document: Document, metric: str) -> str:
@@ -106,86 +100,29 @@ def recorded_unit(document: Document, metric: str) -> str:
     return _OF_TARGET.get(metric, "") if (document["scaling"] or {}).get("target_std") else ""
 
 
-def results(document: Document) -> list[dict[str, Any]]:
-    """The tables of results as text, for every format: that at the headline radius, and all of it
-    where there is more."""
-    rows = [
-        {
-            "predictor": row["predictor"],
-            "kind": row["kind"],
-            "attack": {"clean": "untouched", "trivial": "any"}.get(row["kind"], row["attack"]),
-            "eps": "any" if row["kind"] == "trivial" else short(row["eps"]),
-            "at": row["eps"],
-            "dagger": row["dagger"],
-            "cells": [
-                {
-                    "value": shown(document, metric, row["values"][metric]["value"]),
-                    "interval": interval(document, metric, row["values"][metric]),
-                }
-                for metric in document["metrics"]
-            ],
-        }
-        for row in document["table"]
-    ]
-    main = [
-        row for row in rows if row["kind"] in ("clean", "trivial") or row["at"] == document["eps"]
-    ]
-    tables = {"": main} | ({"All budgets": rows} if len(main) < len(rows) else {})
-    head = [label(document, metric) for metric in document["metrics"]]
-    return [
-        {"title": title, "head": head, "rows": chosen, "groups": _grouped(chosen)}
-        for title, chosen in tables.items()
-    ]
-
-
-def _grouped(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault("" if row["kind"] == "trivial" else row["predictor"], []).append(row)
-    return [{"predictor": name, "rows": members} for name, members in groups.items()]
-
-
 def budget(document: Document) -> str:
-    """The headline radius with its norm.
-
-    >>> budget({"eps": 2.0, "threat_model": {"norm": "L2"}})
-    'ε = 2 (L2)'
-    """
+    """The headline radius with its norm: ε = 2 (L2)."""
     norm = document["threat_model"].get("norm")
     return f"ε = {short(document['eps'])}{f' ({norm_name(norm)})' if norm else ''}"
 
 
 def lede(document: Document) -> list[str]:
     """What was done, against whom, in a few sentences."""
-    names, trivial = document["predictors"], document["trivial"]
-    attacks = [attack["name"] for attack in document["attacks"]]
-    who = (
-        f"the predictor {names[0]}"
-        if len(names) == 1
-        else f"{_count(len(names))} predictors ({listed(names)})"
-    )
-    sets = sorted(
-        {str(run["config"].get("data")) for run in document["runs"] if run["config"].get("data")}
-    )
-    where = f" of {listed(sets)}" if sets else ""
-    does = "does" if len(names) == 1 else "do"
+    names, attacks = document["predictors"], [attack["name"] for attack in document["attacks"]]
+    sets = {str(run["config"]["data"]) for run in document["runs"] if run["config"].get("data")}
+    where = f" of {listed(sorted(sets))}" if sets else ""
     on = f"{counted(document['examples'], 'test example')}{where}"
-    first = f"This report says how well {who} {does} on {on}, untouched and under attack."
-    second = (
-        f"The attacker may change every input by up to {budget(document)} and uses "
-        f"{listed(attacks)}; the worst case takes, for each example, whichever did most harm."
-        if attacks
-        else "No attack was run."
-    )
-    if not trivial:
-        return [first, second]
-    told = listed([f"{name} ({TRIVIAL[name]})" if name in TRIVIAL else name for name in trivial])
-    there = (
-        "is one predictor that never looks"
-        if len(trivial) == 1
-        else "are predictors that never look"
-    )
-    return [first, second, f"For comparison there {there} at the input: {told}."]
+    sentences = [f"This report is about {listed(names)} on {on}, untouched and under attack."]
+    if attacks:
+        sentences.append(
+            f"The attacker may change every input by up to {budget(document)} and uses "
+            f"{listed(attacks)}; the worst case takes, for each example, whichever did most harm."
+        )
+    else:
+        sentences.append("No attack was run.")
+    if trivial := [f"{name} ({TRIVIAL.get(name, name)})" for name in document["trivial"]]:
+        sentences.append(f"For comparison, without a look at the input: {listed(trivial)}.")
+    return sentences
 
 
 def headline(document: Document) -> list[str]:
@@ -256,11 +193,7 @@ def verdicts(document: Document) -> list[dict[str, Any]]:
 
 
 def figures_of(check: Mapping[str, Any]) -> str:
-    """The figures of a check, in a line.
-
-    >>> figures_of({"figures": {"infeasible": 3, "share": 0.25}})
-    'infeasible 3, share 0.25'
-    """
+    """The figures of a check, in a line."""
     return ", ".join(
         f"{name} {short(value) if isinstance(value, float) else value}"
         for name, value in check["figures"].items()
@@ -281,11 +214,7 @@ def checked(check: Mapping[str, Any]) -> str:
 
 
 def under(entry: Mapping[str, Any]) -> str:
-    """Which inputs an entry is about.
-
-    >>> under({"attack": "worst", "eps": 0.5})
-    'worst case, ε = 0.5'
-    """
+    """Which inputs an entry is about."""
     return "untouched" if entry["attack"] == "clean" else f"worst case, ε = {short(entry['eps'])}"
 
 
@@ -298,51 +227,6 @@ def calibrated(entry: Mapping[str, Any]) -> str:
     what, key = ("expected calibration error", "ece") if "ece" in entry else ("coverage",) * 2
     value, low, high = (percent(entry[key][name]) for name in ("value", "low", "high"))
     return f"{what} {value} % ({low} to {high})"
-
-
-def results_table(document: Document) -> Grid:
-    """All results, values with their intervals."""
-    table = results(document)[-1]
-    rows = []
-    for row in table["rows"]:
-        mark = "†" if row["dagger"] else ""
-        cells = [f"{cell['value']}{mark} ({cell['interval']})" for cell in row["cells"]]
-        rows.append([row["predictor"], row["attack"], row["eps"], *cells])
-    return Grid(["predictor", "attack", "ε", *table["head"]], rows)
-
-
-def examples_table(gallery: Mapping[str, Any]) -> Grid:
-    """The examples of the gallery: how far each input was moved, and what is said of it."""
-    norm = "linf" if gallery["norm"].lower() == "linf" else "l2"
-    rows = []
-    for example in gallery["examples"]:
-        truth = example["truth"] if gallery["classes"] else short(example["truth"])
-        for predictor in example["predictors"]:
-            for view in predictor["views"]:
-                if gallery["classes"]:
-                    said = f"{view['says']} ({percent(view['probabilities'][view['class']], 0)} %)"
-                else:
-                    said = f"{short(view['mean'])} ± {short(view['spread'], 3)}"
-                moved = short(view[norm])
-                rows.append(
-                    [example["index"], truth, predictor["name"], view["label"], moved, said]
-                )
-    return Grid(["example", "truth", "predictor", "input", "moved by", "prediction"], rows)
-
-
-def attacks_table(document: Document) -> Grid:
-    """The attacks, the losses that they climb and how long."""
-    rows = [
-        [attack["name"], ", ".join(attack["losses"]), attack["iterations"] or "–"]
-        for attack in document["attacks"]
-    ]
-    return Grid(["attack", "losses", "iterations"], rows)
-
-
-def reach_table(reach: Mapping[str, Any]) -> Grid:
-    """eps in each feature's own unit."""
-    rows = [[row["name"], short(row["std"]), short(row["raw"])] for row in reach["rows"]]
-    return Grid(["feature", "standard deviation", "ε in raw units"], rows)
 
 
 def trained(document: Document) -> list[str]:
@@ -468,8 +352,3 @@ def listed(items: list[str]) -> str:
     """
     *others, last = [str(item) for item in items] or [""]
     return f"{', '.join(others)} and {last}" if others else last
-
-
-def _count(num: int) -> str:
-    words = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-    return words[num] if num < len(words) else str(num)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from typing import Any
 
 LONGEST = 160
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
@@ -16,6 +15,7 @@ _DEAD = {c: f"\\{c}" for c in "\\`*_{}[]#|~!$"} | {
     "@": "&#64;",
 }
 _SCHEME = re.compile(r"\b([a-z][a-z0-9+.-]*):(?=\S)", re.I)
+_COMPUTED = "=+-@|%＝＋－＠"
 _LIST = re.compile(r"^(\d*)([-+=.)])(?=[\s=-]|$)")
 
 
@@ -54,21 +54,16 @@ def inert_markdown(value: object) -> str:
     return re.sub(r"\b(www)\.", r"\1&#46;", text, flags=re.I)
 
 
-def csv(value: Any) -> str:
-    """A cell of a CSV file: quoted, and what a spreadsheet would compute is text.
+def inert_cell(value: float | str | None) -> float | str | None:
+    """A cell of a spreadsheet, in which text is never computed.
 
-    >>> print(csv("=1+1"), csv(-0.5), csv("a"))
-    "'=1+1" -0.5 "a"
+    >>> inert_cell("=1+1"), inert_cell(-0.5), inert_cell("a")
+    ("'=1+1", -0.5, 'a')
     """
     match value:
-        case None:
-            return ""
-        case int() | float() if value is not True and value is not False:
-            return repr(value)
-    text = clean(value)
-    if text[:1] in "=+-@|%＝＋－＠" and text:
-        text = f"'{text}"
-    return '"' + text.replace('"', '""') + '"'
+        case str() if value and value[0] in _COMPUTED:
+            return f"'{value}"
+    return value
 
 
 def number(value: float | str | None, digits: int = 3) -> str:
