@@ -516,8 +516,8 @@ SECOND = (
     Bug(
         "a first look counts checks that did not run as passed",
         "report/telling.py",
-        "meaning = FIRST_LOOK.format(passed=len(passed), missing=len(not_run))",
-        "meaning = FIRST_LOOK.format(passed=len(checks), missing=len(not_run))",
+        "meaning = words.FIRST_LOOK.format(passed=len(passed), missing=len(not_run))",
+        "meaning = words.FIRST_LOOK.format(passed=len(checks), missing=len(not_run))",
         "test_report test_readback",
     ),
 )
@@ -856,7 +856,7 @@ THIRD = (
     ),
     Bug(
         "the attack made for purifiers ignores --steps",
-        "cli/threat.py",
+        "runs/attacking.py",
         "Annealed(ball, steps=max(1, steps // 2))",
         "Annealed(ball)",
         "test_purify_command test_options",
@@ -994,9 +994,9 @@ FOURTH = (
     ),
     Bug(
         "a purified classifier does not meet the nearest centre",
-        "cli/threat.py",
-        "        attacks.append(NearestCentre(ball))\n",
-        "        pass\n",
+        "runs/attacking.py",
+        "(annealed, NearestCentre(ball)) if",
+        "(annealed,) if",
         "test_purify_command test_options",
     ),
     Bug(

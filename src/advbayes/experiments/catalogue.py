@@ -438,8 +438,7 @@ EXPERIMENTS = {
 
 @dataclass(frozen=True)
 class Spec:
-    """What to run, in plain values: the name of an experiment and what differs from it, or defenses
-    to compare on any data.
+    """What to run: an experiment and what differs from it, or defenses to compare on any data.
 
     `quick` is a sketch of an experiment, for tests and for a first look.
 

@@ -1,5 +1,4 @@
-"""The paper's defenses (SM-5, SM-6) and those beside them, as data: keys of a run, a channel, what
-stands before the model.
+"""The paper's defenses (SM-5, SM-6) and those beside them, as data.
 
 Where section 4 and SM-5 disagree, SM-5 is followed: its mixed channels hold the *noisy* identity
 N(x, sigma^2), where section 4 calls the other half "clean data". The defenses of the command line
@@ -28,8 +27,7 @@ MakePredictor = Callable[[Prepared, int], Predictor]
 
 @dataclass(frozen=True)
 class Purify:
-    """The reactive defense: N reference points, S thetas, noise sigma, thetas weighed by x'
-    (online) or not (offline)."""
+    """The reactive defense; online, thetas are weighed by x', offline they are not."""
 
     update: str
     sigma: float
@@ -39,8 +37,7 @@ class Purify:
 
 @dataclass(frozen=True)
 class Defense:
-    """One row: keys of a run; a channel where those cannot name it; a purifier; or a predictor that
-    needs no training.
+    """One row: keys of a run, a channel or a purifier that they cannot name, or a predictor.
 
     >>> DEFENSES["MIX"].settings
     {'defense': 'mix'}

@@ -1,5 +1,4 @@
-"""The demo: digits, four defenses, five attacks and those made for purifiers, an audit, a report;
-about two minutes.
+"""The demo: digits, four defenses, their attacks, an audit, a report; about two minutes.
 
 Settings were chosen on a fifth of the training data (`benchmarks/demo_validation.py`), never on the
 test set.
@@ -11,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,13 +196,10 @@ def _evaluated(
         "demo": ({"MIX": plain["MIX"], **plain}, attacks),
         "demo-purified": ({PURIFIED: predictors[PURIFIED]}, attacks | adaptive),
     }
-    rows, common = (data.x_test[:num], data.y_test[:num]), {"radii": RADII, "seed": seed}
-    place = run.path / "evaluation"
+    rows, place = (data.x_test[:num], data.y_test[:num]), run.path / "evaluation"
+    measure = partial(evaluate, radii=RADII, train_y=data.y_train, seed=seed)
     return merged(
-        [
-            evaluate(who, rows, attacks=how, train_y=data.y_train, out=place / name, **common)
-            for name, (who, how) in parts.items()
-        ]
+        [measure(who, rows, attacks=how, out=place / name) for name, (who, how) in parts.items()]
     )
 
 
@@ -218,8 +215,7 @@ def _gallery(predictors: Mapping[str, Predictor], data: Prepared, steps: int, se
 
 
 def _show(evaluation: Evaluation) -> None:
-    """One row for each predictor: accuracy untouched, under each attack, and in the worst case with
-    its interval."""
+    """Accuracy of each predictor untouched, under each attack, and in the worst case."""
     from rich.console import Console
 
     table = evaluation.table(("accuracy",))

@@ -76,8 +76,10 @@ def run(
                 if time.monotonic() - collected > COLLECT:
                     collect(folder, spec, experiment)
                     collected = time.monotonic()
-        finally:
+        except UnitsFailedError:
             collect(folder, spec, experiment)
+            raise
+        collect(folder, spec, experiment)
     return folder
 
 
@@ -138,8 +140,7 @@ class Here(Executor):
 
 
 class Processes(Executor):
-    """In processes of this machine, each with a pool of its own: one that dies takes no other
-    along."""
+    """In processes of this machine; one that dies takes no other along."""
 
     def __init__(self) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"  # inherited by the workers
@@ -190,8 +191,7 @@ def _work_through(
     cluster: str | None,
     board: Board,
 ) -> Iterator[tuple[str, int, float]]:
-    """The units as they are done, at most `jobs` at a time. One that fails is tried once more;
-    what fails again is raised when all others are done, with its log."""
+    """The units as they are done; those that fail twice are raised at the end, with their logs."""
     executor: Executor = Here() if jobs == 1 else Processes()
     if cluster is not None:
         executor = Cluster(checks.choice("cluster", cluster, CLUSTERS), folder / "jobs")

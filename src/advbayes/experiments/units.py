@@ -1,5 +1,4 @@
-"""One unit of work, row x seed: train or take the trained model, attack, score; the records and
-what they were made from."""
+"""One unit of work, row x seed: a model is trained or loaded, attacked and scored."""
 
 from __future__ import annotations
 
@@ -138,8 +137,7 @@ def _images() -> Tensor:
 def prepared(
     config: RunConfig, units: str = "standardised", *, validation: bool = False
 ) -> tuple[Prepared, Prepared | None]:
-    """The data in the units that eps is meant in, targets standardised; and the held-out fifth of
-    the training rows."""
+    """The data in the units of eps, and a held-out fifth of the training rows."""
     data = _loaded(config.data, config.target, config.task, config.root, config.seed)
     x_train, x_test = data.dataset.x_train, data.dataset.x_test
     if units == "raw":
@@ -326,8 +324,7 @@ def _selective(unit: Unit) -> Measured:
 
 
 def _certified(unit: Unit) -> Measured:
-    """Certified radii of the Bayesian vote under the noise of training: every draw has a theta of
-    its own."""
+    """Certified radii of the Bayesian vote: every draw of noise has a theta of its own."""
     experiment, config = unit.experiment, unit.config
     data, _ = prepared(config)
     model, posterior, info = trained(unit, data)
@@ -350,40 +347,33 @@ def _certified(unit: Unit) -> Measured:
 
 
 def _timed(unit: Unit) -> Measured:
-    """100 training steps (first ten dropped) with and without MIX; 100 answers of the predictive
-    and of onPure."""
+    """100 training steps (first ten dropped) without and with MIX; 100 answers."""
     config = unit.config
     data, _ = prepared(config)
-    records: list[Record] = []
-    repeats = max(10, 2 * unit.experiment.steps)
-    for kind in ("BL", "MIX"):
+    rows, repeats = (data.x_train, data.y_train), max(10, 2 * unit.experiment.steps)
+    clock: dict[str, list[float]] = {}  # the seconds after each step or answer
+    for kind, name in (("MIX", "robust training"), ("BL", "standard training")):
         chosen = config.model_copy(update={**DEFENSES[kind].settings})
         model, posterior = build_model(chosen, data)
         channel, objective = build_defense(chosen, data)
-        rows, steps = (data.x_train, data.y_train), repeats + 10
-        result = fit(
-            model, posterior, channel, rows, objective=objective, steps=steps, progress=False
-        )
-        seconds = result.history["seconds"]
-        name = "standard training" if kind == "BL" else "robust training"
-        records += [
-            {"what": name, "index": index, "ms": 1e3 * (after - before)}
-            for index, (before, after) in enumerate(pairwise(seconds[9:]))
-        ]
-        if kind == "BL":
-            thetas = thetas_of(posterior, 5, unit.seed)
-            plain = PosteriorPredictive(model, thetas)
-            purified = Purifier(
-                model, Noise(0.5), thetas, (data.x_train[:100], data.y_train[:100]), "online"
-            )
-            for label, predict in (("standard inference", plain), ("robust inference", purified)):
-                for index in range(repeats):
-                    x = data.x_test[index % len(data.x_test)][None]
-                    began = time.perf_counter()
-                    with torch.no_grad():
-                        predict(x)
-                    taken = 1e3 * (time.perf_counter() - began)
-                    records.append({"what": label, "index": index, "ms": taken})
+        steps: Any = {"objective": objective, "steps": repeats + 10, "progress": False}
+        clock[name] = fit(model, posterior, channel, rows, **steps).history["seconds"][9:]
+    thetas, reference = thetas_of(posterior, 5, unit.seed), (rows[0][:100], rows[1][:100])
+    predictors: dict[str, Predictor] = {
+        "standard inference": PosteriorPredictive(model, thetas),
+        "robust inference": Purifier(model, Noise(0.5), thetas, reference, "online"),
+    }
+    for name, predict in predictors.items():
+        clock[name] = [time.perf_counter()]
+        for index in range(repeats):
+            with torch.no_grad():
+                predict(data.x_test[index % len(data.x_test)][None])
+            clock[name].append(time.perf_counter())
+    records: list[Record] = [
+        {"what": name, "index": index, "ms": 1e3 * (after - before)}
+        for name, seconds in clock.items()
+        for index, (before, after) in enumerate(pairwise(seconds))
+    ]
     return records, {}
 
 
@@ -410,8 +400,7 @@ def _pictured(unit: Unit) -> Measured:
 
 
 def _audited(unit: Unit) -> Measured:
-    """The audit at tier standard, one record a check; the control is a point estimate of the same
-    net on clean data.
+    """The audit at tier standard, one record a check; the control is an undefended point estimate.
 
     MNIST's baseline (E21) is the run or bundle `baseline` beside the trained models, where there is
     one.

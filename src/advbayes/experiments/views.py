@@ -56,9 +56,9 @@ def _preamble(experiment: Experiment, scores: Scores) -> str:
     ) + (f" Not run: {', '.join(missing)}." if missing else "")
 
 
-def _cells(experiment: Experiment, eps: float | None = None) -> dict[str, Cell]:
-    """The columns of a table at a radius (absent: the last), of the last split."""
-    split, eps = experiment.splits[-1], experiment.radii[-1] if eps is None else eps
+def _cells(experiment: Experiment) -> dict[str, Cell]:
+    """The columns of a table: the last radius, on the last split."""
+    split, eps = experiment.splits[-1], experiment.radii[-1]
     attacks = {name: Cell(split, name, eps) for name in experiment.attacks}
     worst = {"worst": Cell(split, "worst", eps)} if len(attacks) > 1 else {}
     return {"clean": Cell(split, "clean", 0.0), **attacks, **worst}
@@ -80,8 +80,7 @@ def _paper(mean: float, sd: float | None = None) -> str:
 
 
 def attack_table(experiment: Experiment, scores: Scores, folder: Path) -> View:
-    """Rows against attacks at the last radius: mean (sd over seeds) [95 % interval], the paper's
-    number below."""
+    """Rows against attacks at the last radius, with the paper's numbers."""
     cells, levels = _cells(experiment), _levels(folder)
 
     def line(metric: str, row: str, best: Mapping[str, str | None]) -> View:
@@ -130,15 +129,14 @@ def pairs(experiment: Experiment, scores: Scores, folder: Path) -> View:
         )
     for metric in experiment.metrics if drawn else ():
         rows = {
-            " - ".join(pair): [difference(metric, *pair, cell) for cell in cells.values()]
-            for pair in drawn
+            f"{first} - {second}": [difference(metric, first, second, c) for c in cells.values()]
+            for first, second in drawn
         }
         yield f"### {METRICS[metric].label}\n\n{_table(['rows', *cells], rows)}"
 
 
 def _levels(folder: Path) -> dict[str, str]:
-    """The level of each row in the audit beside the experiment, with a dagger and the failed checks
-    below level B."""
+    """The level of each row in the audit beside the experiment, below B with its failed checks."""
     beside = folder.with_name(f"{folder.name}-audit")
     if not (beside / "manifest.json").is_file():
         return {}
@@ -151,14 +149,13 @@ def _levels(folder: Path) -> dict[str, str]:
 
 
 def readings(experiment: Experiment, scores: Scores, folder: Path) -> View:
-    """Nine readings of the units, by their distance from the paper's RMSE cells; the nearest one in
-    full."""
+    """Nine readings of the units, by their distance from the paper's RMSE; the nearest in full."""
     about = scores.about(scores.rows[0])
     sd, span = about["y_sd"], about["y_range"]
     factors = {"standardised": 1.0, "min-max": sd / span, "raw": sd}
     if experiment.reported == "california":
         factors["raw"] = sd / 1e5  # the usual unit, 100,000 dollars
-    reported, cells = REPORTED[experiment.reported], _cells(experiment, 2.0)
+    reported, cells = REPORTED[experiment.reported], _cells(experiment)
     done = {row.split(", x ")[1] for row in scores.rows}
     names = list(dict.fromkeys(row.split(", x ")[0] for row in scores.rows))
 
@@ -200,8 +197,7 @@ def readings(experiment: Experiment, scores: Scores, folder: Path) -> View:
 
 
 def front(experiment: Experiment, scores: Scores, folder: Path) -> View:
-    """Clean against attacked RMSE on the test rows; for each eps one defense chosen on the
-    validation rows, and tests."""
+    """Clean against attacked RMSE; for each eps one defense chosen on the validation rows."""
     known = ("BL", "constant", "least squares", "random forest")
     references = [row for row in known if row in scores.rows]
     defended = [row for row in scores.rows if row not in references]
@@ -310,8 +306,7 @@ def multi_step(experiment: Experiment, scores: Scores, folder: Path) -> View:
 
 
 def effects(experiment: Experiment, scores: Scores, folder: Path) -> View:
-    """What each factor of the factorial is worth: the mean difference between its two levels, over
-    the other two."""
+    """The mean difference between the two levels of each factor, over the other two."""
     factors = {"posterior": "point", "noisy": "deterministic", "half clean": "all attacked"}
     cells = _cells(experiment)
 

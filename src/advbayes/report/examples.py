@@ -1,5 +1,4 @@
-"""The gallery as part of the document: pictures with predictive bars, or changes of features in
-their own units."""
+"""The gallery as part of the document: pictures with bars, or changes of features."""
 
 from __future__ import annotations
 
@@ -130,8 +129,7 @@ def _said(
 
 
 def _features(gallery: Gallery, row: int, units: Units) -> dict[str, Any]:
-    """Those features that an attack moved most (in the model's units), with value and changes in
-    their own units."""
+    """The features that an attack moved most, in their own units."""
     before = gallery.x[row].double().flatten()
     attacked = [view for view in gallery.views if view.label != UNTOUCHED]
     moves = [(view.x[row] - gallery.x[row]).double().flatten() for view in attacked]

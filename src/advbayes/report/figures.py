@@ -1,5 +1,4 @@
-"""Figures as inline SVG: no names from outside in them (the page's legend has those), colours left
-to the page's scheme."""
+"""Figures as inline SVG, without names from outside, in the colours of the page."""
 
 from __future__ import annotations
 
@@ -91,8 +90,7 @@ def draw(
     description: str,
     size: tuple[float, float] = (4.4, 2.9),  # inches of 72 units
 ) -> str:
-    """One pair of axes as an <svg> element for HTML: deterministic, its ids its own, with title and
-    description."""
+    """One pair of axes as an <svg> element: the same every time, its ids its own."""
     # a glyph that the measuring font lacks is no concern of a page with its own fonts
     with canvas(size, ON_PAGE) as figure, warnings.catch_warnings(action="ignore"):
         axes = figure.add_subplot()
@@ -104,8 +102,7 @@ def draw(
 
 
 def _inlined(svg: str, name: str, title: str, description: str) -> str:
-    """The bare element: no prologue, namespaces, metadata or style sheet; ids made unique; colours
-    left to the page."""
+    """The bare element, without prologue and metadata, its ids unique, its colours the page's."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.S)
@@ -253,8 +250,7 @@ def _trivial(document: Mapping[str, Any], metric: str) -> list[float]:
 
 
 def calibration(document: Mapping[str, Any]) -> list[Figure]:
-    """A reliability diagram for each predictor, untouched and attacked; for regression one figure
-    of interval coverages."""
+    """A reliability diagram for each predictor, or one figure of interval coverages."""
     entries = document["calibration"]
     if document["task"] == "regression":
         return [_coverages(document)] if entries else []

@@ -85,12 +85,12 @@ def report_runs(
         for name, run in names.items()
         if (run.path / "audit.json").is_file()
     }
-    threat: dict[Any, Any] | None = None
+    threat: dict[Any, Any] = {}
     match list(audits.values()):
-        case [{"threat_model": {**said}}, *_]:  # beside the verdict, where the file has one
-            threat = said
+        case [{"threat_model": {**beside_the_verdict}}, *_]:
+            threat |= beside_the_verdict
     if example is not None:
-        threat = {**(threat or {}), **_reach(example, evaluation)} or None
+        threat |= _reach(example, evaluation)
     if len(runs) == 1 and audits:
         audits = {evaluation.predictors[0]: next(iter(audits.values()))}
     return write_report(
@@ -98,29 +98,20 @@ def report_runs(
         title=title or f"{', '.join(names)} on {', '.join(datasets)}",
         left_out=_left_out(evaluation, evaluations),
         evaluation=evaluation,
-        audit=audits or None,
+        audit=audits,
         threat_model=threat,
         run={name: run.described() for name, run in names.items()},
-        history={
-            name: run.history.read()
-            for name, run in names.items()
-            if (run.path / "history.jsonl").is_file()
-        }
-        or None,
+        history={name: run.history.read() for name, run in names.items()},
         gallery=_gallery(evaluations, trained, evaluation, num_thetas),
         class_names=example.class_names or None if example else None,
         feature_names=example.feature_names or None if example else None,
         scaling=example.scaling if example else None,
-        reproduce={
-            "commands": _commands(names),
-            "folder": ", ".join(str(run.path) for run in runs),
-        },
+        reproduce={"commands": _commands(names), "folder": ", ".join(str(r.path) for r in runs)},
     )
 
 
 def _reach(trained: Trained, evaluation: Evaluation) -> dict[str, Any]:
-    """The features that the attacker cannot change (text, what was missing, what was said), and
-    the multiple of eps that each other one can, where they differ."""
+    """The features out of the attacker's reach, and the multiples of eps of the others."""
     from advbayes.runs.config import parse_feature_eps
 
     fixed, budgets, radii = _asked(evaluation)
@@ -140,8 +131,7 @@ def _reach(trained: Trained, evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _asked(evaluation: Evaluation) -> tuple[tuple[str, ...], ...]:
-    """Which features an evaluation was told are fixed, the budgets of their own that it gave and,
-    where it gave some, its radii, of which they are multiples; nothing: all as the run has it."""
+    """The fixed features, the budgets of features and, with these, the radii of an evaluation."""
     from advbayes.runs.folder import REACH, flags_of
 
     asked = [] if evaluation.folder is None else flags_of(evaluation.folder)
@@ -197,8 +187,7 @@ def _renamed(evaluation: Evaluation, old: str, new: str) -> Evaluation:
 
 
 def merged(evaluations: Sequence[Evaluation]) -> Evaluation:
-    """One evaluation of several on the same examples and of the same reach; else those on the most,
-    of the run's own reach if there are such.
+    """One evaluation of several on the same examples and of the same reach; else of the largest.
 
     A cell that two of them have is that of the later one.
     """
@@ -243,8 +232,7 @@ def _gallery(
     whole: Evaluation,
     num_thetas: int,
 ) -> Gallery | None:
-    """The first test examples with the strongest attack at the largest radius of each run, from the
-    saved arrays."""
+    """The first test examples under the strongest attack of each run, from the saved arrays."""
     predictors, attacked, eps, clean = {}, {}, None, None
     label = _strongest(whole)
     for name, model in trained.items():

@@ -1,5 +1,4 @@
-"""Everything that a report says, as one plain document; HTML, Markdown and CSV are made from it and
-from nothing else."""
+"""Everything that a report says, as one plain document, from which all formats are made."""
 
 from __future__ import annotations
 
@@ -66,8 +65,7 @@ def gather(
     pictures: dict[str, str] | None = None,
     **sources: Unpack[Sources],
 ) -> Document:
-    """The document of a report: the same for two runs of one seed, and all of it JSON. Images go to
-    `pictures`.
+    """The document of a report, all JSON, the same for one seed; images go to `pictures`.
 
     >>> import torch
     >>> from torch.distributions import Categorical
@@ -181,8 +179,7 @@ def _headline(evaluation: Evaluation, threat: Mapping[str, Any]) -> float | None
 def _both(
     evaluation: Evaluation, names: Sequence[str], eps: float | None
 ) -> Iterator[tuple[dict[str, Any], Columns]]:
-    """Each predictor untouched and, where it was attacked, under the worst case, with its
-    scores."""
+    """Each predictor untouched and under the worst case, with its scores."""
     for name in names:
         yield _entry(name, CLEAN, 0.0), evaluation.columns(name, CLEAN)
         if eps in evaluation.radii_of(name):
@@ -251,8 +248,7 @@ def _curves(
 def _calibration(
     evaluation: Evaluation, names: Sequence[str], eps: float | None
 ) -> list[dict[str, Any]]:
-    """Reliability bins of classes, interval coverage of regressions; untouched and under the worst
-    case."""
+    """Reliability bins or interval coverage, untouched and under the worst case."""
     reductions = REDUCTIONS[evaluation.task]
     entries = []
     for entry, rows in _both(evaluation, names, eps):
@@ -309,8 +305,7 @@ def _attacks(evaluation: Evaluation) -> list[dict[str, Any]]:
 
 
 def _threat(threat: Any, evaluation: Evaluation, run: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What is said of the attacker; what is not said is taken from the attacks' settings and the
-    run's configuration."""
+    """The threat model; what it leaves open is read from the attacks and the configuration."""
     said = settings(threat) or dict(threat or {})
     document = {
         str(key): value for key, value in said.items() if key != "scale" and value is not None
@@ -331,8 +326,7 @@ def _threat(threat: Any, evaluation: Evaluation, run: Mapping[str, Any] | None) 
 
 
 def _scaling(scaling: Any, feature_names: Sequence[str] | None) -> dict[str, Any] | None:
-    """Means and standard deviations of the features, with their names; of the target too, where it
-    is scaled."""
+    """Means and standard deviations of the features, with their names, and of the target."""
     features = [clean(name) for name in (() if feature_names is None else feature_names)]
     moments: Mapping[str, Any] = {}
     if scaling is not None:
@@ -405,8 +399,7 @@ def _training(history: Any, names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Whatever came, as JSON: text cleaned, tensors as lists, infinities as text; what is no result
-    left out."""
+    """Results as JSON: text cleaned, tensors as lists, infinities as text."""
     match value:
         case None | bool() | int():
             return value

@@ -20,8 +20,7 @@ UNTOUCHED = "untouched"
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """What one predictor says about all inputs of the gallery in one state: untouched, or as an
-    attack left them.
+    """What one predictor says of all inputs of the gallery, untouched or as an attack left them.
 
     `prediction` holds class probabilities (G, C), or mean and standard deviation (G, 2) for
     regression.
@@ -136,8 +135,7 @@ def _pixels(image: Tensor, box: tuple[float, float]) -> Tensor:  # (C, H, W), by
 
 
 def picture(image: Tensor, box: tuple[float, float], pictures: dict[str, str]) -> str:
-    """Keep an image as a data address in `pictures`; its name there is the SHA-256 of its pixels
-    (compressors may differ)."""
+    """Keep an image in `pictures` as a data address, by the SHA-256 of its pixels."""
     name = hashlib.sha256(_pixels(image, box).contiguous().numpy().tobytes()).hexdigest()
     pictures[name] = f"data:image/png;base64,{base64.b64encode(png(image, box)).decode()}"
     return name

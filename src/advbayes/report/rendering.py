@@ -1,5 +1,4 @@
-"""The document as one HTML page that needs nothing else (no script, no outside host, colours for
-light, dark and paper), as Markdown and as CSV."""
+"""The document as one HTML page that needs nothing else, as Markdown and as CSV."""
 
 from __future__ import annotations
 

@@ -8,20 +8,8 @@ from typing import Any
 
 from advbayes.auditing import is_first_look
 from advbayes.checks import counted
+from advbayes.report import words
 from advbayes.report.text import number, percent, short
-from advbayes.report.words import (
-    DEFENSES,
-    FIRST_LOOK,
-    KNOWLEDGE,
-    LEVELS,
-    METRICS,
-    NORMS,
-    PARTIAL,
-    POSTERIORS,
-    TRIVIAL,
-    UNAUDITED,
-    norm_name,
-)
 
 Document = Mapping[str, Any]
 MOST_FEATURES = 20
@@ -56,9 +44,9 @@ def shown(document: Document, metric: str, value: Any) -> str:
     >>> shown({"scaling": None}, "accuracy", 0.5), shown({"scaling": None}, "nll", 0.5)
     ('50.0', '0.500')
     """
-    if METRICS[metric].share:
+    if words.METRICS[metric].share:
         return percent(value)
-    return number(value * factor(document, metric) if isinstance(value, float) else value)
+    return number(None if value is None else float(value) * factor(document, metric))
 
 
 def interval(document: Document, metric: str, estimate: Mapping[str, Any]) -> str:
@@ -76,10 +64,10 @@ def label(document: Document, metric: str) -> str:
     ... )
     ("RMSE, in the target's unit", 'Coverage of 90 % intervals, %')
     """
-    name = METRICS[metric].label
+    name = words.METRICS[metric].label
     if metric == "coverage":
         name = f"{name} of {percent(document['interval_level'], 0)} % intervals"
-    if METRICS[metric].share:
+    if words.METRICS[metric].share:
         return f"{name}, %"
     spread = (document["scaling"] or {}).get("target_std")
     if metric == "nll":
@@ -103,7 +91,7 @@ def recorded_unit(document: Document, metric: str) -> str:
 def budget(document: Document) -> str:
     """The headline radius with its norm: ε = 2 (L2)."""
     norm = document["threat_model"].get("norm")
-    return f"ε = {short(document['eps'])}{f' ({norm_name(norm)})' if norm else ''}"
+    return f"ε = {short(document['eps'])}{f' ({words.norm_name(norm)})' if norm else ''}"
 
 
 def lede(document: Document) -> list[str]:
@@ -120,7 +108,7 @@ def lede(document: Document) -> list[str]:
         )
     else:
         sentences.append("No attack was run.")
-    if trivial := [f"{name} ({TRIVIAL.get(name, name)})" for name in document["trivial"]]:
+    if trivial := [f"{name} ({words.TRIVIAL.get(name, name)})" for name in document["trivial"]]:
         sentences.append(f"For comparison, without a look at the input: {listed(trivial)}.")
     return sentences
 
@@ -167,12 +155,12 @@ def verdicts(document: Document) -> list[dict[str, Any]]:
             by_status.setdefault(check["status"], []).append(check)
         passed, failed = by_status["passed"], by_status["failed"]
         not_run = [check for check in by_status["not run"] if check["mandatory"]]
-        head, meaning = LEVELS.get(level, UNAUDITED)
+        head, meaning = words.LEVELS.get(level, words.UNAUDITED)
         if missing and level == "B":
-            head, meaning = PARTIAL[0], PARTIAL[1].format(level=level, missing=missing)
+            head, meaning = words.PARTIAL[0], words.PARTIAL[1].format(level=level, missing=missing)
         if is_first_look(level, audit.get("tier"), len(failed)):
             head = "A first look"
-            meaning = FIRST_LOOK.format(passed=len(passed), missing=len(not_run))
+            meaning = words.FIRST_LOOK.format(passed=len(passed), missing=len(not_run))
         verdicts.append(
             {
                 "predictor": name,
@@ -238,17 +226,17 @@ def trained(document: Document) -> list[str]:
 
 def _how(run: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     defense, network = config.get("defense"), NETWORKS.get(str(config.get("network")))
-    posterior = POSTERIORS.get(str(config.get("posterior")), config.get("posterior"))
+    posterior = words.POSTERIORS.get(str(config.get("posterior")), config.get("posterior"))
     adversary = defense not in (None, "none", "noise") and config.get("eps") is not None
     noisy = config.get("sigma") and defense in ("noise", "os", "os50", "mix", "pgd")
-    norm = norm_name(config.get("norm", ""))
+    norm = words.norm_name(config.get("norm", ""))
     parts = (
         (posterior, f"{posterior}{f' over {network} network' if network else ''}, "),
         (True, "trained"),
         (config.get("data"), f" on {config.get('data')}"),
         (config.get("epochs"), f" for {short(config.get('epochs'))} epochs"),
         (run.get("steps"), f" ({run.get('steps') or 0:,} steps)"),
-        (str(defense) in DEFENSES, f" {DEFENSES.get(str(defense))}"),
+        (str(defense) in words.DEFENSES, f" {words.DEFENSES.get(str(defense))}"),
         (adversary, f"; the training adversary had {norm} ε = {short(config.get('eps'))}"),
         (noisy, f"; noise σ = {short(config.get('sigma'))}"),
     )
@@ -260,7 +248,7 @@ def threat_rows(document: Document) -> list[tuple[str, str]]:
     threat, eps, size = document["threat_model"], document["eps"], _dimension(document)
     fixed = threat.get("fixed") or []
     norm, goal = str(threat.get("norm", "")), str(threat.get("goal") or "untargeted")
-    name, meaning = NORMS.get(norm.lower(), (norm or "not stated", ""))
+    name, meaning = words.NORMS.get(norm.lower(), (norm or "not stated", ""))
     if goal == "untargeted":
         classes = document["task"] == "classification"
         goal = "any wrong answer (untargeted)" if classes else "as large an error as possible"
@@ -283,7 +271,7 @@ def threat_rows(document: Document) -> list[tuple[str, str]]:
     unbounded = box in ("none", "None")
     rows["Box"] = "none: inputs may take any value" if unbounded else f"inputs stay within {box}"
     knowledge = threat.get("knowledge")
-    rows["Knows"] = KNOWLEDGE.get(str(knowledge), str(knowledge)) if knowledge else WHITE_BOX
+    rows["Knows"] = words.KNOWLEDGE.get(str(knowledge), str(knowledge)) if knowledge else WHITE_BOX
     rows["Randomness"] = str(threat.get("randomness") or "")
     thetas = {"attack_thetas": "in the attack", "evaluation_thetas": "in the evaluation"}
     rows["Parameter draws"] = ", ".join(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from collections.abc import Callable
 
 LONGEST = 160
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
@@ -20,8 +21,7 @@ _LIST = re.compile(r"^(\d*)([-+=.)])(?=[\s=-]|$)")
 
 
 def clean(value: object, limit: int = LONGEST) -> str:
-    """One line of visible text: what cannot be seen (bidirectional marks, zero widths, controls) is
-    spelled out.
+    """One line of visible text: what cannot be seen is spelled out.
 
     >>> clean("a\\n b\\u202e")
     'a b\\\\u202e'
@@ -35,8 +35,7 @@ def clean(value: object, limit: int = LONGEST) -> str:
 
 
 def inert_markdown(value: object) -> str:
-    """Text for Markdown, in which nothing is markup: no emphasis, links, code, math, tables, lists,
-    headings, HTML.
+    """Text for Markdown, in which nothing is markup.
 
     >>> (
     ...     inert_markdown("MIX"),
@@ -67,26 +66,19 @@ def inert_cell(value: float | str | None) -> float | str | None:
 
 
 def number(value: float | str | None, digits: int = 3) -> str:
-    """A number in a sentence or a table; the document keeps infinities as text.
+    """A number in a sentence or a table.
 
     >>> number(0.61234), number(1234.5), number(0.00032), number("inf"), number(2)
     ('0.612', '1,234', '0.0003', '∞', '2')
     """
-    match value:
-        case None:
-            return "–"
-        case str():
-            return "−∞" if value.startswith("-") else "∞"
-        case float() if not math.isfinite(value):
-            return "−∞" if value < 0 else "∞"
-        case int():
-            text = f"{value:,}"
-        case _ if abs(value) >= 1000:
-            text = f"{value:,.0f}"
-        case _:
-            small = 0.5 * 10**-digits > abs(value) >= 0.5 * 10 ** -(digits + 1)
-            text = f"{value:.{digits + small}f}"
-    return text.replace("-", "−", 1) if value < 0 else text
+
+    def text(size: float) -> str:
+        if type(value) is int or size >= 1000:
+            return f"{size:,.0f}"
+        small = 0.5 * 10**-digits > size >= 0.5 * 10 ** -(digits + 1)
+        return f"{size:.{digits + small}f}"
+
+    return _signed(value, text)
 
 
 def short(value: float | str | None, digits: int = 4) -> str:
@@ -95,10 +87,7 @@ def short(value: float | str | None, digits: int = 4) -> str:
     >>> short(1.0), short(0.25), short(None)
     ('1', '0.25', '–')
     """
-    if value is None or isinstance(value, str):
-        return number(value)
-    text = f"{value:.{digits}g}"
-    return text.replace("-", "−", 1) if value < 0 else text
+    return _signed(value, lambda size: f"{size:.{digits}g}")
 
 
 def percent(value: float | str | None, digits: int = 1) -> str:
@@ -107,4 +96,12 @@ def percent(value: float | str | None, digits: int = 1) -> str:
     >>> percent(0.6123)
     '61.2'
     """
-    return number(value) if value is None or isinstance(value, str) else f"{100 * value:.{digits}f}"
+    return _signed(value, lambda size: f"{100 * size:.{digits}f}")
+
+
+def _signed(value: float | str | None, text: Callable[[float], str]) -> str:
+    """A dash for None, the size as text otherwise; the document keeps infinities as text."""
+    if value is None:
+        return "–"
+    size = abs(float(value))
+    return f"{'−' if float(value) < 0 else ''}{text(size) if size < math.inf else '∞'}"

@@ -21,8 +21,7 @@ def make_attack(
     restarts: int = 1,
     queries: int = 500,
 ) -> Attack:
-    """A named attack for a task: regression replaces the likelihood by the squared error where the
-    attack wants errors.
+    """A named attack; on a regression the squared error takes the place of the likelihood.
 
     >>> from advbayes import L2
     >>> make_attack("pgd_plus", L2(1.0), steps=10)

@@ -185,8 +185,7 @@ def reach_of(
 
 
 def build_net(config: RunConfig, data: Prepared, *, trusted: bool = False) -> nn.Module:
-    """The configuration's network, drawn from its seed. A `module:factory` is imported only when
-    `trusted`.
+    """The configuration's network, drawn from its seed; a `module:factory` only when `trusted`.
 
     >>> from advbayes.runs.config import make_config
     >>> config = make_config({"data": "diabetes", "hidden": [3]})
@@ -214,8 +213,7 @@ def build_net(config: RunConfig, data: Prepared, *, trusted: bool = False) -> nn
 
 
 def own_net(network: str, *, trusted: bool = False) -> nn.Module:
-    """Call the user's `module:factory`, looked for in the working folder first; nothing is imported
-    unless `trusted`.
+    """What the user's `module:factory` makes; nothing is imported unless `trusted`.
 
     >>> own_net("os:getcwd")
     Traceback (most recent call last):
@@ -230,8 +228,7 @@ def own_net(network: str, *, trusted: bool = False) -> nn.Module:
 
 
 def own_channel(name: str, ball: Ball, sigma: float, *, trusted: bool = False) -> Channel:
-    """The channel that the user's `module:factory` makes of the ball and sigma; an attack becomes
-    one with noise of that sigma."""
+    """The channel that the user's `module:factory` makes; an attack becomes one with noise."""
     made = import_factory("channel", name, ball, sigma, trusted=trusted)
     if isinstance(made, Channel):
         return made
@@ -248,8 +245,7 @@ def own_classes(name: str, *, trusted: bool = False) -> list[type]:
 
 
 def _own_module(key: str, name: str, trusted: bool) -> ModuleType:
-    """The module of a `module:factory`, imported (from the working folder first) only if
-    `trusted`."""
+    """The module of a `module:factory`, imported only if `trusted`."""
     if not trusted:
         wanted = "names code of your own, which runs only with --trust-network"
         raise ConfigError(f"{key}: {name!r} {wanted}")
@@ -340,8 +336,7 @@ def make_ball(
 def build_defense(
     config: RunConfig, data: Prepared, *, trusted: bool = False
 ) -> tuple[Channel, ChannelELBO]:
-    """Channel and objective of a named defense (docs/defenses.md); a channel of one's own is made
-    only when `trusted`.
+    """Channel and objective of a named defense (docs/defenses.md), or of one's own if `trusted`.
 
     >>> from advbayes.runs.config import make_config
     >>> config = make_config({"data": "diabetes", "defense": "noise", "sigma": 0.5})

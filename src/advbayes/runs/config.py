@@ -1,5 +1,4 @@
-"""What a run is made of: one strict, frozen, flat configuration, from TOML or flags, without
-importing torch."""
+"""What a run is made of: one strict, flat configuration, read without importing torch."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class ConfigError(InputError):
 
 
 class RunConfig(BaseModel):
-    """All keys of `advbayes train`; each is also a flag (`lr` is `--lr`, `batch_size` is
-    `--batch-size`)."""
+    """All keys of `advbayes train`; each is also a flag (`batch_size` is `--batch-size`)."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 

@@ -71,8 +71,7 @@ def train(
     written = 0 if state is None else state.step
 
     def checkpoint(now: State) -> None:
-        """The history first: what a kill leaves beyond the last checkpoint is cut off when the run
-        goes on."""
+        """The history first: what is beyond the last checkpoint is cut off when the run resumes."""
         nonlocal written
         rows = (
             {"step": row, **{c: _plain(now.history[c][row]) for c in _KEPT}}

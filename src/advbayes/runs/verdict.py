@@ -104,8 +104,7 @@ def audit_run(
 def _saved(
     run: Run, predict: Predictor, x: Tensor, ball: Ball, reach: Sequence[str]
 ) -> Path | None:
-    """The last evaluation of the run by this predictor in this ball, of as many examples at least,
-    for the checks that look at saved arrays."""
+    """The last evaluation by this predictor in this ball, of at least as many examples."""
     ours = fingerprint(predict, x[:4])
     flags = sorted(zip(reach[::2], reach[1::2], strict=True))
 

@@ -79,8 +79,7 @@ def unpack(path: Path, *, limit: int) -> dict[str, bytes]:
 
 
 def directory_size(stream: IO[bytes], size: int) -> tuple[int, int]:
-    """Members and bytes of a zip archive's directory, from its last record; zeros where it has none
-    or a comment.
+    """Members and bytes of a zip directory, by its last record; zeros if it has none or a comment.
 
     The standard reader takes the directory into memory whole, so this comes first.
     """

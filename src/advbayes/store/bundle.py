@@ -55,8 +55,7 @@ class Bundle:
     manifest: Manifest
 
     def predictor(self, num: int = 20, *, seed: int | None = None) -> RawPredictor:
-        """The posterior predictive for raw rows, through `num` thetas: scaling applied, answers in
-        the target's own unit.
+        """The posterior predictive for raw rows, through `num` thetas, in the target's own unit.
 
         `seed` keys the thetas; absent: the run's own, so that the command line and this give the
         same numbers.

@@ -1,5 +1,4 @@
-"""Durable files: written beside, flushed, renamed into place; at every instant the old content or
-the new one is there.
+"""Durable files: written beside, flushed, renamed, so that the old content or the new is there.
 
 All calls that change the disk go through `os`, one call for each step, so that tests can stop the
 process at each.
@@ -71,8 +70,7 @@ def read_bytes(path: Path, *, limit: int) -> bytes:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[int, int]]:
-    """Descriptor and size of a regular file; links, pipes, devices and folders are refused without
-    waiting on them."""
+    """Descriptor and size of a regular file; anything else is refused without waiting on it."""
     try:
         descriptor = os.open(path, _WARY | _PLAIN)
     except FileNotFoundError:
@@ -159,8 +157,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def staged(target: Path, *, folder: bool = False) -> Iterator[Path]:
-    """An empty file or folder beside `target`, locked while its writer lives; what is left of it at
-    the end is removed."""
+    """An empty file or folder beside `target`, locked while its writer lives, then removed."""
     descriptor = None
     while descriptor is None:  # else somebody took it for a dead writer's
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
@@ -181,8 +178,7 @@ def staged(target: Path, *, folder: bool = False) -> Iterator[Path]:
 
 
 def _locked(path: Path, *, surely: bool = False) -> int | None:
-    """A descriptor that holds the advisory lock on a name; None if another process holds it or has
-    removed the name.
+    """A descriptor that holds the advisory lock on a name; None if another has it or removed it.
 
     A file system may have no such locks: that counts as held, unless one must be sure.
     """
@@ -230,8 +226,7 @@ def sweep(target: Path) -> None:
 
 @contextmanager
 def room(target: Path, needed: int) -> Iterator[None]:
-    """Refuse before the first byte when the disk has no room, and say the same when it fills up on
-    the way; name the target where nothing may be written."""
+    """Refuse a disk that is full or fills up on the way, and a place where none may write."""
     parent = target.parent
     if not parent.is_dir():
         raise MissingError(parent, "a folder to write to")

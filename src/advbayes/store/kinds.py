@@ -1,5 +1,4 @@
-"""Likelihoods, balls, attacks and channels as data: {"kind": name, field: value, ...} over an
-explicit list of classes."""
+"""Likelihoods, balls, attacks and channels as data, {"kind": name, field: value, ...}."""
 
 from __future__ import annotations
 

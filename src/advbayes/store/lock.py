@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import platform
-import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +15,8 @@ from filelock import FileLock, Timeout
 
 from advbayes.checks import number
 
-from .errors import DiskFullError, LockedError, MissingError, StoreError
+from .errors import LockedError, MissingError, StoreError
+from .files import room
 
 _NAME = ".lock"
 _SIZE = 4096  # bytes, one block of most file systems
@@ -61,7 +60,7 @@ class Lock:
             if not stat.S_ISREG(mode):
                 raise StoreError(self.path, "a lock file", stat.filemode(mode))
         lock = FileLock(self.path, timeout=self.wait, poll_interval=0.02, thread_local=False)
-        with _named(self.path):
+        with _named(self.path), room(self.path, _SIZE):
             lock.acquire()
             self._held.append((lock, os.getpid()))
             self.path.write_text(
@@ -108,9 +107,6 @@ def _named(path: Path) -> Iterator[None]:
     except StoreError:
         raise
     except (OSError, NotImplementedError) as error:
-        if error.args[:1] in ((errno.ENOSPC,), (errno.EDQUOT,)):
-            free = shutil.disk_usage(path.parent).free
-            raise DiskFullError(path, needed=_SIZE, free=free) from error
         raise StoreError(path, "a lock file", str(error)) from error
 
 

@@ -1,5 +1,4 @@
-"""Networks as data: a tree of plain layers, rebuilt from an explicit list and never by importing a
-name from a file."""
+"""Networks as data: a tree of plain layers, never built by importing a name from a file."""
 
 from __future__ import annotations
 
@@ -154,8 +153,7 @@ def _plain(value: Any) -> JSON:
 
 
 def _setting(place: str, key: str, value: object) -> object:
-    """An argument of a layer, its type checked: a constructor takes almost anything and fails when
-    called."""
+    """An argument of a layer, its type checked, since constructors take almost anything."""
     listed = value if type(value) is list else [value]
     if key in _WORDS and type(value) is str:
         wanted, fits = f"one of {', '.join(_WORDS[key])}", value in _WORDS[key]

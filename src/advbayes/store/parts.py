@@ -150,8 +150,7 @@ def _sealed(target: Path, described: list[Part]) -> bytes:
 
 
 def _own_files(target: Path) -> set[str]:
-    """The files of the bundle in a folder and of writers that died in it; a folder of something
-    else is refused."""
+    """The files of the bundle in a folder and of writers that died in it; others are refused."""
     names = {entry.name for entry in os.scandir(target) if entry.name != ".lock"}
     if names and _MANIFEST not in names:
         raise StoreError(target, "an empty folder or a bundle", f"{len(names)} other entries")
@@ -164,8 +163,7 @@ def _own_files(target: Path) -> set[str]:
 def read_bundle(
     path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, JSON]]:
-    """Load what `write_bundle` saved: every hash is checked before anything is parsed, and what was
-    hashed is parsed.
+    """Load what `write_bundle` saved: every hash is checked before anything is parsed.
 
     >>> read_bundle("absent")
     Traceback (most recent call last):
@@ -232,8 +230,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 def one_version(
     path: Path, read: Callable[[Manifest, dict[str, bytes] | None], T], max_bytes: int = MAX_BYTES
 ) -> tuple[Manifest, T]:
-    """The manifest and what `read` makes of it and of the members of a single file; read again if
-    the bundle was replaced meanwhile."""
+    """The manifest and what `read` makes of it; once more if the bundle was replaced meanwhile."""
     while True:
         manifest, members = _opened(path, max_bytes)
         try:

@@ -260,8 +260,7 @@ def array(value: Any, place: str) -> Any:
 
 
 def _check_size(value: Any, place: str) -> None:
-    """Refuse arrays that would take more memory than any genuine document needs: each text takes
-    what its dtype says, and each column some room in the example."""
+    """Refuse arrays, and examples to be made, of more memory than any genuine document needs."""
     size, left = 0, [value]
     while left:
         match left.pop():

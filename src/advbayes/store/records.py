@@ -74,13 +74,11 @@ class RecordLog:
         end.offset, end.check = end.offset + len(lines), check
 
     def read(self) -> list[dict[str, JSON]]:
-        """All whole records; a torn last line is left out, any other damage is refused. Changes
-        nothing."""
+        """All whole records, without a torn last line; any other damage is refused."""
         return _scan(Path(self.path))[0]
 
     def keep(self, num: int | None) -> None:
-        """Cut the file back to its first `num` records (None: to its whole ones), as a resumed run
-        does."""
+        """Cut the file back to its first `num` records (None: to its whole ones)."""
         records, ends = _scan(Path(self.path))
         wanted = len(records) if num is None else count("num", num, low=0)
         if wanted > len(records):
@@ -136,8 +134,7 @@ def _scan(path: Path) -> tuple[list[dict[str, JSON]], list[_End]]:
 
 
 def _torn(data: bytes, start: int, stop: int) -> bool:
-    """A last append whose end, or some blocks of it (then zeros up to a block's edge), never
-    reached the disk."""
+    """Whether an append never reached the disk whole: no end, or blocks of zeros."""
     if stop < 0:
         return True
     hole = data.find(b"\0", start, stop)

@@ -76,8 +76,7 @@ class OpenedTables:
 
 
 def read_tables(path: str | os.PathLike[str]) -> OpenedTables:
-    """Tables, tensors and documents of a folder: every hash is checked, piece by piece, and tables
-    stay where they are.
+    """Tables, tensors and documents of a folder, all hashed; tables stay on the disk.
 
     >>> read_tables("absent")
     Traceback (most recent call last):

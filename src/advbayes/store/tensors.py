@@ -23,8 +23,7 @@ _DTYPES = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.ui
 
 
 def encode(tensors: Mapping[str, Tensor], name: str = "tensors") -> bytes:
-    """The bytes of a safetensors file; the same tensors give the same bytes. NaN and infinity are
-    refused.
+    """The bytes of a safetensors file, the same for the same tensors; they must be finite.
 
     >>> encode({"mean": torch.tensor([1.0, float("nan")])}, "posterior")
     Traceback (most recent call last):
@@ -80,8 +79,7 @@ def _check_finite(name: str, key: str, value: Tensor) -> None:
 
 
 def _check_header(data: bytes, name: str) -> None:
-    """Strict JSON of bounded size that lists tensors and nothing else; safetensors itself checks
-    that they tile the data."""
+    """Strict JSON of bounded size that lists tensors and nothing else."""
     length = int.from_bytes(data[:8], "little")
     if len(data) < 8 or not 2 <= length <= min(MAX_HEADER, len(data) - 8):
         wanted = f"a safetensors header of 2 to {MAX_HEADER} bytes within the file"

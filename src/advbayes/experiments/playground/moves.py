@@ -11,7 +11,7 @@ from torch import Tensor
 from advbayes import checks
 from advbayes.attacks import Suite
 from advbayes.attacks.balls import Ball
-from advbayes.experiments.playground.worlds import PURIFIED, World
+from advbayes.experiments.playground.worlds import World
 from advbayes.purification import Purifier
 from advbayes.runs import make_attack
 from advbayes.runs.attacking import adaptive_attack
@@ -30,8 +30,7 @@ GRID = 41  # points at which a regression's density is drawn
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """A predictive at one input: class probabilities, or the density of a number in its own
-    unit."""
+    """A predictive at one input: class probabilities, or the density of a number."""
 
     values: Tensor  # (C,) probabilities, or (GRID,) densities
     places: Tensor | None = None  # (GRID,) where the densities are; None for classes
@@ -94,8 +93,7 @@ def move(
         both = torch.cat([batch, x_adv])
         clean, attacked = _answers(world, predict, both)
         evidence = ess = None
-        if name == PURIFIED:
-            assert isinstance(predict, Purifier)
+        if isinstance(predict, Purifier):
             diagnosis = predict.diagnose(both)
             evidence, ess = (
                 (float(before), float(after))

@@ -1,5 +1,4 @@
-"""What there is to play with: handwritten digits, or wines; each with three models and a purifier,
-trained once and kept."""
+"""What there is to play with: digits or wines, each with three models and a purifier."""
 
 from __future__ import annotations
 
@@ -112,8 +111,7 @@ def fingerprint(config: RunConfig) -> str:
 
 
 def _wine(place: Path) -> dict[str, Any]:
-    """Red wines and their quality where the file is at hand, else scikit-learn's table of three
-    cultivars."""
+    """Red wines where the file is at hand, else scikit-learn's table of three cultivars."""
     try:
         load_dataset("wine", download=False)
         return {"data": "wine"}
