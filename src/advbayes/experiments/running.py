@@ -228,8 +228,8 @@ def _log(folder: Path, row: str, seed: int, job: Any, error: BaseException) -> P
     """What is known of a failure: a job's own log, where it has one, and the error."""
     place = folder / "failed" / _part(folder, row, seed).with_suffix(".log").name
     place.parent.mkdir(exist_ok=True)
-    said = "" if isinstance(job, Future) else job.stderr() or ""
-    text = said + "".join(traceback.format_exception(error))
+    printed = "" if isinstance(job, Future) else job.stderr() or ""
+    text = printed + "".join(traceback.format_exception(error))
     store.write_bytes(place, text.encode())
     return place
 

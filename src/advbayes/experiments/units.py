@@ -303,8 +303,8 @@ def _scored(
     columns = _COLUMNS[data.dataset.task]
     for each in result.records():
         if each["predictor"] == "predict":
-            kept = ("attack", "eps", "index", *columns)
-            yield {"split": split, **{key: each[key] for key in kept if key in each}}
+            keys = ("attack", "eps", "index", *columns)
+            yield {"split": split, **{key: each[key] for key in keys if key in each}}
 
 
 def _selective(unit: Unit) -> Measured:
@@ -447,12 +447,12 @@ def _audited(unit: Unit) -> Measured:
             seed=unit.seed,
             progress=False,
         )
-    kept = ("title", "status", "mandatory", "advice")
+    keys = ("title", "status", "mandatory", "advice")
     records = [
-        {"check": each.id, **{name: vars(each)[name] for name in kept}} for each in verdict.findings
+        {"check": each.id, **{key: vars(each)[key] for key in keys}} for each in verdict.findings
     ]
-    said = {"level": verdict.level, "verdict": verdict.line(), "summary": dict(verdict.summary)}
-    return records, {**info, **said}
+    judged = {"level": verdict.level, "verdict": verdict.line(), "summary": dict(verdict.summary)}
+    return records, {**info, **judged}
 
 
 MEASURES: dict[str, Callable[[Unit], Measured]] = {

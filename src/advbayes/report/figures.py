@@ -211,13 +211,13 @@ def _security_curve(document: Mapping[str, Any], metric: str) -> Figure:
         axes.set_xlabel(f"budget ε{f' ({norm})' if norm else ''}")
         axes.set_ylabel(about.label if about.share else telling.label(document, metric))
 
-    said = []
+    summary = []
     for curve in curves:
         steps = ", ".join(
             f"{_said(metric, p['value'])} at ε = {short(p['eps'])}" for p in curve["points"]
         )
-        said.append(f"{curve['attack' if single else 'predictor']}: {steps}")
-    title, description = f"{about.label} as the attacker's budget grows", ". ".join(said) + "."
+        summary.append(f"{curve['attack' if single else 'predictor']}: {steps}")
+    title, description = f"{about.label} as the attacker's budget grows", ". ".join(summary) + "."
     better = {"higher": "Higher is better.", "lower": "Lower is better."}.get(about.better, "")
     dotted = "; the dotted line is the best possible without looking at the input" if floor else ""
     return Figure(
@@ -278,15 +278,15 @@ def _reliability(i: int, name: str, entries: Sequence[Mapping[str, Any]]) -> Fig
         axes.set_xlabel("confidence")
         axes.set_ylabel("accuracy")
 
-    said = ". ".join(
+    summary = ". ".join(
         f"{telling.under(entry).capitalize()}: {telling.calibrated(entry)}" for entry in entries
     )
     options: Any = {
         "title": "Reliability diagram",
-        "description": f"{name}. {said}. Points below the diagonal are overconfident.",
+        "description": f"{name}. {summary}. Points below the diagonal are overconfident.",
         "size": (3.1, 2.9),
     }
-    return Figure(draw(paint, name=f"reliability-{i}", **options), f"{said}.", name)
+    return Figure(draw(paint, name=f"reliability-{i}", **options), f"{summary}.", name)
 
 
 def _coverages(document: Mapping[str, Any]) -> Figure:
@@ -307,12 +307,12 @@ def _coverages(document: Mapping[str, Any]) -> Figure:
         axes.set_xlabel("predictor, in the order of the legend")
         axes.set_ylabel("coverage")
 
-    said = "; ".join(
+    summary = "; ".join(
         f"{entry['predictor']}, {telling.under(entry)}: {percent(entry['coverage']['value'])} %"
         for entry in entries
     )
     title = f"Truths inside the {percent(level, 0)} % intervals"
-    description = f"{said}. The dashed line is what was promised."
+    description = f"{summary}. The dashed line is what was promised."
     return Figure(draw(paint, name="coverage", title=title, description=description), description)
 
 
@@ -344,9 +344,9 @@ def _risk(document: Mapping[str, Any], attack: str, entries: Sequence[Mapping[st
 
     where = "untouched inputs" if attack == "clean" else telling.under(entries[0])
     risks = (f"{entry['predictor']}: mean risk {number(entry['aurc'])}" for entry in entries)
-    title, said = f"Risk against coverage, {where}", f"{'; '.join(risks)}."
-    svg = draw(paint, name=f"risk-{attack}", title=title, description=said)
-    return Figure(svg, f"{title}. {said}")
+    title, summary = f"Risk against coverage, {where}", f"{'; '.join(risks)}."
+    svg = draw(paint, name=f"risk-{attack}", title=title, description=summary)
+    return Figure(svg, f"{title}. {summary}")
 
 
 def training(document: Mapping[str, Any]) -> list[Figure]:
@@ -369,11 +369,11 @@ def training(document: Mapping[str, Any]) -> list[Figure]:
         axes.set_xlabel("step")
         axes.set_ylabel("bound")
 
-    said = "; ".join(
+    summary = "; ".join(
         f"{entry['predictor']}: from {number(entry['points'][0]['bound'])} to "
         f"{number(entry['points'][-1]['bound'])} in {entry['steps']} steps"
         for entry in entries
     )
     title = "The bound on the evidence during training"
-    caption = f"{title} (higher is better): {said}."
+    caption = f"{title} (higher is better): {summary}."
     return [Figure(draw(paint, name="training", title=title, description=caption), caption)]

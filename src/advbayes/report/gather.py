@@ -125,16 +125,18 @@ def gather(
 
 def _audits(audit: Any, evaluation: Evaluation) -> dict[str, dict[str, Any]]:
     """Predictor -> verdict as a dictionary; one verdict alone is that of the first predictor."""
-    if audit is None:
-        return {}
-    if isinstance(audit, Verdict) or "findings" in audit:
-        audit = {evaluation.predictors[0]: audit}
+    match audit:
+        case None:
+            return {}
+        case Verdict() | {"findings": _}:
+            audit = {evaluation.predictors[0]: audit}
     return {str(name): _verdict(verdict) for name, verdict in audit.items() if verdict is not None}
 
 
 def _verdict(verdict: Any) -> dict[str, Any]:
-    document = verdict.json() if isinstance(verdict, Verdict) else dict(verdict)
-    match document:
+    match verdict:
+        case Verdict():
+            return _verdict(verdict.json())
         case {"findings": [*findings], "level": _}:
             pass
         case _:
@@ -143,7 +145,7 @@ def _verdict(verdict: Any) -> dict[str, Any]:
     known = [{key: each.get(key, _UNSAID[key]) for key in _UNSAID} for each in findings]
     asked = {finding["id"] for finding in known}
     never_asked = [id for id in MANDATORY if id not in asked]
-    return {**document, "findings": known, "never_asked": never_asked}
+    return {**verdict, "findings": known, "never_asked": never_asked}
 
 
 def _believed(verdict: Mapping[str, Any] | None) -> bool:

@@ -95,13 +95,13 @@ def make_gallery(
         for label, state in states.items():
             prediction = predict(state)
             if predicts_classes(prediction):
-                said = prediction.probs
+                answer = prediction.probs
             else:
                 task = "regression"
                 moments = (prediction.mean, prediction.stddev)
-                said = torch.stack([each.reshape(len(x), -1)[:, 0] for each in moments], 1)
+                answer = torch.stack([each.reshape(len(x), -1)[:, 0] for each in moments], 1)
             budget = None if label == UNTOUCHED else eps
-            views.append(View(name, label, state, said.detach().cpu(), budget))
+            views.append(View(name, label, state, answer.detach().cpu(), budget))
     return Gallery(x, y, tuple(views), task)
 
 

@@ -91,7 +91,7 @@ def checks(verdict: Mapping[str, Any]) -> Grid:
 
 
 def examples(gallery: Mapping[str, Any]) -> Grid:
-    """The examples of the gallery: how far each input was moved, and what is said of it."""
+    """The examples of the gallery: how far each input was moved, and what is answer of it."""
     norm = "linf" if gallery["norm"].lower() == "linf" else "l2"
     rows = []
     for example in gallery["examples"]:
@@ -99,12 +99,14 @@ def examples(gallery: Mapping[str, Any]) -> Grid:
         for predictor in example["predictors"]:
             for view in predictor["views"]:
                 if gallery["classes"]:
-                    said = f"{view['says']} ({percent(view['probabilities'][view['class']], 0)} %)"
+                    answer = (
+                        f"{view['says']} ({percent(view['probabilities'][view['class']], 0)} %)"
+                    )
                 else:
-                    said = f"{short(view['mean'])} ± {short(view['spread'], 3)}"
+                    answer = f"{short(view['mean'])} ± {short(view['spread'], 3)}"
                 moved = short(view[norm])
                 rows.append(
-                    [example["index"], truth, predictor["name"], view["label"], moved, said]
+                    [example["index"], truth, predictor["name"], view["label"], moved, answer]
                 )
     return Grid(["example", "truth", "predictor", "input", "moved by", "prediction"], rows)
 

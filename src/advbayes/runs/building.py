@@ -118,33 +118,33 @@ def remarks(dataset: Dataset) -> list[str]:
     >>> remarks(data)[0].partition(",")[0]
     "'id' only numbers the rows"
     """  # noqa: E501
-    names, said = dataset.feature_names, []
+    names, lines = dataset.feature_names, []
     if names:  # else images
         steps = torch.cat([dataset.x_train, dataset.x_test]).sort(0).values.diff(dim=0)
         same = (dataset.x_train == dataset.x_train[:1]).all(0)
         if dataset.mask is not None:  # within the attacker's reach
             same = same & dataset.mask
         if numbers := list(compress(names, (steps == 1).all(0).tolist())):
-            said.append(
+            lines.append(
                 f"{', '.join(map(repr, numbers))} only numbers the rows, and new ones have other "
                 f"numbers; --drop {','.join(numbers)} leaves it out"
             )
         if constant := list(compress(names, same.tolist())):
-            said.append(
+            lines.append(
                 f"{', '.join(map(repr, constant))} has the same value in every training row, and "
                 f"an attacker may move it; --drop {','.join(constant)} leaves it out"
             )
     if dataset.task == "regression" and bool((dataset.y_train == dataset.y_train[:1]).all()):
-        said.append(
+        lines.append(
             "the target has the same value in every training row, so that there is nothing to "
             "predict; check --target"
         )
     if unknown := [name for name in dataset.class_names if name.lower() in MISSING]:
-        said.append(
+        lines.append(
             f"{', '.join(map(repr, unknown))} is taken for a class like any other; if it means "
             f"that the class is not known, leave those rows out"
         )
-    return said
+    return lines
 
 
 def reach_of(

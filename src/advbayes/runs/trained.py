@@ -99,8 +99,8 @@ def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trai
     place = Path(path)
     if not place.exists():
         raise store.MissingError(place, "a run folder or a bundle")
-    said = _mapping(store.read_bundle(store.model_file(place))[1].get("extra"))
-    network, channel = said.get("network"), said.get("channel")
+    described = _mapping(store.read_bundle(store.model_file(place))[1].get("extra"))
+    network, channel = described.get("network"), described.get("channel")
     custom = type(network) is str and network not in NETWORKS
     bundle = store.load(
         place,

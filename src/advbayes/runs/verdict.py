@@ -95,9 +95,9 @@ def audit_run(
         seed=seed,
     )
     raw = {} if scaling is None else {"raw_eps": scaling.raw_eps(ball.eps).tolist()}
-    said = {"norm": type(ball).__name__, "eps": ball.eps, "units": threat.units, **raw}
+    described = {"norm": type(ball).__name__, "eps": ball.eps, "units": threat.units, **raw}
     if ranks().is_first:
-        store.write_document(run.path / "audit.json", {**verdict.json(), "threat_model": said})
+        store.write_document(run.path / "audit.json", {**verdict.json(), "threat_model": described})
     return verdict
 
 

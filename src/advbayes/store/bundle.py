@@ -62,15 +62,12 @@ class Bundle:
         """
         from advbayes.datasets import Encoding, Standardize  # stand below this module in the layout
 
-        match self.extra:
-            case {"estimator": {"purified": True}}:
+        extra = self.extra if type(self.extra) is dict else {}
+        match extra.get("estimator"):
+            case {"purified": True}:
                 hint = "advbayes.estimators.load_pipeline loads this one"
                 wanted = f"a model that predicts by itself ({hint})"
                 raise StoreError("predictor", wanted, "an estimator that purifies its inputs")
-            case dict() as extra:
-                pass
-            case _:
-                extra = {}
         key = extra.get("seed") if seed is None else seed
         thetas = thetas_of(self.posterior, num, key if type(key) is int else 0)
         steps, encoding = extra.get("steps"), extra.get("encoding")

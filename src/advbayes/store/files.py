@@ -186,7 +186,7 @@ def _locked(path: Path, *, surely: bool = False) -> int | None:
         descriptor = os.open(path, _WARY)
     except FileNotFoundError:
         return None
-    kept = False
+    ours = False
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -197,10 +197,10 @@ def _locked(path: Path, *, surely: bool = False) -> int | None:
                 return None
         with suppress(FileNotFoundError):
             there = os.stat(path, follow_symlinks=False)
-            kept = os.path.samestat(os.fstat(descriptor), there)
-        return descriptor if kept else None
+            ours = os.path.samestat(os.fstat(descriptor), there)
+        return descriptor if ours else None
     finally:
-        if not kept:
+        if not ours:
             os.close(descriptor)
 
 

@@ -40,7 +40,7 @@ class Lock:
 
     folder: str | os.PathLike[str]
     wait: float = 0.0  # seconds to wait for a living writer before LockedError
-    _held: list[tuple[FileLock, int]] = field(
+    _locks: list[tuple[FileLock, int]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
 
@@ -62,14 +62,14 @@ class Lock:
         lock = FileLock(self.path, timeout=self.wait, poll_interval=0.02, thread_local=False)
         with _named(self.path), room(self.path, _SIZE):
             lock.acquire()
-            self._held.append((lock, os.getpid()))
+            self._locks.append((lock, os.getpid()))
             self.path.write_text(
                 json.dumps({"pid": os.getpid(), "host": platform.node() or "unknown"})
             )
         return self
 
     def __exit__(self, *_: object) -> None:
-        lock, pid = self._held.pop()
+        lock, pid = self._locks.pop()
         if pid == os.getpid():  # else a forked child left the block: the lock stays its parent's
             # before the release: whoever waits notices and makes another
             self.path.unlink(missing_ok=True)

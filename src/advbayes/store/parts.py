@@ -117,7 +117,7 @@ def _write_folder(target: Path, contents: Mapping[str, Content]) -> None:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
         with Lock(target, wait=_WAIT):
-            before = _own_files(target)
+            before = _bundle_files(target)
             for part in described:
                 os.replace(temporary / part.file, target / part.file)
             # the parts' names reach the disk before the manifest that needs them
@@ -149,15 +149,15 @@ def _sealed(target: Path, described: list[Part]) -> bytes:
     return manifests.encode(Manifest(SCHEMA, versions(), tuple(described)), target / _MANIFEST)
 
 
-def _own_files(target: Path) -> set[str]:
+def _bundle_files(target: Path) -> set[str]:
     """The files of the bundle in a folder and of writers that died in it; others are refused."""
     names = {entry.name for entry in os.scandir(target) if entry.name != ".lock"}
     if names and _MANIFEST not in names:
         raise StoreError(target, "an empty folder or a bundle", f"{len(names)} other entries")
     if names:
         read_manifest(target)
-    left = re.compile(rf"\.({re.escape(_MANIFEST)}|{PART.pattern})\.[0-9a-z-]+\.tmp")
-    return {name for name in names if PART.fullmatch(name) or left.fullmatch(name)}
+    leftover = re.compile(rf"\.({re.escape(_MANIFEST)}|{PART.pattern})\.[0-9a-z-]+\.tmp")
+    return {name for name in names if PART.fullmatch(name) or leftover.fullmatch(name)}
 
 
 def read_bundle(

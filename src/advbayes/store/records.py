@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from advbayes.checks import count
 
@@ -120,8 +121,7 @@ def _scan(path: Path) -> tuple[list[dict[str, JSON]], list[_End]]:
         line = data[start : stop if stop >= 0 else len(data)]
         match = _LINE.fullmatch(line)
         if match and stop >= 0 and _digest(previous, match[1]) == match[2]:
-            record = decode(match[1] + b"}", f"{path}:{len(records) + 1}")
-            assert isinstance(record, dict)
+            record: Any = decode(match[1] + b"}", f"{path}:{len(records) + 1}")  # begins with {
             records.append(record)
             ends.append(_End(stop + 1, match[2]))
         elif _torn(data, start, stop):
