@@ -273,7 +273,7 @@ def test_the_tables_of_the_report(runs: dict[str, str], task: str) -> None:
         assert units["rmse"] == units["crps"] == "standard deviations of the target"
         assert units["nll"] == "nats of the standardised target"
         assert units["aurc"] == "variances of the target"
-        assert "| NLL of the standardised target, nats |" in (folder / "report.md").read_text()
+        assert "| NLL of the standardised target, nats ↓ |" in (folder / "report.md").read_text()
 
 
 @pytest.mark.parametrize("task", ["kinds", "prices"])
