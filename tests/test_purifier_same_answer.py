@@ -402,12 +402,12 @@ def test_neither_batch_nor_order_nor_threads_matter(
             < 1e-3
         )
     if outputs:
-        target = y[order]
-        for name in ("cdf", "icdf"):
-            argument = target if name == "cdf" else torch.linspace(0.05, 0.95, 600)
-            whole = getattr(purifier(x[order]), name)(argument)
-            part = getattr(purifier(x[order][100:105]), name)(argument[100:105])
-            torch.testing.assert_close(whole[100:105], part, rtol=1e-5, atol=1e-5)
+        levels = torch.linspace(0.05, 0.95, 50)  # each is searched for by dozens of cdfs
+        for name, argument in (("cdf", y[order]), ("icdf", levels)):
+            some = x[order][: len(argument)]
+            whole = getattr(purifier(some), name)(argument)
+            part = getattr(purifier(some[40:45]), name)(argument[40:45])
+            torch.testing.assert_close(whole[40:45], part, rtol=1e-5, atol=1e-5)
 
 
 def test_a_store_of_any_size_keeps_the_place_of_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
