@@ -509,8 +509,8 @@ SECOND = (
     Bug(
         "the suite always tries nine classes",
         "attacks/suite.py",
-        "attacks = default_attacks(ball, task, steps=steps, restarts=restarts, targets=targets)",
-        "attacks = default_attacks(ball, task, steps=steps, restarts=restarts)",
+        '"restarts": restarts, "targets": targets, "error": error}',
+        '"restarts": restarts, "error": error}',
         "test_minimum_norm_and_suites test_settings test_attack_strength",
     ),
     Bug(
