@@ -180,6 +180,13 @@ BUGS = (
         "test_decisions_and_conformal",
     ),
     Bug(
+        "the worst case of an action in regression is looked for from x alone",
+        "predictive/decisions.py",
+        "attacks.append(MultiStart(ball, loss, steps, _STARTS))",
+        "pass",
+        "test_decisions_and_conformal",
+    ),
+    Bug(
         "in regression a suite keeps the least likely point, not the largest error",
         "attacks/suite.py",
         "return squared_error if errors else nll",

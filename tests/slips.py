@@ -373,8 +373,8 @@ FIRST = (
     Bug(
         "worst-case decisions ignore the number of steps",
         "predictive/decisions.py",
-        "pgd(ball, steps, Worthless(choices, action))",
-        "pgd(ball, 20, Worthless(choices, action))",
+        "[pgd(ball, steps, loss)]",
+        "[pgd(ball, 20, loss)]",
         "test_decisions_and_conformal",
     ),
 )

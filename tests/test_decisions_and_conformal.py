@@ -238,6 +238,25 @@ def test_the_worst_case_of_a_regression_is_found(purified: bool) -> None:
     assert bool((found <= choices.expected(predict(x)) + 1e-6).all())
 
 
+def test_the_worst_case_of_a_wavy_regression_is_found() -> None:
+    """Where one ascent from x ends in a local optimum: against a fine grid of the ball, and the
+    same answer at every call."""
+
+    def wavy(x: Tensor) -> Distribution:
+        mean = (5 * x[:, 0] + 1).sin() * (2 * x[:, 1]).cos() + 0.5 * x[:, 0]
+        return Normal(mean, 0.2 * torch.ones_like(mean))
+
+    x = torch.rand(12, 2, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    choices = Choices(lambda a, y: -(a - y).abs(), torch.linspace(-2, 2, 3), num=64)
+    side = torch.linspace(-1, 1, 61)
+    grid = torch.cartesian_prod(side, side)
+    grid = grid[grid.norm(dim=1) <= 1]
+    exact = torch.stack([choices.expected(wavy(row + grid)).amin(0) for row in x])
+    found = worst_case_utility(wavy, x, choices, L2(1.0))
+    assert float((found - exact).max()) < 0.01
+    assert torch.equal(found, worst_case_utility(wavy, x, choices, L2(1.0)))
+
+
 def test_decisions_over_several_outputs_are_refused() -> None:
     choices = Choices(lambda a, y: -((a - y) ** 2), torch.tensor([0.0, 1.0]))
     two = Normal(torch.zeros(3, 2), 1.0)

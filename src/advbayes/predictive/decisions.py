@@ -11,15 +11,16 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution  # noqa: F401 (for the examples)
 
 from advbayes import checks
-from advbayes.attacks import pgd
+from advbayes.attacks import MultiStart, pgd
 from advbayes.attacks.balls import Ball
 from advbayes.likelihoods import predicts_classes
 from advbayes.metrics import Estimate, mean
 from advbayes.predictive.smoothing import components
-from advbayes.seeds import GlobalStream
+from advbayes.seeds import GlobalStream, generator_for
 from advbayes.types import Attack, Predictor
 
 _LEAST = 16  # values that stand for one component
+_STARTS = 16  # of the search for the worst case in regression
 Utility = Callable[[Tensor, Tensor], Tensor]  # (action, y), broadcast against each other
 
 
@@ -242,16 +243,24 @@ def worst_case_utility(
     steps: int = 20,
     generator: torch.Generator | None = None,
 ) -> Tensor:  # (B, A)
-    """The least expected utility of each action over the ball around x, by projected ascent."""
+    """The least expected utility of each action over the ball around x, by projected ascent; in
+    regression also from several points, for one ascent often ends in a local optimum there. Every
+    point reached counts for every action."""
     nobody = torch.zeros(len(x), dtype=torch.long, device=x.device)  # these losses do not look at y
-    columns = []
+    if generator is None:
+        generator = generator_for(0, "worst case", device=x.device)
+    with torch.no_grad():
+        least = choices.expected(predict(x))
     for action in range(choices.num_actions):
-        x_adv = pgd(ball, steps, Worthless(choices, action))(
-            predict, x, nobody, generator=generator
-        )
-        with torch.no_grad():
-            columns.append(choices.expected(predict(x_adv))[:, action])
-    return torch.stack(columns, 1)
+        loss = Worthless(choices, action)
+        attacks: list[Attack] = [pgd(ball, steps, loss)]
+        if not isinstance(choices.utility, Tensor):
+            attacks.append(MultiStart(ball, loss, steps, _STARTS))
+        for attack in attacks:
+            x_adv = attack(predict, x, nobody, generator=generator)
+            with torch.no_grad():
+                least = torch.minimum(least, choices.expected(predict(x_adv)))
+    return least
 
 
 def utility_under(
