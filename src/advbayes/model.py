@@ -131,7 +131,8 @@ class BayesianModel:
         no further: losses and probabilities of bfloat16 would stand still near 0 and 1.
         """
         parts = self.parts(theta) if isinstance(theta, Tensor) else theta
-        output = _as_matrix(self._trees.run(parts, self.laid_out(x)))
+        output = self._trees.run(parts, self.laid_out(x))
+        output = output.unsqueeze(-1) if output.ndim == 1 else output
         if output.dtype != self.dtype and torch.is_autocast_enabled(x.device.type):
             output = output.to(self.dtype)
         return output, parts[-1]
@@ -377,10 +378,6 @@ def _channels_last(
     if x.shape[1] == 1 and not (x.is_contiguous() and x.stride(1) == 1):
         return x.reshape(len(x), *x.shape[2:], 1).permute(0, 3, 1, 2)
     return x.contiguous(memory_format=torch.channels_last)
-
-
-def _as_matrix(output: Tensor) -> Tensor:
-    return output.unsqueeze(-1) if output.ndim == 1 else output
 
 
 def _refuse_unfit_layers(net: nn.Module) -> None:

@@ -162,7 +162,8 @@ def _windows(x: Tensor, share: float, generator: torch.Generator | None) -> tupl
     inside = (row >= 0) & (row < side) & (column >= 0) & (column < side)
     # Two opposite halves, each with its peak in its middle: neighbouring pixels agree, the whole
     # window's mean is near zero.
-    along, across = (row, column) if _coin(generator, x.device) else (column, row)
+    upright = bool(torch.rand((), generator=generator, device=x.device) < 0.5)
+    along, across = (row, column) if upright else (column, row)
     half = max(1, side // 2)
     sign = torch.where(along < half, 1.0, -1.0)
     peak = torch.maximum(
@@ -170,10 +171,6 @@ def _windows(x: Tensor, share: float, generator: torch.Generator | None) -> tupl
     )
     bump = torch.where(inside, sign / (0.2 + peak).square(), torch.zeros((), device=x.device))
     return inside.expand_as(x), bump.to(x.dtype).expand_as(x)
-
-
-def _coin(generator: torch.Generator | None, device: torch.device) -> bool:
-    return bool(torch.rand((), generator=generator, device=device) < 0.5)
 
 
 def _signs(

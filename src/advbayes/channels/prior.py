@@ -63,16 +63,12 @@ def quantiles(prior: Distribution, num: int) -> list[float]:
     if prior.batch_shape or prior.event_shape:
         raise checks.InputError("eps must be a distribution of one number", got=prior)
     levels = (torch.arange(num, dtype=torch.float64) + 0.5) / num
-    for quantile in (_own_quantile, _by_density, _by_bisection):
+    for quantile in (type(prior).icdf, _by_density, _by_bisection):
         try:
             return [float(value) for value in quantile(prior, levels)]
         except NotImplementedError:
             continue
     raise checks.InputError("eps must be a distribution with a cdf", got=prior)
-
-
-def _own_quantile(prior: Distribution, levels: Tensor) -> Tensor:
-    return prior.icdf(levels)
 
 
 def _by_density(prior: Distribution, levels: Tensor) -> Tensor:
