@@ -56,6 +56,12 @@ class Call:
 CALLS: dict[str, Call] = {}
 
 
+def exported(module: Any) -> list[str]:
+    """The public names of a module or package."""
+    kept = (k for k, v in vars(module).items() if k[0] != "_" and not inspect.ismodule(v))
+    return getattr(module, "__all__", None) or sorted(kept)
+
+
 def call(
     function: Callable[..., Any],
     given: Mapping[str, Any],

@@ -68,7 +68,7 @@ from advbayes.runs.training import clean_metrics
 from advbayes.seeds import GlobalStream
 from advbayes.store import thetas_of
 
-from .calls import call, plain
+from .calls import call, exported, plain
 from .calls_core import BALL, MODEL
 from .calls_users import AIMS, TRUE, WIDE
 
@@ -512,7 +512,7 @@ def by_default(*modules: Any) -> dict[str, Any]:
     """What the public functions and classes take where nothing is given."""
     found: dict[str, Any] = {}
     for module in modules:
-        for name in module.__all__:
+        for name in exported(module):
             made = getattr(module, name)
             if inspect.isfunction(made) or (inspect.isclass(made) and is_ours(made)):
                 given = inspect.signature(made).parameters.values()

@@ -23,7 +23,7 @@ from advbayes import (
 )
 from advbayes.seeds import GlobalStream
 
-from .calls import FILE, MACHINE, answers, brief, differences, every, machine
+from .calls import FILE, MACHINE, answers, brief, differences, every, exported, machine
 
 CALLS = every()
 PUBLIC = (
@@ -92,7 +92,7 @@ def test_every_keyword_of_a_public_function_has_another_value() -> None:
         tried.setdefault(each.of, set()).update(each.changed, each.kept)
     missing = {}
     for module in PUBLIC:
-        for name in module.__all__:
+        for name in exported(module):
             function = getattr(module, name)
             if inspect.isfunction(function):
                 parameters = inspect.signature(function).parameters.values()
