@@ -803,7 +803,7 @@ _through = _Shared()""",
     ),
     Bug(
         "every theta gets the first one's gradient",
-        "accelerated/passes.py",
+        "model.py",
         "total += vjp_of(output, leaf, of_theta)",
         "total += vjp_of(output, leaf, cotangent[0])",
         "test_accelerated",

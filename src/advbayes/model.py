@@ -150,11 +150,18 @@ class BayesianModel:
         gradients are enabled).
 
         This is the definition of a pass through many thetas, for any net; `advbayes.accelerated`
-        has faster ones.
+        has faster ones. Each theta has a graph of its own, freed once its gradient is added.
         """
         leaf = x.detach().requires_grad_(torch.is_grad_enabled())
-        outputs = torch.stack([self.output(theta, leaf)[0] for theta in thetas.detach()])
-        return outputs.detach(), lambda cotangent: vjp_of(outputs, leaf, cotangent)
+        each = [self.output(theta, leaf)[0] for theta in thetas.detach()]
+
+        def vjp(cotangent: Tensor) -> Tensor:
+            total = torch.zeros_like(leaf)
+            for output, of_theta in zip(each, cotangent, strict=True):
+                total += vjp_of(output, leaf, of_theta)
+            return total
+
+        return torch.stack([output.detach() for output in each]), vjp
 
     def log_likelihood(
         self,

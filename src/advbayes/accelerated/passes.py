@@ -64,7 +64,7 @@ def run(
             _one_by_one.add(model.net)
     if _is_thin(model, x) and torch.is_grad_enabled():
         return _with_thin_first_layer(model, thetas, x)
-    return _theta_by_theta(model, thetas, x)
+    return model.run(thetas, x)
 
 
 def in_parts(
@@ -121,20 +121,6 @@ def _as_one_batch(model: BayesianModel, thetas: Tensor, x: Tensor) -> tuple[Tens
     return outputs.detach(), lambda cotangent: vjp_of(outputs, leaf, cotangent)
 
 
-def _theta_by_theta(model: BayesianModel, thetas: Tensor, x: Tensor) -> tuple[Tensor, Vjp]:
-    """One graph for each theta, freed as soon as its gradient is added."""
-    leaf = x.detach().requires_grad_(torch.is_grad_enabled())
-    each = [model.output(theta, leaf)[0] for theta in thetas.detach()]
-
-    def vjp(cotangent: Tensor) -> Tensor:
-        total = torch.zeros_like(leaf)
-        for output, of_theta in zip(each, cotangent, strict=True):
-            total += vjp_of(output, leaf, of_theta)
-        return total
-
-    return torch.stack([output.detach() for output in each]), vjp
-
-
 # --- Images of one or two channels --------------------------------------------------------------
 
 
@@ -146,7 +132,7 @@ def _is_thin(model: BayesianModel, x: Tensor) -> bool:
 def _with_thin_first_layer(model: BayesianModel, thetas: Tensor, x: Tensor) -> tuple[Tensor, Vjp]:
     """Theta by theta; gradients of the first layer's patches add up, and are put together once."""
     with _FirstConvolutions() as mode:
-        outputs, vjp = _theta_by_theta(model, thetas, model.laid_out(x))
+        outputs, vjp = model.run(thetas, model.laid_out(x))
 
     def with_patches(cotangent: Tensor) -> Tensor:
         total = vjp(cotangent)
