@@ -202,7 +202,7 @@ call(
 
 
 def of_likelihood(likelihood: Any) -> Any:
-    extra = torch.tensor([0.3, -0.2], dtype=D)[: likelihood.num_extra()]
+    extra = torch.tensor([0.3, -0.2], dtype=D)[: len(likelihood.initial_extra())]
     outputs = gaussian(5, 4 if isinstance(likelihood, HeteroscedasticGaussian) else 2, seed=3)
     y = gaussian(5, 2, seed=4)
     return [

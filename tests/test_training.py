@@ -351,5 +351,5 @@ def test_categorical_and_learned_scale_regression_recover_the_noise() -> None:
     fit(model, posterior, Noise(0.0), (x, y), steps=1500, lr=2e-2, decay=0.995)
     assert math.exp(float(posterior.mean[-1])) == pytest.approx(0.3, rel=0.1)
     assert isinstance(model.likelihood, Gaussian)
-    assert Categorical().num_extra() == 0
+    assert not Categorical().initial_extra()
     assert nll(model.at(posterior.mean)(x), y).shape == (400,)

@@ -70,7 +70,6 @@ from advbayes.attacks.balls import Ball
 from advbayes.attacks.losses import num_rows
 from advbayes.attacks.search import Best
 from advbayes.channels.density import log_normal
-from advbayes.likelihoods import mix
 from advbayes.networks import (
     ConvGenerator,
     FullyConnectedGenerator,
@@ -299,20 +298,12 @@ def test_mixtures_weigh_their_components(by_example: bool) -> None:
     weights = (log_weights.softmax(0) if by_example else log_weights.softmax(0)[:, None]).expand(
         3, 5
     )
-    each = CategoricalDistribution(logits=randn(3, 5, 4))
-    wanted = torch.einsum("sb,sbc->bc", weights, each.probs)
-    torch.testing.assert_close(mix(each, log_weights).probs, wanted)
-    several = Independent(Normal(randn(3, 5, 2), randn(3, 5, 2, seed=2).exp()), 1)
-    mixture, y = mix(several, log_weights), randn(5, 2, seed=3)
-    density = torch.stack(
-        [
-            Independent(Normal(m, s), 1).log_prob(y).exp()
-            for m, s in zip(several.base_dist.mean, several.base_dist.stddev, strict=True)
-        ]
-    )
+    means, scales, y = randn(3, 5, 2), randn(3, 5, 2, seed=2).exp(), randn(5, 2, seed=3)
+    mixture = GaussianMixture(means, scales, log_weights)
+    density = Independent(Normal(means, scales), 1).log_prob(y).exp()
     torch.testing.assert_close(mixture.log_prob(y), (weights * density).sum(0).log())
-    mean = torch.einsum("sb,sbd->bd", weights, several.mean)
-    second = torch.einsum("sb,sbd->bd", weights, several.variance + several.mean.square())
+    mean = torch.einsum("sb,sbd->bd", weights, means)
+    second = torch.einsum("sb,sbd->bd", weights, scales.square() + means.square())
     torch.testing.assert_close(mixture.mean, mean)
     torch.testing.assert_close(mixture.variance, second - mean.square())
 

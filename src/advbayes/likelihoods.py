@@ -29,9 +29,7 @@ LOG_TWO_PI = math.log(2.0 * math.pi)
 class Likelihood(Protocol):
     """Network output -> Distribution over y, and its log-density without building it."""
 
-    def num_extra(self) -> int: ...
-
-    def initial_extra(self) -> list[float]: ...
+    def initial_extra(self) -> list[float]: ...  # where its coordinates of theta start
 
     def __call__(
         self,
@@ -61,9 +59,6 @@ class Categorical:
     tensor([[0.2500, 0.2500, 0.2500, 0.2500],
             [0.2500, 0.2500, 0.2500, 0.2500]])
     """
-
-    def num_extra(self) -> int:
-        return 0
 
     def initial_extra(self) -> list[float]:
         return []
@@ -203,9 +198,6 @@ class _GaussianLikelihood(ABC):
         self, output: Tensor, extra: Tensor
     ) -> tuple[Tensor, Tensor | float]: ...  # (*, B) for one output, else (*, B, D)
 
-    def num_extra(self) -> int:
-        return 0
-
     def initial_extra(self) -> list[float]:
         return []
 
@@ -239,24 +231,23 @@ class Gaussian(_GaussianLikelihood):
 
     def __post_init__(self) -> None:
         checks.count("num_outputs", self.num_outputs)
-        for name, value in (("scale", self.scale), ("unit", self.unit)):
-            each = _check_positive(name, value)
-            if len(each) not in (1, self.num_outputs):
-                raise checks.InputError(
-                    f"{name} must be one number or {self.num_outputs} (num_outputs), got {value}"
-                )
+        self._of_each("scale", self.scale)
+        self._of_each("unit", self.unit)
 
-    def _of_each(self, value: float | tuple[float, ...]) -> tuple[float, ...]:
-        values = value if isinstance(value, tuple) else (value,)
+    def _of_each(self, name: str, value: float | tuple[float, ...]) -> tuple[float, ...]:
+        """A positive number of each output."""
+        values = _check_positive(name, value)
+        if len(values) not in (1, self.num_outputs):
+            raise checks.InputError(
+                f"{name} must be one number or {self.num_outputs} (num_outputs), got {value}"
+            )
         return values * self.num_outputs if len(values) == 1 else values
 
-    def num_extra(self) -> int:
-        return self.num_outputs if self.learned else 0
-
     def initial_extra(self) -> list[float]:
-        scales, units = self._of_each(self.scale), self._of_each(self.unit)
-        pairs = zip(scales, units, strict=True) if self.learned else ()
-        return [math.log(scale / unit) for scale, unit in pairs]
+        if not self.learned:
+            return []
+        scales, units = self._of_each("scale", self.scale), self._of_each("unit", self.unit)
+        return [math.log(scale / unit) for scale, unit in zip(scales, units, strict=True)]
 
     def _moments(self, output: Tensor, extra: Tensor) -> tuple[Tensor, Tensor | float]:
         mean = _outputs(output)
@@ -435,11 +426,8 @@ class GaussianMixture(GaussianPredictive):
             return (means + scales * noise).reshape(shape + self.batch_shape + self.event_shape)
 
 
-def mix(
-    each: Distribution,  # batch shape (S, B)
-    log_weights: Tensor | None = None,  # (S,) or (S, B)
-) -> Distribution:
-    """The predictive sum_s w_s p_s: probabilities are averaged, never logits.
+def mix(each: Distribution) -> Distribution:  # batch shape (S, B) -> (B,)
+    """The predictive 1/S sum_s p_s: probabilities are averaged, never logits.
 
     >>> each = CategoricalDistribution(logits=torch.tensor([[[9.0, 0.0]], [[0.0, 9.0]]]))
     >>> mix(each).probs
@@ -447,15 +435,7 @@ def mix(
     """
     if predicts_classes(each):
         log_probs = each.logits  # (S, B, C), normalised by torch
-        if log_weights is None:
-            mixed = torch.logsumexp(log_probs, dim=0) - math.log(log_probs.shape[0])
-        else:
-            log_weights = log_weights.log_softmax(0)
-            mixed = torch.logsumexp(
-                log_weights.reshape(*log_weights.shape, *[1] * (3 - log_weights.ndim)) + log_probs,
-                0,
-            )
+        mixed = torch.logsumexp(log_probs, dim=0) - math.log(log_probs.shape[0])
         return CategoricalDistribution(logits=mixed, validate_args=False)
-    if isinstance(each, Independent):
-        each = each.base_dist
-    return GaussianMixture(each.mean, each.stddev, log_weights)
+    normal = each.base_dist if isinstance(each, Independent) else each
+    return GaussianMixture(normal.mean, normal.stddev)

@@ -58,7 +58,7 @@ class BayesianModel:
                 )
         self.names = tuple(trainable)
         self.shapes = tuple(p.shape for p in trainable.values())
-        self._sizes = [p.numel() for p in trainable.values()] + [likelihood.num_extra()]
+        self._sizes = [p.numel() for p in trainable.values()] + [len(likelihood.initial_extra())]
         self.num_params = sum(self._sizes)
         self.dtype, self.device = first.dtype, first.device
         self._originals = list(trainable.values())
@@ -179,6 +179,14 @@ class BayesianModel:
             return _AtTheta(self, theta)
         self._check_theta("theta", theta, 1)
         return _AtTheta(self, self.parts(theta))
+
+    def predictions(
+        self,
+        thetas: Tensor,  # (S, P)
+        outputs: Tensor,  # (S, B, O)
+    ) -> Distribution:
+        """p(y | x, theta_s) of batch shape (S, B), from the network's outputs at each theta."""
+        return self.likelihood(outputs, thetas[:, self.num_params - self._sizes[-1] :])
 
     def at_each(self, thetas: Tensor) -> _AtEachTheta:
         """x -> the predictions of each theta, a Distribution of batch shape (S, B)."""
@@ -355,8 +363,8 @@ class _AtEachTheta:
 
     def __call__(self, x: Tensor) -> Distribution:
         self.model._check_input(x)
-        outputs, extras = zip(*(self.model.output(theta, x) for theta in self.thetas), strict=True)
-        return self.model.likelihood(torch.stack(outputs), torch.stack(extras))
+        outputs = torch.stack([self.model.output(theta, x)[0] for theta in self.thetas])
+        return self.model.predictions(self.thetas, outputs)
 
 
 def vjp_of(

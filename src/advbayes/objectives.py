@@ -14,12 +14,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributions import Categorical as CategoricalDistribution
 from torch.distributions import Distribution, kl_divergence
 
 from advbayes import checks
 from advbayes.attacks import through_attacks
 from advbayes.channels import AttackChannel, Noise
-from advbayes.likelihoods import predicts_classes
+from advbayes.likelihoods import mix, predicts_classes
 from advbayes.model import BayesianModel
 from advbayes.posteriors import Posterior
 from advbayes.seeds import for_thetas
@@ -127,12 +128,6 @@ class Consistency:
             )
         spread = self.weight * divergence(mean, one)
         return spread - self.entropy * (mean.probs * mean.logits).sum(-1)
-
-
-def _mean_prediction(samples: Sequence[Outputs]) -> Outputs:
-    """Outputs whose prediction is the mean of the samples' class probabilities."""
-    log_probs = torch.stack([each.output.log_softmax(-1) for each in samples])
-    return Outputs(torch.logsumexp(log_probs, 0) - math.log(len(samples)), samples[0].extra)
 
 
 def _stacked(rows: Sequence[Tensor]) -> Tensor:
@@ -316,8 +311,9 @@ class ChannelELBO:
         scores, omegas = [], []
         for theta, inputs in zip(thetas, x_adv, strict=True):
             attacked = [Outputs(*model.output(theta, one)) for one in inputs]
-            if isinstance(self.penalty, Consistency):
-                clean = _mean_prediction(attacked)
+            if isinstance(self.penalty, Consistency):  # outputs that predict the samples' mean
+                each = CategoricalDistribution(logits=torch.stack([one.output for one in attacked]))
+                clean = Outputs(mix(each).logits, attacked[0].extra)
             else:
                 clean = Outputs(*model.output(theta, x))
             scored = (

@@ -88,6 +88,20 @@ class Posterior(nn.Module, ABC):
         raise checks.InputTypeError("a posterior is not called; use rsample, sample or kl")
 
 
+def check_over(model: BayesianModel, posterior: Posterior) -> None:
+    """Refuse what is no posterior over the model's parameters."""
+    num_params = getattr(posterior, "num_params", None)
+    if isinstance(posterior, type) or not isinstance(num_params, int):
+        raise checks.InputTypeError(
+            "posterior must be a posterior such as MeanField(model)", got=posterior
+        )
+    if num_params != model.num_params:
+        raise checks.InputError(
+            f"posterior must be over the model's {model.num_params} parameters, got one over "
+            f"{num_params}"
+        )
+
+
 def _start(model: BayesianModel, init: Tensor | nn.Module | None) -> Tensor:
     checks.instance("model", model, BayesianModel, "a BayesianModel")
     if init is None:

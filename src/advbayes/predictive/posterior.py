@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from advbayes.attacks import for_rows, success
 from advbayes.attacks.gradients import value_of
 from advbayes.likelihoods import mix
 from advbayes.model import BayesianModel, Vjp, vjp_of
-from advbayes.posteriors import Posterior
+from advbayes.posteriors import Posterior, check_over
 from advbayes.types import Loss
 
 try:
@@ -21,6 +23,7 @@ try:
 except ImportError:  # a package without it is slower, and does the same
     accelerated = None  # type: ignore[assignment]
 
+R = TypeVar("R")
 _THETAS = 32  # as many share a graph; with more, forward passes are repeated instead
 
 
@@ -74,16 +77,7 @@ class FreshPredictive:
 
     def __post_init__(self) -> None:
         checks.count("num", self.num)
-        num_params = getattr(self.posterior, "num_params", None)
-        if isinstance(self.posterior, type) or not isinstance(num_params, int):
-            raise checks.InputTypeError(
-                "posterior must be a posterior such as MeanField(model)", got=self.posterior
-            )
-        if num_params != self.model.num_params:
-            raise checks.InputError(
-                f"posterior must be over the model's {self.model.num_params} parameters, got one "
-                f"over {num_params}"
-            )
+        check_over(self.model, self.posterior)
 
     def _thetas(self) -> Tensor:
         return self.posterior.sample(self.num, generator=self.generator).detach()
@@ -96,24 +90,14 @@ class FreshPredictive:
         return _loss_and_gradient(self.model, self._thetas(), loss, x, y)
 
 
-def _mixture(model: BayesianModel, thetas: Tensor, outputs: Tensor) -> Distribution:
-    return mix(
-        model.likelihood(outputs, thetas[:, model.num_params - model.likelihood.num_extra() :])
-    )
-
-
 def _predict(model: BayesianModel, thetas: Tensor, x: Tensor) -> Distribution:
     """The mixture, differentiable in x for a caller who asks for it."""
     model._check_input(x)
     if x.requires_grad and torch.is_grad_enabled():
         return mix(model.at_each(thetas)(x))
     with torch.no_grad():
-        if _is_accelerated():
-            parts = accelerated.in_parts(
-                lambda rows: _outputs(model, thetas, x[rows]), model, thetas, x
-            )
-            return _mixture(model, thetas, torch.cat(parts, dim=1))
-        return _mixture(model, thetas, _outputs(model, thetas, x))
+        parts = _in_parts(lambda rows: _outputs(model, thetas, x[rows]), model, thetas, x)
+        return mix(model.predictions(thetas, torch.cat(parts, dim=1)))
 
 
 def _loss_and_gradient(
@@ -125,13 +109,11 @@ def _loss_and_gradient(
     def part(rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         return _part(model, thetas, for_rows(loss, rows), x[rows].detach(), y[rows])
 
-    if not _is_accelerated():
-        return part(slice(0, len(x)))
-    parts = accelerated.in_parts(part, model, thetas, x)
+    parts = _in_parts(part, model, thetas, x)
+    if len(parts) == 1:
+        return parts[0]
     values, broken, gradients = zip(*parts, strict=True)
-    return (
-        (torch.cat(values), torch.cat(broken), torch.cat(gradients)) if len(parts) > 1 else parts[0]
-    )
+    return torch.cat(values), torch.cat(broken), torch.cat(gradients)
 
 
 def _part(
@@ -147,7 +129,7 @@ def _part(
             with torch.no_grad():
                 outputs = _outputs(model, thetas, x)
         leaf = outputs.requires_grad_()  # (S, B, O)
-        prediction = _mixture(model, thetas, leaf)
+        prediction = mix(model.predictions(thetas, leaf))
         value = value_of(loss, prediction, y)
         cotangent = vjp_of(value, leaf, torch.ones_like(value))
         if len(blocks) == 1:
@@ -166,6 +148,15 @@ def _outputs(model: BayesianModel, thetas: Tensor, x: Tensor) -> Tensor:  # (S, 
 
 def _run(model: BayesianModel, thetas: Tensor, x: Tensor) -> tuple[Tensor, Vjp]:
     return accelerated.run(model, thetas, x) if _is_accelerated() else model.run(thetas, x)
+
+
+def _in_parts(
+    work: Callable[[slice], R], model: BayesianModel, thetas: Tensor, x: Tensor
+) -> list[R]:
+    """The work on a batch, in parts where that is faster."""
+    if _is_accelerated():
+        return accelerated.in_parts(work, model, thetas, x)
+    return [work(slice(0, len(x)))]
 
 
 def _is_accelerated() -> bool:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from torch.distributions import Distribution, Independent, Normal
 from torch.utils.checkpoint import checkpoint
 
 from advbayes import checks
-from advbayes.likelihoods import GaussianMixture, predicts_classes
+from advbayes.likelihoods import GaussianMixture, mix, predicts_classes
 from advbayes.predictive.posterior import FreshPredictive
 from advbayes.seeds import generator_for
 from advbayes.types import Predictor
@@ -61,8 +60,7 @@ class Smoothed:
         parts = list(self._draws(x, self._randomness(x)))
         if len(parts[0]) == 1:
             log_probs = torch.cat([part[0] for part in parts])  # (num, B, C)
-            logits = torch.logsumexp(log_probs, 0) - math.log(len(log_probs))
-            return CategoricalDistribution(logits=logits, validate_args=False)
+            return mix(CategoricalDistribution(logits=log_probs, validate_args=False))
         means, scales, log_weights = (torch.cat(column) for column in zip(*parts, strict=True))
         return GaussianMixture(means, scales, log_weights)
 

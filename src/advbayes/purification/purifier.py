@@ -16,7 +16,7 @@ from torch.distributions import Distribution
 from advbayes import checks, distributed
 from advbayes.distributed import ALONE
 from advbayes.model import BayesianModel
-from advbayes.posteriors import Posterior
+from advbayes.posteriors import Posterior, check_over
 from advbayes.predictive import PosteriorPredictive
 from advbayes.purification import saving
 from advbayes.purification import sweep as sweeps
@@ -100,10 +100,8 @@ class Purifier:
         model._check_theta("thetas", thetas, 2)
         checks.finite("thetas", thetas)
         checks.count("memory_limit", memory_limit)
-        if posterior is not None and getattr(posterior, "num_params", None) != model.num_params:
-            raise checks.InputError(
-                f"posterior must be over the model's {model.num_params} parameters", got=posterior
-            )
+        if posterior is not None:
+            check_over(model, posterior)
         x, y = _reference(reference, checks.count("num_samples", num_samples), model)
         ranks = distributed.ranks() if sharded else ALONE
         if ranks.size > 1 and index is not None:
