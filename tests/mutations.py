@@ -572,9 +572,9 @@ _through = _Shared()""",
     ),
     Bug(
         "density without its normaliser",
-        "channels/density.py",
-        "out.append(-0.5 * square - log_det - ",
-        "out.append(-0.5 * square - ",
+        "likelihoods.py",
+        "- (log_scale + 0.5 * LOG_TWO_PI)",
+        "- 0.5 * LOG_TWO_PI",
         "test_contracts",
     ),
     Bug(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from advbayes import checks
-from advbayes.likelihoods import LOG_TWO_PI
+from advbayes.likelihoods import gaussian_log_density
 from advbayes.types import ChannelDensity
 
 
@@ -49,19 +49,12 @@ def log_normal(
             got=x_adv,
         )
     rows = max(1, limit // max(1, points.numel()))
-    out = []
-    wide: float | Tensor = scale
-    log_det: float | Tensor
-    for start in range(0, max(1, len(middle)), rows):
-        chunk = middle[start : start + rows].unsqueeze(1)
-        if isinstance(scale, Tensor):
-            wide = scale.flatten(1)[start : start + rows].unsqueeze(1)
-            log_det = wide.log().sum(-1)
-        else:
-            log_det = points.shape[1] * math.log(scale)
-        square = ((points - chunk) / wide).square().sum(-1)
-        out.append(-0.5 * square - log_det - 0.5 * points.shape[1] * LOG_TWO_PI)
-    return torch.cat(out)
+    blocks = middle.unsqueeze(1).split(rows)
+    wide: Sequence[float | Tensor] = [scale] * len(blocks)
+    if isinstance(scale, Tensor):
+        wide = scale.flatten(1).unsqueeze(1).split(rows)
+    pairs = zip(blocks, wide, strict=True)
+    return torch.cat([gaussian_log_density(points, *pair).sum(-1) for pair in pairs])
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from advbayes.likelihoods import LOG_TWO_PI
+from advbayes.likelihoods import LOG_TWO_PI, gaussian_log_density
 from advbayes.purification.banks import Bank, Query, Room, Tile
 from advbayes.purification.store import Store
 
@@ -64,8 +64,7 @@ class JointBank(Bank):
     def exact_at(self, query: Query, group: int, index: Tensor) -> Tensor:
         assert query.y is not None
         mean, variance, _ = self.store.value_of(group, index).chunk(3, -1)
-        square = (query.y.unsqueeze(1) - mean).square() / variance
-        log_y = (-0.5 * square - 0.5 * variance.log() - 0.5 * LOG_TWO_PI).sum(-1)
+        log_y = gaussian_log_density(query.y.unsqueeze(1), mean, variance.sqrt()).sum(-1)
         return self.bank.exact_at(query, min(group, self.bank.groups - 1), index) + log_y
 
     def gradient_at(self, query: Query, group: int, index: Tensor, coefficients: Tensor) -> Tensor:
