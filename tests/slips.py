@@ -570,8 +570,8 @@ THIRD = (
     Bug(
         "a purifier with thetas drawn anew is always online",
         "purification/purifier.py",
-        "                    x if y is None else (x, y),\n                    update,\n",
-        "                    x if y is None else (x, y),\n",
+        "                reference=x if y is None else (x, y),\n                update=update,\n",
+        "                reference=x if y is None else (x, y),\n",
         "test_purifier test_purifier_attacks test_purifier_everywhere test_settings",
     ),
     Bug(
@@ -1159,8 +1159,8 @@ FIFTH = (
     Bug(
         "fresh thetas of an indexed purifier have the default number of neighbours",
         "purification/purifier.py",
-        "                    num_nearest=num_nearest,\n                    left_out=left_out,\n",
-        "                    left_out=left_out,\n",
+        "                num_nearest=num_nearest,\n                left_out=left_out,\n",
+        "                left_out=left_out,\n",
         "test_purifier_index test_purifier",
     ),
     Bug(
@@ -1194,8 +1194,8 @@ FIFTH = (
     Bug(
         "attacks of a suite never say that there was no gradient",
         "attacks/gradients.py",
-        "    if not told:\n",
-        "    if told is None:\n",
+        "    if not warned:\n",
+        "    if warned is None:\n",
         "test_attacks test_attack_entries test_minimum_norm_and_suites",
     ),
     Bug(
@@ -1449,8 +1449,8 @@ SIXTH = (
     Bug(
         "coming near a wanted distribution counts as success",
         "attacks/losses.py",
-        "    def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:\n        return _never(prediction, y)\n\n    def _held(self)",
-        "    def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:\n        return succeeded(prediction, y)\n\n    def _held(self)",
+        "    scale: Tensor | float | None = None\n    succeeded = staticmethod(never)",
+        "    scale: Tensor | float | None = None\n    succeeded = staticmethod(succeeded)",
         "test_attacks test_scores_in_full test_calls",
     ),
     Bug(

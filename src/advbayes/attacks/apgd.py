@@ -20,8 +20,7 @@ from advbayes.types import Loss
 
 @dataclass(frozen=True, repr=False)
 class APGD(Search):
-    """Ascent with momentum from a step of 2 eps; an example that stops improving returns to its
-    best point with half the step.
+    """Ascent with momentum from a step of 2 eps, halved, back at the best point, where it stalls.
 
     The first run starts at x (whose first step is the one-step point), further restarts at random;
     where the gradient at x vanishes, the first does too. `targets` > 0 adds directed runs: towards
@@ -75,8 +74,7 @@ class APGD(Search):
     def _directed_losses(
         self, prediction: Distribution, y: Tensor, generator: torch.Generator | None
     ) -> tuple[Loss, ...]:
-        """Each another way of leaving y: to one of the likeliest wrong classes; one of the outputs
-        up, or down.
+        """Ways of leaving y: to one of the likeliest wrong classes, or one output up or down.
 
         The largest |r + W d|^2 over the ball lies at the d that is best along u = r + W d: ascent
         reaches it from a nearby u, and one u for each output is too few.
@@ -92,8 +90,7 @@ class APGD(Search):
         return (*each, *map(MeanAlong, directions.unbind(1)))
 
     def _directed_runs(self, problem: Problem, best: Best) -> Best:
-        """A short run on each directed loss, then whole ones from the two that came nearest by this
-        attack's own loss."""
+        """Short runs on each directed loss, then whole ones from the two ends of largest loss."""
         with torch.no_grad():
             prediction = problem.predict(problem.x)
         losses = self._directed_losses(prediction, problem.y, problem.generator)
@@ -129,8 +126,7 @@ class APGD(Search):
         return best
 
     def _run(self, problem: Problem, start: Tensor, steps: int) -> Best:
-        """One ascent from `start`; rows are dropped from every tensor of the state when their
-        example is broken."""
+        """One ascent from `start`; broken examples leave every tensor of the state."""
         here, kept = problem, torch.arange(len(problem), device=start.device)
         reached, gradient = here.climb(start)
         best = reached  # what is returned: broken first

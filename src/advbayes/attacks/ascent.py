@@ -128,8 +128,7 @@ class PGD(Search):
     def _first(
         self, problem: Problem, gradient: Tensor, point: Tensor, size: float, from_x: int
     ) -> Tensor:
-        """From x to the edge, or to a random point where there is no gradient; the other rows take
-        a plain step."""
+        """From x to the edge, or at random where it is flat; the other rows take a plain step."""
         rows = torch.arange(len(point), device=point.device)
         head = problem.rows(rows[:from_x])
         edge = head.move(point[:from_x], gradient[:from_x], self.ball.eps)

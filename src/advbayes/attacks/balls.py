@@ -20,8 +20,7 @@ _ROUNDS = 12  # of the projection onto a ball and a box; three or four are the r
 
 @dataclass(frozen=True, eq=False)
 class Ball(ABC):
-    """The shared parts of a ball: `eps` in units of `scale`, `box` = (low, high), `mask` True where
-    touching is allowed."""
+    """What balls share: `eps` in units of `scale`, `box` (low, high), `mask` (True: may move)."""
 
     eps: float
     box: tuple[Bound, Bound] | None = None
@@ -68,8 +67,7 @@ class Ball(ABC):
         return f"{type(self).__name__}({', '.join([f'{self.eps:g}', *shown])})"
 
     def check(self, x: Tensor) -> None:
-        """Refuse data that the ball does not fit: inputs outside the box, a scale or mask of
-        another shape."""
+        """Refuse data outside the box, and a scale, mask or box of another shape."""
         sides = () if self.box is None else (("box", self.box[0]), ("box", self.box[1]))
         for name, value in (("scale", self.scale), ("mask", self.mask), *sides):
             if isinstance(value, Tensor) and value.ndim:
@@ -112,8 +110,7 @@ class Ball(ABC):
         return x.clamp(low, high)
 
     def unblocked(self, gradient: Tensor, point: Tensor) -> Tensor:
-        """The gradient without what pushes against the box: a step in it would be clipped away, and
-        its length lost."""
+        """The gradient without what pushes against the box: such a step would be clipped away."""
         if self.box is None:
             return gradient
         low, high = (_on(side, point) for side in self.box)
@@ -134,11 +131,9 @@ class Ball(ABC):
         return self.shifted(x, self._shrink(d, x))
 
     def shifted(self, x: Tensor, d: Tensor) -> Tensor:
-        """x + d in the box, for d within the ball; rounded towards x where the sum, being rounded,
-        would leave the ball.
+        """x + d in the box, for d within the ball; rounded towards x where it would leave the ball.
 
-        Where x is large beside eps (years, kelvins, pixels up to 255) its last digit is not small
-        beside eps.
+        Rounding matters where x is large beside eps: years, kelvins, pixels up to 255.
         """
         point = self.clip(x + d)
         with torch.no_grad():
@@ -183,8 +178,7 @@ class Ball(ABC):
         return self.project(x + self.ascend(self._scaled(noise), self.eps), x)
 
     def contains(self, x_adv: Tensor, x: Tensor) -> Tensor:
-        """Which examples are finite, within eps (1 + 1e-5) + 1e-7, in the box, and untouched where
-        masked; (B,) bool."""
+        """(B,) bool: finite, within eps (1 + 1e-5) + 1e-7 and the box, unmoved where masked."""
         d = x_adv - x
         fine = torch.isfinite(x_adv).flatten(1).all(1) & (
             self.norm(d) <= self.eps * (1 + 1e-5) + 1e-7
@@ -281,8 +275,7 @@ class Linf(Ball):
 
 
 def _normalised(d: Tensor) -> Tensor:
-    """Unit vectors, zero where d is; scaled by the largest entry first where squares could
-    underflow or overflow."""
+    """Unit vectors, 0 where d is; scaled by the largest entry where squares leave the range."""
     flat = d.flatten(1)
     norm: Tensor = torch.linalg.vector_norm(flat, dim=1, keepdim=True)
     if norm.numel():

@@ -87,28 +87,24 @@ class Square(Search):
         return math.ldexp(self.share, -sum(query > mark * self.queries for mark in marks))
 
     def _stripes(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The first proposal: vertical stripes of random sign for images, random signs otherwise;
-        on the edge of the ball."""
-        shape = (len(x), x.shape[1], 1, x.shape[3]) if x.ndim == 4 else x.shape
-        signs = _signs(shape, x, generator).expand(x.shape)
+        """The first proposal, on the edge: vertical stripes of random sign, or random signs."""
+        signs = _signs(x, generator, columns=True).expand(x.shape)
         alike = signs / self.ball.units(x)  # in units of the norm
         return self.ball.project(x + self.ball.ascend(alike, self.ball.eps), x)
 
     def _corners(
         self, point: Tensor, x: Tensor, share: float, generator: torch.Generator | None
     ) -> Tensor:
-        """Linf: one window of each example moves to +-eps, one sign for each channel (each feature
-        where there are none)."""
+        """Linf: a window of each example moves to +-eps, one sign a channel (or a feature)."""
         inside, _ = _windows(x, share, generator)
-        shape = (len(x), x.shape[1], 1, 1) if x.ndim == 4 else x.shape
-        corner = x + self.ball.ascend(_signs(shape, x, generator).expand(x.shape), self.ball.eps)
+        signs = _signs(x, generator).expand(x.shape)
+        corner = x + self.ball.ascend(signs, self.ball.eps)
         return self.ball.project(torch.where(inside, corner, point), x)
 
     def _shift_mass(
         self, point: Tensor, x: Tensor, share: float, generator: torch.Generator | None
     ) -> Tensor:
-        """L2: window 1 takes the budget that it, window 2 and the slack hold, in its old direction
-        bent by a bump."""
+        """L2: window 1 takes the unused, its own and window 2's budget, bent by a bump."""
         unit = self.ball.units(x)
         d = (point - x) / unit
         first, bump = _windows(x, share, generator)
@@ -116,11 +112,10 @@ class Square(Search):
         slack = (self.ball.eps**2 - _square(d)).clamp_min(0)
         mass = _square(torch.where(first | second, d, torch.zeros_like(d)))
         old = torch.where(first, d, torch.zeros_like(d))
-        signs = _signs((len(x), x.shape[1], 1, 1) if x.ndim == 4 else x.shape, x, generator)
-        bent = old / _floor(_square(old).sqrt()) + signs * bump / _floor(_square(bump).sqrt())
+        bent = _unit(old) + _signs(x, generator) * _unit(bump)
         if self.ball.mask is not None:
             bent = bent * self.ball.mask.to(x.device)
-        fresh = bent / _floor(_square(bent).sqrt()) * (mass + slack).sqrt()
+        fresh = _unit(bent) * (mass + slack).sqrt()
         moved = where_rows((_square(bent) > 0).flatten(), torch.where(first, fresh, d * ~second), d)
         return self.ball.project(x + moved * unit, x)
 
@@ -131,8 +126,7 @@ def _best_of(
     num: int,
     stop_at_success: bool,
 ) -> Tensor:
-    """The best of x and `num` proposals, one after the other; with `stop_at_success` broken
-    examples leave."""
+    """The best of x and `num` proposals in turn; with `stop_at_success` broken examples leave."""
     best = problem.score(problem.x)
     rows = torch.arange(len(problem), device=problem.x.device)
     for number in range(num):
@@ -146,8 +140,7 @@ def _best_of(
 
 
 def _windows(x: Tensor, share: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """For each example a random window holding about `share` of the input: where it is, and a bump
-    inside of it."""
+    """A random window of about `share` of each example: where it is, and a bump inside of it."""
     if x.ndim != 4:
         count = max(1, round(share * x[0].numel()))
         order = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device).flatten(1)
@@ -173,9 +166,10 @@ def _windows(x: Tensor, share: float, generator: torch.Generator | None) -> tupl
     return inside.expand_as(x), bump.to(x.dtype).expand_as(x)
 
 
-def _signs(
-    shape: torch.Size | tuple[int, ...], x: Tensor, generator: torch.Generator | None
-) -> Tensor:
+def _signs(x: Tensor, generator: torch.Generator | None, columns: bool = False) -> Tensor:
+    """Random signs: one a channel of images, or one a column of it; else one a feature."""
+    image = (*x.shape[:2], 1, x.shape[-1] if columns else 1)
+    shape = image if x.ndim == 4 else x.shape
     return torch.randint(2, shape, generator=generator, device=x.device).to(x.dtype) * 2 - 1
 
 
@@ -184,5 +178,5 @@ def _square(d: Tensor) -> Tensor:
     return per_row(d.flatten(1).square().sum(1), d)
 
 
-def _floor(norm: Tensor) -> Tensor:
-    return norm.clamp_min(torch.finfo(norm.dtype).tiny)
+def _unit(d: Tensor) -> Tensor:
+    return d / _square(d).sqrt().clamp_min(torch.finfo(d.dtype).tiny)

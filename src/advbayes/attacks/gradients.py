@@ -21,8 +21,7 @@ from advbayes.types import Loss, Predictor
 
 @runtime_checkable
 class HasInputGradient(Protocol):
-    """A Predictor that knows a better way to its own gradient than autograd through `__call__`
-    (less memory, compiled)."""
+    """A Predictor with a better way to its gradient than autograd (less memory, compiled)."""
 
     def loss_and_gradient(
         self, loss: Loss, x: Tensor, y: Tensor
@@ -43,8 +42,7 @@ _through: ContextVar[bool] = ContextVar("through", default=False)  # of this thr
 
 @contextmanager
 def through_attacks() -> Iterator[None]:
-    """Within, attacks keep the graph from theta to x': the paper's pathwise gradient
-    (ChannelELBO(through=True))."""
+    """Within, attacks keep the graph from theta to x': the paper's pathwise gradient."""
     token = _through.set(True)
     try:
         yield
@@ -77,40 +75,39 @@ def loss_and_gradient(
             )
         else:
             gradient = None
-            # else it is the loss that is flat, as the entropy of a fixed scale
-            if not _has_gradient(prediction):
-                _warn_blind()
+            _warn_if_blind(prediction)
     with torch.no_grad():
         broken = success(loss, prediction, y)
     return value.detach(), broken, torch.zeros_like(x) if gradient is None else gradient
 
 
-# whether the warning was given, where once is enough
-_told: ContextVar[list[bool] | None] = ContextVar("told", default=None)
+# where one warning is enough: whether it was given
+_warned: ContextVar[list[bool] | None] = ContextVar("warned", default=None)
 
 
 @contextmanager
 def one_blind_warning() -> Iterator[None]:
     """Within, a `NoGradientWarning` is given once, however many steps meet it."""
-    token = _told.set([])
+    token = _warned.set([])
     try:
         yield
     finally:
-        _told.reset(token)
+        _warned.reset(token)
 
 
-def _warn_blind() -> None:
-    told = _told.get()
-    if not told:
-        warnings.warn(_BLIND, NoGradientWarning, stacklevel=3)
-    if told is not None:
-        told.append(True)
-
-
-def _has_gradient(prediction: Distribution) -> bool:
+def _warn_if_blind(prediction: Distribution) -> None:
+    """A loss without a gradient may be flat itself, as the entropy of a fixed scale."""
     if predicts_classes(prediction):
-        return prediction.logits.requires_grad
-    return prediction.mean.requires_grad or prediction.variance.requires_grad
+        answers: tuple[Tensor, ...] = (prediction.logits,)
+    else:
+        answers = prediction.mean, prediction.variance
+    if any(answer.requires_grad for answer in answers):
+        return
+    warned = _warned.get()
+    if not warned:
+        warnings.warn(_BLIND, NoGradientWarning, stacklevel=3)
+    if warned is not None:
+        warned.append(True)
 
 
 @torch.no_grad()
@@ -134,7 +131,7 @@ def value_of(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
     if predicts_classes(prediction) and (y.is_floating_point() or y.dtype == torch.bool):
         raise checks.InputTypeError("y must hold integer class labels", got=y)
     try:
-        return per_example(loss(prediction, y), len(y))
+        value = loss(prediction, y)
     except (RuntimeError, IndexError, ValueError):
         num = prediction.logits.shape[-1] if predicts_classes(prediction) else 0
         if num and bool(((y < 0) | (y >= num)).any()):
@@ -142,14 +139,9 @@ def value_of(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
                 f"y must hold labels from 0 to {num - 1}, got {y.min():g} to {y.max():g}"
             ) from None
         raise
-
-
-def per_example(value: Tensor, num: int) -> Tensor:
-    """The loss, refused unless it has one value for each example: broadcast labels and batch means
-    attack something else."""
-    if value.shape != (num,):
+    if value.shape != (len(y),):  # broadcast labels and batch means attack something else
         raise checks.InputError(
-            f"loss must give one value for each of the {num} examples, got shape "
+            f"loss must give one value for each of the {len(y)} examples, got shape "
             f"{tuple(value.shape)}; is y of shape (B,)?"
         )
     return value
@@ -181,8 +173,7 @@ def targets(predict: Predictor, x: Tensor, y: Tensor | None) -> Tensor:
 def entry(
     predict: Predictor, ball: Ball, x: Tensor, y: Tensor | None, *losses: Loss
 ) -> tuple[Tensor, Tensor]:
-    """What an attack starts from: x without its history (unless attacks keep the graph) and its
-    targets, all checked."""
+    """What an attack starts from, checked: targets, and x without its history (but `through`)."""
     y = targets(predict, x, y)
     for num in map(num_rows, losses):
         if num not in (None, len(x)):
@@ -204,8 +195,7 @@ def refuse_inference_mode() -> None:
 
 
 def move(ball: Ball, point: Tensor, gradient: Tensor, step: float | Tensor, x: Tensor) -> Tensor:
-    """One projected ascent step; a gradient that is not finite (p(y) = 0) moves nothing or by its
-    sign, never to NaN."""
+    """One projected ascent step; a gradient that is not finite (p(y) = 0) never leads to NaN."""
     usable = ball.unblocked(torch.nan_to_num(gradient, nan=0.0, posinf=1e18, neginf=-1e18), point)
     if point is x and ball.box is None and isinstance(step, float) and step <= ball.eps:
         # a step from the centre stays in the ball

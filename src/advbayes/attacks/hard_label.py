@@ -53,8 +53,7 @@ class HardLabel(Search):
         return where_rows(broken, problem.x, self.ball.project(outside, problem.x))
 
     def _asked(self, problem: Problem, points: Tensor) -> Tensor:
-        """Whether each point is broken, (N, B) for points (N, B, *event), a bounded number of rows
-        at a time."""
+        """Whether points (N, B, *event) are broken, (N, B); a bounded number at a time."""
         together = max(1, _ROWS // len(problem))
         answers = [
             problem.repeated(len(part)).score(part.flatten(0, 1)).broken.view(len(part), -1)
@@ -80,7 +79,7 @@ class HardLabel(Search):
             other = torch.where(_differs(problem.y), distance, torch.full_like(distance, math.inf))
             near, pick = other.min(dim=1)
             candidate = self._allowed(x[pick], x)
-            hit = open_rows & near.isfinite() & self._asked(problem, candidate.unsqueeze(0))[0]
+            hit = open_rows & near.isfinite() & problem.score(candidate).broken
             start, started = where_rows(hit, candidate, start), started | hit
             distance = distance.scatter(1, pick.unsqueeze(1), math.inf)
         for doubling in range(16):
@@ -92,7 +91,7 @@ class HardLabel(Search):
             )
             wide = 2.0 ** (doubling - 2) * self.ball.eps
             candidate = self._allowed(x + wide * noise * self.ball.units(x), x)
-            hit = open_rows & self._asked(problem, candidate.unsqueeze(0))[0]
+            hit = open_rows & problem.score(candidate).broken
             start, started = where_rows(hit, candidate, start), started | hit
         return start, started
 
@@ -119,8 +118,7 @@ class HardLabel(Search):
         return best.x
 
     def _to_boundary(self, problem: Problem, outside: Tensor, rounds: int = 12) -> Tensor:
-        """The last broken point on the way from a broken one to x: along the segment in L2, in a
-        shrinking cube in Linf."""
+        """The last broken point towards x: along the segment in L2, in a shrinking cube in Linf."""
         x, reach = problem.x, self.ball.norm(outside - problem.x)
         low, high = torch.zeros_like(reach), torch.ones_like(reach)
 
@@ -132,13 +130,12 @@ class HardLabel(Search):
 
         for _ in range(rounds):
             middle = 0.5 * (low + high)
-            broken = self._asked(problem, at(middle).unsqueeze(0))[0]
+            broken = problem.score(at(middle)).broken
             high, low = torch.where(broken, middle, high), torch.where(broken, low, middle)
         return where_rows(high < 1, at(high), outside)
 
     def _normal(self, problem: Problem, point: Tensor, norm: Tensor, number: int) -> Tensor:
-        """The boundary's normal from answers at random points around, their mean taken out to
-        reduce the variance."""
+        """The boundary's normal from answers around the point, centred for less variance."""
         x, shape = problem.x, (int(self.probes * math.sqrt(number)), *point.shape)
         noise = torch.randn(shape, generator=problem.generator, dtype=x.dtype, device=x.device)
         flat = noise.flatten(2)
@@ -158,7 +155,7 @@ class HardLabel(Search):
         result, done = point, torch.zeros(len(point), dtype=torch.bool, device=point.device)
         for _ in range(10):
             candidate = self._allowed(point + self.ball.ascend(normal, size), problem.x)
-            broken = self._asked(problem, candidate.unsqueeze(0))[0] & ~done
+            broken = problem.score(candidate).broken & ~done
             result, done = where_rows(broken, candidate, result), done | broken
             if bool(done.all()):
                 break

@@ -44,10 +44,11 @@ def succeeded(prediction: Distribution, y: Tensor) -> Tensor:
     """
     if predicts_classes(prediction):
         return prediction.logits.argmax(-1) != y
-    return _never(prediction, y)
+    return never(prediction, y)
 
 
-def _never(prediction: Distribution, y: Tensor) -> Tensor:
+def never(prediction: Distribution, y: Tensor) -> Tensor:
+    """No example counts as broken."""
     return torch.zeros(prediction.batch_shape[:1], dtype=torch.bool, device=y.device)
 
 
@@ -72,11 +73,7 @@ def for_rows(loss: Loss, index: Tensor | slice) -> Loss:
 
 
 def num_rows(loss: Loss) -> int | None:
-    """For how many examples a loss holds something; None where it is one for all, or does not say.
-
-    >>> num_rows(Toward(MarginTo(torch.tensor([1, 2])))), num_rows(nll)
-    (2, None)
-    """
+    """For how many examples a loss holds something; None where it is one for all or silent."""
     num: int | None = getattr(loss, "num_rows", None)
     return num
 
@@ -84,7 +81,7 @@ def num_rows(loss: Loss) -> int | None:
 class _Rowwise:
     """A loss, a dataclass, whose tensors have an entry for each example, as may its own losses."""
 
-    def _held(self) -> dict[str, Any]:
+    def _by_row(self) -> dict[str, Any]:
         """What may have an entry for each example, by the name of its field."""
         return vars(self)
 
@@ -92,12 +89,12 @@ class _Rowwise:
     def num_rows(self) -> int | None:
         sizes = (
             len(value) if isinstance(value, Tensor) else num_rows(value)
-            for value in self._held().values()
+            for value in self._by_row().values()
         )
         return next((size for size in sizes if size is not None), None)
 
     def rows(self: R, index: Tensor | slice) -> R:
-        return replace(self, **{name: _cut(value, index) for name, value in self._held().items()})  # type: ignore[type-var]
+        return replace(self, **{name: _cut(value, index) for name, value in self._by_row().items()})  # type: ignore[type-var]
 
 
 def _cut(value: Any, index: Tensor | slice) -> Any:
@@ -232,8 +229,7 @@ class MeanAlong(_Rowwise):
 
 @dataclass(frozen=True)
 class MeanOf:
-    """sign E[y_k] of one output k: `raise_mean` and `lower_mean` are its two signs where there is
-    one output.
+    """sign E[y_k] of one output k; of a single output, `raise_mean` or `lower_mean`.
 
     >>> MeanOf(0, -1)(torch.distributions.Normal(torch.tensor([2.0]), 1.0), torch.zeros(1))
     tensor([-2.])
@@ -267,8 +263,7 @@ def deflate_variance(prediction: Distribution, y: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class DivergenceFrom(_Rowwise):
-    """-KL(target | prediction): how near the predictive comes to a distribution of the attacker's
-    choosing.
+    """-KL(target | prediction): how near the predictive comes to one that the attacker wants.
 
     Classes: `target` holds probabilities, (C,) or (B, C). Regression: `target` and `scale` are the
     wanted mean and standard deviation, each a number or of the prediction's shape, (B,) or (B, D);
@@ -285,20 +280,16 @@ class DivergenceFrom(_Rowwise):
 
     target: Tensor | float
     scale: Tensor | float | None = None
+    succeeded = staticmethod(never)
 
     def __post_init__(self) -> None:
         for name, value in tuple(vars(self).items()):
             if value is not None and not isinstance(value, Tensor):
                 object.__setattr__(self, name, torch.tensor(checks.number(name, value)))
-        assert isinstance(self.target, Tensor)
-        checks.finite("target", self.target)
+        target = checks.finite("target", torch.as_tensor(self.target))
         if self.scale is None:
-            whole = self.target.sum(-1)
-            if (
-                self.target.ndim not in (1, 2)
-                or not bool((self.target >= 0).all())
-                or not bool(((whole - 1).abs() < 1e-4).all())
-            ):
+            is_whole = (target.sum(-1) - 1).abs() < 1e-4
+            if target.ndim not in (1, 2) or not bool((target >= 0).all() & is_whole.all()):
                 raise checks.InputError(
                     "target must hold probabilities (non-negative, summing to 1), or be a mean "
                     "with its scale"
@@ -323,8 +314,7 @@ class DivergenceFrom(_Rowwise):
     def _fitting(
         self, name: str, value: Tensor | float, like: Tensor, shared: torch.Size
     ) -> Tensor:
-        """The value for each example: one for all (of the shape `shared`, or one row) or a row for
-        each."""
+        """The value for each example: one for all (of shape `shared`, or one row) or a row each."""
         value = torch.as_tensor(value).to(like)
         if value.ndim == like.ndim + 1 and value.shape[-1] == 1:
             value = value.squeeze(-1)
@@ -335,17 +325,10 @@ class DivergenceFrom(_Rowwise):
             )
         return value.expand_as(like)
 
-    def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
-        return _never(prediction, y)
-
-    def _held(self) -> dict[str, Any]:
+    def _by_row(self) -> dict[str, Any]:
         least = 2 if self.scale is None else 1
-        both = {"target": torch.as_tensor(self.target)}
-        if self.scale is not None:
-            both["scale"] = torch.as_tensor(self.scale)
-        return {
-            name: value for name, value in both.items() if value.ndim >= least and len(value) > 1
-        }
+        both = ((k, torch.as_tensor(v)) for k, v in vars(self).items() if v is not None)
+        return {name: value for name, value in both if value.ndim >= least and len(value) > 1}
 
 
 # --- Combinators: a loss in, a loss out ---------------------------------------------------------
@@ -376,8 +359,7 @@ class PerExample(_Rowwise):
 
 @dataclass(frozen=True)
 class Toward(_Rowwise):
-    """Targeted: y is what the prediction should become, the loss is minimised, and an example is
-    broken once its class is y.
+    """Targeted: the loss is minimised, and an example is broken once its class is y.
 
     >>> wish = Toward(nll)
     >>> wish.succeeded(Categorical(logits=torch.tensor([[0.0, 1.0]])), torch.tensor([1]))
@@ -392,13 +374,12 @@ class Toward(_Rowwise):
     def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
         if predicts_classes(prediction):
             return prediction.logits.argmax(-1) == y
-        return _never(prediction, y)
+        return never(prediction, y)
 
 
 @dataclass(frozen=True)
 class ByLoss(_Rowwise):
-    """The same loss, but no example ever counts as broken: iterates are ranked by the loss alone
-    (attacks on a score).
+    """The same loss, but no example is ever broken: iterates are ranked by the loss alone.
 
     >>> wrong = Categorical(logits=torch.tensor([[0.0, 1.0]]))
     >>> ByLoss(certainty).succeeded(wrong, torch.tensor([0]))
@@ -406,12 +387,10 @@ class ByLoss(_Rowwise):
     """
 
     loss: Loss
+    succeeded = staticmethod(never)
 
     def __call__(self, prediction: Distribution, y: Tensor) -> Tensor:
         return self.loss(prediction, y)
-
-    def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
-        return _never(prediction, y)
 
 
 @dataclass(frozen=True)
@@ -438,8 +417,7 @@ class Exceeding(_Rowwise):
 
 @dataclass(frozen=True, eq=False)
 class MarginTo(_Rowwise):
-    """log p(c) - log p(y) for one chosen wrong class c of each example. Its ascent is exact on
-    linear models.
+    """log p(c) - log p(y) for a wrong class c of each example; exact ascent on linear models.
 
     >>> three = Categorical(logits=torch.tensor([[2.0, 0.0, 1.0]]))
     >>> MarginTo(torch.tensor([1]))(three, torch.tensor([0]))

@@ -68,8 +68,7 @@ class MinimumNorm(Search):
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:  # (B,)
-        """The norm of the smallest change that breaks each example: 0 if it needs none, infinity
-        if the search met none."""
+        """The least norm that breaks each example: 0 if it needs none, infinity if none was met."""
         y = targets(predict, x, y)
         x_adv = self(predict, x, y, generator=generator)
         if not len(x):
@@ -198,8 +197,7 @@ def _of_radius(ball: Ball, radius: Tensor, x: Tensor) -> Ball:
 
 
 def _can_break(loss: Loss, classes: bool) -> bool:
-    """Whether there can be broken examples by this loss: with classes by default, in regression if
-    it says when."""
+    """Whether the loss can call examples broken: of classes by default, else if it says when."""
     match loss:
         case ByLoss() | DivergenceFrom():
             return False

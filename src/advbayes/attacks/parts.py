@@ -11,6 +11,7 @@ the attacks that a defense holds are the defense's.
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -57,8 +58,7 @@ def members(value: object) -> tuple[Any, ...]:
 
 
 def is_attack(value: object) -> bool:
-    """Whether a value is called as attacks are, (predict, x, y, *, generator), which neither losses
-    nor predictors are.
+    """Whether a value is called as attacks are: (predict, x, y, *, generator).
 
     >>> from advbayes import L2, nll, pgd
     >>> is_attack(pgd(L2(1.0))), is_attack(nll), is_attack(L2(1.0))
@@ -89,15 +89,11 @@ def parts_of(attack: object) -> Iterator[Any]:
 
 
 def rebuilt(attack: A, change: Callable[[Any], Mapping[str, Any]]) -> A:
-    """The attack with other settings, `change(part)`, in each of its parts: innermost first,
-    unchanged parts as they are.
+    """The attack with the settings `change(part)` in each of its parts, innermost first.
 
     >>> from advbayes import L2, Suite, pgd
-    >>> suite = rebuilt(
-    ...     Suite((pgd(L2(1.0)),)),
-    ...     lambda part: {"restarts": 3} if "restarts" in settings(part) else {},
-    ... )
-    >>> suite.attacks[0].restarts
+    >>> thrice = lambda part: {"restarts": 3} if "restarts" in settings(part) else {}
+    >>> rebuilt(Suite((pgd(L2(1.0)),)), thrice).attacks[0].restarts
     3
     """
 
@@ -105,7 +101,7 @@ def rebuilt(attack: A, change: Callable[[Any], Mapping[str, Any]]) -> A:
         match value:
             case tuple() | list():
                 new = [visited(member) for member in value]
-                return value if all(map(_is, new, value)) else type(value)(new)
+                return value if all(map(operator.is_, new, value)) else type(value)(new)
             case Mapping():
                 named = {key: visited(member) for key, member in value.items()}
                 return value if all(named[key] is value[key] for key in value) else named
@@ -123,16 +119,11 @@ def rebuilt(attack: A, change: Callable[[Any], Mapping[str, Any]]) -> A:
     return whole
 
 
-def _is(this: object, other: object) -> bool:
-    return this is other
-
-
 # --- Read off an attack -------------------------------------------------------------------------
 
 
 def applies_to(attack: object, predict: Predictor) -> bool:
-    """Whether an attack, with all its parts, is made for a predictor: what it says itself, or else
-    what its parts say.
+    """Whether an attack is made for a predictor: by its own word, or else by its parts'.
 
     >>> from advbayes import L2, pgd
     >>> applies_to(pgd(L2(1.0)), lambda x: x)
@@ -161,17 +152,16 @@ def losses_of(attack: object) -> tuple[Loss, ...]:
     >>> [loss.__name__ for loss in losses_of(pgd_plus(L2(1.0)))]
     ['nll', 'entropy']
     """
-    return tuple(
-        loss
-        for part in parts_of(attack)
-        for loss in _losses(settings(part), ("stages", "loss", "losses"))
-    )
+    return tuple(_losses(attack, ("stages", "loss", "losses")))
 
 
-def _losses(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[Loss]:
-    staged = [stage[0] for stage in fields.get("stages", ())] if "stages" in names else []
-    plain = [loss for name in names if name != "stages" for loss in members(fields.get(name))]
-    return [loss for loss in (*staged, *plain) if callable(loss)]
+def _losses(attack: object, names: tuple[str, ...]) -> Iterator[Loss]:
+    for part in parts_of(attack):
+        for name in names:
+            for value in members(settings(part).get(name)):
+                loss = value[0] if name == "stages" and value else value
+                if callable(loss):
+                    yield loss
 
 
 def loss_names(attack: object) -> tuple[str, ...]:
@@ -190,15 +180,13 @@ def _loss_name(loss: object) -> str:
 
 
 def family_of(attack: object) -> tuple[str, ...]:
-    """Step rule and losses of each part of an attack: what an unseen family must not share with the
-    training."""
+    """Step rule and losses of each part: what an unseen attack must not share with training."""
     families = []
     for part in parts_of(attack):
         if ball := settings(part).get("ball"):
             rule = "one step" if getattr(part, "is_one_step", False) else type(part).__name__
-            families.append(
-                f"{rule} on {'+'.join(loss_names(part)) or 'its own loss'} ({type(ball).__name__})"
-            )
+            losses = "+".join(loss_names(part)) or "its own loss"
+            families.append(f"{rule} on {losses} ({type(ball).__name__})")
     return tuple(dict.fromkeys(families))
 
 
@@ -210,9 +198,9 @@ def steps_of(attack: object) -> int | None:
     50
     """
     total = 0
-    for own in map(settings, parts_of(attack)):
-        stages = own.get("stages", ())
-        total += sum(steps for _, steps in stages) or own.get(_work(own), 0)
+    for part in parts_of(attack):
+        fields = settings(part)
+        total += sum(steps for _, steps in fields.get("stages", ())) or fields.get(_work(fields), 0)
     return total or None
 
 
@@ -228,21 +216,16 @@ def restarts_of(attack: object) -> int:
 
 def check_rows(attack: object, num: int, name: str) -> None:
     """Refuse a loss that holds entries for another number of examples than there are."""
-    for part in parts_of(attack):
-        for rows in map(num_rows, _losses(settings(part), LOSSES)):
-            if rows not in (None, num):
-                raise checks.InputError(
-                    f"{name} must hold a loss with one entry for each of the {num} examples, got "
-                    f"one for {rows}"
-                )
+    for rows in map(num_rows, _losses(attack, LOSSES)):
+        if rows not in (None, num):
+            raise checks.InputError(
+                f"{name} must hold a loss with one entry for each of the {num} examples, got one "
+                f"for {rows}"
+            )
 
 
 def text_of(value: object) -> str:
-    """A repr without addresses and types, so that two processes agree on it.
-
-    >>> text_of((text_of, 1))
-    '(text_of, 1)'
-    """
+    """A repr without addresses and types, so that two processes agree on it."""
     text = re.sub(
         r"<(?:function|bound method) ([\w.<>]+)(?: of [^>]*)?(?: at 0x[0-9a-f]+)?>",
         r"\1",
@@ -293,11 +276,11 @@ def _with_balls(attack: A, new: Callable[[Ball], Ball]) -> A:
         if "ball" not in fields:
             return {}
         before, after = fields["ball"], new(fields["ball"])
-        if fields.get("step_size") is None:
+        size = fields.get("step_size")
+        if size is None:
             return {"ball": after}
-        scaled = before.eps and after.eps
-        step_size = fields["step_size"] * after.eps / before.eps if scaled else None
-        return {"ball": after, "step_size": step_size}
+        scaled = size * after.eps / before.eps if before.eps and after.eps else None
+        return {"ball": after, "step_size": scaled}
 
     return rebuilt(attack, change)
 
@@ -313,9 +296,8 @@ def with_steps(attack: A, factor: float) -> A:
     def change(part: Any) -> dict[str, Any]:
         fields = settings(part)
         if "stages" in fields:
-            stages = fields["stages"]
-            more = ((loss, max(1, round(steps * factor))) for loss, steps in stages)
-            return {"stages": tuple(more)}
+            stages = ((loss, max(1, round(steps * factor))) for loss, steps in fields["stages"])
+            return {"stages": tuple(stages)}
         name = _work(fields)
         return {name: max(1, round(fields[name] * factor))} if name else {}
 
@@ -330,8 +312,7 @@ def with_restarts(attack: A, factor: int) -> A:
 
 
 def on_rows(attack: A, rows: Tensor | slice) -> A:
-    """The attack on some of the examples: losses with one entry for each example, its own and its
-    parts', keep those of `rows`.
+    """The attack on some of the examples: losses with an entry for each keep those of `rows`.
 
     >>> import torch
     >>> from advbayes import L2, MarginTo, pgd
@@ -344,7 +325,7 @@ def on_rows(attack: A, rows: Tensor | slice) -> A:
         if not isinstance(value, (tuple, list)):
             return for_rows(value, rows)  # a stage's number of steps passes through
         new = tuple(map(cut, value))
-        return value if all(map(_is, new, value)) else new
+        return value if all(map(operator.is_, new, value)) else new
 
     return rebuilt(
         attack,

@@ -30,8 +30,7 @@ class Best:
         return (~self.broken).nonzero().squeeze(1)
 
     def or_better(self, other: Best) -> Best:
-        """Broken beats not broken, then the larger loss wins, then the later point (a flat loss
-        must not keep the clean one)."""
+        """Broken first, then the larger loss, then the later: a flat loss must not keep x."""
         better = (other.broken & ~self.broken) | (
             (other.broken == self.broken) & (other.value >= self.value)
         )

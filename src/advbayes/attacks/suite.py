@@ -48,19 +48,18 @@ def _check_attacks(name: str, attacks: Sequence[Attack], *, low: int = 1) -> tup
     attacks = tuple(attacks)
     if len(attacks) < low:
         raise checks.InputError(f"{name} must hold at least one attack, got none")
-    for attack in attacks:
-        if not callable(attack):
-            raise checks.InputTypeError(
-                f"{name} must hold attacks such as pgd(L2(1.0))", got=attack
-            )
+    for number, attack in enumerate(attacks):
+        checks.function(f"{name}[{number}]", attack, "an attack such as pgd(L2(1.0))")
     return attacks
 
 
-def _check_rank(rank: Loss | None, name: str, attacks: Sequence[Attack]) -> None:
+def _rank(
+    rank: Loss | None, name: str, attacks: Sequence[Attack], *, regression: bool = False
+) -> Loss:
+    """What the points compete by: the loss given, or else what the attacks want."""
     if rank is None:
-        _rank_of(name, attacks)
-    else:
-        checks.function("rank", rank, "a loss such as nll")
+        return _rank_of(name, attacks, regression=regression)
+    return checks.function("rank", rank, "a loss such as nll")
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,8 +91,8 @@ class Suite:
     def __post_init__(self) -> None:
         object.__setattr__(self, "attacks", _check_attacks("attacks", self.attacks))
         object.__setattr__(self, "regression", _check_attacks("regression", self.regression, low=0))
-        _check_rank(self.rank, "attacks", self.attacks)
-        _check_rank(self.rank, "regression", self.regression)
+        _rank(self.rank, "attacks", self.attacks)
+        _rank(self.rank, "regression", self.regression)
 
     def __call__(
         self,
@@ -107,12 +106,9 @@ class Suite:
             return x.clone()
         x, y = entry(predict, _UNBOUNDED, x, y)
         with torch.no_grad():
-            prediction = predict(x)
-        classes = predicts_classes(prediction)
+            classes = predicts_classes(predict(x))
         attacks = self.in_task("classification" if classes else "regression").attacks
-        rank = self.rank
-        if rank is None:
-            rank = _rank_of("attacks", attacks, regression=not classes)
+        rank = _rank(self.rank, "attacks", attacks, regression=not classes)
         attacks = tuple(attack for attack in attacks if applies_to(attack, predict))
         if not attacks:
             raise checks.InputTypeError(
@@ -132,10 +128,8 @@ class Suite:
 
     def in_task(self, task: str) -> Suite:
         """The suite of what runs in a task alone."""
-        return Suite(
-            self.regression if task == "regression" and self.regression else self.attacks,
-            rank=self.rank,
-        )
+        regression = self.regression if task == "regression" else ()
+        return Suite(regression or self.attacks, rank=self.rank)
 
     def applies_to(self, predict: Predictor) -> bool:
         """Whether some of it is made for the predictor."""
@@ -143,8 +137,7 @@ class Suite:
 
 
 def for_task(attack: A, task: str) -> A:
-    """The attack with those parts alone that run in a task: a Suite has some for classes and some
-    for regression.
+    """The attack with those parts alone that run in a task.
 
     >>> from advbayes import L2, pgd, squared_error
     >>> both = Suite((pgd(L2(1.0)),), regression=(pgd(L2(1.0), 5, squared_error),))
@@ -158,8 +151,7 @@ def for_task(attack: A, task: str) -> A:
 
 @dataclass(frozen=True, repr=False)
 class Transfer:
-    """Examples made against other predictors (an undefended or sibling model), the worst for this
-    one by `rank` kept.
+    """Examples made against other models (undefended, sibling), the worst by `rank` kept.
 
     `rank` is as in `Suite`: absent, it follows what the attack wants.
 
@@ -178,10 +170,8 @@ class Transfer:
 
     def __post_init__(self) -> None:
         checks.function("attack", self.attack, "an attack such as pgd(L2(1.0))")
-        _check_rank(self.rank, "attack", (self.attack,))
-        if not isinstance(self.sources, (tuple, list)) or not all(
-            callable(source) for source in self.sources
-        ):
+        _rank(self.rank, "attack", (self.attack,))
+        if not isinstance(self.sources, (tuple, list)) or not all(map(callable, self.sources)):
             raise checks.InputTypeError("sources must be a tuple of predictors", got=self.sources)
         object.__setattr__(self, "sources", tuple(self.sources))
         if not self.sources:
@@ -262,9 +252,7 @@ def _is_targeted(loss: Loss) -> bool:
 
 def _leaves_y(loss: Loss) -> bool:
     """Whether the loss is one more way away from y, so that points compete by the likelihood."""
-    return isinstance(loss, MarginTo) or any(
-        loss is known for known in (nll, margin, dlr, squared_error)
-    )
+    return isinstance(loss, MarginTo) or loss in (nll, margin, dlr, squared_error)
 
 
 def _is_same(this: Loss, other: Loss) -> bool:

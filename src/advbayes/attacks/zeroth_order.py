@@ -24,8 +24,7 @@ _ROWS = 4096  # inputs asked about in one call
 
 @dataclass(frozen=True)
 class ZerothOrder:
-    """An attack with gradients, run on gradients estimated from answers (central differences; after
-    Chen et al. 2017).
+    """An attack on gradients estimated by central differences (after Chen et al. 2017).
 
     One gradient asks 2 `directions` questions: along every feature where there are no more features
     than that, else along random directions. Differences are taken over `width` times eps.
@@ -63,8 +62,7 @@ ANSWERS_ALONE = (Square, RandomSearch, HardLabel, ZerothOrder)
 
 @dataclass(frozen=True, eq=False)
 class Differences:
-    """A predictor whose gradient in x is estimated from its answers; its answers are the
-    predictor's own."""
+    """A predictor whose gradient in x is estimated from its answers, which stay as they are."""
 
     predict: Predictor
     ball: Ball
@@ -90,8 +88,7 @@ class Differences:
         return torch.stack([prediction.mean, 0.5 * prediction.variance.log()], -1)
 
     def moves(self, x: Tensor) -> Tensor:
-        """(K, *event): the directions to ask along, scaled so that the differences along them add
-        up to the gradient."""
+        """(K, *event): directions, scaled so that differences along them sum to the gradient."""
         size = x[0].numel()
         if size <= self.directions:
             moves = torch.eye(size, dtype=x.dtype, device=x.device)
@@ -146,11 +143,7 @@ def blind_attacks(ball: Ball, task: str, steps: int, queries: int) -> dict[str, 
 
 
 def gives_gradient(predict: Predictor, x: Tensor) -> bool:
-    """Whether there is any gradient of the answers in x to be had; one that is zero counts.
-
-    >>> gives_gradient(lambda x: Categorical(logits=x.detach()), torch.zeros(2, 3))
-    False
-    """
+    """Whether there is any gradient of the answers in x to be had; one that is zero counts."""
     point = x.detach().clone().requires_grad_()
     try:
         with torch.enable_grad():

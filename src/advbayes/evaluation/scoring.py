@@ -12,7 +12,7 @@ from torch.distributions import Distribution
 
 from advbayes import metrics
 from advbayes.attacks import nll
-from advbayes.attacks.gradients import per_example
+from advbayes.attacks.gradients import value_of
 from advbayes.checks import InputError, finite
 from advbayes.evaluation.inputs import Task
 from advbayes.likelihoods import predicts_classes
@@ -114,9 +114,7 @@ def _scores(
         finite(f"{what} (log-probabilities)", prediction.logits)
     columns = {"log_prob": metrics.log_prob(prediction, y)}
     finite(f"{what} (log-probabilities of y)", columns["log_prob"])
-    columns["loss"] = (
-        -columns["log_prob"] if loss is nll else per_example(loss(prediction, y), len(y))
-    )
+    columns["loss"] = -columns["log_prob"] if loss is nll else value_of(loss, prediction, y)
     if predicts_classes(prediction):
         columns["entropy"] = metrics.entropy(prediction)
         columns["correct"] = metrics.correct(prediction, y)

@@ -13,6 +13,7 @@ from torch.distributions import Categorical, Distribution  # noqa: F401 (for the
 from advbayes import checks
 from advbayes.attacks import MultiStart, pgd
 from advbayes.attacks.balls import Ball
+from advbayes.attacks.losses import never
 from advbayes.likelihoods import predicts_classes
 from advbayes.metrics import Estimate, mean
 from advbayes.predictive.smoothing import components
@@ -160,23 +161,19 @@ def _one_output(y: Tensor) -> Tensor:  # (B,) or (B, 1) -> (B,)
 
 @dataclass(frozen=True)
 class Worthless:
-    """The loss of an attacker who wants one action to look bad: minus its expected utility. No
-    example is ever broken."""
+    """Minus an action's expected utility, for attackers who want it to look bad."""
 
     choices: Choices
     action: int
+    succeeded = staticmethod(never)
 
     def __call__(self, prediction: Distribution, y: Tensor) -> Tensor:
         return -self.choices.expected(prediction)[:, self.action]
 
-    def succeeded(self, prediction: Distribution, y: Tensor) -> Tensor:
-        return torch.zeros(len(y), dtype=torch.bool, device=y.device)
-
 
 @dataclass(frozen=True)
 class Spoiling:
-    """The loss of an attacker who wants the decision to turn out badly: minus the utility of the
-    action that is taken.
+    """Minus the utility of the action taken, for attackers who want bad decisions.
 
     Smoothed by a softmax over expected utilities at `temperature`, for gradients; broken where the
     action taken is worth less than the best one.
