@@ -791,7 +791,7 @@ def test_bad_queries_are_named(tmp_path: Path) -> None:
                 call(query)
     with pytest.raises(ValueError, match="saved purifier"):
         Purifier.load(tmp_path)
-    with pytest.raises(ValueError, match="Gaussian density can be saved"):
+    with pytest.raises(ValueError, match="save needs a channel with a Gaussian density"):
         Purifier(model, Unstructured(Noise(0.4)), thetas, x).save(tmp_path)
     model, thetas, x, y = setting(Gaussian(0.3), 1)
     prediction = Purifier(model, Noise(0.4), thetas, x)(x[:2])

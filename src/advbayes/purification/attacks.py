@@ -28,17 +28,15 @@ from advbayes.types import Attack, Loss, Predictor
 
 @dataclass(frozen=True, eq=False)
 class StraightThrough:
-    """A purifier whose gradient is that of the unpurified model at the denoised input, as if
-    purifying were the identity.
+    """A purifier with the unpurified model's gradient at the denoised input.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, L2, MeanField, Noise, pgd
     >>> from advbayes.purification import Purifier
     >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
     >>> purified = Purifier(model, Noise(0.1), MeanField(model).sample(5), torch.randn(100, 4))
-    >>> pgd(L2(1.0), steps=3)(
-    ...     StraightThrough(purified), torch.ones(2, 4), torch.tensor([0, 1])
-    ... ).shape
+    >>> attack, predict = pgd(L2(1.0), steps=3), StraightThrough(purified)
+    >>> attack(predict, torch.ones(2, 4), torch.tensor([0, 1])).shape
     torch.Size([2, 4])
     """
 
@@ -64,8 +62,7 @@ class StraightThrough:
 
 @dataclass(frozen=True)
 class Annealed(Search):
-    """Projected ascent through the purifier with its noise widened by each factor in turn, the last
-    one 1; best point kept.
+    """Projected ascent with the purifier's noise widened by each factor in turn, the last one 1.
 
     Each factor starts where the one before it ended. `start` is an attack whose points are tried
     first and used as starting points too.
@@ -210,8 +207,7 @@ def _classes(
 
 
 def _unfit(purifier: Purifier) -> bool:
-    """Whether the nearest centre means nothing: regression, another channel, or noise in another
-    space."""
+    """Whether nearest centres mean nothing: regression, another channel, another space."""
     store = purifier.store
     return bool(store.num_outputs) or not store.gaussians or purifier.features is not None
 
@@ -238,9 +234,8 @@ def neighbours(
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, Noise
     >>> model = BayesianModel(nn.Linear(1, 2), Categorical())
-    >>> purified = Purifier(
-    ...     model, Noise(0.1), torch.tensor([[1.0, -1.0, 0.0, 0.0]]), torch.tensor([[1.0], [-3.0]])
-    ... )
+    >>> thetas, centres = torch.tensor([[1.0, -1.0, 0.0, 0.0]]), torch.tensor([[1.0], [-3.0]])
+    >>> purified = Purifier(model, Noise(0.1), thetas, centres)
     >>> neighbours(purified, torch.tensor([[0.5]]), torch.tensor([0]))
     (tensor([[[1.]]]), tensor([[[-3.]]]))
     """
@@ -288,8 +283,7 @@ def nearest_centre_radius(
     y: Tensor,  # (B,)
     num: int = 8,
 ) -> Tensor:  # (B,)
-    """How far, in L2, x is from any other class in the limit sigma to 0: no smaller perturbation
-    can change the prediction.
+    """The L2 radius within which nothing changes the prediction in the limit sigma to 0.
 
     min_j max_i (|x - c_j|^2 - |x - c_i|^2) / (2 |c_j - c_i|) over centres c_j of other classes and
     the `num` nearest c_i of class y: c_j must come nearer than every c_i, and that is the distance
@@ -300,9 +294,8 @@ def nearest_centre_radius(
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, Noise
     >>> model = BayesianModel(nn.Linear(1, 2), Categorical())
-    >>> purified = Purifier(
-    ...     model, Noise(0.1), torch.tensor([[1.0, -1.0, 0.0, 0.0]]), torch.tensor([[1.0], [-3.0]])
-    ... )
+    >>> thetas, centres = torch.tensor([[1.0, -1.0, 0.0, 0.0]]), torch.tensor([[1.0], [-3.0]])
+    >>> purified = Purifier(model, Noise(0.1), thetas, centres)
     >>> nearest_centre_radius(purified, torch.tensor([[0.5]]), torch.tensor([0]))
     tensor([1.5000])
     """
@@ -313,13 +306,13 @@ def nearest_centre_radius(
         raise checks.InputError(
             "the closed form needs update='online', or centres that all thetas share, got neither"
         )
-    own, _ = neighbours(purifier, x, y, checks.count("num", num))
+    right, _ = neighbours(purifier, x, y, checks.count("num", num))
     query = purifier.query(x)
     here = query.around
-    middles = own.flatten(2).double() - purifier.store.origin  # (B, k, d)
+    middles = right.flatten(2).double() - purifier.store.origin  # (B, k, d)
     known = ~torch.isnan(middles[..., 0])  # (B, k)
     middles = torch.where(known.unsqueeze(-1), middles, here.unsqueeze(1))
-    from_x_to_own = (here.unsqueeze(1) - middles).square().sum(-1)  # (B, k)
+    from_x_to_right = (here.unsqueeze(1) - middles).square().sum(-1)  # (B, k)
     radius = here.new_full((len(x),), math.inf)
     for bank in banks:
         for groups, rows in bank.tiles(len(x)):
@@ -328,8 +321,8 @@ def nearest_centre_radius(
             to_x = _square_distances(here, centres, half)  # (g, B, n)
             plane = torch.full_like(to_x, -math.inf)
             for k in range(middles.shape[1]):
-                to_own = _square_distances(middles[:, k], centres, half).clamp_min(1e-12).sqrt()
-                each = (to_x - from_x_to_own[:, k].unsqueeze(1)) / (2 * to_own)
+                to_right = _square_distances(middles[:, k], centres, half).clamp_min(1e-12).sqrt()
+                each = (to_x - from_x_to_right[:, k].unsqueeze(1)) / (2 * to_right)
                 plane = torch.where(known[:, k].view(1, -1, 1), torch.maximum(plane, each), plane)
             same = _classes(purifier, bank, groups, rows).unsqueeze(1) == y.view(1, -1, 1)
             radius = torch.minimum(radius, plane.masked_fill(same, math.inf).amin(-1).amin(0))

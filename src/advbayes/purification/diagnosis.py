@@ -41,12 +41,7 @@ def merge(parts: list[Diagnosis], join: Callable[[list[Tensor]], Tensor]) -> Dia
 
 
 def chi_square_limit(width: int) -> float:
-    """The value that a chi-square variable of `width` degrees exceeds as rarely as a Gaussian its
-    sixth sd (Wilson-Hilferty).
-
-    >>> 784 < chi_square_limit(784) < 1100
-    True
-    """
+    """What chi-square of `width` degrees exceeds as rarely as a Gaussian 6 sd (Wilson-Hilferty)."""
     spread = 2.0 / (9.0 * width)
     return width * (1.0 - spread + _SUPPORT_SDS * math.sqrt(spread)) ** 3
 
@@ -65,10 +60,8 @@ def diagnose(store: Store, query: Query, log_shares: Callable[[Tensor], Tensor])
     # thetas that exclude x' are spread evenly
     evenly, shown = (shares * impossible).sum(0) / num, shares.masked_fill(impossible, 0.0)
     each = query.points.new_zeros(len(query), store.num_reference)
-    for block in weights(store, query, sums):
-        factor = block.factor * shown[block.thetas]
-        factor = factor.sum(0, keepdim=True) if len(block.terms) == 1 else factor
-        each[:, block.rows] += torch.einsum("gbn,gb->bn", block.terms, factor)
+    for block in weights(store, query, sums, shown):
+        each[:, block.rows] += torch.einsum("gbn,gb->bn", block.terms, block.group_factor)
     each += evenly.unsqueeze(1)
     best, nearest, source = _likeliest(sums)
     distance, far = _support(store, query, nearest, source)
@@ -90,8 +83,7 @@ def diagnose(store: Store, query: Query, log_shares: Callable[[Tensor], Tensor])
 
 
 def _likeliest(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-density (B,) and the reference point (B,) of the likeliest centre; its bank and group
-    (2, B)."""
+    """The likeliest centre: log-density (B,), reference point (B,), bank and group (2, B)."""
     tops, indices, sources = [], [], []
     for k, part in enumerate(sums.banks):
         top, place = part.leading.logits.max(-1)  # (G, B)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from advbayes.checks import InputError
+from advbayes.checks import InputError, extra
 from advbayes.purification.banks import GaussianBank, Query
 from advbayes.purification.rows import spans
 from advbayes.purification.store import Store
@@ -50,12 +50,8 @@ class Cells:
 
     @classmethod
     def of(cls, centres: Tensor) -> Cells:  # (N, d) float64
-        try:
+        with extra("index='faiss' needs faiss", "scale"):
             faiss = importlib.import_module("faiss")
-        except ModuleNotFoundError:
-            raise ModuleNotFoundError(
-                "index='faiss' needs faiss: pip install 'advbayes[scale]'"
-            ) from None
         points = centres.float().contiguous().numpy()
         num, width = points.shape
         size = max(1, min(_CELLS, round(math.sqrt(num))))
@@ -81,10 +77,10 @@ class Cells:
     def nearest_possible(self, points: Tensor) -> Tensor:  # (B, d) float64 -> (B, J)
         """No centre of a cell is nearer than this."""
         distance = torch.cdist(points, self.centroids)
-        least, own = distance.min(1)
-        length = torch.cdist(self.centroids[own], self.centroids)
+        least, nearest = distance.min(1)
+        length = torch.cdist(self.centroids[nearest], self.centroids)
         beyond = (distance.square() - least.square().unsqueeze(1)) / length + length
-        along = 0.5 * beyond + self.edges[own]
+        along = 0.5 * beyond + self.edges[nearest]
         along = along.masked_fill(length == 0, 0.0)
         near = torch.maximum(distance - self.radii, along)
         return (near - self._slack(points).unsqueeze(1)).clamp_min(0.0)
@@ -109,12 +105,8 @@ class Cells:
         other centres in them could be, (B,) float64."""
         cells = torch.arange(visited.shape[1], device=visited.device)
         order = torch.where(visited, cells, -1).sort(1, descending=True)[0]
-        square, rows = (
-            torch.from_numpy(part)
-            for part in self.index.search_preassigned(
-                points.float().numpy(), num, order.numpy(), None
-            )
-        )
+        answer = self.index.search_preassigned(points.float().numpy(), num, order.numpy(), None)
+        square, rows = map(torch.from_numpy, answer)
         returned = (rows >= 0).sum(1)
         all_of_them = (visited * self.counts).sum(1) == returned
         last = square.double().masked_fill(rows < 0, 0.0).amax(1).sqrt() * (1.0 - _ROUNDING)
@@ -150,8 +142,8 @@ class NearestIndex:
         for weight, cells, seen, (bank, group) in zip(
             self._weights(store, near), self.cells, first, _groups(store), strict=True
         ):
-            mine = limit[group] if bank.groups > 1 else limit.amin(0)
-            more = weight > mine.unsqueeze(1)
+            threshold = limit[group] if bank.groups > 1 else limit.amin(0)
+            more = weight > threshold.unsqueeze(1)
             worthwhile = (more * cells.counts).sum(1) <= _MOST * cells.counts.sum()
             visited.append(seen | (more & worthwhile.unsqueeze(1)))
         rows, last = self._visit(around, visited)
@@ -160,10 +152,9 @@ class NearestIndex:
             for seen, each, farther in zip(visited, near, last, strict=True)
         ]
         left = _over_banks(store, [each.logsumexp(1) for each in self._weights(store, near)])
-        bound = (left - self._evidence(store, query, rows)).amax(0).exp()
+        bound = (left - self._evidence(store, query, rows)).amax(0).exp().nan_to_num(nan=math.inf)
         device = query.points.device
-        bound = bound.nan_to_num(nan=math.inf).to(device)
-        return tuple(index.to(device) for index in _by_bank(store, rows)), bound
+        return tuple(index.to(device) for index in _by_bank(store, rows)), bound.to(device)
 
     def _visit(
         self, around: Tensor, visited: list[Tensor]
@@ -207,5 +198,5 @@ def _by_bank(store: Store, parts: list[Tensor]) -> list[Tensor]:  # (G, ...) eac
 
 def _over_banks(store: Store, parts: list[Tensor]) -> Tensor:  # (B,) each -> (S, B)
     """log-sum-exp over the banks, of which some are shared by all thetas."""
-    each = [own.expand(store.num_thetas, -1) for own in _by_bank(store, parts)]
+    each = [part.expand(store.num_thetas, -1) for part in _by_bank(store, parts)]
     return torch.stack(each).logsumexp(0)

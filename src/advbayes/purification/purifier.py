@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,7 @@ _FARTHEST = 1e6  # in radii of the centres; float32 tells no directions apart be
 
 
 class Purifier:
-    """Infers the clean input behind x' and predicts from it: sum_s sum_n p(y | x_n, theta_s) p(x' |
-    x_n, theta_s), normalised.
+    """The reactive predictive: sum_sn p(y | x_n, theta_s) p(x' | x_n, theta_s), normalised.
 
     `update="online"` weighs the thetas by their evidence for x' (Eq. 4), `"offline"` keeps them
     equal (Eq. 5). `reference` is the training set, `(x, y)` or x alone (the channel then attacks
@@ -108,40 +108,34 @@ class Purifier:
             raise checks.InputError(f"index must be None for a sharded reference, got {index!r}")
         thetas = ranks.same(thetas)
         place = None if folder is None else Path(folder)
-        tables = Builder(
+        store = Builder(
             model, channel, thetas.detach(), x, y, features, int(memory_limit), place, ranks
-        )
-        store = tables.store()
-        base = PosteriorPredictive(model, thetas)
+        ).store()
         note = (
             f"Purifier({model}, {channel}, num_thetas={len(thetas)}, "
-            f"num_reference={store.num_whole}, "
-            f"update={update!r})"
+            f"num_reference={store.num_whole}, update={update!r})"
         )
-        self._set(store, update, features, base, note)
+        self._set(store, update, features, PosteriorPredictive(model, thetas), note)
         if index is not None:
             checks.choice("index", index, ("faiss",))
             self._index = NearestIndex(store, min(checks.count("num_nearest", num_nearest), len(x)))
             self._left_out, self._small = checks.number("left_out", left_out, low=0), None
         if posterior is not None:
-
-            def redraw(num: int, generator: torch.Generator | None) -> Purifier:
-                return Purifier(
-                    model,
-                    channel,
-                    posterior.sample(num, generator=generator),
-                    x if y is None else (x, y),
-                    update,
-                    memory_limit=memory_limit,
-                    features=features,
-                    posterior=posterior,
-                    index=index,
-                    num_nearest=num_nearest,
-                    left_out=left_out,
-                    sharded=sharded,
-                )
-
-            self._redraw = redraw
+            again = partial(
+                Purifier,
+                model,
+                channel,
+                reference=x if y is None else (x, y),
+                update=update,
+                memory_limit=memory_limit,
+                features=features,
+                posterior=posterior,
+                index=index,
+                num_nearest=num_nearest,
+                left_out=left_out,
+                sharded=sharded,
+            )
+            self._redraw = lambda num, source: again(thetas=posterior.sample(num, generator=source))
 
     def _set(
         self,
@@ -171,7 +165,7 @@ class Purifier:
     def __call__(self, x: Tensor) -> Distribution:  # (B, *event)
         self._check(x)
         if self.store.num_outputs:
-            return PurifiedMixture.of(self, x)
+            return PurifiedMixture(self, x)
         if not len(x):
             return CategoricalDistribution(
                 logits=x.new_zeros(0, self.store.width), validate_args=False
@@ -190,8 +184,7 @@ class Purifier:
         """log sum_n p(x' | x_n, theta_s), (S, B), and the weighted averages of the values, (S, B,
         V), in float64; p(x', y | x_n, theta_s) where outputs y come with the query.
 
-        The query is a block of `num` ones that share a graph, and the memory for its backward
-        pass.
+        The query is a block of `num` that share a graph and the memory for its backward pass.
         """
         store = self.store
         if self._small is not None and self._small.fits(num):
@@ -204,8 +197,7 @@ class Purifier:
         return log_evidence, averages
 
     def averages(self, query: Query, num: int) -> tuple[Tensor, Tensor | None]:
-        """The values averaged over all thetas and reference points, (V, B), and the evidence (S, B)
-        if it came with them."""
+        """Averages over all thetas and reference points, (V, B); the evidence if it came too."""
         if self._small is not None and self._small.fits(num):
             return self._small.averages(query.flat, self.update == "online"), None
         log_evidence, each = self.evidence(query, num)
@@ -223,16 +215,13 @@ class Purifier:
         """x (or its features), the unreasonably far brought to where directions can be told."""
         points: Tensor = (x if self.features is None else self.features(x)).flatten(1).double()
         limit = _FARTHEST * max(self._reach, 1.0)
-        largest = (
-            float(torch.linalg.vector_norm(points.detach(), math.inf)) if points.numel() else 0.0
-        )
-        if largest * math.sqrt(points.shape[1]) <= limit:
-            return points
         with torch.no_grad():
+            largest = torch.linalg.vector_norm(points, math.inf) if points.numel() else 0.0
+            if float(largest) * math.sqrt(points.shape[1]) <= limit:
+                return points
             checks.finite("x", x)  # only now: what is small is finite
-            shrink: Tensor = (
-                limit / torch.linalg.vector_norm(points, dim=1, keepdim=True)
-            ).clamp_max(1.0)
+            norms: Tensor = torch.linalg.vector_norm(points, dim=1, keepdim=True)
+            shrink = (limit / norms).clamp_max(1.0)
         return points * shrink
 
     def queries(self, x: Tensor) -> Queries:
@@ -246,9 +235,9 @@ class Purifier:
                 self._index.search(self.store, whole.take(rows), self._left_out)
                 for rows in _slices(len(x))
             ]
-            of_banks = zip(*(rows for rows, _ in parts), strict=True)
-            nearest = tuple(torch.cat(rows, 1) for rows in of_banks)
-            bound = torch.cat([part for _, part in parts])
+            rows_of, bounds = zip(*parts, strict=True)
+            nearest = tuple(torch.cat(rows, 1) for rows in zip(*rows_of, strict=True))
+            bound = torch.cat(bounds)
             within = bound <= self._left_out
             kinds, left_out = torch.where(within, _INDEXED, kinds), left_out.where(~within, bound)
         present, blocks = sorted(set(kinds.tolist())), []
@@ -277,8 +266,7 @@ class Purifier:
             return Query(x.detach(), self.flat(x.detach()), self.store.origin, torch.float64)
 
     def denoise(self, x: Tensor) -> Tensor:
-        """E[centre | x']: where the purifier believes that x' came from, of x's shape (not for
-        `features`)."""
+        """E[centre | x'], of x's shape: where x' is believed to come from (not for `features`)."""
         self._check(x)
         if self.features is not None:
             raise checks.InputError(
@@ -297,10 +285,8 @@ class Purifier:
         shares, mean = self.log_shares(sums.log_evidence).exp(), torch.zeros_like(query.points)
         if query.nearest is not None:
             return self._nearest_mean(query, sums, shares)
-        for block in weights(self.store, query, sums):
-            factor = block.factor * shares[block.thetas]
-            factor = factor.sum(0, keepdim=True) if len(block.terms) == 1 else factor
-            each = (block.terms * factor.unsqueeze(-1)).to(query.dtype)
+        for block in weights(self.store, query, sums, shares):
+            each = (block.terms * block.group_factor.unsqueeze(-1)).to(query.dtype)
             bank = self.store.gaussians[block.bank]
             centres = bank.centres.block(block.groups, block.rows).to(query.dtype)
             mean += torch.matmul(each, centres).sum(0)
@@ -319,8 +305,7 @@ class Purifier:
         return mean
 
     def diagnose(self, x: Tensor) -> Diagnosis:
-        """Effective sample sizes, log evidence, nearest centre and support of each prediction:
-        whether to believe it."""
+        """Whether to believe each prediction: effective samples, evidence, support."""
         self._check(x)
         if not len(x):
             raise checks.InputError("x must hold at least one input, got none")
@@ -330,8 +315,7 @@ class Purifier:
             return replace(merge(parts, queries.join), left_out=queries.left_out)
 
     def widened(self, factor: float) -> Purifier:
-        """The same purifier with the channel's noise `factor` times as wide, sharing all tables:
-        for annealed attacks.
+        """The same tables with noise `factor` times as wide: for annealed attacks.
 
         >>> from torch import nn
         >>> from advbayes import BayesianModel, Categorical, MeanField, Noise
@@ -354,10 +338,8 @@ class Purifier:
         >>> from torch import nn
         >>> from advbayes import BayesianModel, Categorical, MeanField, Noise
         >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
-        >>> posterior = MeanField(model)
-        >>> purified = Purifier(
-        ...     model, Noise(0.5), posterior.sample(5), torch.randn(100, 4), posterior=posterior
-        ... )
+        >>> q, x = MeanField(model), torch.randn(100, 4)
+        >>> purified = Purifier(model, Noise(0.5), q.sample(5), x, posterior=q)
         >>> purified.with_thetas(20).store.num_thetas
         20
         """
@@ -379,8 +361,7 @@ class Purifier:
         return Purifier.__new__(Purifier)._set(store, self.update, self.features, self.base, note)
 
     def save(self, folder: str | Path) -> None:
-        """A bundle of its own: every byte under a hash, an earlier one replaced in one step. The
-        model is not in it."""
+        """A bundle: every byte under a hash, replaced in one step. The model is not in it."""
         if self.store.ranks.size > 1:
             raise checks.InputError(
                 "save needs the whole reference in one process, got a sharded one"
@@ -413,32 +394,27 @@ def _slices(num: int) -> list[slice]:
     return [slice(start, stop) for start, stop in spans(num, _QUERIES)]
 
 
+@dataclass(frozen=True, eq=False)
 class Queries:
-    """Inputs in blocks, each of one precision; and the share of the evidence that an index leaves
-    out of their answers, at most."""
+    """Inputs in blocks of one precision, and the most evidence that an index leaves out."""
 
-    def __init__(self, blocks: list[tuple[slice | Tensor, Query]], left_out: Tensor) -> None:
-        self.left_out = left_out  # (B,) float64
-        self.rows, self._queries = [rows for rows, _ in blocks], [query for _, query in blocks]
+    blocks: list[tuple[slice | Tensor, Query]]  # which rows, and what they ask
+    left_out: Tensor  # (B,) float64
 
     def __iter__(self) -> Iterator[Query]:
-        return iter(self._queries)
+        return (query for _, query in self.blocks)
 
     def join(self, parts: list[Tensor], dim: int = 0) -> Tensor:
         """What each block gave, in the order of the inputs."""
         if len(parts) == 1:
             return parts[0]
         whole = torch.cat(parts, dim)
-        places = [rows for rows in self.rows if isinstance(rows, Tensor)]
+        places = [rows for rows, _ in self.blocks if isinstance(rows, Tensor)]
         return whole.index_select(dim, torch.cat(places).argsort()) if places else whole
 
 
 def log_mean(log_values: Tensor, log_shares: Tensor) -> Tensor:  # (S, B, V), (S, B) -> (B, V)
-    """log sum_s share_s value_s.
-
-    >>> log_mean(torch.tensor([[[1.0]], [[3.0]]]).log(), torch.tensor([[0.5], [0.5]]).log()).exp()
-    tensor([[2.0000]])
-    """
+    """log sum_s share_s value_s."""
     if len(log_values) == 1:
         return log_values[0]
     return torch.logsumexp(log_values + log_shares.unsqueeze(-1), 0)

@@ -3,71 +3,59 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Distribution
 
 from advbayes import checks
 from advbayes.likelihoods import LOG_TWO_PI, GaussianPredictive, targets_like
 from advbayes.purification.banks import Query
 from advbayes.purification.joint import log_outputs
 from advbayes.purification.rows import spans
-from advbayes.purification.sweep import Sums, sweep, weights
+from advbayes.purification.sweep import Block, Sums, sweep, weights
 
 if TYPE_CHECKING:
-    from advbayes.purification.purifier import Purifier, Queries
+    from advbayes.purification.purifier import Purifier
 
 _LEVELS = 150  # turns at most: fifty halvings; Newton's steps need about ten
 
 
 class PurifiedMixture(GaussianPredictive):
-    """sum_s sum_n w_sn(x') N(y; mean_sn, scale_sn^2): moments at once, everything else by further
-    passes over the reference.
+    """sum_sn w_sn(x') N(y; mean_sn, scale_sn^2): moments at once, the rest by further passes.
 
     `mean`, `variance`, `entropy()` (of the moment-matched Gaussian, an upper bound) and `log_prob`
     are differentiable in x'. `cdf` and `icdf` are for one output. Obtained by calling a `Purifier`.
     """
 
-    @classmethod
-    def of(cls, purifier: Purifier, x: Tensor) -> PurifiedMixture:
-        """The predictive at x, its moments computed in one pass."""
-        if not x.shape[0]:
+    def __init__(self, purifier: Purifier, x: Tensor) -> None:
+        if not len(x):
             raise checks.InputError("x must hold at least one input, got none")
-        made = cls.__new__(cls)
-        made._purifier, made._x, made._queries = purifier, x, purifier.queries(x)
-        blocks = [purifier.averages(query, len(x)) for query in made._queries]
-        made._evidence = [log_evidence for _, log_evidence in blocks]
-        averages = made._queries.join([part for part, _ in blocks], 1)  # (3 D, B)
+        self._purifier, self._x = purifier, x
+        # the passes share their graph in float64, where their gradients may cancel
+        self._queries = purifier.queries(x)
+        blocks = [purifier.averages(query, len(x)) for query in self._queries]
+        # (S, b) of each block of queries, where the moments did not do without
+        self._evidence = [log_evidence for _, log_evidence in blocks]
+        averages = self._queries.join([part for part, _ in blocks], 1)  # (3 D, B)
         # (B,) each for one output, (B, D) for more
         mean, noise, square = averages.unbind() if len(averages) == 3 else averages.T.chunk(3, -1)
         spread = torch.addcmul(square, mean, mean, value=-1.0).clamp_min(0.0)
-        made._mean = (mean + purifier.store.middle).to(x.dtype)
-        made._variance = (noise + spread).to(x.dtype)
-        made._cached = {}
-        Distribution.__init__(made, x.shape[:1], made._mean.shape[1:], validate_args=False)
-        return made
+        self._mean = (mean + purifier.store.middle).to(x.dtype)
+        self._variance = (noise + spread).to(x.dtype)
+        self._cached: dict[int, Sums] = {}
+        super().__init__(x.shape[:1], self._mean.shape[1:], validate_args=False)
 
-    _purifier: Purifier
-    _x: Tensor
-    _queries: Queries  # the passes share their graph in float64, where their gradients may cancel
-    # (S, b) of each block of queries, where the moments did not do without
-    _evidence: list[Tensor | None]
-    _mean: Tensor
-    _variance: Tensor
-    _cached: dict[int, Sums]
-
-    def _log_evidence(self, block: int, query: Query) -> Tensor:  # (S, b)
-        log_evidence = self._evidence[block]
+    def _log_evidence(self, number: int, query: Query) -> Tensor:  # (S, b)
+        log_evidence = self._evidence[number]
         # What was computed without a gradient does not serve where one is wanted.
         if log_evidence is None or (
             query.flat.requires_grad and torch.is_grad_enabled() and not log_evidence.requires_grad
         ):
             log_evidence, _ = self._purifier.evidence(query, len(self._x), values=False)
-            self._evidence[block] = log_evidence
+            self._evidence[number] = log_evidence
         return log_evidence
 
     @property
@@ -87,10 +75,10 @@ class PurifiedMixture(GaussianPredictive):
     def log_prob(self, value: Tensor) -> Tensor:
         y = self._columns(value).double() - self._purifier.store.middle
         parts = []
-        for block, (rows, query) in enumerate(zip(self._queries.rows, self._queries, strict=True)):
+        for number, (rows, query) in enumerate(self._queries.blocks):
             both = replace(query, y=y[rows])
             joint, _ = self._purifier.evidence(both, len(self._x), values=False)
-            evidence = self._log_evidence(block, query)
+            evidence = self._log_evidence(number, query)
             shares = self._purifier.log_shares(evidence)
             lost = evidence == -math.inf
             if bool(lost.any()):  # thetas that exclude x' know nothing of it: their plain average
@@ -107,36 +95,33 @@ class PurifiedMixture(GaussianPredictive):
             log_outputs(store, y, thetas, slice(start, stop)).logsumexp(-1)
             for start, stop in spans(store.num_reference, 1000)
         ]
-        own = torch.logsumexp(torch.stack(parts), 0)
-        return store.ranks.logsumexp(own) - math.log(store.num_whole)
+        return store.ranks.logsumexp(torch.stack(parts).logsumexp(0)) - math.log(store.num_whole)
 
     # --- passes that need every component --------------------------------------------------------
 
-    def _sums(self, block: int, query: Query) -> Sums:
-        if block not in self._cached:
-            self._cached[block] = sweep(self._purifier.store, query, values=False)
-        return self._cached[block]
+    def _blocks(self, number: int, query: Query) -> Iterator[Block]:
+        """The components and their weights, block by block."""
+        store = self._purifier.store
+        if number not in self._cached:
+            self._cached[number] = sweep(store, query, values=False)
+        sums = self._cached[number]
+        return weights(store, query, sums, self._purifier.log_shares(sums.log_evidence).exp())
 
     def _expect(
         self, functions: Callable[[slice | Tensor, Tensor, Tensor], tuple[Tensor, ...]], num: int
     ) -> tuple[Tensor, ...]:  # num times (B,)
-        """E over components of functions(queries, means (s, n), scales (s, n)) -> num times (s, b,
-        n); one output."""
+        """E of functions(rows, means (s, n), scales (s, n)) -> num times (s, b, n)."""
         store = self._purifier.store
         out = self._x.new_zeros(num, len(self._x), dtype=torch.float64)
         with torch.no_grad():
-            for number, (rows, query) in enumerate(
-                zip(self._queries.rows, self._queries, strict=True)
-            ):
-                sums = self._sums(number, query)
-                shares = self._purifier.log_shares(sums.log_evidence).exp()
-                for block in weights(store, query, sums):
+            for number, (rows, query) in enumerate(self._queries.blocks):
+                for block in self._blocks(number, query):
                     # (s, n, 3)
                     values = store.value_block(block.rows)[:, block.thetas].transpose(0, 1)
                     means, scales = values[..., 0] + store.middle, values[..., 1].sqrt()
                     for k, each in enumerate(functions(rows, means, scales)):
                         mass = (block.terms * each).sum(-1)  # (s, b)
-                        out[k, rows] += (mass * block.factor * shares[block.thetas]).sum(0)
+                        out[k, rows] += (mass * block.factor).sum(0)
         return tuple(store.ranks.sum(out))
 
     def _one_output(self, name: str) -> None:
@@ -156,8 +141,7 @@ class PurifiedMixture(GaussianPredictive):
         return below.clamp(0.0, 1.0).to(self._x.dtype)
 
     def icdf(self, value: Tensor) -> Tensor:
-        """Quantiles for one output: Newton's steps within Cantelli's bracket, halved where they
-        leave it."""
+        """Quantiles for one output: Newton's steps, halved where they leave Cantelli's bracket."""
         self._one_output("icdf")
         level = torch.as_tensor(value, dtype=torch.float64, device=self._x.device).expand(
             len(self._x)
@@ -201,8 +185,8 @@ class PurifiedMixture(GaussianPredictive):
         num = max(1, math.prod(shape))
         with torch.no_grad():
             parts = [
-                self._draw(block, query, num, generator)
-                for block, query in enumerate(self._queries)
+                self._draw(number, query, num, generator)
+                for number, query in enumerate(self._queries)
             ]
             mean, variance, _ = self._queries.join(parts, 1).chunk(3, -1)  # (num, B, D)
             noise = torch.randn(
@@ -212,15 +196,13 @@ class PurifiedMixture(GaussianPredictive):
         return drawn.reshape(shape + self.batch_shape + self.event_shape)
 
     def _draw(
-        self, block_number: int, query: Query, num: int, generator: torch.Generator | None
+        self, number: int, query: Query, num: int, generator: torch.Generator | None
     ) -> Tensor:  # (num, b, 3 D)
-        """Values of `num` components of each query: first the block that they fall into, then the
-        row within it."""
-        store, sums = self._purifier.store, self._sums(block_number, query)
-        shares = self._purifier.log_shares(sums.log_evidence).exp()
+        """Values of `num` components of each query: first their block, then the row in it."""
+        store = self._purifier.store
         masses, owners = [], []  # of each (theta, block)
-        for block in weights(store, query, sums):
-            masses.append(block.terms.sum(-1) * block.factor * shares[block.thetas])  # (s, b)
+        for block in self._blocks(number, query):
+            masses.append(block.terms.sum(-1) * block.factor)  # (s, b)
             owners += list(range(store.num_thetas))[block.thetas]
         # (b, num)
         chosen = torch.multinomial(torch.cat(masses).T, num, replacement=True, generator=generator)
@@ -228,13 +210,12 @@ class PurifiedMixture(GaussianPredictive):
             chosen.shape, generator=generator, dtype=torch.float64, device=chosen.device
         )
         index, first = torch.zeros_like(chosen), 0
-        for mass, block in zip(masses, weights(store, query, sums), strict=True):
+        for mass, block in zip(masses, self._blocks(number, query), strict=True):
             cumulated = block.terms.cumsum(-1)  # (g, b, n)
             for place in range(len(mass)):
-                mine = cumulated[place if len(cumulated) > 1 else 0]
-                row = torch.searchsorted(mine, within * mine[:, -1:], right=True).clamp_max(
-                    mine.shape[1] - 1
-                )
+                levels = cumulated[place if len(cumulated) > 1 else 0]  # (b, n)
+                row = torch.searchsorted(levels, within * levels[:, -1:], right=True)
+                row = row.clamp_max(levels.shape[1] - 1)
                 index = torch.where(chosen == first + place, row + block.rows.start, index)
             first += len(mass)
         theta = torch.tensor(owners, device=chosen.device)[chosen]  # (b, num)

@@ -39,14 +39,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class MemoryRows:
-    """In memory.
-
-    >>> table = MemoryRows(torch.zeros(1, 4, 2))
-    >>> table.write(0, 1, torch.ones(2, 2))
-    >>> table.block(slice(0, 1), slice(0, 2))
-    tensor([[[0., 0.],
-             [1., 1.]]])
-    """
+    """In memory."""
 
     data: Tensor  # (G, N, V)
 
@@ -59,8 +52,7 @@ class MemoryRows:
         return self.data[groups, rows]
 
     def pick(self, group: int, index: Tensor, columns: slice = slice(None)) -> Tensor:
-        table = self.data[group, :, columns]
-        return table.index_select(0, index.reshape(-1)).view(*index.shape, table.shape[1])
+        return _at(self.data[group, :, columns], index)
 
     def write(self, group: int, start: int, part: Tensor) -> None:
         self.data[group, start : start + len(part)] = part
@@ -68,16 +60,7 @@ class MemoryRows:
 
 @dataclass(frozen=True, eq=False)
 class DiskRows:
-    """In a file. A block is mapped when it is read and unmapped when it is dropped, so that what is
-    resident stays small.
-
-    >>> import tempfile
-    >>> table = DiskRows.create(Path(tempfile.mkdtemp()) / "rows.table", (1, 4, 2), torch.float32)
-    >>> table.write(0, 1, torch.ones(2, 2))
-    >>> table.block(slice(0, 1), slice(0, 2))
-    tensor([[[0., 0.],
-             [1., 1.]]])
-    """
+    """In a file: a block is mapped while it is read, so that little stays resident."""
 
     path: Path
     shape: tuple[int, int, int]
@@ -86,8 +69,7 @@ class DiskRows:
 
     @classmethod
     def create(cls, path: Path, shape: tuple[int, int, int], dtype: torch.dtype) -> DiskRows:
-        """A table of zeros whose space is taken: writing to a map of a file on a full disk would
-        end the process."""
+        """Zeros whose space is taken: writing to a map on a full disk ends the process."""
         size = num_bytes(shape, dtype)
         with path.open("wb") as file:
             file.truncate(size)
@@ -117,8 +99,7 @@ class DiskRows:
 
     def pick(self, group: int, index: Tensor, columns: slice = slice(None)) -> Tensor:
         # Mapped whole, but only the pages that are touched become resident.
-        table = self._map(group, 0, self.shape[1])[:, columns]
-        return table.index_select(0, index.reshape(-1)).view(*index.shape, table.shape[1])
+        return _at(self._map(group, 0, self.shape[1])[:, columns], index)
 
     def write(self, group: int, start: int, part: Tensor) -> None:
         with self.path.open("r+b") as file:
@@ -126,20 +107,16 @@ class DiskRows:
             file.write(part.to(self.dtype).contiguous().numpy().data)
 
 
-def num_bytes(shape: Iterable[int], dtype: torch.dtype) -> int:
-    """What a table of this shape takes.
+def _at(table: Tensor, index: Tensor) -> Tensor:  # (N, V), any shape -> (*index.shape, V)
+    return table.index_select(0, index.reshape(-1)).view(*index.shape, table.shape[1])
 
-    >>> num_bytes((1, 60_000, 784), torch.float32)
-    188160000
-    """
+
+def num_bytes(shape: Iterable[int], dtype: torch.dtype) -> int:
+    """What a table of this shape takes."""
     return math.prod(shape) * dtype.itemsize
 
 
 def spans(total: int, size: int) -> Iterator[tuple[int, int]]:
-    """Cuts 0..total into pieces of at most `size`.
-
-    >>> list(spans(5, 2))
-    [(0, 2), (2, 4), (4, 5)]
-    """
+    """Cuts 0..total into pieces of at most `size`."""
     for start in range(0, total, size):
         yield start, min(total, start + size)

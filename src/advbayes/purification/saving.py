@@ -21,17 +21,14 @@ if TYPE_CHECKING:
 
 _BLOCK = 1000
 _TEXT = "purifier"
-_SCALES = (1e-70, 1e70)  # their products and squares are numbers too
+_LEAST, _MOST = 1e-70, 1e70  # of scales: their products and squares are numbers too
 
 
 def save(store: Store, folder: Path, update: str, note: str, features: bool) -> None:
     """Tables, vectors and one document, replaced in one step."""
     from advbayes.store import SUFFIX, write_bundle
 
-    if not store.gaussians:
-        raise InputError(
-            "only channels with a Gaussian density can be saved, got one of another kind"
-        )
+    store.check_gaussian("save")
     if store.folder is not None and folder.resolve() == store.folder.resolve():
         raise InputError(f"folder must not be the one that the purifier reads from, got {folder}")
     if folder.suffix == SUFFIX:  # its tables are read from disk, piece by piece
@@ -72,18 +69,14 @@ def _table(rows: Rows, dtype: torch.dtype) -> Content:
 
 
 def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, str]:
-    """The store, its update and its note, all checked; tables stay on disk if they take more than
-    `memory_limit`."""
+    """The store, update and note, all checked; tables beyond `memory_limit` stay on disk."""
     from advbayes.store import StoreError
     from advbayes.store.tables import read_tables
 
     if not (folder / "manifest.json").exists():
-        old = (folder / f"{_TEXT}.json").exists()
-        got = (
-            "one of an earlier version, without hashes: make it again with Purifier(...).save"
-            if old
-            else "none"
-        )
+        got = "none"
+        if (folder / f"{_TEXT}.json").exists():
+            got = "one of an earlier version, without hashes: make it again with Purifier(...).save"
         raise StoreError(folder, wanted="a saved purifier", got=got)
     bundle = read_tables(folder)
 
@@ -116,17 +109,14 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
             f"{features}"
         )
     total = sum(num_bytes(saved.shape, saved.dtype) for saved in bundle.tables.values())
+    on_disk = total > memory_limit
 
     def table(name: str, wanted: str, fits: Any) -> Rows:
         saved: SavedTable | None = bundle.tables.pop(name, None)
         if saved is None or not fits(saved.shape):
             raise refuse(f"a table {name} of {wanted}", None if saved is None else saved.shape)
         rows = DiskRows(saved.file, saved.shape, saved.dtype, saved.offset)
-        return (
-            rows
-            if total > memory_limit
-            else MemoryRows(rows.block(slice(None), slice(None)).clone())
-        )
+        return rows if on_disk else MemoryRows(rows.block(slice(None), slice(None)).clone())
 
     per_theta = 2 * num_outputs
     values = table(
@@ -135,17 +125,11 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
         lambda s: s[0] == 1 and s[2] % num_thetas == 0 and per_theta in (0, s[2] // num_thetas),
     )
     dtype, num = _dtype(values), values.shape[1]
-    origin, middle = (vectors.get(name) for name in ("origin", "middle"))
-    if (
-        origin is None
-        or middle is None
-        or len(vectors) != 2
-        or origin.ndim != 1
-        or middle.shape != (num_outputs,)
-    ):
-        raise refuse(
-            "the vectors origin and middle", {name: tuple(v.shape) for name, v in vectors.items()}
-        )
+    shapes = {name: tuple(vector.shape) for name, vector in vectors.items()}
+    named = sorted(shapes) == ["middle", "origin"]
+    if not named or len(shapes["origin"]) != 1 or shapes["middle"] != (num_outputs,):
+        raise refuse("the vectors origin and middle", shapes)
+    origin, middle = vectors["origin"], vectors["middle"]
     if not with_features and len(origin) != math.prod(shape):
         raise refuse(f"centres of {math.prod(shape)} numbers", len(origin))
     if origin.dtype != torch.float64 or middle.dtype != torch.float64:
@@ -161,11 +145,8 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
                 pass
             case _:
                 raise refuse("log_weight, factor and scale of every bank", entry)
-        if not (
-            math.isfinite(log_weight)
-            and _SCALES[0] < factor < _SCALES[1]
-            and (scale is None or _SCALES[0] < scale < _SCALES[1])
-        ):
+        scaled = (factor, factor if scale is None else scale)
+        if not math.isfinite(log_weight) or not all(_LEAST < each < _MOST for each in scaled):
             raise refuse("a finite weight and positive scales", entry)
 
         def fits(s: tuple[int, ...]) -> bool:
@@ -185,21 +166,16 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
             raise refuse("finite centres and positive scales", str(error)) from None
     if bundle.tables:
         raise refuse("no other tables", sorted(bundle.tables))
-    place = folder if total > memory_limit else None
-    store = Store(
-        tuple(banks), values, num_thetas, num_outputs, shape, origin, middle, dtype, place
-    )
     for start, stop in spans(num, _BLOCK):
         block = values.block(slice(0, 1), slice(start, stop))[0].view(stop - start, num_thetas, -1)
         positive = block[..., num_outputs:]  # variances, or probabilities
         if not bool(torch.isfinite(block).all()) or not bool((positive > 0).all()):
-            raise refuse(
-                "finite predictions, their probabilities or variances positive",
-                float(positive.min()),
-            )
+            wanted = "finite predictions, their probabilities or variances positive"
+            raise refuse(wanted, float(positive.min()))
         if not num_outputs and float((block.double().sum(-1) - 1).abs().max()) > 1e-4:
             raise refuse("probabilities that sum to 1", float(block.double().sum(-1).max()))
-    return store, update, note
+    of_model = (num_thetas, num_outputs, shape, origin, middle, dtype)
+    return Store(tuple(banks), values, *of_model, folder if on_disk else None), update, note
 
 
 def _dtype(rows: Rows) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ _OTHERS = 2000
 
 @dataclass(frozen=True, eq=False)
 class Simulated:
-    """Any channel that can be sampled, given a density: a Gaussian kernel on `num` simulated x' of
-    each reference point.
+    """Any channel with a density from samples: a Gaussian kernel on `num` simulated x' each.
 
     p(x' | x, theta) is approximated by 1/M sum_m N(x'; x'_m, bandwidth^2), approximate Bayesian
     computation with a smooth kernel: exact as the bandwidth goes to 0 and M (or the reference set)
@@ -57,13 +57,9 @@ class Simulated:
         return self.channel.sample(predict, x, y, generator=generator)
 
     def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> GaussianDensity:
-        drawn = tuple(
-            self.channel.sample(predict, x, y, generator=self.generator).detach()
-            for _ in range(self.num)
-        )
-        return GaussianDensity(
-            (-math.log(self.num),) * self.num, drawn, (self.bandwidth,) * self.num
-        )
+        num, draw = self.num, partial(self.sample, predict, x, y, generator=self.generator)
+        drawn = tuple(draw().detach() for _ in range(num))
+        return GaussianDensity((-math.log(num),) * num, drawn, (self.bandwidth,) * num)
 
 
 @torch.no_grad()
@@ -76,17 +72,15 @@ def choose_bandwidth(
     num: int = 1,
     generator: torch.Generator | None = None,
 ) -> float:
-    """The kernel width under which simulated x' of some reference points are likeliest given
-    simulations of the others.
+    """The kernel width that makes some points' simulated x' likeliest given the others'.
 
     Likelihood cross-validation on at most 2,000 points with `num` simulations each, then shrunk to
     all N of them by the kernel estimate's own rate, N^(-1/(4 + d)).
 
     >>> from advbayes import Noise
-    >>> x = torch.randn(2000, 1, generator=torch.Generator().manual_seed(0))
-    >>> 0.1 < choose_bandwidth(
-    ...     Noise(0.5), None, x, generator=torch.Generator().manual_seed(0)
-    ... ) < 0.6
+    >>> seeded = torch.Generator().manual_seed(0)
+    >>> x = torch.randn(2000, 1, generator=seeded)
+    >>> 0.1 < choose_bandwidth(Noise(0.5), None, x, generator=seeded) < 0.6
     True
     """
     total = len(x)
@@ -99,16 +93,12 @@ def choose_bandwidth(
     others = order[len(pilots) : len(pilots) + _OTHERS]
 
     def simulate(rows: Tensor) -> Tensor:
-        return (
-            channel.sample(predict, x[rows], None if y is None else y[rows], generator=generator)
-            .flatten(1)
-            .double()
-        )
+        labels = None if y is None else y[rows]
+        return channel.sample(predict, x[rows], labels, generator=generator).flatten(1).double()
 
     asked, known = simulate(pilots), torch.cat([simulate(others) for _ in range(num)])
-    square = torch.cdist(asked, known).square()
-    width = asked.shape[1]
-    distances = square.sqrt()
+    distances, width = torch.cdist(asked, known), asked.shape[1]
+    square = distances.square()
     largest = float(distances.max()) / math.sqrt(width)
     if largest == 0:
         raise checks.InputError(
@@ -121,8 +111,8 @@ def choose_bandwidth(
         log_p = torch.logsumexp(square * (-0.5 / bandwidth**2), 1) - width * bandwidth.log()
         return log_p.mean()
 
-    low, high = math.log(least), math.log(largest)
-    best = low
+    best = low = math.log(least)
+    high = math.log(largest)
     for _ in range(2):  # a grid, then a finer one around its best
         grid = torch.linspace(low, high, 25, dtype=torch.float64, device=x.device)
         best = float(grid[int(torch.stack([score(g.exp()) for g in grid]).argmax())])
@@ -133,8 +123,7 @@ def choose_bandwidth(
 
 
 class SimulatedPurifier:
-    """A Purifier for channels without a density: `num_simulations` draws of x' for each theta and
-    reference point.
+    """A Purifier for channels without a density, by `num_simulations` draws of x' each.
 
     `bandwidth=None` chooses it (see `choose_bandwidth`); the choice is in `.bandwidth`, and the
     effective sample size in `.diagnose(x).ess_reference`. Everything else is a
@@ -143,9 +132,8 @@ class SimulatedPurifier:
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, MeanField, Noise
     >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
-    >>> purified = SimulatedPurifier(
-    ...     model, Noise(0.0), MeanField(model).sample(5), torch.randn(100, 4)
-    ... )
+    >>> thetas, x = MeanField(model).sample(5), torch.randn(100, 4)
+    >>> purified = SimulatedPurifier(model, Noise(0.0), thetas, x)
     >>> purified(torch.ones(2, 4)).probs.shape
     torch.Size([2, 3])
     """
@@ -176,21 +164,11 @@ class SimulatedPurifier:
                 channel, model.at(thetas[0]), x, y, num=num_simulations, generator=source
             )
         self.bandwidth = checks.number("bandwidth", bandwidth, low=0, open_low=True)
-        simulated = Simulated(
-            channel,
-            num_simulations,
-            self.bandwidth,
-            generator_for(seed, "simulate", device=x.device),
-        )
-        self.purifier = Purifier(
-            model,
-            simulated,
-            thetas,
-            x if y is None else (x, y),
-            update,
-            memory_limit=memory_limit,
-            folder=folder,
-        )
+        source = generator_for(seed, "simulate", device=x.device)
+        simulated = Simulated(channel, num_simulations, self.bandwidth, source)
+        known = x if y is None else (x, y)
+        limits: Any = {"memory_limit": memory_limit, "folder": folder}
+        self.purifier = Purifier(model, simulated, thetas, known, update, **limits)
         self._note = (
             f"SimulatedPurifier({model}, {channel}, num_thetas={len(thetas)}, "
             f"num_reference={len(x)}, update={update!r}, "

@@ -49,13 +49,13 @@ class Small:
             if bank.scales is not None or not isinstance(bank.centres, MemoryRows):
                 return None
             centres = bank.centres.data.double() - store.origin  # (1 or G, N, d)
-            own, width = 1.0 / bank.sigma**2, centres.shape[-1]
+            precision, width = 1.0 / bank.sigma**2, centres.shape[-1]
             constant = bank.log_weight - width * (math.log(bank.sigma) + 0.5 * LOG_TWO_PI)
-            bias = constant - 0.5 * own * centres.square().sum(-1, keepdim=True)
+            bias = constant - 0.5 * precision * centres.square().sum(-1, keepdim=True)
             if bank.log_weights is not None:
                 bias = bias + bank.log_weights.unsqueeze(-1)
-            square = torch.full_like(bias, 0.5 * (gain - own))
-            slope = torch.cat([own * centres, bias, square], -1) / _BIT
+            square = torch.full_like(bias, 0.5 * (gain - precision))
+            slope = torch.cat([precision * centres, bias, square], -1) / _BIT
             slopes.append(slope.expand(groups, -1, -1))
         slope = torch.cat(slopes, 1).flatten(0, 1).T.contiguous()
         values = functional.pad(

@@ -36,6 +36,8 @@ Features = Callable[[Tensor], Tensor]
 
 _BLOCK = 1000  # reference points whose predictions and centres are computed at a time
 _SMALL = 1 << 19  # numbers in the centres of all banks
+_DENSITY = "channel must have a density to purify with"
+_SIMULATE = "a channel that can only be sampled is purified by simulation (SimulatedPurifier)"
 _FLOOR = 1e-30  # of a class probability, so that the log of a weighted average is finite
 
 
@@ -109,11 +111,8 @@ class Store:
         return table / table.sum(-1, keepdim=True)
 
     def value_block(self, rows: slice) -> Tensor:  # (n, S, V) float64
-        return self._read(
-            self.values.block(slice(0, 1), rows)[0].view(
-                rows.stop - rows.start, self.num_thetas, -1
-            )
-        )
+        table = self.values.block(slice(0, 1), rows)[0]
+        return self._read(table.view(len(table), self.num_thetas, -1))
 
     def value_at(self, index: Tensor) -> Tensor:  # (*index.shape, S, V) float64
         return self._read(self.values.pick(0, index).view(*index.shape, self.num_thetas, -1))
@@ -143,11 +142,9 @@ def _values(prediction: Distribution) -> tuple[Tensor, int]:
         raise checks.InputTypeError(
             f"the likelihood must predict classes or Gaussians, got {type(prediction).__name__}"
         )
-    mean, variance = (
-        part if part.ndim == 2 else part.unsqueeze(1)
-        for part in (normal.loc, normal.scale.square())
-    )
-    return torch.cat([mean, variance], 1), mean.shape[1]
+    parts = (normal.loc, normal.scale.square())
+    moments = torch.cat([part.reshape(len(part), -1) for part in parts], 1)
+    return moments, moments.shape[1] // 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,8 +164,7 @@ class Builder:
     def __post_init__(self) -> None:
         if not callable(getattr(self.channel, "density", None)):
             raise checks.InputTypeError(
-                f"channel must have a density to purify with, got {checks.describe(self.channel)}; "
-                "a channel that can only be sampled is purified by simulation (SimulatedPurifier)"
+                f"{_DENSITY}, got {checks.describe(self.channel)}; {_SIMULATE}"
             )
 
     def _density(self, predict: Any, rows: slice) -> tuple[Any, Tensor]:  # and x[rows]
@@ -178,8 +174,7 @@ class Builder:
             return self.channel.density(predict, x, y), x
         except NotImplementedError as error:
             raise checks.InputError(
-                f"channel must have a density to purify with, got {self.channel} ({error}); a "
-                "channel that can only be sampled is purified by simulation (SimulatedPurifier)"
+                f"{_DENSITY}, got {self.channel} ({error}); {_SIMULATE}"
             ) from error
         except (TypeError, AttributeError) as error:
             if y is None:
@@ -190,8 +185,7 @@ class Builder:
             raise
 
     def _shared(self) -> bool:
-        """Whether the density needs no theta. Theta reaches a channel through its Predictor alone:
-        so give it none to ask."""
+        """Whether the density needs no theta: the Predictor that it is given must not be asked."""
         try:
             density, _ = self._density(_refuse, slice(0, 1))
         except _ThetaAskedError:
@@ -207,13 +201,11 @@ class Builder:
         shared = self._shared()
         first, x = self._density(_refuse if shared else self.model.at(self.thetas[0]), slice(0, 1))
         sample, num_outputs = _values(self.model.at(self.thetas[0])(self.x[:1]))
+        parts: tuple[tuple[float, Tensor, float | Tensor], ...] = ()
         gaussian = isinstance(first, GaussianDensity)
-        parts = (
-            tuple(zip(first.log_weights, first.centres, first.scales, strict=True))
-            if gaussian
-            else ()
-        )
-        if not gaussian and self.features is not None:
+        if gaussian:
+            parts = tuple(zip(first.log_weights, first.centres, first.scales, strict=True))
+        elif self.features is not None:
             raise checks.InputError(
                 "features need a channel with a Gaussian density, got one of another kind"
             )
@@ -256,9 +248,8 @@ class Builder:
             for s, theta in enumerate(self.thetas):
                 predict = self.model.at(theta)
                 predictions, outputs = _values(predict(self.x[start:stop]))
-                predictions = checks.finite(
-                    "the model's prediction at the reference", predictions
-                ).double()
+                checks.finite("the model's prediction at the reference", predictions)
+                predictions = predictions.double()
                 if outputs and start == 0 and s == 0:
                     middle = self.ranks.same(predictions[:, :outputs].mean(0))
                 predictions[:, :outputs] -= middle
@@ -281,13 +272,10 @@ class Builder:
         origin = self.ranks.sum(origin * (num / sum(counts)))
         banks: list[GaussianBank | FunctionBank] = []
         for k, (weight, _, scale) in enumerate(parts):
-            scales = tables.get(f"scales-{k}")
+            centres, scales = tables[f"centres-{k}"], tables.get(f"scales-{k}")
             one = float(scale) if scales is None else None
-            banks.append(
-                gaussian_bank(
-                    float(weight), tables[f"centres-{k}"], one, scales, origin, ranks=self.ranks
-                )
-            )
+            bank = gaussian_bank(float(weight), centres, one, scales, origin, ranks=self.ranks)
+            banks.append(bank)
         if not gaussian:
             edges = (*range(0, num, _BLOCK), num)
             banks.append(FunctionBank(tuple(map(tuple, densities)), edges))
@@ -328,8 +316,7 @@ def gaussian_bank(
     factor: float = 1.0,
     ranks: Ranks = ALONE,
 ) -> GaussianBank:
-    """The bank of these tables, with one scale or a table of them, and what is known of them in
-    advance."""
+    """The bank of these tables, with one scale or a table of them."""
     groups, num, _ = centres.shape
     half_norms = origin.new_empty(groups, num)
     reach, least = 0.0, math.inf if scale is None else scale

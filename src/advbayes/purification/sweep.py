@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ _LEADING = 8  # terms of each theta and query that are computed from differences
 KEPT = 1 << 25  # terms of one prediction kept for the backward pass: 128 MB of float32
 
 
-@dataclass(frozen=True, eq=False)
-class Leading:
+class Leading(NamedTuple):
     """The likeliest reference points of each theta and query."""
 
     logits: Tensor  # (G, B, k) float64
@@ -147,26 +146,23 @@ def _sweep_bank(store: Store, bank: Bank, query: Query, values: bool, keep: bool
         if keep:
             kept.append((terms, level))
         right = _values(store, groups, rows, shared, values)
-        stood = terms.gather(-1, index)
+        largest = terms.gather(-1, index)
         rest = torch.matmul(terms.scatter_(-1, index, 0.0).to(narrow), right.to(narrow))
-        terms.scatter_(-1, index, stood)
+        terms.scatter_(-1, index, largest)
         fresh = Leading(top.double(), index + rows.start, _gather(right, index))
-        both, order = _merge(leading.get(groups.start), fresh)
+        earlier = leading.get(groups.start)
+        both = fresh if earlier is None else _joined(earlier, fresh, dim=2)
+        order = both.logits.topk(min(_LEADING, both.logits.shape[-1]), dim=-1)[1]
         leading[groups.start] = both.pick(order)
         lesser = _exp(both.logits - level.unsqueeze(-1)).scatter_(-1, order, 0.0)
         rest = rest + torch.einsum("gbk,gbkw->gbw", lesser, both.values)
         sums[groups] = sums[groups] * fade.unsqueeze(-1) + rest
         peak[groups] = after
-    first = list(leading.values())
-    lead = Leading(
-        torch.cat([part.logits for part in first]),
-        torch.cat([part.index for part in first]),
-        torch.cat([part.values for part in first]),
-    )
+    lead = _joined(*leading.values(), dim=0)
     offset = bank.offset(query)
     if bank.has_centres and query.dtype != torch.float64:
         exact = [bank.exact_at(query, group, index) for group, index in enumerate(lead.index)]
-        lead = Leading(torch.stack(exact) - offset.unsqueeze(1), lead.index, lead.values)
+        lead = lead._replace(logits=torch.stack(exact) - offset.unsqueeze(1))
     part = BankSums(bank, peak, sums, offset, peaks, lead, kept)
     sums += torch.einsum("gbk,gbkw->gbw", part.leading_terms, lead.values)
     return part
@@ -197,15 +193,8 @@ def _gather(right: Tensor, index: Tensor) -> Tensor:  # (g, n, W), (g, B, k) -> 
     return torch.stack([table[rows] for table, rows in zip(right, index, strict=True)])
 
 
-def _merge(before: Leading | None, fresh: Leading) -> tuple[Leading, Tensor]:
-    """The leading terms of the blocks so far and another, and the places of the leading ones."""
-    if before is not None:
-        fresh = Leading(
-            torch.cat([before.logits, fresh.logits], -1),
-            torch.cat([before.index, fresh.index], -1),
-            torch.cat([before.values, fresh.values], 2),
-        )
-    return fresh, fresh.logits.topk(min(_LEADING, fresh.logits.shape[-1]), dim=-1)[1]
+def _joined(*parts: Leading, dim: int) -> Leading:
+    return Leading(*(torch.cat(tensors, dim) for tensors in zip(*parts, strict=True)))
 
 
 def sweep(store: Store, query: Query, *, values: bool = True, keep: bool = False) -> Sums:
@@ -237,8 +226,8 @@ def sweep(store: Store, query: Query, *, values: bool = True, keep: bool = False
                 mean = mean[0].view(batch, num_thetas, -1).transpose(0, 1)
             averages = averages + share.unsqueeze(-1) * mean
     if store.ranks.size > 1:
-        log_total, averages, own = _over_ranks(store, log_total, averages)
-        shares = [share * own for share in shares]
+        log_total, averages, of_rank = _over_ranks(store, log_total, averages)
+        shares = [share * of_rank for share in shares]
     return Sums(log_total + offset, averages, parts, shares)
 
 
@@ -312,8 +301,7 @@ def _terms(
     rooms: tuple[Room, Room],
     dtype: torch.dtype,
 ) -> Tensor:  # (g, b, n)
-    """exp(logits - peak) of one block for the queries in `pick`, from the forward pass or computed
-    again."""
+    """exp(logits - peak) of one block for the queries in `pick`, kept or computed again."""
     groups, rows = tile
     level = part.level[groups][:, pick].unsqueeze(-1)
     if part.kept:
@@ -347,7 +335,7 @@ def _set_leading(
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """p(n, bank | x', theta_s) = terms * factor for the rows of one block and s in `thetas`.
+    """p(theta_s, n, bank | x') = terms * factor for the rows of one block and s in `thetas`.
 
     Where all thetas share a bank, one group of terms (g = 1) serves all of them.
     """
@@ -359,12 +347,21 @@ class Block:
     terms: Tensor  # (g, B, n) float64
     factor: Tensor  # (s, B) float64
 
+    @property
+    def group_factor(self) -> Tensor:  # (g, B): summed over the thetas that share the terms
+        return self.factor.sum(0, keepdim=True) if len(self.terms) == 1 else self.factor
 
-def weights(store: Store, query: Query, sums: Sums) -> Iterator[Block]:
+
+def weights(
+    store: Store,
+    query: Query,
+    sums: Sums,
+    shares: Tensor,  # (S, B) float64: of the thetas
+) -> Iterator[Block]:
     """The posterior of the clean input, block by block; use the terms before the next block."""
     rooms = Room(), Room()
     for k, (part, share) in enumerate(zip(sums.banks, sums.shares, strict=True)):
-        bank, factor, leading = part.bank, share / part.total, part.leading_terms
+        bank, factor, leading = part.bank, share / part.total * shares, part.leading_terms
         for number, tile in enumerate(bank.tiles(len(query))):
             groups, rows = tile
             thetas = slice(0, store.num_thetas) if bank.groups == 1 else groups
