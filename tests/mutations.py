@@ -580,8 +580,8 @@ _through = _Shared()""",
     Bug(
         "mixture density without its weights",
         "channels/mixture.py",
-        "math.log(weight) + inner for weight, part in gaussian for inner in part.log_weights",
-        "inner for weight, part in gaussian for inner in part.log_weights",
+        "math.log(w) + inner for w, part in gaussian for inner in part.log_weights",
+        "inner for w, part in gaussian for inner in part.log_weights",
         "test_contracts",
     ),
     Bug(
@@ -699,8 +699,8 @@ _through = _Shared()""",
     Bug(
         "loss entries stay where they were",
         "channels/mixture.py",
-        "own_losses = order[places[start:stop]] if self._holds_rows else None",
-        "own_losses = torch.arange(start, stop) if self._holds_rows else None",
+        "loss_rows = order[places[start:stop]] if self._holds_rows else None",
+        "loss_rows = torch.arange(start, stop) if self._holds_rows else None",
         "test_channels",
     ),
     Bug(
@@ -1603,8 +1603,8 @@ _through = _Shared()""",
     Bug(
         "labels that an attack draws reach the learned channel beside it",
         "channels/mixture.py",
-        "own = labels if isinstance(self.channels[members[0]], AttackChannel) else y",
-        "own = labels",
+        "targets = labels if isinstance(self.channels[members[0]], AttackChannel) else y",
+        "targets = labels",
         "test_channels",
     ),
     Bug(

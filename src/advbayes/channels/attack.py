@@ -10,6 +10,7 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks import PGD, mode
+from advbayes.attacks.gradients import where_rows
 from advbayes.channels.density import GaussianDensity
 from advbayes.channels.noise import Noise, add_noise, refuse_dirac
 from advbayes.likelihoods import predicts_classes
@@ -103,9 +104,7 @@ def drawn_labels(predict: Predictor, x: Tensor, generator: torch.Generator | Non
     labels = likely_labels(predict, x)
     if len(labels) == 1:
         return labels[0]
-    first = drawn(torch.rand, (len(x),), generator, device=x.device) < 0.5
-    above, below = labels
-    return torch.where(first.view(-1, *[1] * (above.ndim - 1)), above, below)
+    return where_rows(drawn(torch.rand, (len(x),), generator, device=x.device) < 0.5, *labels)
 
 
 def draws_noise_alone(channel: Channel) -> bool:

@@ -15,8 +15,7 @@ from advbayes.types import ChannelDensity
 
 @dataclass(frozen=True, eq=False)
 class GaussianDensity:
-    """log sum_k w_k N(x'; centres_kn, scales_k^2) for each reference point n, with centres that a
-    Purifier computes once.
+    """log sum_k w_k N(x'; centres_kn, scales_k^2) for each reference point n.
 
     >>> density = GaussianDensity((0.0,), (torch.zeros(2, 3),), (1.0,))
     >>> density.log_prob(torch.zeros(5, 3)).shape
@@ -40,8 +39,7 @@ class GaussianDensity:
 def log_normal(
     x_adv: Tensor, centres: Tensor, scale: float | Tensor, limit: int = 1 << 24
 ) -> Tensor:
-    """log N(x'_b; c_n, scale_n^2), (N, B), from differences (exact to rounding), `limit` numbers at
-    a time."""
+    """log N(x'_b; c_n, scale_n^2), (N, B), from differences, `limit` numbers at a time."""
     points, middle = x_adv.flatten(1), centres.flatten(1)
     if points.shape[1] != middle.shape[1]:
         raise checks.InputError(
@@ -49,10 +47,10 @@ def log_normal(
             got=x_adv,
         )
     rows = max(1, limit // max(1, points.numel()))
-    blocks = middle.unsqueeze(1).split(rows)
+    blocks = torch.split(middle.unsqueeze(1), rows)
     wide: Sequence[float | Tensor] = [scale] * len(blocks)
     if isinstance(scale, Tensor):
-        wide = scale.flatten(1).unsqueeze(1).split(rows)
+        wide = torch.split(scale.flatten(1).unsqueeze(1), rows)
     pairs = zip(blocks, wide, strict=True)
     return torch.cat([gaussian_log_density(points, *pair).sum(-1) for pair in pairs])
 

@@ -41,9 +41,8 @@ class Mixture:
     stratified: bool = True
 
     def __post_init__(self) -> None:
-        weights = tuple(
-            checks.number(f"weights[{k}]", weight) for k, weight in enumerate(self.weights)
-        )
+        numbered = enumerate(self.weights)
+        weights = tuple(checks.number(f"weights[{k}]", weight) for k, weight in numbered)
         channels = tuple(self.channels)
         if not channels or len(weights) != len(channels):
             raise checks.InputError(
@@ -64,8 +63,7 @@ class Mixture:
     def _strata(
         self, num: int, generator: torch.Generator | None, device: torch.device
     ) -> tuple[Tensor, list[int]]:
-        """A random order of the examples and the edges that cut it into components, those of one
-        group side by side."""
+        """A random order of the examples and the components' edges in it, group by group."""
         if self.stratified:
             offset, order = systematic(num, generator, device)
             u = float(offset)
@@ -93,28 +91,28 @@ class Mixture:
         labels = drawn_labels(predict, x, generator) if y is None and self._has_attacks else y
         num = num_drawn(len(x), generator)
         order, edges = self._strata(num, for_batch(generator), x.device)
-        index, places, own_edges = sorted_share(order, edges, generator)
+        index, places, local_edges = sorted_share(order, edges, generator)
         noise = noise_like(x, narrowed(generator, places)) if self._splits else None
         x_in, moved, first = x.index_select(0, index), [], 0
         for members in self._groups:
             last = first + len(members)
-            own = labels if isinstance(self.channels[members[0]], AttackChannel) else y
-            cuts, begin, end = own_edges[first : last + 1], edges[first], edges[last]
+            targets = labels if isinstance(self.channels[members[0]], AttackChannel) else y
+            cuts, begin, end = local_edges[first : last + 1], edges[first], edges[last]
             first, start, stop = last, cuts[0], cuts[-1]
             if stop == start and end > begin and noise is None:
                 # a process without rows of this part still draws what the others draw
-                theirs = narrowed(generator, index.new_zeros(1), end - begin)
-                some = None if own is None else own[:1]
-                self.channels[members[0]].sample(predict, x[:1], some, generator=theirs)
+                source = narrowed(generator, index.new_zeros(1), end - begin)
+                some = None if targets is None else targets[:1]
+                self.channels[members[0]].sample(predict, x[:1], some, generator=source)
             if stop > start:
                 counts = [b - a for a, b in itertools.pairwise(cuts)]
-                own_losses = order[places[start:stop]] if self._holds_rows else None
-                channel = self._merged(members, counts, x.device, own_losses)
+                loss_rows = order[places[start:stop]] if self._holds_rows else None
+                channel = self._merged(members, counts, x.device, loss_rows)
                 inputs = x_in[start:stop]
-                rows = None if own is None else own.index_select(0, index[start:stop])
+                rows = None if targets is None else targets.index_select(0, index[start:stop])
                 if noise is None:
-                    theirs = narrowed(generator, places[start:stop] - begin, end - begin)
-                    moved.append(channel.sample(predict, inputs, rows, generator=theirs))
+                    source = narrowed(generator, places[start:stop] - begin, end - begin)
+                    moved.append(channel.sample(predict, inputs, rows, generator=source))
                 else:
                     moved.append(shifted_by(channel, predict, inputs, rows, noise[start:stop]))
         return torch.empty_like(x).index_copy_(0, index, torch.cat(moved))
@@ -134,8 +132,8 @@ class Mixture:
                 case Noise():
                     key = channel
                 case AttackChannel(PGD() as attack, sigma):
-                    own = settings(attack) | {"stages": tuple(num for _, num in attack.stages)}
-                    key = (sigma, *own.values())
+                    alike = settings(attack) | {"stages": tuple(num for _, num in attack.stages)}
+                    key = (sigma, *alike.values())
             groups.setdefault(key, []).append(k)
         return list(groups.values())
 
@@ -155,17 +153,12 @@ class Mixture:
         return on_rows(self, slice(0, 0)) is not self
 
     def _merged(
-        self,
-        members: list[int],
-        counts: list[int],
-        device: torch.device,
-        rows: Tensor | None = None,
+        self, members: list[int], counts: list[int], device: torch.device, rows: Tensor | None
     ) -> Channel:
-        """The channel of one group, its examples in the members' order, each with its own
-        component's losses."""
-        channels = [
-            self.channels[k] if rows is None else on_rows(self.channels[k], rows) for k in members
-        ]
+        """The channel of one group: examples in the members' order, with their own losses."""
+        channels = [self.channels[k] for k in members]
+        if rows is not None:
+            channels = [on_rows(channel, rows) for channel in channels]
         if len(members) == 1:
             return channels[0]
         index = torch.arange(len(members), device=device)
@@ -181,13 +174,9 @@ class Mixture:
         ]
         gaussian = [(weight, part) for weight, part in parts if isinstance(part, GaussianDensity)]
         if len(gaussian) < len(parts):
-            return MixtureDensity(
-                tuple(math.log(w) for w, _ in parts), tuple(part for _, part in parts)
-            )
+            return MixtureDensity(tuple(math.log(w) for w, _ in parts), tuple(p for _, p in parts))
         return GaussianDensity(
-            tuple(
-                math.log(weight) + inner for weight, part in gaussian for inner in part.log_weights
-            ),
+            tuple(math.log(w) + inner for w, part in gaussian for inner in part.log_weights),
             tuple(centres for _, part in gaussian for centres in part.centres),
             tuple(scale for _, part in gaussian for scale in part.scales),
         )
@@ -237,8 +226,7 @@ def edge(num: int, share: float, offset: float) -> float: ...
 @overload
 def edge(num: int, share: float, offset: Tensor) -> Tensor: ...
 def edge(num: int, share: float, offset: float | Tensor) -> float | Tensor:
-    """Where a component ends in a batch of `num` whose strata begin at `offset`: ceil(num share -
-    offset).
+    """Where a component ends in a batch whose strata begin at `offset`.
 
     `share` is the weight of the components up to this one.
 

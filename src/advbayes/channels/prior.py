@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -55,27 +56,23 @@ def eps_prior(
 
 
 def quantiles(prior: Distribution, num: int) -> list[float]:
-    """The quantiles of a distribution on the real line at (k + 1/2) / num.
-
-    >>> quantiles(torch.distributions.Exponential(1.0), 1) == [math.log(2.0)]
-    True
-    """
+    """The quantiles of a distribution on the real line at (k + 1/2) / num."""
     if prior.batch_shape or prior.event_shape:
         raise checks.InputError("eps must be a distribution of one number", got=prior)
     levels = (torch.arange(num, dtype=torch.float64) + 0.5) / num
-    for quantile in (type(prior).icdf, _by_density, _by_bisection):
+    if isinstance(prior, Beta):
+        return list(map(float, _of_beta(prior, levels)))
+    for quantile in (prior.icdf, partial(_by_bisection, prior)):
         try:
-            return [float(value) for value in quantile(prior, levels)]
+            return list(map(float, quantile(levels)))
         except NotImplementedError:
             continue
     raise checks.InputError("eps must be a distribution with a cdf", got=prior)
 
 
-def _by_density(prior: Distribution, levels: Tensor) -> Tensor:
+def _of_beta(prior: Beta, levels: Tensor) -> Tensor:
     """A Beta's, whose cdf torch lacks: by a sum over t with x = 1 / (1 + e^-t), where its density
     has one bell without corners, however small or large its parameters are."""
-    if not isinstance(prior, Beta):
-        raise NotImplementedError
     a, b = float(prior.concentration1), float(prior.concentration0)
     reach = 12 * math.sqrt(1 / a + 1 / b)  # of the bell; beyond, it falls as e^(a t) and e^(-b t)
     low, high = math.log(a / b) - reach - 50 / a, math.log(a / b) + reach + 50 / b
