@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from advbayes.accelerated.compiling import CompileError as CompileError
-from advbayes.accelerated.memory import recycle_blocks as recycle_blocks
 from advbayes.accelerated.passes import in_parts as in_parts
+from advbayes.accelerated.passes import recycle_blocks as recycle_blocks
 from advbayes.accelerated.passes import run as run
 from advbayes.accelerated.step import CompiledStep as CompiledStep
 
@@ -23,11 +23,7 @@ _is_disabled: ContextVar[bool] = ContextVar("disabled", default=False)
 
 
 def is_enabled() -> bool:
-    """Whether faster code may be used here, in this thread.
-
-    >>> is_enabled()
-    True
-    """
+    """Whether faster code may be used here, in this thread."""
     return not _is_disabled.get() and os.environ.get("ADVBAYES_ACCELERATED", "1") != "0"
 
 

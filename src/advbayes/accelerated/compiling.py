@@ -35,8 +35,7 @@ class CompileError(AdvBayesError, RuntimeError):
 def compiled(
     function: Program, examples: tuple[Tensor, ...], what: str, num_changed: int = 0
 ) -> Program:
-    """The function, compiled for arguments of the examples' shapes and dtypes; arguments must not
-    ask for a gradient.
+    """The function, compiled for the examples' shapes and dtypes, none with a gradient.
 
     The first `num_changed` arguments may be changed in place.
 

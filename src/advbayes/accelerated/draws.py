@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from advbayes.attacks.gradients import where_rows
 from advbayes.channels.attack import draws_noise_alone, shifted_by
 from advbayes.channels.mixture import Mixture, edge, systematic, with_losses
 from advbayes.channels.noise import noise_like
@@ -23,13 +24,7 @@ class Draws(NamedTuple):
 
 
 def draws(channel: Channel, x: Tensor, *, generator: torch.Generator | None = None) -> Draws | None:
-    """The randomness apart from the computation, which can then be compiled; None for channels that
-    mix the two.
-
-    >>> from advbayes import Noise
-    >>> draws(Mixture([0.5, 0.5], [Noise(0.1), Noise(0.2)]), torch.zeros(4, 2)).order.shape
-    torch.Size([4])
-    """
+    """A channel's randomness apart from its computation; None where the two are mixed."""
     if isinstance(channel, Mixture):
         if not channel._splits or not channel.stratified or channel._holds_rows:
             return None
@@ -53,11 +48,6 @@ def sample_at(
 
     A stratified component's share of a batch varies by one example: it is computed for the larger
     share, and kept where the example is its own.
-
-    >>> from advbayes import Noise
-    >>> x, y, none = torch.zeros(2, 1), torch.zeros(2), torch.empty(0)
-    >>> sample_at(Noise(1.0), Draws(torch.ones(2, 1), none, none), None, x, y).sum()
-    tensor(2.)
     """
     if not isinstance(channel, Mixture):
         return shifted_by(channel, predict, x, y, drawn.noise if drawn.noise.numel() else None)
@@ -71,15 +61,15 @@ def sample_at(
         last = first + len(members)
         low = math.floor(round(num * bounds[first], 9))
         high = min(num, math.ceil(round(num * bounds[last], 9)))
-        own, part = rows[low:high], slice(low, high)
+        places, part = rows[low:high], slice(low, high)
         merged = channel.channels[members[0]]
         if len(members) > 1:
-            index = torch.stack([own >= end for end in edges[first + 1 : last]]).sum(0)
+            index = torch.stack([places >= end for end in edges[first + 1 : last]]).sum(0)
             merged = with_losses([channel.channels[k] for k in members], index)
         if high > low:
             moved = shifted_by(merged, predict, x[part], y[part], drawn.noise[part])
-            mine = (own >= edges[first]) & (own < edges[last])
-            kept = torch.where(mine.view(-1, *[1] * (x.ndim - 1)), moved, out[part])
+            is_member = (places >= edges[first]) & (places < edges[last])
+            kept = where_rows(is_member, moved, out[part])
             out = torch.cat([out[:low], kept, out[high:]])
         first = last
     return out

@@ -15,6 +15,7 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -22,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from advbayes.accelerated.memory import recycle_blocks
 from advbayes.model import BayesianModel, Vjp, vjp_of
 
 # rows x thetas x input size worked on at once: activations then stay near the cache
@@ -45,9 +45,8 @@ def run(
     """Raw outputs at each theta and their vector-Jacobian product in x, where gradients are on.
 
     >>> from advbayes import Categorical
-    >>> model = BayesianModel(
-    ...     nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)), Categorical()
-    ... )
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    >>> model = BayesianModel(net, Categorical())
     >>> thetas, x = torch.randn(5, model.num_params), torch.randn(2, 4)
     >>> (outputs, vjp), (plain, plain_vjp) = run(model, thetas, x), model.run(thetas, x)
     >>> torch.allclose(outputs, plain, atol=1e-5)
@@ -70,14 +69,7 @@ def run(
 def in_parts(
     work: Callable[[slice], _R], model: BayesianModel, thetas: Tensor, x: Tensor
 ) -> list[_R]:
-    """The work on parts of a batch, side by side on torch's threads: layers gain less from threads
-    of their own.
-
-    >>> from advbayes import Categorical
-    >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
-    >>> in_parts(lambda rows: rows, model, torch.zeros(2, 15), torch.zeros(5, 4))
-    [slice(0, 5, None)]
-    """
+    """The work on parts of a batch, on torch's threads: layers gain less from their own."""
     recycle_blocks()
     numbers = _NUMBERS if _is_convolutional(model) else 4 * _NUMBERS
     most = max(_ROWS, numbers // (max(1, math.prod(x.shape[1:])) * len(thetas)))
@@ -101,6 +93,17 @@ def in_parts(
             return list(pool.map(with_gradients(work), slices))
         finally:
             torch.set_num_threads(all_threads)
+
+
+@cache
+def recycle_blocks() -> None:
+    """Free one block of 31 MB, once in a process: what `fit` and attacks do before they start.
+
+    The GNU C library learns from it that blocks of this size come and go: it takes them from memory
+    of its own from then on and keeps up to twice as much, where it would let every block return to
+    the system and be mapped and cleared anew.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)  # never touched: it costs two system calls
 
 
 def _fits_one_batch(model: BayesianModel, x: Tensor) -> bool:
@@ -144,8 +147,7 @@ def _with_thin_first_layer(model: BayesianModel, thetas: Tensor, x: Tensor) -> t
 
 
 class _FirstConvolutions(TorchFunctionMode):
-    """Lets the graph begin after the convolutions of x itself, and gradients in channels_last where
-    the net is."""
+    """Begins the graph after the convolutions of x itself; gradients stay channels_last."""
 
     def __init__(self) -> None:
         super().__init__()

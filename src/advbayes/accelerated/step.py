@@ -93,8 +93,8 @@ class CompiledStep:
         x, y, rows, *_ = batch
         self.lr.fill_(lr)
         self.spared.fill_(spared)
-        given = (x, y) if rows is None else (x, y, rows)
-        arguments = (*self.state, self.lr, self.spared, noise, *given, *drawn)
+        data = (x, y) if rows is None else (x, y, rows)
+        arguments = (*self.state, self.lr, self.spared, noise, *data, *drawn)
         key = (x.shape, y.shape) if rows is None else (rows.shape, y.shape)
         if key not in self.programs:
             what = f"a step of {self.model} with a channel of type {type(self.channel).__name__}"
@@ -106,8 +106,7 @@ class CompiledStep:
         return values
 
     def _draw(self, batch: Batch, generator: torch.Generator) -> list[Tensor] | None:
-        """The channel's randomness for each theta, one after the other; None where it cannot be
-        drawn beforehand."""
+        """The channel's randomness theta by theta; None where it cannot be drawn beforehand."""
         like = batch.x if batch.rows is None else batch.x[: batch.num]
         fields: list[Tensor] = []
         for _ in range(self.objective.num_theta if self.inside else 0):
