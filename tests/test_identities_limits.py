@@ -284,7 +284,8 @@ def test_17_robust_gibbs_posterior() -> None:
         return normal_log_prob(t, 0.0, prior_scale**2) - worst.sum(1) / (2 * SCALE**2) - constant
 
     grid = torch.linspace(-2, 2, 41, dtype=FLOAT)
-    log_p = objective.reduce(objective.log_likelihoods(model, grid[:, None], channel, x, y)).sum(1)
+    x_adv = objective.corrupt(model, grid[:, None], channel, x, y)
+    log_p = objective.reduce(objective._score(model, grid[:, None], x_adv, y)).sum(1)
     assert_exact(log_p + normal_log_prob(grid, 0.0, prior_scale**2), log_density(grid))
 
     gibbs = integrate(log_density, -15.0, 15.0)

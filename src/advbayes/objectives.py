@@ -30,8 +30,7 @@ BOUNDS = ("surrogate", "importance_weighted")
 
 
 class Terms(NamedTuple):
-    """The bound and its parts, each for the whole data set: bound = log_likelihood - kl_weight * kl
-    - penalty."""
+    """Of the whole data set: bound = log_likelihood - kl_weight * kl - penalty."""
 
     bound: Tensor
     log_likelihood: Tensor
@@ -59,8 +58,7 @@ class Outputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Trades:
-    """beta KL(p(. | x) || p(. | x')). The paper adds it to the adversarial likelihood, Zhang et al.
-    to the clean one.
+    """beta KL(p(. | x) || p(. | x')); y is scored at x' (the paper) or at x (Zhang et al.).
 
     >>> Trades(6.0, likelihood="clean")
     Trades(beta=6.0, likelihood='clean')
@@ -101,8 +99,7 @@ class LogitPairing:
 class Consistency:
     """weight KL(p_mean || p(. | x'_k)) + entropy H(p_mean), p_mean = 1/K sum_k p(. | x'_k).
 
-    Over K >= 2 channel samples of a classifier: a smoothed one is sure where its votes agree (Jeong
-    and Shin 2020).
+    Over K >= 2 samples of a classifier: its votes shall agree (Jeong and Shin 2020).
 
     >>> Consistency(10.0)
     Consistency(weight=10.0, entropy=0.5)
@@ -110,14 +107,11 @@ class Consistency:
 
     weight: float = 10.0
     entropy: float = 0.5
+    likelihood = "adversarial"
 
     def __post_init__(self) -> None:
         checks.number("weight", self.weight, low=0)
         checks.number("entropy", self.entropy, low=0)
-
-    @property
-    def likelihood(self) -> str:
-        return "adversarial"
 
     def __call__(self, model: BayesianModel, clean: Outputs, adversarial: Outputs) -> Tensor:
         """Of one sample x'_k; what takes the place of `clean` is the mean of all."""
@@ -136,14 +130,7 @@ def _stacked(rows: Sequence[Tensor]) -> Tensor:
 
 
 def divergence(p: Distribution, q: Distribution) -> Tensor:
-    """KL(p || q) of each example; finite for categoricals at any logits.
-
-    >>> divergence(
-    ...     torch.distributions.Categorical(logits=torch.zeros(1, 2)),
-    ...     torch.distributions.Categorical(logits=torch.zeros(1, 2)),
-    ... )
-    tensor([0.])
-    """
+    """KL(p || q) of each example; finite for categoricals at any logits."""
     if predicts_classes(p) and predicts_classes(q):
         return (p.logits.exp() * (p.logits - q.logits)).sum(-1)
     return kl_divergence(p, q)
@@ -277,24 +264,8 @@ class ChannelELBO:
             return log_p.mean(1)
         return torch.logsumexp(log_p, dim=1) - math.log(log_p.shape[1])
 
-    def log_likelihoods(
-        self,
-        model: BayesianModel,
-        thetas: Tensor,  # (S, P)
-        channel: Channel,
-        x: Tensor,
-        y: Tensor,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
+    def _score(self, model: BayesianModel, thetas: Tensor, x_adv: Tensor, y: Tensor) -> Tensor:
         """log p(y_b | x'_skb, theta_s), (S, K, B): what the bounds reduce."""
-        return self._score(
-            model, thetas, self.corrupt(model, thetas, channel, x, y, generator=generator), y
-        )
-
-    def _score(
-        self, model: BayesianModel, thetas: Tensor, x_adv: Tensor, y: Tensor
-    ) -> Tensor:  # (S, K, B)
         num_channel = x_adv.shape[1]
         if num_channel > 1:
             y = y.repeat(num_channel, *[1] * (y.ndim - 1))
@@ -313,7 +284,9 @@ class ChannelELBO:
             attacked = [Outputs(*model.output(theta, one)) for one in inputs]
             if isinstance(self.penalty, Consistency):  # outputs that predict the samples' mean
                 each = CategoricalDistribution(logits=torch.stack([one.output for one in attacked]))
-                clean = Outputs(mix(each).logits, attacked[0].extra)
+                mean = mix(each)
+                assert predicts_classes(mean)
+                clean = Outputs(mean.logits, attacked[0].extra)
             else:
                 clean = Outputs(*model.output(theta, x))
             scored = (
