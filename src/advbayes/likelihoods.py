@@ -91,20 +91,12 @@ class Categorical:
 
 
 def predicts_classes(prediction: Distribution) -> TypeIs[CategoricalDistribution]:
-    """Whether a prediction is over classes; if not, it has a mean and a variance.
-
-    >>> predicts_classes(Normal(0.0, 1.0))
-    False
-    """
+    """Whether a prediction is over classes; if not, it has a mean and a variance."""
     return isinstance(prediction, CategoricalDistribution)
 
 
 def gaussian_log_density(value: Tensor, mean: Tensor, scale: Tensor | float) -> Tensor:
-    """ln N(value; mean, scale^2) = -0.5 ((value - mean) / scale)^2 - ln scale - 0.5 ln 2 pi.
-
-    >>> gaussian_log_density(torch.zeros(1), torch.zeros(1), torch.ones(1))
-    tensor([-0.9189])
-    """
+    """ln N(value; mean, scale^2) = -0.5 ((value - mean) / scale)^2 - ln scale - 0.5 ln 2 pi."""
     log_scale = scale.log() if isinstance(scale, Tensor) else math.log(scale)
     return -0.5 * ((value - mean) / scale).square() - (log_scale + 0.5 * LOG_TWO_PI)
 
@@ -155,12 +147,7 @@ class _GaussianVector(Independent):  # type: ignore[type-arg]
 
 
 def gaussian_prediction(mean: Tensor, scale: Tensor, num_outputs: int) -> Distribution:
-    """N(mean, scale^2) over y of shape (B,), or (B, D) for D outputs; (B, 1) is taken for (B,),
-    never broadcast.
-
-    >>> gaussian_prediction(torch.zeros(3), torch.ones(3), 1).log_prob(torch.zeros(3, 1)).shape
-    torch.Size([3])
-    """
+    """N(mean, scale^2) over y of shape (B,) or (B, D); (B, 1) is taken for (B,)."""
     if num_outputs == 1:
         return _GaussianPrediction(mean, scale)
     return _GaussianVector(Normal(mean, scale, validate_args=False), 1, validate_args=False)

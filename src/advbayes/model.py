@@ -91,8 +91,7 @@ class BayesianModel:
         return BayesianModel(net, self.likelihood, self.prior_scale)
 
     def initial_theta(self) -> Tensor:
-        """The network's own weights (and the likelihood's initial scale) as a theta: where
-        posteriors start."""
+        """The net's own weights and the likelihood's initial scale: where posteriors start."""
         return self.theta_of(self.net)
 
     def theta_of(self, net: nn.Module) -> Tensor:
@@ -112,8 +111,7 @@ class BayesianModel:
         return torch.cat(parts)
 
     def parts(self, theta: Tensor) -> Parts:
-        """Views of theta in the shapes of the network's parameters, and last its coordinates for
-        the likelihood.
+        """Views of theta in the shapes of the net's parameters, then the likelihood's part.
 
         Every method that takes one theta takes its parts as well: cut once, used many times.
         """
@@ -146,8 +144,7 @@ class BayesianModel:
         thetas: Tensor,  # (S, P), constants
         x: Tensor,  # (B, *event)
     ) -> tuple[Tensor, Vjp]:  # (S, B, O)
-        """The network's raw outputs at each theta, and their vector-Jacobian product in x (where
-        gradients are enabled).
+        """Raw outputs at each theta, and their vector-Jacobian product in x if gradients are on.
 
         This is the definition of a pass through many thetas, for any net; `advbayes.accelerated`
         has faster ones. Each theta has a graph of its own, freed once its gradient is added.
@@ -219,11 +216,7 @@ class BayesianModel:
 
 
 def check_prior_scale(prior_scale: float) -> float:
-    """Positive; infinite for the flat prior.
-
-    >>> check_prior_scale(math.inf)
-    inf
-    """
+    """Positive; infinite for the flat prior."""
     if prior_scale == math.inf:
         return math.inf
     return checks.number("prior_scale", prior_scale, low=0, open_low=True)
@@ -255,25 +248,23 @@ class _Trees:
 
     def run(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
         tree = self._tree()
+        output: Tensor
         if tree is None:
+            tree = _Tree(self.net, self.net, self.parameters)
             with self._lock:
-                return self._in_the_net_itself(parameters, x)
+                try:
+                    tree.hang(parameters)
+                    output = self.net(x)
+                    return output
+                finally:
+                    tree.hang(self.parameters)
         lease = _Lease(self._idle, tree)
         tree.hang(parameters)
-        output: Tensor = tree.net(x)
+        output = tree.net(x)
         if self._may_recompute and output.grad_fn is not None:
             notes: Any = output.grad_fn.metadata  # a property, unlike its annotation
             notes["advbayes"] = lease
         return output
-
-    def _in_the_net_itself(self, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
-        tree = _Tree(self.net, self.net, self.parameters)
-        try:
-            tree.hang(parameters)
-            output: Tensor = self.net(x)
-            return output
-        finally:
-            tree.hang(self.parameters)
 
     def _tree(self) -> _Tree | None:
         """An idle copy, or a new one; None where the net cannot be copied."""
@@ -301,8 +292,7 @@ class _Trees:
 
 
 class _Tree:
-    """A module tree, where parameters hang in it (tied ones in several places), and what it was
-    copied from."""
+    """A module tree, where (tied) parameters hang in it, and what it was copied from."""
 
     def __init__(self, net: nn.Module, source: nn.Module, parameters: Sequence[Tensor]) -> None:
         self.net, self.parameters = net, parameters
@@ -372,12 +362,7 @@ def vjp_of(
     x: Tensor,  # a leaf
     cotangent: Tensor,  # as output
 ) -> Tensor:  # as x
-    """The vector-Jacobian product by autograd; zero where the output does not depend on x.
-
-    >>> x = torch.ones(2, requires_grad=True)
-    >>> vjp_of(3 * x, x, torch.tensor([1.0, 2.0]))
-    tensor([3., 6.])
-    """
+    """The vector-Jacobian product by autograd; zero where the output does not depend on x."""
     if not output.requires_grad:
         return torch.zeros_like(x)
     (gradient,) = torch.autograd.grad(output, x, cotangent, materialize_grads=True)

@@ -18,11 +18,9 @@ ABSTAIN = -1
 
 @dataclass(frozen=True, eq=False)
 class Certificates:
-    """For each input: the certified class (-1: abstained), its radius (0 there), and the lower
-    bound of its vote.
+    """Each input's certified class (-1: abstained), radius (0 there) and bound of its vote.
 
-    Each holds with probability at least 1 - alpha: no perturbation of smaller L2 norm changes the
-    smoothed vote.
+    With probability 1 - alpha no perturbation of smaller L2 norm changes the smoothed vote.
     """
 
     classes: Tensor  # (B,) int64
@@ -75,8 +73,8 @@ def certify(
     >>> from torch.distributions import Categorical
     >>> smoothed = Smoothed(lambda x: Categorical(logits=torch.cat([x, -x], 1)), 0.5)
     >>> seeded = torch.Generator().manual_seed(0)
-    >>> found = certify(smoothed, torch.ones(1, 1), n=1000, generator=seeded)
-    >>> int(found.classes), bool(0.5 < found.radii < 1.0)
+    >>> certified = certify(smoothed, torch.ones(1, 1), n=1000, generator=seeded)
+    >>> int(certified.classes), bool(0.5 < certified.radii < 1.0)
     (0, True)
     """
     checks.instance("smoothed", smoothed, Smoothed, "a Smoothed predictor")

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributions import Categorical, Distribution
 
 from advbayes import checks
-from advbayes.likelihoods import predicts_classes
+from advbayes.likelihoods import predicts_classes, targets_like
 from advbayes.types import Attack, Predictor
 
 # last digits by which an answer is wider than its quantile: a score that ties with the quantile is
@@ -26,8 +26,7 @@ _DIGITS = 8
 
 
 def conformal_quantile(scores: Tensor, level: float) -> float:
-    """The ceil((n + 1) level)-th smallest of n scores, infinity where there are too few: P(new
-    score <= it) >= level.
+    """The ceil((n + 1) level)-th smallest score, or infinity: P(new score <= it) >= level.
 
     >>> conformal_quantile(torch.tensor([3.0, 1.0, 2.0, 4.0]), 0.75)
     4.0
@@ -58,7 +57,7 @@ class ConformalIntervals:
     def covers(self, x: Tensor, y: Tensor) -> Tensor:  # (B,) bool
         """Whether y lies inside, in every output."""
         low, high = self(x)
-        y = y.reshape(low.shape)
+        y = targets_like(low, y)
         return ((low <= y) & (y <= high)).reshape(len(y), -1).all(1)
 
 
@@ -91,8 +90,7 @@ def conformal_intervals(
     attack: Attack | None = None,
     generator: torch.Generator | None = None,
 ) -> ConformalIntervals:
-    """Intervals that contain y with probability >= `level`; the score is |y - mean| / sd,
-    the largest over outputs.
+    """Intervals of coverage >= `level`; the score is |y - mean| / sd, the largest of outputs.
 
     >>> predict = lambda x: torch.distributions.Normal(x[:, 0], 1.0)
     >>> x = torch.zeros(9, 1)
@@ -106,7 +104,7 @@ def conformal_intervals(
         raise checks.InputTypeError(
             "predict must be a regression predictor, got classes; see conformal_sets"
         )
-    scores = (y.reshape(prediction.mean.shape) - prediction.mean).abs() / prediction.stddev
+    scores = (targets_like(prediction.mean, y) - prediction.mean).abs() / prediction.stddev
     return ConformalIntervals(
         predict, conformal_quantile(scores.reshape(len(y), -1).amax(1), level), level
     )

@@ -51,15 +51,13 @@ class PosteriorPredictive:
         return _predict(self.model, self.thetas, x)
 
     def loss_and_gradient(self, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss of the mixture, what it breaks and its input gradient, in memory that does not
-        grow with S."""
+        """The mixture's loss, what it breaks and its input gradient; memory is constant in S."""
         return _loss_and_gradient(self.model, self.thetas, loss, x, y)
 
 
 @dataclass(frozen=True, eq=False)
 class FreshPredictive:
-    """The posterior predictive with `num` thetas drawn anew at every call: attacks through it see
-    the expectation.
+    """The predictive with `num` thetas drawn at each call: attacks see the expectation.
 
     >>> from torch import nn
     >>> from advbayes import BayesianModel, Categorical, MeanField

@@ -71,8 +71,7 @@ class Smoothed:
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:  # (B, C) int64
-        """How many of `num` independent draws (of noise, and of theta where it is fresh) vote for
-        each class."""
+        """How many of `num` independent draws (noise, theta where fresh) vote for each class."""
         counts: Tensor | None = None
         with torch.no_grad():
             for part in self._draws(x, _anew(x, checks.count("num", num), generator)):
@@ -129,8 +128,7 @@ def _normal(x: Tensor, shape: tuple[int, ...], generator: torch.Generator | None
 
 
 def _forward(predict: Predictor, noise: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """x -> the parts of its predictions under this noise: (log-probabilities,) or (means, scales,
-    log-weights)."""
+    """x -> its predictions under this noise: (log-probs,) or (means, scales, log-weights)."""
 
     def forward(x: Tensor) -> tuple[Tensor, ...]:
         count, batch = len(noise), len(x)
@@ -146,12 +144,7 @@ def _forward(predict: Predictor, noise: Tensor) -> Callable[[Tensor], tuple[Tens
 
 
 def components(prediction: Distribution) -> tuple[Tensor, Tensor, Tensor]:
-    """Means and scales, (S, B) or (S, B, D), and log-weights, (S, B), of a Gaussian or of a mixture
-    of them.
-
-    >>> [part.shape for part in components(Normal(torch.zeros(3), 1.0))]
-    [torch.Size([1, 3]), torch.Size([1, 3]), torch.Size([1, 3])]
-    """
+    """Means, scales (S, B) or (S, B, D), log-weights (S, B) of a Gaussian or a mixture."""
     match prediction:
         case GaussianMixture():
             return prediction.means, prediction.scales, prediction.log_weights

@@ -34,8 +34,7 @@ class Taken(NamedTuple):
     norm: float
 
     def is_finite(self) -> bool:
-        """Whether the step was taken: one that is not finite leaves posterior and optimiser as they
-        were."""
+        """Whether the step was taken; if not, posterior and optimiser are as they were."""
         return math.isfinite(self.bound) and math.isfinite(self.norm)
 
 
