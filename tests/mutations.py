@@ -615,8 +615,8 @@ _through = _Shared()""",
     Bug(
         "smoothing noise depends on the batch",
         "predictive/smoothing.py",
-        "noise = _normal(x, (_BLOCK, 1, *x.shape[1:]), generator)",
-        "noise = _normal(x, (_BLOCK, len(x), *x.shape[1:]), generator)",
+        "noise = normal_like(x, generator, (_BLOCK, 1, *x.shape[1:]))",
+        "noise = normal_like(x, generator, (_BLOCK, len(x), *x.shape[1:]))",
         "test_predictor_contract",
     ),
     Bug(
@@ -629,8 +629,8 @@ _through = _Shared()""",
     Bug(
         "a certificate's draws are used twice",
         "predictive/smoothing.py",
-        "yield _normal(x, (min(size, num - start), *x.shape), generator), generator",
-        "yield _normal(x, (size, *x.shape), torch.Generator().manual_seed(0))[: num - start], generator",
+        "yield normal_like(x, generator, (min(size, num - start), *x.shape)), generator",
+        "yield normal_like(x, torch.Generator().manual_seed(0), (size, *x.shape))[: num - start], generator",
         "test_identities_reactive",
     ),
     Bug(

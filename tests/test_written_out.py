@@ -196,7 +196,7 @@ def test_the_gradient_through_an_attack_is_the_slope_of_the_bound(ball: int, eps
     slope."""
     net = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).to(FLOAT)
     model = BayesianModel(net, Categorical())
-    posterior = MeanField(model, 0.1)
+    posterior = MeanField(model, 0.1, init=0.5 * randn(model.num_params, seed=4))
     x, y = torch.rand(5, 4, dtype=FLOAT, generator=generator(0)), torch.arange(5) % 3
     within_reach = replace(BALLS[ball], eps=eps)
     steps = [one_step(within_reach, loss) for loss in (nll, entropy)]

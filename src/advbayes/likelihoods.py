@@ -19,6 +19,7 @@ from torch.distributions import Distribution, Independent, Normal, constraints
 from torch.nn import functional
 
 from advbayes import checks
+from advbayes.seeds import normal_like
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -76,9 +77,7 @@ class Categorical:
                 "net must give logits of shape (B, C) with C >= 2 for Categorical", got=output
             )
         if y.is_floating_point() or y.is_complex() or y.dtype == torch.bool:
-            raise checks.InputTypeError(
-                "y must hold class indices (an integer tensor) for Categorical", got=y
-            )
+            raise checks.InputTypeError("y must hold class indices (integers)", got=y)
         if y.ndim != 1:
             raise checks.InputError("y must have shape (B,) for Categorical", got=y)
         num_classes = output.shape[1]
@@ -155,9 +154,7 @@ def gaussian_prediction(mean: Tensor, scale: Tensor, num_outputs: int) -> Distri
 
 def _check_regression(mean: Tensor, y: Tensor) -> Tensor:
     if not y.is_floating_point():
-        raise checks.InputTypeError(
-            "y must be a floating-point tensor for a Gaussian likelihood", got=y
-        )
+        raise checks.InputTypeError("y must be floating-point for a Gaussian likelihood", got=y)
     y = targets_like(mean, y)
     if y.dtype != mean.dtype:
         raise checks.InputTypeError(f"y must have the model's dtype {mean.dtype}", got=y)
@@ -379,9 +376,7 @@ class GaussianMixture(GaussianPredictive):
     def cdf(self, value: Tensor) -> Tensor:
         """P(Y <= value) for one output."""
         if self.means.ndim == 3:
-            raise checks.InputError(
-                "cdf is defined for one output; take one output's components first"
-            )
+            raise checks.InputError("cdf is defined for one output, got several")
         z = (targets_like(self.means[0], value) - self.means) / (self.scales * math.sqrt(2.0))
         return (self.log_weights.exp() * 0.5 * (1.0 + torch.erf(z))).sum(0)
 
@@ -407,9 +402,7 @@ class GaussianMixture(GaussianPredictive):
             ).T  # (num, B)
             rows = torch.arange(self.means.shape[1], device=self.means.device)
             means, scales = self.means[pick, rows], self.scales[pick, rows]
-            noise = torch.randn(
-                means.shape, generator=generator, dtype=means.dtype, device=means.device
-            )
+            noise = normal_like(means, generator)
             return (means + scales * noise).reshape(shape + self.batch_shape + self.event_shape)
 
 

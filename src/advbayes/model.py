@@ -105,10 +105,8 @@ class BayesianModel:
                     f"net must have a parameter {name!r} of shape {tuple(shape)}, got {came}"
                 )
             parts.append(parameters[name].detach().reshape(-1).to(self.device, self.dtype))
-        parts.append(
-            torch.tensor(self.likelihood.initial_extra(), dtype=self.dtype, device=self.device)
-        )
-        return torch.cat(parts)
+        extra = self.likelihood.initial_extra()
+        return torch.cat([*parts, torch.tensor(extra, dtype=self.dtype, device=self.device)])
 
     def parts(self, theta: Tensor) -> Parts:
         """Views of theta in the shapes of the net's parameters, then the likelihood's part.
@@ -201,18 +199,17 @@ class BayesianModel:
             raise checks.InputError(
                 f"{name} must be a tensor of shape {wanted} for this model", got=theta
             )
-        if theta.dtype != self.dtype or theta.device != self.device:
-            raise checks.InputTypeError(
-                f"{name} must be {self.dtype} on {self.device} as the net", got=theta
-            )
+        self._check_kind(name, theta)
 
     def _check_input(self, x: Any) -> None:
         if not isinstance(x, Tensor) or x.ndim < 2:
             raise checks.InputTypeError("x must be a tensor of shape (B, *event)", got=x)
-        if x.dtype != self.dtype or x.device != self.device:
-            raise checks.InputTypeError(
-                f"x must be {self.dtype} on {self.device} as the net", got=x
-            )
+        self._check_kind("x", x)
+
+    def _check_kind(self, name: str, value: Tensor) -> None:
+        if value.dtype != self.dtype or value.device != self.device:
+            wanted = f"{self.dtype} on {self.device} as the net"
+            raise checks.InputTypeError(f"{name} must be {wanted}", got=value)
 
 
 def check_prior_scale(prior_scale: float) -> float:
@@ -236,9 +233,8 @@ class _Trees:
         self._idle: list[_Tree] = []
         # for nets that cannot be copied: one pass at a time, in the net itself
         self._lock = threading.RLock()
-        self._may_recompute = any(
-            not type(m).__module__.startswith("torch.nn.") for m in net.modules()
-        )
+        homes = {type(module).__module__ for module in net.modules()}
+        self._may_recompute = not all(home.startswith("torch.nn.") for home in homes)
 
     def __getstate__(self) -> tuple[nn.Module, list[Tensor]]:
         return self.net, self.parameters

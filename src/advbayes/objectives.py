@@ -252,9 +252,8 @@ class ChannelELBO:
         rows = rows if weight is None else rows * weight
         log_likelihood = scale / len(thetas) * rows.sum()
         bound = log_likelihood - kl if self.kl_weight == 1 else log_likelihood - self.kl_weight * kl
-        return Terms(
-            bound if self.penalty is None else bound - penalty, log_likelihood, kl, penalty
-        )
+        bound = bound if self.penalty is None else bound - penalty
+        return Terms(bound, log_likelihood, kl, penalty)
 
     def reduce(self, log_p: Tensor) -> Tensor:  # (S, K, B) -> (S, B)
         """Over the channel: the mean of the logs, or the log of the mean."""
@@ -292,8 +291,7 @@ class ChannelELBO:
             scored = (
                 attacked if self.penalty.likelihood == "adversarial" else [clean] * len(attacked)
             )
-            scores.append(
-                torch.stack([model.likelihood.log_prob(one.output, y, one.extra) for one in scored])
-            )
+            log_prob = model.likelihood.log_prob
+            scores.append(torch.stack([log_prob(one.output, y, one.extra) for one in scored]))
             omegas.append(torch.stack([self.penalty(model, clean, one) for one in attacked]))
         return torch.stack(scores), torch.stack(omegas)

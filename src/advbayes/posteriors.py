@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from advbayes import checks
 from advbayes.model import BayesianModel, check_prior_scale
-from advbayes.seeds import GlobalStream, seed_for
+from advbayes.seeds import GlobalStream, normal_like, seed_for
 
 
 class Posterior(nn.Module, ABC):
@@ -136,9 +136,7 @@ class MeanField(Posterior):
         return self.mu.detach()
 
     def noise(self, num: int, *, generator: torch.Generator | None = None) -> Tensor:
-        return torch.randn(
-            num, self.num_params, generator=generator, dtype=self.mu.dtype, device=self.mu.device
-        )
+        return normal_like(self.mu, generator, (num, self.num_params))
 
     def at(self, noise: Tensor) -> Tensor:
         return torch.addcmul(self.mu, self.scale, noise)
@@ -226,9 +224,8 @@ class Ensemble(_Members):
             model._check_theta("init", init, 2)
             members = init.detach().clone()
         else:
-            members = torch.stack(
-                [_reinitialised(model, seed_for(seed, "member", i)) for i in range(num)]
-            )
+            seeds = [seed_for(seed, "member", i) for i in range(num)]
+            members = torch.stack([_reinitialised(model, each) for each in seeds])
             if any(torch.equal(a, b) for a, b in itertools.combinations(members, 2)):
                 raise checks.InputError(
                     "net must have layers with reset_parameters to draw members from, got equal "
@@ -276,9 +273,7 @@ class LowRank(Posterior):
         self.mu = nn.Parameter(_start(model, init))
         self.rho = nn.Parameter(torch.full_like(self.mu, _inverse_softplus(init_scale)))
         generator = torch.Generator(self.mu.device).manual_seed(seed_for(seed, "factor"))
-        factor = torch.randn(
-            model.num_params, rank, generator=generator, dtype=self.mu.dtype, device=self.mu.device
-        )
+        factor = normal_like(self.mu, generator, (model.num_params, rank))
         # a zero factor is a saddle point
         self.factor = nn.Parameter(factor * (init_scale / math.sqrt(rank)))
         self.num_params = model.num_params
@@ -289,9 +284,7 @@ class LowRank(Posterior):
 
     def noise(self, num: int, *, generator: torch.Generator | None = None) -> Tensor:
         columns = self.num_params + self.factor.shape[1]
-        return torch.randn(
-            num, columns, generator=generator, dtype=self.mu.dtype, device=self.mu.device
-        )
+        return normal_like(self.mu, generator, (num, columns))
 
     def at(self, noise: Tensor) -> Tensor:
         diagonal, low = torch.split(noise, [self.num_params, self.factor.shape[1]], dim=1)
@@ -314,12 +307,9 @@ class LowRank(Posterior):
             inner = self.factor.T @ (self.factor / variance.unsqueeze(-1))
         eye = torch.eye(inner.shape[0], dtype=inner.dtype, device=inner.device)
         log_det: Tensor = variance.log().sum() + torch.linalg.slogdet(eye + inner)[1]
-        squares = (
-            variance.sum() + self.factor.square().sum() + self.mu.dot(self.mu)
-        ) / prior_scale**2
-        return 0.5 * (
-            squares - self.num_params + 2 * self.num_params * math.log(prior_scale) - log_det
-        )
+        squares = variance.sum() + self.factor.square().sum() + self.mu.dot(self.mu)
+        constant = self.num_params * (2 * math.log(prior_scale) - 1)
+        return 0.5 * (squares / prior_scale**2 + constant - log_det)
 
 
 class Samples(_Members):

@@ -112,6 +112,14 @@ def drawn(
     return draw(shape, generator=generator, **options)
 
 
+def normal_like(
+    x: Tensor, generator: torch.Generator | None, shape: tuple[int, ...] | None = None
+) -> Tensor:
+    """Standard normal numbers in x's dtype and on its device, of its shape or another."""
+    shape = x.shape if shape is None else shape
+    return torch.randn(shape, generator=generator, dtype=x.dtype, device=x.device)
+
+
 def num_drawn(num: int, generator: torch.Generator | None) -> int:
     """How many rows `drawn` draws for a batch of `num`: more where that is a share of a larger
     one."""

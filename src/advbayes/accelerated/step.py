@@ -163,12 +163,7 @@ def adam(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one step of `torch.optim.Adam` makes of parameter, exp_avg and exp_avg_sq.
-
-    >>> zero = torch.zeros(1)
-    >>> adam(zero, zero, zero, torch.ones(1), torch.tensor(1.0), 0.1)[0]
-    tensor([-0.1000])
-    """
+    """What one step of `torch.optim.Adam` makes of parameter, exp_avg and exp_avg_sq."""
     count = step.double()
     first = torch.lerp(exp_avg, gradient, 1 - betas[0])
     second = betas[1] * exp_avg_sq + (1 - betas[1]) * gradient.square()

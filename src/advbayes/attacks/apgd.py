@@ -50,9 +50,7 @@ class APGD(Search):
     def __post_init__(self) -> None:
         check_settings(self, steps=1, restarts=0, targets=0)
         if not self.restarts + self.targets:
-            raise checks.InputError(
-                "restarts and targets must not both be 0: there would be no run"
-            )
+            raise checks.InputError("restarts and targets must not both be 0, got no run")
         checks.number("momentum", self.momentum, low=0, high=1, open_high=True)
         checks.number("progress", self.progress, low=0, high=1)
 

@@ -54,10 +54,7 @@ class PGD(Search):
         if not self.stages:
             raise checks.InputError("stages must hold at least one (loss, steps) pair, got none")
         for loss, steps in self.stages:
-            if not callable(loss):
-                raise checks.InputTypeError(
-                    f"stages must hold (loss, steps) pairs, got {checks.describe(loss)} for a loss"
-                )
+            checks.function("a loss of stages", loss, "one such as nll")
             checks.count("steps", steps)
         if self.step_size is not None:
             checks.number("step_size", self.step_size, low=0, open_low=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from advbayes import checks
-from advbayes.seeds import SharedStarts
+from advbayes.seeds import SharedStarts, normal_like
 
 Bound = float | Tensor  # a Tensor broadcasts against the event
 _ROUNDS = 12  # of the projection onto a ball and a box; three or four are the rule
@@ -46,12 +46,8 @@ class Ball(ABC):
             scale = torch.as_tensor(self.scale)
             if not bool(torch.isfinite(scale).all()) or not bool((scale > 0).all()):
                 raise checks.InputError("scale must be finite and positive", got=self.scale)
-        if self.mask is not None and (
-            not isinstance(self.mask, Tensor) or self.mask.dtype != torch.bool
-        ):
-            raise checks.InputTypeError(
-                "mask must be a bool tensor (True: may be touched)", got=self.mask
-            )
+        if self.mask is not None and getattr(self.mask, "dtype", None) is not torch.bool:
+            raise checks.InputTypeError("mask must be a bool tensor (True: moves)", got=self.mask)
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and all(
@@ -174,15 +170,14 @@ class Ball(ABC):
         >>> Linf(0.5, scale=2.0).sphere(torch.zeros(1, 3)).abs()
         tensor([[1., 1., 1.]])
         """
-        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+        noise = normal_like(x, generator)
         return self.project(x + self.ascend(self._scaled(noise), self.eps), x)
 
     def contains(self, x_adv: Tensor, x: Tensor) -> Tensor:
         """(B,) bool: finite, within eps (1 + 1e-5) + 1e-7 and the box, unmoved where masked."""
         d = x_adv - x
-        fine = torch.isfinite(x_adv).flatten(1).all(1) & (
-            self.norm(d) <= self.eps * (1 + 1e-5) + 1e-7
-        )
+        near = self.norm(d) <= self.eps * (1 + 1e-5) + 1e-7
+        fine = near & torch.isfinite(x_adv).flatten(1).all(1)
         if self.box is not None:
             fine &= (self.clip(x_adv) == x_adv).flatten(1).all(1)
         if self.mask is not None:
@@ -238,7 +233,7 @@ class L2(Ball):
         return _each(step, direction) * direction * unit
 
     def _offsets(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        noise = torch.randn(x.shape, generator=generator, dtype=x.dtype, device=x.device)
+        noise = normal_like(x, generator)
         radius = torch.rand(x.shape[0], generator=generator, dtype=x.dtype, device=x.device)
         event = x.shape[1:]
         free = event.numel() if self.mask is None else int(self.mask.expand(event).sum())

@@ -120,9 +120,7 @@ def score(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor,
 def value_of(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
     """The loss of each example; labels that no class has are named."""
     if not isinstance(prediction, Distribution):
-        raise checks.InputTypeError(
-            "predict must return a torch Distribution over y", got=prediction
-        )
+        raise checks.InputTypeError("predict must return a Distribution over y", got=prediction)
     if prediction.batch_shape[:1] != (len(y),):
         raise checks.InputError(
             f"predict must return a Distribution of batch shape ({len(y)},) for {len(y)} inputs, "
@@ -162,9 +160,7 @@ def targets(predict: Predictor, x: Tensor, y: Tensor | None) -> Tensor:
             return mode(predict(x))
     checks.instance("y", y, Tensor, "a tensor with one target for each example of x")
     if y.ndim == 0 or len(y) != len(x):
-        raise checks.InputError(
-            f"y must hold one target for each of the {len(x)} examples of x", got=y
-        )
+        raise checks.InputError(f"y must hold one target for each of the {len(x)} examples", got=y)
     if y.is_floating_point():
         return y.to(x.dtype)
     return y if y.dtype == torch.bool else y.long()  # labels of any width; bool is refused later

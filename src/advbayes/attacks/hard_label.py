@@ -12,6 +12,7 @@ from advbayes.attacks.balls import L2, Ball, per_row
 from advbayes.attacks.gradients import where_rows
 from advbayes.attacks.losses import margin
 from advbayes.attacks.search import Best, Problem, Search, check_settings
+from advbayes.seeds import normal_like
 from advbayes.types import Loss
 
 _ROWS = 4096  # inputs asked about in one call
@@ -86,9 +87,7 @@ class HardLabel(Search):
             open_rows = ~started & ~broken
             if not bool(open_rows.any()):
                 break
-            noise = torch.randn(
-                x.shape, generator=problem.generator, dtype=x.dtype, device=x.device
-            )
+            noise = normal_like(x, problem.generator)
             wide = 2.0 ** (doubling - 2) * self.ball.eps
             candidate = self._allowed(x + wide * noise * self.ball.units(x), x)
             hit = open_rows & problem.score(candidate).broken
@@ -137,8 +136,7 @@ class HardLabel(Search):
     def _normal(self, problem: Problem, point: Tensor, norm: Tensor, number: int) -> Tensor:
         """The boundary's normal from answers around the point, centred for less variance."""
         x, shape = problem.x, (int(self.probes * math.sqrt(number)), *point.shape)
-        noise = torch.randn(shape, generator=problem.generator, dtype=x.dtype, device=x.device)
-        flat = noise.flatten(2)
+        flat = normal_like(x, problem.generator, shape).flatten(2)
         noise = (flat / torch.linalg.vector_norm(flat, dim=2, keepdim=True)).view(shape)
         # Wide enough to see the boundary's slope, narrow enough to see no bend.
         width = (norm / math.sqrt(point[0].numel())).clamp_min(1e-4 * self.ball.eps)

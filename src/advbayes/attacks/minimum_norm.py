@@ -114,9 +114,7 @@ class MinimumNorm(Search):
                 break
             whole = problem.rows(rows)
             attack = pgd(self.ball, self.steps, whole.on(loss).loss, stop_at_success=True)
-            far = whole.score(
-                attack(problem.predict, whole.x, whole.y, generator=problem.generator)
-            )
+            far = whole.score(attack(whole.predict, whole.x, whole.y, generator=whole.generator))
             best = best.put(rows, _nearer(best.pick(rows), far, whole))
             rows = rows[far.broken]
             if len(rows):

@@ -167,9 +167,8 @@ def _losses(attack: object, names: tuple[str, ...]) -> Iterator[Loss]:
 def loss_names(attack: object) -> tuple[str, ...]:
     """The names of an attack's losses; for attacks that name theirs as text, that text."""
     named = [_loss_name(loss) for loss in losses_of(attack)]
-    named += [
-        text for part in parts_of(attack) if isinstance(text := settings(part).get("loss"), str)
-    ]
+    texts = (settings(part).get("loss") for part in parts_of(attack))
+    named += [text for text in texts if isinstance(text, str)]
     return tuple(dict.fromkeys(named))
 
 

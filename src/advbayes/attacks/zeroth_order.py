@@ -17,6 +17,7 @@ from advbayes.attacks.hard_label import HardLabel
 from advbayes.attacks.losses import lower_mean, margin, nll, raise_mean, squared_error
 from advbayes.attacks.parts import ball_of
 from advbayes.likelihoods import predicts_classes
+from advbayes.seeds import normal_like
 from advbayes.types import Attack, Predictor
 
 _ROWS = 4096  # inputs asked about in one call
@@ -93,8 +94,7 @@ class Differences:
         if size <= self.directions:
             moves = torch.eye(size, dtype=x.dtype, device=x.device)
         else:
-            like: Any = {"dtype": x.dtype, "device": x.device, "generator": self.generator}
-            moves = torch.randn(self.directions, size, **like) / self.directions**0.5
+            moves = normal_like(x, self.generator, (self.directions, size)) / self.directions**0.5
         moves = moves.view(-1, *x.shape[1:])
         return moves if self.ball.mask is None else moves * self.ball.mask.to(x.device)
 

@@ -27,12 +27,8 @@ class GaussianDensity:
     scales: tuple[float | Tensor, ...]  # K times a number or (N, *event)
 
     def log_prob(self, x_adv: Tensor) -> Tensor:  # (B, *event) -> (N, B)
-        parts = [
-            weight + log_normal(x_adv, centres, scale)
-            for weight, centres, scale in zip(
-                self.log_weights, self.centres, self.scales, strict=True
-            )
-        ]
+        components = zip(self.log_weights, self.centres, self.scales, strict=True)
+        parts = [weight + log_normal(x_adv, *gaussian) for weight, *gaussian in components]
         return parts[0] if len(parts) == 1 else torch.logsumexp(torch.stack(parts), dim=0)
 
 

@@ -105,9 +105,8 @@ def conformal_intervals(
             "predict must be a regression predictor, got classes; see conformal_sets"
         )
     scores = (targets_like(prediction.mean, y) - prediction.mean).abs() / prediction.stddev
-    return ConformalIntervals(
-        predict, conformal_quantile(scores.reshape(len(y), -1).amax(1), level), level
-    )
+    factor = conformal_quantile(scores.reshape(len(y), -1).amax(1), level)
+    return ConformalIntervals(predict, factor, level)
 
 
 @torch.no_grad()
@@ -128,9 +127,8 @@ def conformal_sets(
     """
     x, y = _calibration(predict, data, attack, generator)
     probs = _classes(predict(x)).probs
-    return ConformalSets(
-        predict, conformal_quantile(1 - probs.gather(1, y.unsqueeze(1)).squeeze(1), level), level
-    )
+    threshold = conformal_quantile(1 - probs.gather(1, y.unsqueeze(1)).squeeze(1), level)
+    return ConformalSets(predict, threshold, level)
 
 
 def _classes(prediction: Distribution) -> Categorical:

@@ -226,9 +226,8 @@ def decide(
         choices = Choices(utility, actions, abstain)
     if worst_case is None:
         return choices.expected(predict(x)).argmax(1)
-    return worst_case_utility(
-        predict, x, choices, worst_case, steps=steps, generator=generator
-    ).argmax(1)
+    least = worst_case_utility(predict, x, choices, worst_case, steps=steps, generator=generator)
+    return least.argmax(1)
 
 
 def worst_case_utility(

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from advbayes import checks
 from advbayes.likelihoods import GaussianMixture, mix, predicts_classes
 from advbayes.predictive.posterior import FreshPredictive
-from advbayes.seeds import generator_for
+from advbayes.seeds import generator_for, normal_like
 from advbayes.types import Predictor
 
 # noises (k, B or 1, *event), and what thetas come from
@@ -76,9 +76,7 @@ class Smoothed:
         with torch.no_grad():
             for part in self._draws(x, _anew(x, checks.count("num", num), generator)):
                 if len(part) != 1:
-                    raise checks.InputTypeError(
-                        "votes need a classifier, got a regression predictor"
-                    )
+                    raise checks.InputTypeError("votes need a classifier, got a regression")
                 classes = part[0].shape[-1]
                 ballot = torch.nn.functional.one_hot(part[0].argmax(-1), classes).sum(0)  # (B, C)
                 counts = ballot if counts is None else counts + ballot
@@ -94,7 +92,7 @@ class Smoothed:
             thetas = generator_for(self.seed, "smoothing thetas", block, x.device)
             # A whole block, whatever is used of it: normal numbers drawn in other pieces are
             # others.
-            noise = _normal(x, (_BLOCK, 1, *x.shape[1:]), generator)
+            noise = normal_like(x, generator, (_BLOCK, 1, *x.shape[1:]))
             yield noise[: self.num - start], thetas
 
     def _draws(self, x: Tensor, randomness: Iterable[Randomness]) -> Iterator[tuple[Tensor, ...]]:
@@ -120,11 +118,7 @@ def _anew(x: Tensor, num: int, generator: torch.Generator | None) -> Iterator[Ra
     """`num` independent noises for every input, as many at a time as make one pass."""
     size = max(1, _ROWS // max(1, len(x)))
     for start in range(0, num, size):
-        yield _normal(x, (min(size, num - start), *x.shape), generator), generator
-
-
-def _normal(x: Tensor, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=x.dtype, device=x.device)
+        yield normal_like(x, generator, (min(size, num - start), *x.shape)), generator
 
 
 def _forward(predict: Predictor, noise: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:

@@ -87,9 +87,7 @@ class Annealed(Search):
         for factor in self.factors:
             checks.number("factors", factor, low=0, open_low=True)
         if not self.factors or self.factors[-1] != 1:
-            raise checks.InputError(
-                f"factors must end with 1, the purifier itself, got {self.factors}"
-            )
+            raise checks.InputError("factors must end with 1, the purifier", got=self.factors)
 
     @property
     def _losses(self) -> tuple[Loss, ...]:

@@ -50,10 +50,8 @@ def diagnose(store: Store, query: Query, log_shares: Callable[[Tensor], Tensor])
     """Two passes: the evidence of each theta, then the weights of reference points, by blocks."""
     size = max(1, _WEIGHTS // (max(store.counts, default=0) or store.num_reference))
     if len(query) > size:
-        parts = [
-            diagnose(store, query.take(slice(a, b)), log_shares) for a, b in spans(len(query), size)
-        ]
-        return merge(parts, torch.cat)
+        blocks = (query.take(slice(start, stop)) for start, stop in spans(len(query), size))
+        return merge([diagnose(store, block, log_shares) for block in blocks], torch.cat)
     sums = sweep(store, query, values=False)
     shares = log_shares(sums.log_evidence).exp()  # (S, B)
     num, impossible = store.num_whole, sums.log_evidence == -math.inf  # (S, B)
@@ -88,7 +86,7 @@ def _likeliest(sums: Sums) -> tuple[Tensor, Tensor, Tensor]:
     for k, part in enumerate(sums.banks):
         top, place = part.leading.logits.max(-1)  # (G, B)
         tops.append(top + part.offset)
-        indices.append(part.leading.index.gather(-1, place.unsqueeze(-1)).squeeze(-1))
+        indices.append(part.leading.rows.gather(-1, place.unsqueeze(-1)).squeeze(-1))
         sources += [(k, group) for group in range(len(top))]
     best, winner = torch.cat(tops).max(0)
     nearest = torch.cat(indices).gather(0, winner.unsqueeze(0)).squeeze(0)

@@ -183,9 +183,7 @@ class NearestIndex:
 
 def _groups(store: Store) -> Iterator[tuple[GaussianBank, int]]:
     if not store.gaussians or any(bank.scales is not None for bank in store.gaussians):
-        raise InputError(
-            "index needs a Gaussian channel with one noise for all centres, got another"
-        )
+        raise InputError("index needs a Gaussian channel of one noise for all centres, got another")
     for bank in store.gaussians:
         for group in range(bank.groups):
             yield bank, group

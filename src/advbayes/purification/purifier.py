@@ -167,9 +167,8 @@ class Purifier:
         if self.store.num_outputs:
             return PurifiedMixture(self, x)
         if not len(x):
-            return CategoricalDistribution(
-                logits=x.new_zeros(0, self.store.width), validate_args=False
-            )
+            empty = x.new_zeros(0, self.store.width)
+            return CategoricalDistribution(logits=empty, validate_args=False)
         queries = self.queries(x)
         logits = queries.join([self._class_logits(query, len(x)) for query in queries])
         return CategoricalDistribution(logits=logits.to(x.dtype), validate_args=False)
@@ -269,9 +268,7 @@ class Purifier:
         """E[centre | x'], of x's shape: where x' is believed to come from (not for `features`)."""
         self._check(x)
         if self.features is not None:
-            raise checks.InputError(
-                "denoise needs centres in the space of x, got a purifier with features"
-            )
+            raise checks.InputError("denoise needs centres like x, got a purifier with features")
         self.store.check_gaussian("denoise")
         if not len(x):
             return x.clone()
@@ -300,7 +297,7 @@ class Purifier:
             factor = factor if bank.groups > 1 else factor.sum(0, keepdim=True)
             each = part.leading_terms * factor.unsqueeze(-1)  # (G, B, k)
             for group in range(bank.groups):
-                centres = bank.centres.pick(group, part.leading.index[group]).double()
+                centres = bank.centres.pick(group, part.leading.rows[group]).double()
                 mean += torch.einsum("bk,bkd->bd", each[group], centres)
         return mean
 
@@ -315,15 +312,7 @@ class Purifier:
             return replace(merge(parts, queries.join), left_out=queries.left_out)
 
     def widened(self, factor: float) -> Purifier:
-        """The same tables with noise `factor` times as wide: for annealed attacks.
-
-        >>> from torch import nn
-        >>> from advbayes import BayesianModel, Categorical, MeanField, Noise
-        >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
-        >>> purified = Purifier(model, Noise(0.1), MeanField(model).sample(5), torch.randn(100, 4))
-        >>> float(purified.widened(10.0).diagnose(torch.ones(1, 4)).ess_reference) > 10
-        True
-        """
+        """The same tables with noise `factor` times as wide: for annealed attacks."""
         checks.number("factor", factor, low=0, open_low=True)
         wide = self._like(self.store.widened(factor), f"{self._note}.widened({factor:g})")
         if self._index is not None:
@@ -363,9 +352,7 @@ class Purifier:
     def save(self, folder: str | Path) -> None:
         """A bundle: every byte under a hash, replaced in one step. The model is not in it."""
         if self.store.ranks.size > 1:
-            raise checks.InputError(
-                "save needs the whole reference in one process, got a sharded one"
-            )
+            raise checks.InputError("save needs the reference in one process, got a sharded one")
         if any(bank.log_weights is not None for bank in self.store.banks):
             raise checks.InputError(
                 "save needs reference points that count once each, got weights: save the estimator"
@@ -445,7 +432,5 @@ def _reference(
     model._check_input(x)
     checks.finite("reference", x)
     if y is not None and (not isinstance(y, Tensor) or y.ndim < 1 or len(y) != len(x)):
-        raise checks.InputError(
-            f"reference labels must be one for each of the {len(x)} points", got=y
-        )
+        raise checks.InputError(f"reference must hold a label for each of {len(x)} points", got=y)
     return x.detach(), y

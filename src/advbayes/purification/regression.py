@@ -16,6 +16,7 @@ from advbayes.purification.banks import Query
 from advbayes.purification.joint import log_outputs
 from advbayes.purification.rows import spans
 from advbayes.purification.sweep import Block, Sums, sweep, weights
+from advbayes.seeds import normal_like
 
 if TYPE_CHECKING:
     from advbayes.purification.purifier import Purifier
@@ -68,9 +69,7 @@ class PurifiedMixture(GaussianPredictive):
         return self._variance
 
     def _columns(self, value: Tensor) -> Tensor:  # (B, D)
-        return targets_like(self._mean, value).reshape(
-            len(self._x), self._purifier.store.num_outputs
-        )
+        return targets_like(self._mean, value).reshape(len(self._x), -1)
 
     def log_prob(self, value: Tensor) -> Tensor:
         y = self._columns(value).double() - self._purifier.store.middle
@@ -125,10 +124,9 @@ class PurifiedMixture(GaussianPredictive):
         return tuple(store.ranks.sum(out))
 
     def _one_output(self, name: str) -> None:
-        if self._purifier.store.num_outputs > 1:
-            raise checks.InputError(
-                f"{name} is defined for one output, got {self._purifier.store.num_outputs}"
-            )
+        num = self._purifier.store.num_outputs
+        if num > 1:
+            raise checks.InputError(f"{name} is defined for one output, got {num}")
 
     def cdf(self, value: Tensor) -> Tensor:
         """P(Y <= value) for one output."""
@@ -178,9 +176,7 @@ class PurifiedMixture(GaussianPredictive):
 
     def sample(self, sample_shape: Any = (), *, generator: torch.Generator | None = None) -> Tensor:
         if self._purifier.store.ranks.size > 1:
-            raise checks.InputError(
-                "sample needs the whole reference in one process, got a sharded one"
-            )
+            raise checks.InputError("sample needs the reference in one process, got a sharded one")
         shape = torch.Size(sample_shape)
         num = max(1, math.prod(shape))
         with torch.no_grad():
@@ -189,9 +185,7 @@ class PurifiedMixture(GaussianPredictive):
                 for number, query in enumerate(self._queries)
             ]
             mean, variance, _ = self._queries.join(parts, 1).chunk(3, -1)  # (num, B, D)
-            noise = torch.randn(
-                mean.shape, generator=generator, dtype=self._x.dtype, device=mean.device
-            )
+            noise = normal_like(self._x, generator, mean.shape)
             drawn = (mean + self._purifier.store.middle + variance.sqrt() * noise).to(self._x.dtype)
         return drawn.reshape(shape + self.batch_shape + self.event_shape)
 

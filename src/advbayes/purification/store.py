@@ -36,8 +36,7 @@ Features = Callable[[Tensor], Tensor]
 
 _BLOCK = 1000  # reference points whose predictions and centres are computed at a time
 _SMALL = 1 << 19  # numbers in the centres of all banks
-_DENSITY = "channel must have a density to purify with"
-_SIMULATE = "a channel that can only be sampled is purified by simulation (SimulatedPurifier)"
+_DENSITY = "channel must have a density (SimulatedPurifier needs samples alone)"
 _FLOOR = 1e-30  # of a class probability, so that the log of a weighted average is finite
 
 
@@ -163,9 +162,7 @@ class Builder:
 
     def __post_init__(self) -> None:
         if not callable(getattr(self.channel, "density", None)):
-            raise checks.InputTypeError(
-                f"{_DENSITY}, got {checks.describe(self.channel)}; {_SIMULATE}"
-            )
+            raise checks.InputTypeError(_DENSITY, got=self.channel)
 
     def _density(self, predict: Any, rows: slice) -> tuple[Any, Tensor]:  # and x[rows]
         x = self.x[rows]
@@ -173,9 +170,7 @@ class Builder:
         try:
             return self.channel.density(predict, x, y), x
         except NotImplementedError as error:
-            raise checks.InputError(
-                f"{_DENSITY}, got {self.channel} ({error}); {_SIMULATE}"
-            ) from error
+            raise checks.InputError(f"{_DENSITY}, got {self.channel} ({error})") from error
         except (TypeError, AttributeError) as error:
             if y is None:
                 raise checks.InputError(
@@ -272,9 +267,9 @@ class Builder:
         origin = self.ranks.sum(origin * (num / sum(counts)))
         banks: list[GaussianBank | FunctionBank] = []
         for k, (weight, _, scale) in enumerate(parts):
-            centres, scales = tables[f"centres-{k}"], tables.get(f"scales-{k}")
+            located, scales = tables[f"centres-{k}"], tables.get(f"scales-{k}")
             one = float(scale) if scales is None else None
-            bank = gaussian_bank(float(weight), centres, one, scales, origin, ranks=self.ranks)
+            bank = gaussian_bank(float(weight), located, one, scales, origin, ranks=self.ranks)
             banks.append(bank)
         if not gaussian:
             edges = (*range(0, num, _BLOCK), num)

@@ -40,7 +40,7 @@ class Leading(NamedTuple):
     """The likeliest reference points of each theta and query."""
 
     logits: Tensor  # (G, B, k) float64
-    index: Tensor  # (G, B, k)
+    rows: Tensor  # (G, B, k)
     values: Tensor  # (G, B, k, W + 1) float64, the last one 1
 
     def pick(self, places: Tensor) -> Leading:  # (G, B, j)
@@ -49,7 +49,7 @@ class Leading(NamedTuple):
         values = self.values.reshape(-1, width).index_select(0, (first + places).flatten())
         return Leading(
             self.logits.gather(-1, places),
-            self.index.gather(-1, places),
+            self.rows.gather(-1, places),
             values.view(*places.shape, width),
         )
 
@@ -114,9 +114,8 @@ def _values(store: Store, groups: slice, rows: slice, shared: bool, wanted: bool
     """Values and a 1, float64: (1, n, S * V + 1) when all thetas share the weights, else (g, n, V +
     1)."""
     if not wanted:
-        return store.origin.new_ones(
-            1 if shared else groups.stop - groups.start, rows.stop - rows.start, 1
-        )
+        num = 1 if shared else groups.stop - groups.start
+        return store.origin.new_ones(num, rows.stop - rows.start, 1)
     values = store.value_block(rows)  # (n, S, V)
     right = values.flatten(1).unsqueeze(0) if shared else values[:, groups].transpose(0, 1)
     return functional.pad(right, (0, 1), value=1.0)
@@ -161,7 +160,7 @@ def _sweep_bank(store: Store, bank: Bank, query: Query, values: bool, keep: bool
     lead = _joined(*leading.values(), dim=0)
     offset = bank.offset(query)
     if bank.has_centres and query.dtype != torch.float64:
-        exact = [bank.exact_at(query, group, index) for group, index in enumerate(lead.index)]
+        exact = [bank.exact_at(query, group, index) for group, index in enumerate(lead.rows)]
         lead = lead._replace(logits=torch.stack(exact) - offset.unsqueeze(1))
     part = BankSums(bank, peak, sums, offset, peaks, lead, kept)
     sums += torch.einsum("gbk,gbkw->gbw", part.leading_terms, lead.values)
@@ -275,7 +274,7 @@ def vjp(
             lead = part.leading
             ahead = _without_clamped(part.leading_terms, torch.float64)
             ahead = ahead * torch.einsum("gbw,gbkw->gbk", slope, lead.values)
-            for group, (index, each) in enumerate(zip(lead.index, ahead, strict=True)):
+            for group, (index, each) in enumerate(zip(lead.rows, ahead, strict=True)):
                 gradient += bank.gradient_at(query, group, index, each)
         for number, (groups, rows) in enumerate(bank.tiles(len(query)) if part.tile_peaks else ()):
             near = part.tile_peaks[number] - part.level[groups] > _LEAST[query.dtype]
@@ -325,7 +324,7 @@ def _set_leading(
 ) -> None:
     """Puts the leading terms in their places, as far as the block has them."""
     num = rows.stop - rows.start
-    index = part.leading.index[groups][:, pick] - rows.start
+    index = part.leading.rows[groups][:, pick] - rows.start
     inside, index = (index >= 0) & (index < num), index.clamp(0, num - 1)
     change = -terms.gather(-1, index)
     if leading is not None:

@@ -166,9 +166,8 @@ def batches_of(
             x, y = check(x, y)
         case _:
             raise checks.InputTypeError("data must be a pair (x, y) or a DataLoader", got=data)
-    return TensorBatches(
-        x, y, checks.count("batch_size", batch_size), seed, _weights(weight, len(x), model)
-    )
+    size, weights = checks.count("batch_size", batch_size), _weights(weight, len(x), model)
+    return TensorBatches(x, y, size, seed, weights)
 
 
 def _weights(weight: Any, num: int, model: BayesianModel) -> Tensor | None:
