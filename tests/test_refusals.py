@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "cdf of two outputs": (
         lambda: GaussianMixture(torch.zeros(1, 2, 2), torch.ones(1, 2, 2)).cdf(torch.zeros(2, 2)),
-        "cdf is defined for one output; take one output's components first",
+        "cdf is defined for one output, got several",
     ),
     "outputs of a net with scales": (
         lambda: HeteroscedasticGaussian().check_target(torch.zeros(4), torch.zeros(4)),
@@ -173,7 +173,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     # --- attacks
     "no attack in a suite": (
         lambda: Suite((pgd(L2(1.0)), 3)),  # type: ignore[arg-type]
-        "attacks must hold attacks such as pgd(L2(1.0)), got 3",
+        "attacks[1] must be an attack such as pgd(L2(1.0)), got 3",
     ),
     "a scale of nothing": (
         lambda: DivergenceFrom(2.0, scale=0.0),
@@ -284,7 +284,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     # --- purification
     "denoised features": (
         lambda: purifier(Noise(0.1), features=lambda x: x[:, :1]).denoise(X),
-        "denoise needs centres in the space of x, got a purifier with features",
+        "denoise needs centres like x, got a purifier with features",
     ),
     "denoised by another density": (
         lambda: purifier(Unlike()).denoise(X),
