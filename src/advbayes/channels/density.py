@@ -28,7 +28,7 @@ class GaussianDensity:
 
     def log_prob(self, x_adv: Tensor) -> Tensor:  # (B, *event) -> (N, B)
         components = zip(self.log_weights, self.centres, self.scales, strict=True)
-        parts = [weight + log_normal(x_adv, *gaussian) for weight, *gaussian in components]
+        parts = [w + log_normal(x_adv, centres, scale) for w, centres, scale in components]
         return parts[0] if len(parts) == 1 else torch.logsumexp(torch.stack(parts), dim=0)
 
 
