@@ -364,7 +364,9 @@ def test_bad_input_is_named() -> None:
 
     with pytest.raises(ValueError, match="attacks must be a mapping of at least one named attack"):
         run(attacks={})
-    with pytest.raises(TypeError, match="predict must return a Distribution over y, got a torch"):
+    with pytest.raises(
+        TypeError, match="predict must return a torch Distribution over y, got a torch"
+    ):
         run(lambda x: MODEL(x).probs)
     with pytest.raises(
         ValueError, match=r"batch shape \(70,\) for 70 inputs, got batch shape \(1,\)"

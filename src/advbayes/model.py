@@ -246,8 +246,8 @@ class _Trees:
         tree = self._tree()
         output: Tensor
         if tree is None:
-            tree = _Tree(self.net, self.net, self.parameters)
             with self._lock:
+                tree = _Tree(self.net, self.net, self.parameters)
                 try:
                     tree.hang(parameters)
                     output = self.net(x)

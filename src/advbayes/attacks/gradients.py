@@ -120,7 +120,9 @@ def score(predict: Predictor, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor,
 def value_of(loss: Loss, prediction: Distribution, y: Tensor) -> Tensor:
     """The loss of each example; labels that no class has are named."""
     if not isinstance(prediction, Distribution):
-        raise checks.InputTypeError("predict must return a Distribution over y", got=prediction)
+        raise checks.InputTypeError(
+            "predict must return a torch Distribution over y", got=prediction
+        )
     if prediction.batch_shape[:1] != (len(y),):
         raise checks.InputError(
             f"predict must return a Distribution of batch shape ({len(y)},) for {len(y)} inputs, "
