@@ -257,7 +257,7 @@ for word, each in (
     ("numbers", Normal(PAIR.means, PAIR.scales)),
     ("outputs", Independent(Normal(WIDE.means, WIDE.scales), 1)),
 ):
-    call(mix, {"each": each}, {"log_weights": gaussian(3, seed=1)}, name=f"mix of {word}")
+    call(mix, {"each": each}, name=f"mix of {word}")
 call(gaussian_log_density, {"value": SIX, "mean": SIX + 1, "scale": 0.3}, {"scale": SIX.exp()})
 
 

@@ -432,5 +432,6 @@ def _reference(
     model._check_input(x)
     checks.finite("reference", x)
     if y is not None and (not isinstance(y, Tensor) or y.ndim < 1 or len(y) != len(x)):
-        raise checks.InputError(f"reference must hold a label for each of {len(x)} points", got=y)
+        wanted = f"reference labels must be one for each of the {len(x)} points"
+        raise checks.InputError(wanted, got=y)
     return x.detach(), y
