@@ -98,10 +98,10 @@ def one_blind_warning() -> Iterator[None]:
 def _warn_if_blind(prediction: Distribution) -> None:
     """A loss without a gradient may be flat itself, as the entropy of a fixed scale."""
     if predicts_classes(prediction):
-        answers: tuple[Tensor, ...] = (prediction.logits,)
+        is_blind = not prediction.logits.requires_grad
     else:
-        answers = prediction.mean, prediction.variance
-    if any(answer.requires_grad for answer in answers):
+        is_blind = not (prediction.mean.requires_grad or prediction.variance.requires_grad)
+    if not is_blind:
         return
     warned = _warned.get()
     if not warned:
