@@ -226,7 +226,7 @@ def edge(num: int, share: float, offset: float) -> float: ...
 @overload
 def edge(num: int, share: float, offset: Tensor) -> Tensor: ...
 def edge(num: int, share: float, offset: float | Tensor) -> float | Tensor:
-    """Where a component ends in a batch whose strata begin at `offset`.
+    """Where a component ends, ceil(num share - offset), in strata that begin at `offset`.
 
     `share` is the weight of the components up to this one.
 
