@@ -60,11 +60,6 @@ def _attack(
     return AttackChannel(one_step(ball, loss) if steps == 1 else pgd(ball, steps, loss), sigma)
 
 
-def _learned(config: RunConfig, data: Prepared) -> Channel:
-    """SM-5's generators, drawn from the run's seed."""
-    return learned_channel(config, data, make_ball(config.norm, config.eps))
-
-
 def mixed(weight: float, attacked: MakeChannel) -> MakeChannel:
     """weight N(x, sigma^2) + (1 - weight) attacked: SM-5's mixture with the noisy identity."""
     return lambda config, data: Mixture(
@@ -158,7 +153,10 @@ DEFENSES: dict[str, Defense] = {
     ),
     "NN": Defense("learned adversary", {"defense": "nn"}),
     "NN50": Defense(
-        "half noisy identity, half learned adversary (SM-5)", channel=mixed(0.5, _learned)
+        "half noisy identity, half learned adversary (SM-5)",
+        channel=mixed(
+            0.5, lambda run, data: learned_channel(run, data, make_ball(run.norm, run.eps))
+        ),
     ),
     "onPure": Defense(
         "online purifier on BL, N = 100, S = 5", {"defense": "none"}, purify=Purify("online", 0.5)

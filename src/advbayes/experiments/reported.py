@@ -14,13 +14,13 @@ def _parse(text: str, columns: tuple[str, ...] = FIVE) -> dict[str, dict[str, Ce
     >>> _parse("BL 0.96 (0.00) 0.32", ("clean", "PGD"))
     {'BL': {'clean': (0.96, 0.0), 'PGD': (0.32, None)}}
     """
-    found = {}
+    rows = {}
     for line in text.strip().splitlines():
         name, rest = re.fullmatch(r"\s*(.*?)\s+(-?\d.*)", line).groups()  # type: ignore[union-attr]
         cells = re.findall(r"(-?\d+\.\d+)(?: \((\d+\.\d+)\))?", rest)
         pairs = [(float(mean), float(sd) if sd else None) for mean, sd in cells]
-        found[name] = dict(zip(columns, pairs, strict=True))
-    return found
+        rows[name] = dict(zip(columns, pairs, strict=True))
+    return rows
 
 
 REPORTED: dict[str, dict[str, dict[str, dict[str, Cell]]]] = {

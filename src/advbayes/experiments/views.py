@@ -70,9 +70,9 @@ def _table(head: Sequence[str], rows: Mapping[str, Iterable[object]]) -> str:
     return Grid(head, [[names[row], *cells] for row, cells in rows.items()]).markdown()
 
 
-def _beside(value: float, mean: float, sd: float | None = None) -> str:
+def _beside(value: float, mean: float) -> str:
     """Our number above the paper's."""
-    return f"{value:.2f}<br>{_paper(mean, sd)}"
+    return f"{value:.2f}<br>{_paper(mean)}"
 
 
 def _paper(mean: float, sd: float | None = None) -> str:

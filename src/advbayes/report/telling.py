@@ -56,14 +56,7 @@ def interval(document: Document, metric: str, estimate: Mapping[str, Any]) -> st
 
 
 def label(document: Document, metric: str) -> str:
-    """The name of a metric with its unit.
-
-    >>> (
-    ...     label({"scaling": {"target_std": [20.0]}}, "rmse"),
-    ...     label({"interval_level": 0.9}, "coverage"),
-    ... )
-    ("RMSE, in the target's unit", 'Coverage of 90 % intervals, %')
-    """
+    """The name of a metric with its unit."""
     name = words.METRICS[metric].label
     if metric == "coverage":
         name = f"{name} of {percent(document['interval_level'], 0)} % intervals"
@@ -115,31 +108,22 @@ def lede(document: Document) -> list[str]:
 
 def headline(document: Document) -> list[str]:
     """One sentence for each predictor."""
-    metric = document["metric"]
+    metric, at = document["metric"], f"at {budget(document)}"
+    percent_sign, unit = " %" if metric == "accuracy" else "", label(document, metric)
     lines = []
-    for row in document["summary"]:
-        if row["trivial"]:
+    for row in [row for row in document["summary"] if not row["trivial"]]:
+        clean = f"{shown(document, metric, row['clean']['value'])}{percent_sign}"
+        line = f"{row['predictor']} answers {clean} of untouched inputs correctly"
+        if metric != "accuracy":
+            where = f" ({unit.partition(', ')[2]})" if ", " in unit else ""
+            line = f"{row['predictor']} has an RMSE of {clean}{where} on untouched inputs"
+        if row["worst"] is None:
+            lines.append(f"{line}; it was not attacked {at}.")
             continue
-        before, after = row["clean"], row["worst"]
-        unit = " %" if metric == "accuracy" else ""
-        before_text = f"{shown(document, metric, before['value'])}{unit}"
-        if metric == "accuracy":
-            said = f"{row['predictor']} answers {before_text} of untouched inputs correctly"
-        else:
-            where = label(document, metric).partition(", ")[2]
-            said = (
-                f"{row['predictor']} has an RMSE of "
-                f"{before_text}{f' ({where})' if where else ''} on untouched inputs"
-            )
-        if after is None:
-            lines.append(f"{said}; it was not attacked at {budget(document)}.")
-            continue
+        worst = f"{shown(document, metric, row['worst']['value'])}{percent_sign}"
+        within = f"(95 % interval {interval(document, metric, row['worst'])})"
         mark = "" if row["believed"] else "†"
-        value = (
-            f"{shown(document, metric, after['value'])}{unit}{mark} (95 % interval "
-            f"{interval(document, metric, after)})"
-        )
-        lines.append(f"{said}, and {value} under the worst attack at {budget(document)}.")
+        lines.append(f"{line}, and {worst}{mark} {within} under the worst attack {at}.")
     return lines
 
 
@@ -150,11 +134,11 @@ def verdicts(document: Document) -> list[dict[str, Any]]:
     for name in document["predictors"]:
         audit = document["audit"].get(name) or {"level": "", "findings": [], "never_asked": []}
         level, checks, missing = str(audit["level"]), audit["findings"], len(audit["never_asked"])
-        by_status: dict[str, list[Any]] = {"passed": [], "failed": [], "not run": []}
-        for check in checks:
-            by_status.setdefault(check["status"], []).append(check)
-        passed, failed = by_status["passed"], by_status["failed"]
-        not_run = [check for check in by_status["not run"] if check["mandatory"]]
+        passed, failed, skipped = (
+            [check for check in checks if check["status"] == status]
+            for status in ("passed", "failed", "not run")
+        )
+        not_run = [check for check in skipped if check["mandatory"]]
         head, meaning = words.LEVELS.get(level, words.UNAUDITED)
         if missing and level == "B":
             head, meaning = words.PARTIAL[0], words.PARTIAL[1].format(level=level, missing=missing)
@@ -189,13 +173,7 @@ def figures_of(check: Mapping[str, Any]) -> str:
 
 
 def checked(check: Mapping[str, Any]) -> str:
-    """A check with its figures and what to do about it.
-
-    >>> checked(
-    ...     {"id": "E1", "title": "feasible", "figures": {"infeasible": 3}, "advice": "project"}
-    ... )
-    'E1 feasible (infeasible 3). project'
-    """
+    """A check with its figures and what to do about it."""
     figures = figures_of(check)
     said = f"{check['id']} {check['title']}{f' ({figures})' if figures else ''}"
     return f"{said}. {check['advice']}" if check["advice"] else said
@@ -207,11 +185,7 @@ def under(entry: Mapping[str, Any]) -> str:
 
 
 def calibrated(entry: Mapping[str, Any]) -> str:
-    """The calibration of an entry, with its interval.
-
-    >>> calibrated({"coverage": {"value": 0.5, "low": 0.25, "high": 0.75}})
-    'coverage 50.0 % (25.0 to 75.0)'
-    """
+    """The calibration of an entry, with its interval."""
     what, key = ("expected calibration error", "ece") if "ece" in entry else ("coverage",) * 2
     value, low, high = (percent(entry[key][name]) for name in ("value", "low", "high"))
     return f"{what} {value} % ({low} to {high})"

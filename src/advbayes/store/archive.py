@@ -46,13 +46,7 @@ def pack(members: Mapping[str, bytes], name: str) -> bytes:
 
 
 def unpack(path: Path, *, limit: int) -> dict[str, bytes]:
-    """The members of an archive, every byte of which is as `pack` writes it.
-
-    >>> unpack(Path("absent.advbayes"), limit=100)
-    Traceback (most recent call last):
-    ...
-    advbayes.store.errors.MissingError: absent.advbayes: wanted a file, got nothing (no such file)
-    """
+    """The members of an archive, every byte of which is as `pack` writes it."""
     with opened(path) as (descriptor, size), os.fdopen(os.dup(descriptor), "rb") as stream:
         if size > min(limit, MAX_FILE):
             raise StoreError(path, f"a bundle of at most {min(limit, MAX_FILE)} bytes", f"{size}")

@@ -83,13 +83,7 @@ def decode(data: bytes, name: str = "document", *, limit: int = MAX_BYTES) -> JS
 
 
 def check_values(name: str, *documents: bytes) -> None:
-    """Refuse documents of more than `MAX_VALUES` values in all, before parsing them.
-
-    >>> check_values("config", b"[" + MAX_VALUES * b"0," + b"0]")
-    Traceback (most recent call last):
-    ...
-    advbayes.store.errors.StoreError: config: wanted at most 131072 values, got 131073
-    """
+    """Refuse documents of more than `MAX_VALUES` values in all, before parsing them."""
     num = sum(data.count(sign) for data in documents for sign in (b",", b"[", b"{"))
     if num > MAX_VALUES:
         raise StoreError(name, f"at most {MAX_VALUES} values", f"{num}")

@@ -76,13 +76,7 @@ class OpenedTables:
 
 
 def read_tables(path: str | os.PathLike[str]) -> OpenedTables:
-    """Tables, tensors and documents of a folder, all hashed; tables stay on the disk.
-
-    >>> read_tables("absent")
-    Traceback (most recent call last):
-    ...
-    advbayes.store.errors.MissingError: absent: wanted a bundle of tables, got nothing (no such file)
-    """  # noqa: E501
+    """Tables, tensors and documents of a folder, all hashed; tables stay on the disk."""
     folder = Path(path)
     if not folder.exists():
         raise MissingError(folder, "a bundle of tables")

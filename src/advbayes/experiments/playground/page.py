@@ -136,11 +136,11 @@ def _verdict(world: World, panel: Panel) -> str:
 
 
 def _behind(panel: Panel) -> str:
-    said = f"moved by {panel.norm:.2f}"
+    moved = f"moved by {panel.norm:.2f}"
     if panel.evidence is None or panel.ess is None:
-        return said
+        return moved
     return (
-        f"{said}; log evidence {panel.evidence[0]:.1f} → {panel.evidence[1]:.1f}; "
+        f"{moved}; log evidence {panel.evidence[0]:.1f} → {panel.evidence[1]:.1f}; "
         f"effective sample size {panel.ess[0]:.1f} → {panel.ess[1]:.1f}"
     )
 

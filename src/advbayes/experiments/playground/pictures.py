@@ -18,7 +18,8 @@ _WIDTH = 240
 
 def image(x: Tensor) -> str:  # (1, H, W) in [0, 1]
     """Ink on paper."""
-    return _grid([[f"rgb({c},{c},{c})" for c in row] for row in _bytes(1 - x[0])], "An input")
+    rows = (255 * (1 - x[0]).clamp(0, 1)).round().int().tolist()
+    return _grid([[f"rgb({c},{c},{c})" for c in row] for row in rows], "An input")
 
 
 def difference(d: Tensor, limit: float) -> str:  # (1, H, W)
@@ -92,11 +93,6 @@ def shifts(names: Sequence[str], d: Tensor, limit: float) -> str:  # (F,)
 
 def _across(place: float, low: float, high: float) -> float:
     return 4 + (_WIDTH - 8) * (place - low) / max(high - low, 1e-12)
-
-
-def _bytes(values: Tensor) -> list[list[int]]:
-    numbers: list[list[int]] = (values.clamp(0, 1) * 255).round().int().tolist()
-    return numbers
 
 
 def _grid(colours: list[list[str]], title: str) -> str:
