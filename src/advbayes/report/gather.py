@@ -26,6 +26,7 @@ from advbayes.report.words import MAIN
 MANDATORY = tuple(each.id for each in CHECKS if each.id not in ("E23", "E24", "E25", "E26"))
 SCHEMA = 1
 Document = dict[str, Any]
+Entries = Iterator[dict[str, Any]]
 _CURVE_POINTS = 60
 # not for the prediction to say
 _UNKNOWN: dict[str, Any] = dict.fromkeys(("value", "low", "high"), None) | {"num": 0, "level": 0.95}
@@ -103,18 +104,18 @@ def gather(
         "trivial": [clean(name) for name in evaluation.trivial],
         "attacks": _attacks(evaluation),
         "summary": [_summary(evaluation, name, eps, audits, believed) for name in believed],
-        "table": _table(evaluation, believed),
-        "curves": _curves(evaluation, names, believed),
-        "calibration": _calibration(evaluation, names, eps),
-        "risk_coverage": _risk_coverage(evaluation, names, eps),
+        "table": [*_table(evaluation, believed)],
+        "curves": [*_curves(evaluation, names, believed)],
+        "calibration": [*_calibration(evaluation, names, eps)],
+        "risk_coverage": [*_risk_coverage(evaluation, names, eps)],
         "audit": {clean(name): _plain(verdict) for name, verdict in audits.items()},
         "threat_model": threat,
         "scaling": scale,
         "gallery": None
         if gallery is None
         else gallery_of(gallery, classes, scale, threat, {} if pictures is None else pictures),
-        "training": _training(sources.get("history"), names),
-        "runs": _runs(run),
+        "training": [*_training(sources.get("history"), names)],
+        "runs": [*_runs(run)],
         "class_names": None if classes is None else [clean(name) for name in classes],
         "evaluation": _plain({key: config[key] for key in config if key in _SETTINGS}),
     }
@@ -214,65 +215,48 @@ def _summary(
     }
 
 
-def _table(evaluation: Evaluation, believed: Mapping[str, bool]) -> list[dict[str, Any]]:
+def _table(evaluation: Evaluation, believed: Mapping[str, bool]) -> Entries:
     """The rows of the evaluation's own table, in all metrics."""
-    metrics, rows = tuple(REDUCTIONS[evaluation.task]), []
+    metrics = tuple(REDUCTIONS[evaluation.task])
     for row in evaluation.table(metrics).rows:
         kind = row.attack if row.attack in (CLEAN, WORST) else "attack"
         known = {metric: estimate(each) for metric, each in row.values.items()}
-        rows.append(
-            {
-                **_entry(row.predictor, clean(row.attack), row.eps),
-                "kind": "trivial" if row.predictor in evaluation.trivial else kind,
-                "dagger": row.marked and not believed[row.predictor],
-                "values": {metric: known.get(metric, _UNKNOWN) for metric in metrics},
-            }
-        )
-    return rows
+        yield {
+            **_entry(row.predictor, clean(row.attack), row.eps),
+            "kind": "trivial" if row.predictor in evaluation.trivial else kind,
+            "dagger": row.marked and not believed[row.predictor],
+            "values": {metric: known.get(metric, _UNKNOWN) for metric in metrics},
+        }
 
 
-def _curves(
-    evaluation: Evaluation, names: Sequence[str], believed: Mapping[str, bool]
-) -> list[dict[str, Any]]:
+def _curves(evaluation: Evaluation, names: Sequence[str], believed: Mapping[str, bool]) -> Entries:
     """Security curves: the worst case of every predictor; of a single one, each attack as well."""
     single = len(names) == 1 and len(evaluation.attacks) > 1
     attacks = [WORST, *(evaluation.attacks if single else ())]
-    curves = []
     for metric, name, attack in product((MAIN[evaluation.task], "nll"), names, attacks):
         curve = evaluation.curve(metric, name, attack)
         points = [{"eps": eps, **estimate(each)} for eps, each in curve]
         if len(points) > 1:
             of = {"predictor": clean(name), "attack": clean(attack), "metric": metric}
-            curves.append({**of, "points": points, "believed": believed[name]})
-    return curves
+            yield {**of, "points": points, "believed": believed[name]}
 
 
-def _calibration(
-    evaluation: Evaluation, names: Sequence[str], eps: float | None
-) -> list[dict[str, Any]]:
+def _calibration(evaluation: Evaluation, names: Sequence[str], eps: float | None) -> Entries:
     """Reliability bins or interval coverage, untouched and under the worst case."""
     reductions = REDUCTIONS[evaluation.task]
-    entries = []
     for entry, rows in _both(evaluation, names, eps):
         if evaluation.task == "classification":
-            entry["bins"] = [
+            bins = [
                 {**vars(each), "accuracy": estimate(each.accuracy)}
                 for each in metrics.reliability(rows["confidence"], rows["correct"], bins=10)
             ]
-            entry["ece"] = estimate(reductions["ece"](rows))
+            yield {**entry, "bins": bins, "ece": estimate(reductions["ece"](rows))}
         elif gives(rows, "coverage"):
-            entry["coverage"] = estimate(reductions["coverage"](rows))
-        else:
-            continue
-        entries.append(entry)
-    return entries
+            yield {**entry, "coverage": estimate(reductions["coverage"](rows))}
 
 
-def _risk_coverage(
-    evaluation: Evaluation, names: Sequence[str], eps: float | None
-) -> list[dict[str, Any]]:
+def _risk_coverage(evaluation: Evaluation, names: Sequence[str], eps: float | None) -> Entries:
     """The risk among the most certain answers, thinned to a few points."""
-    entries = []
     for entry, rows in _both(evaluation, names, eps):
         if not gives(rows, "aurc") or len(rows["entropy"]) < 2:
             continue
@@ -281,13 +265,11 @@ def _risk_coverage(
         num = len(curve.risk)
         first = max(0, math.ceil(num / 20) - 1)
         keep = torch.linspace(first, num - 1, min(_CURVE_POINTS, num - first)).round().int()
-        entry["aurc"] = curve.aurc
-        entry["points"] = [
+        points = [
             {"coverage": curve.coverage[i], "risk": curve.risk[i]}
             for i in dict.fromkeys(keep.tolist())
         ]
-        entries.append(entry)
-    return entries
+        yield {**entry, "aurc": curve.aurc, "points": points}
 
 
 def _attacks(evaluation: Evaluation) -> list[dict[str, Any]]:
@@ -357,30 +339,24 @@ def each_run(run: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
     return {str(name): one for name, one in run.items()}
 
 
-def _runs(run: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    documents = []
+def _runs(run: Mapping[str, Any] | None) -> Entries:
     for name, one in each_run(run).items():
         manifest = dict(one.get("manifest") or {})
         started = manifest.get("started") or {}
-        documents.append(
-            {
-                "name": clean(name),
-                "config": _plain(dict(one.get("config") or {})),
-                "commit": clean(started["commit"]) if "commit" in started else None,
-                "data": _plain((manifest.get("data") or {}).get("sha256")),
-                **{key: _plain(manifest.get(key)) for key in _OF_MANIFEST},
-            }
-        )
-    return documents
+        yield {
+            "name": clean(name),
+            "config": _plain(dict(one.get("config") or {})),
+            "commit": clean(started["commit"]) if "commit" in started else None,
+            "data": _plain((manifest.get("data") or {}).get("sha256")),
+            **{key: _plain(manifest.get(key)) for key in _OF_MANIFEST},
+        }
 
 
-def _training(history: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+def _training(history: Any, names: Sequence[str]) -> Entries:
     """The bound over the steps, thinned by averaging."""
-    if history is None:
-        return []
+    history = history or {}
     single = not isinstance(history, Mapping) or "bound" in history  # columns, not predictors
     histories = {names[0]: history} if single else history
-    curves = []
     for name, one in histories.items():
         columns = one if isinstance(one, Mapping) else {"bound": [row.get("bound") for row in one]}
         rows = columns.get("bound", [])
@@ -396,8 +372,7 @@ def _training(history: Any, names: Sequence[str]) -> list[dict[str, Any]]:
             for part in parts
         ]
         if points:
-            curves.append({"predictor": clean(name), "points": points, "steps": len(rows)})
-    return curves
+            yield {"predictor": clean(name), "points": points, "steps": len(rows)}
 
 
 def _plain(value: Any) -> Any:
