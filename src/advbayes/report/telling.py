@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from advbayes.auditing import is_first_look
@@ -106,11 +106,10 @@ def lede(document: Document) -> list[str]:
     return sentences
 
 
-def headline(document: Document) -> list[str]:
+def headline(document: Document) -> Iterator[str]:
     """One sentence for each predictor."""
     metric, at = document["metric"], f"at {budget(document)}"
     percent_sign, unit = " %" if metric == "accuracy" else "", label(document, metric)
-    lines = []
     for row in [row for row in document["summary"] if not row["trivial"]]:
         clean = f"{shown(document, metric, row['clean']['value'])}{percent_sign}"
         line = f"{row['predictor']} answers {clean} of untouched inputs correctly"
@@ -118,19 +117,17 @@ def headline(document: Document) -> list[str]:
             where = f" ({unit.partition(', ')[2]})" if ", " in unit else ""
             line = f"{row['predictor']} has an RMSE of {clean}{where} on untouched inputs"
         if row["worst"] is None:
-            lines.append(f"{line}; it was not attacked {at}.")
+            yield f"{line}; it was not attacked {at}."
             continue
         worst = f"{shown(document, metric, row['worst']['value'])}{percent_sign}"
         within = f"(95 % interval {interval(document, metric, row['worst'])})"
         mark = "" if row["believed"] else "†"
-        lines.append(f"{line}, and {worst}{mark} {within} under the worst attack {at}.")
-    return lines
+        yield f"{line}, and {worst}{mark} {within} under the worst attack {at}."
 
 
-def verdicts(document: Document) -> list[dict[str, Any]]:
+def verdicts(document: Document) -> Iterator[dict[str, Any]]:
     """For each predictor: level, what it means, failed and missing checks with advice."""
     believed = {row["predictor"] for row in document["summary"] if row["believed"]}
-    verdicts = []
     for name in document["predictors"]:
         audit = document["audit"].get(name) or {"level": "", "findings": [], "never_asked": []}
         level, checks, missing = str(audit["level"]), audit["findings"], len(audit["never_asked"])
@@ -145,23 +142,20 @@ def verdicts(document: Document) -> list[dict[str, Any]]:
         if is_first_look(level, audit.get("tier"), len(failed)):
             head = "A first look"
             meaning = words.FIRST_LOOK.format(passed=len(passed), missing=len(not_run))
-        verdicts.append(
-            {
-                "predictor": name,
-                "level": level,
-                "head": head,
-                "meaning": meaning,
-                "believed": name in believed,
-                "tier": audit.get("tier"),
-                "failed": [check for check in failed if check["mandatory"]],
-                "remarks": [check for check in failed if not check["mandatory"]],
-                "not_run": not_run,
-                "passed": len(passed),
-                "checks": checks,
-                "examples": (audit.get("summary") or {}).get("examples"),
-            }
-        )
-    return verdicts
+        yield {
+            "predictor": name,
+            "level": level,
+            "head": head,
+            "meaning": meaning,
+            "believed": name in believed,
+            "tier": audit.get("tier"),
+            "failed": [check for check in failed if check["mandatory"]],
+            "remarks": [check for check in failed if not check["mandatory"]],
+            "not_run": not_run,
+            "passed": len(passed),
+            "checks": checks,
+            "examples": (audit.get("summary") or {}).get("examples"),
+        }
 
 
 def figures_of(check: Mapping[str, Any]) -> str:
