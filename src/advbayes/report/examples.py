@@ -74,7 +74,7 @@ def gallery_of(
                 "l2": float(torch.linalg.vector_norm(change)),
                 "linf": float(change.abs().max()),
                 "picture": picture(view.x[row], box, pictures) if images else None,
-                **_said(gallery, view, row, classes, units),
+                **_answer(gallery, view, row, classes, units),
             }
             grouped.setdefault(clean(view.predictor), []).append(shown)
         truth = gallery.y[row]
@@ -111,7 +111,7 @@ def _classes(gallery: Gallery, names: Sequence[str] | None) -> list[str] | None:
     return [_class(label, names) for label in range(gallery.views[0].prediction.shape[1])]
 
 
-def _said(
+def _answer(
     gallery: Gallery, view: View, row: int, classes: Sequence[str] | None, units: Units
 ) -> dict[str, Any]:
     values = view.prediction[row].double()

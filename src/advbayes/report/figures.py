@@ -214,7 +214,7 @@ def _security_curve(document: Mapping[str, Any], metric: str) -> Figure:
     summary = []
     for curve in curves:
         steps = ", ".join(
-            f"{_said(metric, p['value'])} at ε = {short(p['eps'])}" for p in curve["points"]
+            f"{_written(metric, p['value'])} at ε = {short(p['eps'])}" for p in curve["points"]
         )
         summary.append(f"{curve['attack' if single else 'predictor']}: {steps}")
     title, description = f"{about.label} as the attacker's budget grows", ". ".join(summary) + "."
@@ -238,7 +238,7 @@ def _spans(values: Sequence[float]) -> bool:
     return min(values) > 0 and max(values) > 20 * min(values)
 
 
-def _said(metric: str, value: Any) -> str:
+def _written(metric: str, value: Any) -> str:
     return f"{percent(value)} %" if METRICS[metric].share else number(value)
 
 
