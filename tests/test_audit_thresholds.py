@@ -480,3 +480,48 @@ def test_a_claim_takes_arrays_for_all_that_it_holds() -> None:
     for value, wanted in zip(held, (X, right, -right, right), strict=True):
         assert isinstance(value, Tensor)
         assert torch.equal(value, wanted.to(value))
+
+
+# --- what a check says where it has nothing to look at --------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("units", "scaled", "said"),
+    [("raw", True, True), ("raw", False, False), ("standardised", True, False)],
+)
+def test_e0_raw_units_of_a_ball_with_a_scale(units: str, scaled: bool, said: bool) -> None:
+    ball = replace(BALL, scale=torch.full((5,), 2.0)) if scaled else BALL
+    found = case(ball=ball, threat_model=ThreatModel(units=units, scale="a scale"))
+    advice = describing.threat_model(found).advice
+    assert ("eps is said to be in raw units" in advice) is said
+
+
+@dataclass(frozen=True)
+class Anyhow:
+    """An attack that says nothing of its steps."""
+
+    ball: Any
+
+    def __call__(self, predict: Any, x: Tensor, y: Any = None, *, generator: Any = None) -> Tensor:
+        return x
+
+
+def test_e6_an_attack_without_steps_is_not_doubled() -> None:
+    found = strength.converged_in_steps(case(attacks={"any": Anyhow(BALL)}))
+    assert found.status == "not run"
+    assert found.advice == "the attacks do not say how many steps they take"
+
+
+@pytest.mark.parametrize("num", [19, 20])
+def test_e10_a_claim_is_compared_with_the_thetas_there_are(num: int) -> None:
+    """At least twenty, or others must be given."""
+
+    class Several:
+        thetas = torch.zeros(num, 15)
+
+        def __call__(self, x: Tensor) -> Classes:
+            return predict(x)
+
+    looked = case(Several(), attacks={"PGD": pgd(BALL, 3)}, threat_model=ThreatModel())
+    assert looked.num_thetas == num
+    assert (others._enough_in_claim(looked).status == "not run") is (num < 20)

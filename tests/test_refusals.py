@@ -36,26 +36,40 @@ from advbayes import (
     metrics,
     pgd,
 )
-from advbayes.adapters import PredictorModule, with_estimators
+from advbayes.adapters import PredictorModule, from_function, with_estimators
+from advbayes.adapters.sklearn import _affine
 from advbayes.attacks import DivergenceFrom
 from advbayes.channels.density import log_normal
 from advbayes.checks import AdvBayesError
+from advbayes.cli import main
 from advbayes.cli.foreign import _places
+from advbayes.cli.predicting import read_inputs
 from advbayes.cli.reproduce import _seeds, _settings
 from advbayes.cli.screen import check_new
 from advbayes.cli.threat import budgets
-from advbayes.datasets import Standardize, from_csv
+from advbayes.datasets import (
+    SOURCES,
+    Standardize,
+    find_dataset,
+    from_csv,
+    from_npz,
+    load_dataset,
+    loading,
+)
+from advbayes.datasets.dataset import Provenance
+from advbayes.datasets.loading import _idx
 from advbayes.evaluation import selective_task
 from advbayes.evaluation.inputs import as_tensors
 from advbayes.evaluation.scoring import worst
 from advbayes.predictive import conformal_sets
-from advbayes.purification import StraightThrough
+from advbayes.purification import Simulated, StraightThrough
 from advbayes.purification.attacks import nearest_centre_radius
 from advbayes.report import Gallery, View
 from advbayes.report.gather import _scaling
 from advbayes.runs import make_attack
 from advbayes.runs.building import reach_of
 from advbayes.runs.config import make_config
+from advbayes.store import documents
 
 X, Y = torch.rand(8, 3), torch.tensor([0, 1] * 4)
 THETAS = torch.zeros(1, 8)
@@ -321,7 +335,27 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: StraightThrough(SimpleNamespace(base=None)),  # type: ignore[arg-type]
         "base must be given for a purifier that was loaded, for it has no model, got None",
     ),
+    "nothing simulated": (
+        lambda: Simulated(Noise(0.1), 0, 0.1, torch.Generator()),
+        "num must be a whole number >= 1, got 0",
+    ),
+    "simulated points without width": (
+        lambda: Simulated(Noise(0.1), 1, 0.0, torch.Generator()),
+        "bandwidth must be a finite number > 0, got 0.0",
+    ),
+    "weights of nothing": (
+        lambda: train((X, Y), sample_weight=torch.zeros(8)),
+        "sample_weight must be >= 0 and positive somewhere, got others",
+    ),
+    "a negative weight": (
+        lambda: train((X, Y), sample_weight=torch.tensor([1.0] * 7 + [-1e-6])),
+        "sample_weight must be >= 0 and positive somewhere, got others",
+    ),
     # --- data and estimators
+    "a mean without a spread": (
+        lambda: from_function(lambda x: x[:, 0], kind="mean", scale=0.0),
+        "scale must be a finite number > 0, got 0.0",
+    ),
     "one array for an estimator": (
         lambda: with_estimators(fitted("ab"), X.numpy()),
         "data must be a pair (X, y) for an estimator, got array(",
@@ -473,3 +507,127 @@ def test_where_nothing_is_asked_nothing_is_refused() -> None:
     assert metrics.paired_t([1.0], [2.0]) == 1.0
     assert budgets(None, 0.0) == {}
     assert _places(torch.tensor([0, 1]), ["a", "b", "c"], ["b", "a"]).tolist() == [1, 0]
+
+
+def trained(**options: Any) -> Any:
+    """What a prediction asks a run about."""
+    model = SimpleNamespace(dtype=torch.float32)
+    known = {"event": (3,), "feature_names": ("a", "b", "c"), "model": model}
+    return SimpleNamespace(**known, encoding=None, steps=None, scaling=None, box=None, **options)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"x": np.zeros((2, 4))}, "INPUT: must hold inputs of shape (3,), got (4,) in"),
+        ({"x": np.zeros((0, 3))}, "must hold at least one row of finite numbers, got (0, 3) in"),
+        ({"x": np.full((2, 3), np.inf)}, "must hold at least one row of finite numbers, got (2"),
+        ({"y": np.zeros(2)}, "INPUT: must hold an array x, got"),
+    ],
+)
+def test_inputs_that_no_model_takes(tmp_path: Path, arrays: Any, said: str) -> None:
+    np.savez(tmp_path / "t.npz", **arrays)
+    with pytest.raises(AdvBayesError) as refused:
+        read_inputs(trained(), tmp_path / "t.npz")
+    assert said in str(refused.value)
+
+
+def test_inputs_that_a_model_takes(tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", x=np.arange(6.0).reshape(2, 3))
+    found = read_inputs(trained(), tmp_path / "t.npz")
+    assert found.dtype == torch.float32
+    assert found.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["a-run", "--model", "m:f"], "model: must be given without a run, got 'a-run' as well"),
+        (["--model", "m:f"], "model: must go with --data and --eps, got no --data and --eps"),
+        (["--model", "m:f", "--eps", "1"], "must go with --data and --eps, got no --data"),
+        (["--model", "m:f", "--data", "d.csv"], "must go with --data and --eps, got no --eps"),
+        (["--model", "mf", "--data", "d"], "model: must be MODULE:FACTORY, got 'mf'"),
+        ([], "RUN: must be a run folder, or --model and --data must be given, got neither"),
+    ],
+)
+def test_an_audit_of_both_or_of_half(
+    asked: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", *asked]) == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def idx(*shape: int) -> bytes:
+    sizes = b"".join(size.to_bytes(4, "big") for size in shape)
+    return bytes([0, 0, 8, len(shape)]) + sizes + bytes(int(np.prod(shape)))
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "said"),
+    [
+        ((2, 27, 28), (2,), "N images of 28x28 and N labels, got (2, 27, 28) and labels (2,)"),
+        ((2, 28, 28), (3,), "N images of 28x28 and N labels, got (2, 28, 28) and labels (3,)"),
+        ((2, 28), (2,), "N images of 28x28 and N labels, got (2, 28) and labels (2,)"),
+    ],
+)
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_images_of_another_size(images: Any, labels: Any, said: str, part: str) -> None:
+    source = SOURCES["mnist"]
+    shapes = [(2, 28, 28), (2,), (2, 28, 28), (2,)]
+    first = 0 if part == "train" else 2
+    shapes[first : first + 2] = [images, labels]
+    contents = {
+        content.name: idx(*shape) for content, shape in zip(source.contents, shapes, strict=True)
+    }
+    with pytest.raises(AdvBayesError) as refused:
+        _idx(source, contents)
+    assert said in str(refused.value)
+    assert str(refused.value).startswith(source.contents[first].name)
+
+
+def test_a_table_without_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = SOURCES["energy"].contents[0].name
+    read = {name: b"X1,X2,Y1\n" + b"1,2,3\n" * 20}, Provenance("here")
+    monkeypatch.setattr(loading, "_files", lambda *given: {})
+    monkeypatch.setattr(loading, "read_contents", lambda *given: read)
+    with pytest.raises(AdvBayesError) as refused:
+        load_dataset("energy")
+    assert "wanted a column 'Y2', got X1, X2, Y1" in str(refused.value)
+
+
+def test_what_comes_with_another_package_has_no_folder() -> None:
+    assert find_dataset("diabetes") is None
+
+
+@pytest.mark.parametrize("label", [0.5, np.nan, np.inf, -1.0, 1e9])
+def test_labels_that_are_no_classes(tmp_path: Path, label: float) -> None:
+    x, y = np.random.default_rng(0).random((20, 3)), np.arange(20.0) % 2
+    np.savez(tmp_path / "t.npz", x=x, y=y)
+    assert from_npz(tmp_path / "t.npz", task="classification").y_train.dtype == torch.int64
+    y[3] = label
+    np.savez(tmp_path / "t.npz", x=x, y=y)
+    with pytest.raises(AdvBayesError, match=r"y as classes 0, 1, \.\.\. below"):
+        from_npz(tmp_path / "t.npz", task="classification")
+
+
+@pytest.mark.parametrize("weight", [0.01, 1.0])
+def test_weights_need_not_sum_to_anything(weight: float) -> None:
+    assert train((X, Y), sample_weight=torch.tensor([weight] + [0.0] * 7)).steps >= 1
+
+
+def test_a_document_may_be_as_large_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = {"a": [1, 2, 3]}
+    size = len(documents.encode(document))
+    monkeypatch.setattr(documents, "MAX_BYTES", size)
+    assert len(documents.encode(document)) == size
+    monkeypatch.setattr(documents, "MAX_BYTES", size - 1)
+    with pytest.raises(AdvBayesError, match=f"at most {size - 1} bytes, got {size}"):
+        documents.encode(document)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_weights_of_an_estimator_are_taken_in_float64(dtype: Any) -> None:
+    last = SimpleNamespace(coef_=np.ones((2, 3), dtype), intercept_=np.zeros(2, dtype))
+    net = _affine(last, torch.ones(3).double(), torch.zeros(3).double())
+    assert net is not None
+    assert {each.dtype for each in net.parameters()} == {torch.float64}
