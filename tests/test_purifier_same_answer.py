@@ -423,3 +423,26 @@ def test_a_store_of_any_size_keeps_the_place_of_its_rows(monkeypatch: pytest.Mon
     )
     torch.testing.assert_close(first[0], second[0], rtol=1e-5, atol=1e-6)
     assert float((first[1] - second[1]).norm() / first[1].norm()) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["one noise", "both", "attacked"])
+def test_the_evidence_itself_is_that_of_the_sweep(kind: str) -> None:
+    """Not only its shares, in which whatever all thetas have in common cancels."""
+    model = BayesianModel(nn.Linear(2, 3).double(), Categorical())
+    thetas = torch.randn(4, 9, generator=generator(1), dtype=torch.float64)
+    x = torch.randn(20, 2, generator=generator(2), dtype=torch.float64)
+    channels: dict[str, Channel] = {
+        "one noise": Noise(0.5),
+        "both": Mixture([0.3, 0.7], [Noise(0.5), AttackChannel(one_step(L2(0.5)), sigma=0.5)]),
+        "attacked": AttackChannel(one_step(L2(0.5)), sigma=0.5),
+    }
+    purifier = Purifier(model, channels[kind], thetas, (x, torch.arange(20) % 3))
+    points = 3 * torch.randn(5, 2, generator=generator(3), dtype=torch.float64)
+    assert purifier._small is not None
+    fast = purifier.evidence(purifier.query(points), len(points))
+    purifier._small = None
+    slow = purifier.evidence(purifier.query(points), len(points))
+    for one, other in zip(fast, slow, strict=True):
+        torch.testing.assert_close(one, other)
+    known = torch.logsumexp(slow[0], 0) - math.log(4 * 20)
+    torch.testing.assert_close(purifier.diagnose(points).log_evidence, known)
