@@ -88,7 +88,8 @@ def test_e5_within_reach_is_a_hundredth_of_the_extent(ball: Any, wanted: list[bo
 
 @pytest.mark.parametrize(("more", "wanted"), [(6, "passed"), (7, "failed")])
 def test_e13_transfer(more: int, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = case(support=Support(siblings={"other": lambda x: predict(x)}))
+    other = lambda x: torch.distributions.Categorical(logits=-predict(x).logits)  # noqa: E731
+    found = case(support=Support(siblings={"other": other}))
     found.memory |= {"clean": columns(0), "columns": {"a": columns(50)}}
     monkeypatch.setattr(Case, "union", lambda self, *_, **__: columns(50 + more))
     assert others.transfer(found).status == wanted

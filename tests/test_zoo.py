@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ def test_a_broken_evaluation_is_flagged_by_the_check_meant_for_it(name: str) -> 
     assert found.figures, "a verdict without a figure convinces nobody"
     assert found.advice
     assert verdict.level not in "AB"
+
+
+@pytest.mark.parametrize("name", zoo.VOID)
+def test_what_helps_nothing_leaves_its_check_without_a_result(name: str) -> None:
+    check, make, why = zoo.VOID[name]
+    found = make()[check]
+    assert found.status == "not run", found.line()
+    assert re.search(why, found.advice), found.line()
 
 
 @pytest.mark.parametrize("name", zoo.HONEST)

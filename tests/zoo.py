@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -418,6 +419,30 @@ def remembers_in_a_global() -> Verdict:
     return looked_at(RemembersElsewhere(trained().predictive(5)), "E29")
 
 
+def remembers_on_disk() -> Verdict:
+    """The memory is a file, which a copy shares."""
+    plain = point()
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "seen.npy"
+
+        def predict(x: Tensor) -> Distribution:
+            memory = Recogniser(plain, None, 1.01 * BALL.eps)
+            if path.exists():
+                memory.points = torch.from_numpy(np.load(path))
+            prediction = memory(x)
+            np.save(path, memory.points.numpy())
+            return prediction
+
+        return looked_at(predict, "E29")
+
+
+def remembers_in_a_cache() -> Verdict:
+    """The memory is a value that `functools` keeps, with a reach of three eps."""
+    plain = point()
+    memory = lru_cache(maxsize=1)(lambda: Recogniser(plain, None, 3 * BALL.eps))
+    return looked_at(lambda x: memory()(x), "E29")
+
+
 # --- answers that depend on how they are asked --------------------------------------------------
 
 
@@ -436,6 +461,43 @@ def depends_on_the_batch() -> Verdict:
         return plain(x - 0.5 * (x.mean(0) - 0.3) if len(x) > 1 else x)  # type: ignore[no-any-return]
 
     return looked_at(predict, "E29")
+
+
+def depends_on_large_batches() -> Verdict:
+    """The same, but not in the batches of 64 that are easily looked at."""
+    plain = point()
+
+    def predict(x: Tensor) -> Distribution:
+        return plain(x - 0.5 * (x.mean(0) - 0.3) if len(x) > 64 else x)  # type: ignore[no-any-return]
+
+    return looked_at(predict, "E29", tier=replace(SMALL, num=100))
+
+
+def nearest_neighbour() -> Verdict:
+    """Answers for the nearest training image, with the gradient of the net itself; nobody calls it
+    a purifier."""
+    plain, (known, labels) = point(), digits()[:2]
+
+    def predict(x: Tensor) -> Distribution:
+        nearest = known[torch.cdist(x.detach(), known).argmin(1)]
+        return Classes(logits=straight_through(plain(nearest).logits, plain(x).logits))
+
+    support = Support(training=(known, labels))
+    return looked_at(predict, "E12", support=support, ball=L2(1.0, box=(0, 1)))
+
+
+class Floored(Normal):
+    """A Gaussian whose density never falls below a floor."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return super().log_prob(value).clamp_min(-1.5)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def density_that_is_none() -> Verdict:
+    """No error is so large that it costs more than 1.5 nats."""
+    plain, _, x, y = regression()
+    predict = lambda x: Floored(plain(x).mean, plain(x).variance.sqrt())  # noqa: E731
+    return looked_at(predict, "E22", data=(x, y), ball=L2(0.3))
 
 
 def leak_in_regression() -> Verdict:
@@ -497,6 +559,16 @@ def cherry_picked() -> Verdict:
     return judge(
         predict, {}, "E27", data=(x[stood], y[stood]), arrays={"PGD": x_adv[stood]}, claim=unsaid
     )
+
+
+def member_of_an_ensemble() -> Verdict:
+    """Five nets vote, one of them is attacked; there are no thetas to speak of."""
+    members = [point(seed) for seed in range(1, 6)]
+
+    def predict(x: Tensor) -> Distribution:
+        return Classes(probs=torch.stack([each(x).probs for each in members]).mean(0))
+
+    return judge(predict, {"PGD": pgd(BALL, 20)}, "E10", through=members[0])
 
 
 def cherry_picked_as_the_whole() -> Verdict:
@@ -578,6 +650,27 @@ def attack_on_half_of_the_image() -> Verdict:
     return looked_at(point(), "E0", attacks={"PGD": pgd(upper, 10)})
 
 
+def attack_on_the_large_features() -> Verdict:
+    """On average over the features the attack goes as far as the ball; in three of four it does not
+    move."""
+    ball, less = (
+        L2(0.1, scale=torch.tensor([1000.0, small, small, small])) for small in (1.0, 1e-6)
+    )
+    units = torch.tensor([1000.0, 1, 1, 1])
+    x, y = blobs(40, 5)
+    said = ThreatModel(units="standardised", scale=ball.scale)
+    predict = lambda x: linear(discriminant(0))(x / units)  # noqa: E731
+    options: Any = {"attacks": {"PGD": pgd(less, 10)}, "threat_model": said}
+    return looked_at(predict, "E0", data=(x * units, y), ball=ball, **options)
+
+
+def pixels_of_other_units() -> Verdict:
+    """eps = 0.3 of pixels in [0, 1], for pixels from 0 to 255."""
+    plain, (x, y) = point(), digits()[2:]
+    data, ball = ((255 * x).round(), y), Linf(0.3, box=(0, 255))
+    return judge(lambda x: plain(x / 255), {"PGD": pgd(ball, 5)}, "E0", data=data, ball=ball)
+
+
 def more_said_than_done() -> Verdict:
     """A thousand steps are said, ten were taken."""
     said = ThreatModel(units="raw", steps=1000)
@@ -609,12 +702,18 @@ BROKEN: dict[str, tuple[str, Callable[[], Verdict]]] = {
     "remembers queries (regression)": ("E29", remembers_queries_in_regression),
     "remembers queries in a closure": ("E29", remembers_in_a_closure),
     "remembers queries in a global": ("E29", remembers_in_a_global),
+    "remembers queries on disk": ("E29", remembers_on_disk),
+    "remembers queries in a cache": ("E29", remembers_in_a_cache),
     "two-faced": ("E9", two_faced),
     "depends on the batch": ("E29", depends_on_the_batch),
+    "depends on large batches": ("E29", depends_on_large_batches),
+    "nearest neighbour": ("E12", nearest_neighbour),
+    "density that is none": ("E22", density_that_is_none),
     "leak in regression": ("E5", leak_in_regression),
     "leak by units": ("E5", leak_by_units),
     "better than the union": ("E17", better_than_the_union),
     "array without its scores": ("E27", array_without_its_scores),
+    "member of an ensemble": ("E10", member_of_an_ensemble),
     "cherry-picked": ("E27", cherry_picked),
     "cherry-picked as the whole": ("E27", cherry_picked_as_the_whole),
     "untrained control": ("E20", untrained_control),
@@ -625,10 +724,111 @@ BROKEN: dict[str, tuple[str, Callable[[], Verdict]]] = {
     "baseline without gradients": ("E21", baseline_without_gradients),
     "attack in another norm": ("E0", attack_in_another_norm),
     "attack on half of the image": ("E0", attack_on_half_of_the_image),
+    "attack on the large features": ("E0", attack_on_the_large_features),
+    "pixels of other units": ("E0", pixels_of_other_units),
     "more said than done": ("E0", more_said_than_done),
     "larger than the test set": ("E27", larger_than_the_test_set),
 }
 ORIGINAL = tuple(BROKEN.values())[:12]
+
+
+# --- what helps nothing: a check that leans on it has not run -----------------------------------
+
+
+def twin_as_sibling() -> Verdict:
+    """The sibling that examples are transferred from is the model itself, made a second time."""
+    return looked_at(point(), "E13", support=Support(siblings={"twin": point()}))
+
+
+def control_ball_too_wide() -> Verdict:
+    """In the ball that the control falls in everything does."""
+    support = Support(undefended=point(seed=1), control_ball=L2(4.0, box=(0, 1)))
+    return looked_at(point(), "E20", support=support)
+
+
+def control_ball_of_another_norm() -> Verdict:
+    """The control falls in another norm than the one that counts."""
+    support = Support(undefended=point(seed=1), control_ball=Linf(0.5, box=(0, 1)))
+    return looked_at(point(), "E20", support=support)
+
+
+def constant_baseline() -> Verdict:
+    """The adversarial training to be beaten says the mean, whatever it is asked."""
+    predict, fresh, x, y = regression()
+    mean = float(regression_data()[1][:400].mean())
+    baseline = lambda x: Normal(mean + 0 * x.sum(1), 1.0)  # noqa: E731
+    control = predict.model.at(predict.thetas[0])
+    support = Support(undefended=control, baseline=baseline, fresh=fresh)
+    return looked_at(predict, "E21", data=(x, y), ball=L2(1.0), support=support)
+
+
+@dataclass(frozen=True)
+class NeverFresh:
+    """Says that it draws thetas, and has the evaluated ones."""
+
+    predict: Any
+
+    def __call__(self, x: Tensor) -> Distribution:
+        return self.predict(x)  # type: ignore[no-any-return]
+
+    def with_thetas(self, num: int) -> NeverFresh:
+        return self
+
+
+def thetas_never_fresh(id: str = "E14") -> Verdict:
+    """The attacker who does not know the thetas knows them."""
+    predict = trained(spread=0.25).predictive(20)
+    return looked_at(predict, id, support=Support(fresh=NeverFresh(predict)))
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A black-box attack that asks as often as is due, and returns x."""
+
+    ball: Any
+    loss: Any = margin
+    queries: int = 5000
+
+    def __call__(
+        self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        for _ in range(self.queries):
+            predict(x)
+        return x.clone()
+
+
+def nothing_to_climb(prediction: Any, y: Tensor) -> Tensor:
+    """A loss that is the same everywhere."""
+    return 0.0 * prediction.logits[:, 0]
+
+
+def idle_black_box() -> Verdict:
+    """The black box asks, and does nothing with the answers."""
+    return looked_at(point(), "E11", support=Support(black_box=Idle(BALL, queries=QUERIES)))
+
+
+def aimless_black_box() -> Verdict:
+    """Square, with a loss that says nothing."""
+    black_box = Square(BALL, QUERIES, nothing_to_climb)
+    return looked_at(point(), "E11", support=Support(black_box=black_box))
+
+
+def six_examples() -> Verdict:
+    """So few examples that no test can show what the predictor remembers."""
+    x, y = (part[:6] for part in digits()[2:])
+    return looked_at(Recogniser(point(), x, 1.01 * BALL.eps), "E28", data=(x, y))
+
+
+VOID: dict[str, tuple[str, Callable[[], Verdict], str]] = {
+    "twin as sibling": ("E13", twin_as_sibling, "twin answers as the audited model itself"),
+    "control ball too wide": ("E20", control_ball_too_wide, "everything falls"),
+    "control ball of another norm": ("E20", control_ball_of_another_norm, "give one of the norm"),
+    "constant baseline": ("E21", constant_baseline, "no better than .*the mean"),
+    "thetas never fresh": ("E14", thetas_never_fresh, "does not know the evaluated thetas"),
+    "idle black box": ("E11", idle_black_box, "breaks 0.00 of what can be broken"),
+    "aimless black box": ("E11", aimless_black_box, "of what can be broken on a linear model"),
+    "six examples": ("E28", six_examples, "6 examples are too few"),
+}
 
 
 def honest_claim() -> Verdict:

@@ -16,8 +16,10 @@ from advbayes.auditing.case import Case, Frozen
 from advbayes.auditing.check import check, judged, not_applicable, not_run
 from advbayes.auditing.findings import Finding
 from advbayes.seeds import generator_for
+from advbayes.types import Attack
 
 DIMENSIONS = 20
+FEW = 4  # examples whose densities are integrated
 
 
 def _dual(ball: Ball, w: Tensor) -> Tensor:
@@ -69,6 +71,36 @@ class Planted:
         return Categorical(logits=torch.stack([margin, -margin], 1), validate_args=False)
 
 
+def _plain(ball: Ball) -> Ball:
+    """The ball without box, scale and mask, in which the closed forms hold."""
+    return type(ball)(eps=ball.eps if ball.eps > 0 else 1.0)
+
+
+def _around(
+    linear: Linear, ball: Ball, num: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Points of which eps breaks some, and their classes."""
+    spread = 2.0 * ball.eps * (0.7 if isinstance(ball, L2) else 1.0)
+    x = spread * torch.randn(num, linear.weight.shape[1], generator=generator)
+    return x, linear(x).logits.argmax(1)
+
+
+def share_of_breakable(attack: Attack, ball: Ball, seed: int) -> float:
+    """What an attack breaks of the points of a linear model that a tenth less than eps would break.
+
+    >>> from advbayes import pgd
+    >>> share_of_breakable(pgd(L2(0.5), 20), L2(0.5), 0)
+    1.0
+    """
+    ball, generator = _plain(ball), generator_for(seed, "audit/breakable")
+    linear = Linear(torch.randn(3, DIMENSIONS, generator=generator), torch.zeros(3))
+    x, y = _around(linear, ball, 50, generator)
+    breakable = linear.slack(dataclasses.replace(ball, eps=0.9 * ball.eps), x, y) < 0
+    with torch.no_grad():
+        x_adv = with_ball(attack, ball)(linear, x, y, generator=generator)
+    return float(succeeded(linear(x_adv), y)[breakable].double().mean())
+
+
 @check("E19", "the attack itself", cost=lambda size: 0.5 * size.passes, attacks=True)
 def attack_itself(case: Case) -> Finding:
     """E19: no mismatch with the linear closed form, and 95 % success on a planted vulnerability."""
@@ -76,18 +108,14 @@ def attack_itself(case: Case) -> Finding:
         return not_applicable(
             "the closed form is that of classes; regression attacks share their engine"
         )
-    # the closed forms hold without box, scale and mask
-    ball = type(case.ball)(eps=case.ball.eps if case.ball.eps > 0 else 1.0)
-    generator = generator_for(case.seed, "audit/linear")
+    ball, generator = _plain(case.ball), generator_for(case.seed, "audit/linear")
     linear = Linear(torch.randn(3, DIMENSIONS, generator=generator), torch.zeros(3))
     attacks = [with_ball(attack, ball) for attack in case.attacks_on(linear).values()]
     if not attacks:
         return not_run(
             "give attacks that are made for any predictor: these cannot run on a linear model"
         )
-    spread = 2.0 * ball.eps * (0.7 if isinstance(ball, L2) else 1.0)
-    x = spread * torch.randn(200, DIMENSIONS, generator=generator)
-    y = linear(x).logits.argmax(1)
+    x, y = _around(linear, ball, 200, generator)
     planted = Planted(ball)
     points = 0.05 * ball.eps * torch.randn(100, DIMENSIONS, generator=generator) / DIMENSIONS
     zeros = torch.zeros(len(points), dtype=torch.long)
@@ -137,6 +165,10 @@ def trivial_predictors(case: Case) -> Finding:
         figures["Gaussian floor"] = gaussian
         units = "NLL below the Gaussian floor: the errors and the densities are in different units"
         bad += [units] * (figures["clean NLL"] < gaussian - 1e-4)
+    mass = largest_mass(case)
+    if mass is not None and mass > 1.01:
+        figures["largest mass"] = mass
+        bad.append(f"a density that integrates to {mass:.3g} or more: it is none")
     return judged(bool(bad), "; ".join(bad), **figures)
 
 
@@ -148,3 +180,23 @@ def _gaussian_floor(case: Case) -> float | None:
         return None
     error = float(case.clean["squared_error"].mean().sqrt())
     return 0.5 * math.log(2 * math.pi * math.e) + math.log(max(error, 1e-300))
+
+
+@torch.no_grad()
+def largest_mass(case: Case) -> float | None:
+    """The most that the density of one output integrates to between -50 and 50 standard deviations
+    around its mean, of the first few examples; None where it cannot be asked about many values.
+
+    Of four grids the least counts: a peak between the points of a grid can only be missed.
+    """
+    prediction = Frozen(case.predict, case.seed)(case.x[:FEW])
+    mean, deviation = prediction.mean.double(), prediction.variance.double().sqrt()
+    if mean.ndim > 1 or not bool(torch.isfinite(deviation).all()):
+        return None
+    places = torch.arange(-50, 50, 0.00125, dtype=torch.float64, device=mean.device).unsqueeze(1)
+    try:
+        density = prediction.log_prob(mean + places * deviation).exp()
+    except (ValueError, RuntimeError):  # it takes one value for each prediction, or not every value
+        return None
+    mass = density.double().view(-1, 4, len(mean)).sum(0) * 0.005 * deviation
+    return float(mass.amin(0).max())

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributions import Distribution
@@ -20,7 +21,7 @@ from advbayes.auditing.copies import Copies
 from advbayes.auditing.support import Support
 from advbayes.auditing.threat import ThreatModel
 from advbayes.distributed import ranks
-from advbayes.evaluation.inputs import Task
+from advbayes.evaluation.inputs import Task, is_stochastic
 from advbayes.evaluation.measuring import attacked_in_batches, batches, scored, with_generator
 from advbayes.evaluation.scoring import Columns, joined, worst
 from advbayes.predictive import Certificates
@@ -94,6 +95,7 @@ class Case:
     own_attacks: bool  # the audit chose them
     black_box: bool  # no gradient to be had at all: attacks that ask for answers alone
     copies: Copies
+    in_turn: tuple[Tensor, Tensor]  # see `asked_in_turn`
     support: Support = field(default_factory=Support)
     claim: Claim | None = None
     certified: Certificates | Tensor | None = None
@@ -169,12 +171,20 @@ class Case:
 
     def calm(self) -> Case:
         """The same case with the predictor's randomness fixed: for checks of the attack, which
-        noise would only blur."""
-        if not self.stochastic:
+        noise would only blur. Where it cannot be fixed, the case as it is, scored often."""
+        if not self.stochastic or not self.can_be_fixed:
             return self
         fixed = Frozen(self.predict, self.seed)
         calm = dataclasses.replace(self, predict=fixed, stochastic=False, memory={})
         return self.once("calm", lambda: calm)
+
+    @property
+    def can_be_fixed(self) -> bool:
+        """Whether a seed decides what the predictor draws, if anything: not where it draws from a
+        source of its own."""
+        fixed = Frozen(self.predict, self.seed)
+        steady = not self.stochastic
+        return steady or self.once("can be fixed", lambda: not is_stochastic(fixed, self.x))
 
     # --- shared figures --------------------------------------------------------------------------
 
@@ -286,6 +296,18 @@ class Case:
         return self.num_thetas is not None or self.support.fresh is not None
 
     @property
+    def known(self) -> Tensor:  # (M, *event)
+        """The inputs of the training, as x has them; none where they are not there, or are other
+        things than x."""
+        training = self.support.training
+        inputs = None if training is None else training[0]
+        if isinstance(inputs, np.ndarray) and inputs.dtype.kind in "iuf":
+            inputs = torch.as_tensor(inputs)
+        if not isinstance(inputs, Tensor) or inputs.shape[1:] != self.x.shape[1:]:
+            return self.x[:0]
+        return inputs.detach().to(self.x)
+
+    @property
     def unpurified(self) -> Predictor | None:
         """The model behind a purifier, where it is known."""
         if self.support.unpurified is not None:
@@ -326,6 +348,16 @@ def num_thetas(predict: Predictor | None) -> int | None:
             case object(posterior=_, num=int() as num):
                 return num
     return None
+
+
+def num_different(predict: Predictor | None) -> int:
+    """How many different thetas there are, of those that a predictor lists; 1 where it has none."""
+    different = num_thetas(predict) or 1
+    for inner in reversed(layers_of(predict)):
+        match inner:
+            case object(thetas=Tensor() as thetas):
+                different = len(torch.unique(thetas, dim=0))
+    return different
 
 
 def with_thetas(fresh: Any, num: int) -> Predictor | None:

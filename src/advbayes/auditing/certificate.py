@@ -13,7 +13,7 @@ from torch.distributions import Distribution
 
 from advbayes import checks
 from advbayes.attacks import with_ball
-from advbayes.attacks.balls import L2
+from advbayes.attacks.balls import L2, Ball
 from advbayes.auditing.case import Case
 from advbayes.auditing.findings import Figure, Finding
 from advbayes.evaluation.inputs import Task
@@ -28,6 +28,7 @@ ATTACK_CHECKS = ("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E8", "E9", "E11", "E
 MUST_PASS = ("E1", "E2", "E17", "E28", "E29")
 # of noise when certifying again; examples certified again however many draws each takes
 DRAWS, FEWEST = (320_000, 16)
+SURE = 0.01  # the largest alpha of a certificate
 CONFIDENCE, EXCHANGES = 0.001, 9999  # of a contradiction; permutations
 
 
@@ -84,10 +85,10 @@ def certificate(
         case None:
             return False, {}
         case Certificates(radii=radii, classes=classes):
-            right = classes.cpu() == case.y.cpu()
+            right, wanted = classes.cpu() == case.y.cpu(), farthest_within(case.ball, case.x[0])
         case radii:
-            right = case.clean["correct"] > 0.5
-    share = float(((radii >= case.ball.eps) & right).double().mean())
+            right, wanted = case.clean["correct"] > 0.5, float(case.ball.eps)
+    share = float(((radii >= wanted) & right).double().mean())
     figures: dict[str, Figure] = {
         "certified accuracy": share,
         "certified at eps": float(case.ball.eps),
@@ -115,6 +116,19 @@ def certificate(
     return not why, {**figures, "certificate": why or "confirmed"}
 
 
+def farthest_within(ball: Ball, x: Tensor) -> float:
+    """The largest L2 distance, in the units of x, of a point in the ball around it: what an L2
+    radius must cover.
+
+    >>> from advbayes import Linf
+    >>> farthest_within(L2(0.5), torch.zeros(4)), farthest_within(Linf(0.5), torch.zeros(4))
+    (0.5, 1.0)
+    """
+    moves = (torch.ones_like(x) * ball.units(x)).double()
+    moves = moves if ball.mask is None else moves * ball.mask.to(x.device)
+    return float(ball.eps) * float(moves.max() if isinstance(ball, L2) else moves.norm())
+
+
 def _unsettled(
     case: Case,
     smoothed: Smoothed,
@@ -128,6 +142,8 @@ def _unsettled(
         return "the radii are L2 radii in the units of x, the ball is not"
     if claimed.sigma != smoothed.sigma:
         return f"it is for sigma = {claimed.sigma:g}, the predictor has {smoothed.sigma:g}"
+    if claimed.alpha > SURE:
+        return f"each radius may be wrong with probability {claimed.alpha:g}, more than {SURE:g}"
     left_out = [id for id in ATTACK_CHECKS if status.get(id) == "not run"]
     failed = [id for id in MUST_PASS if status.get(id) == "failed"]
     if left_out or failed:

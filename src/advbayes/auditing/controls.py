@@ -14,7 +14,7 @@ from torch import Tensor
 from advbayes import metrics
 from advbayes.attacks import pgd, with_ball
 from advbayes.attacks.balls import Ball
-from advbayes.auditing.case import Case, layers_of, num_thetas
+from advbayes.auditing.case import Case, layers_of, num_different
 from advbayes.auditing.check import check, judged, no_attacks, not_applicable, not_run
 from advbayes.auditing.findings import Finding
 from advbayes.auditing.strength import SIGNIFICANT, breaks_more
@@ -68,6 +68,8 @@ def undefended_control(case: Case) -> Finding:
         )
     if unfit:
         return judged(True, f"this is no control: {'; '.join(unfit)}", **figures)
+    if wide := _too_wide(case, control):
+        return not_run(wide)
     ball, columns = _control(case, control)
     left = case.value(columns)
     figures |= {"accuracy": left, "eps": float(ball.eps), "eps_of_distance": ball.eps / apart(case)}
@@ -82,12 +84,7 @@ def undefended_control(case: Case) -> Finding:
 def _unfit(control: Predictor, case: Case) -> list[str]:
     """What keeps a predictor from being an undefended deterministic net of the same design."""
     faults = []
-    different = num_thetas(control) or 1
-    for inner in reversed(layers_of(control)):
-        match inner:
-            case object(thetas=Tensor() as thetas):
-                different = len(torch.unique(thetas, dim=0))
-    if different > 1 or is_stochastic(control, case.x[:8]):
+    if num_different(control) > 1 or is_stochastic(control, case.x[:8]):
         faults.append(
             "it averages over thetas or noise, which is a defense of a kind: give one net, such "
             "as model.at(theta)"
@@ -99,6 +96,23 @@ def _unfit(control: Predictor, case: Case) -> list[str]:
             f"{there.num_params})"
         )
     return faults
+
+
+def _too_wide(case: Case, control: Predictor) -> str:
+    """Why nothing follows from a fall in the control ball that was given: it is of another norm, or
+    wider than the one that the audit itself would go to."""
+    ball = case.support.control_ball
+    if ball is None:
+        return ""
+    if type(ball) is not type(case.ball):
+        return f"the control ball is {ball}: give one of the norm of {case.ball}"
+    most = max(case.ball.eps, farthest(case, control, ball))
+    if ball.eps <= most * (1 + 1e-6):
+        return ""
+    return (
+        f"in a control ball of eps = {ball.eps:g} everything falls, whatever the attack is worth: "
+        f"give at most {most:.3g}, or none"
+    )
 
 
 def model_of(predict: Predictor | None) -> BayesianModel | None:
@@ -122,10 +136,17 @@ def clean_accuracy(predict: Predictor, case: Case) -> float:
     return float(clean_answers(predict, case).double().mean())
 
 
-def apart(case: Case) -> float:
-    """The median distance between two examples, in the ball's norm."""
-    distance = case.ball.norm(case.x - case.x.roll(1, 0))
+def apart(case: Case, ball: Ball | None = None) -> float:
+    """The median distance between two examples, in the norm of the audited ball or another."""
+    distance = (ball or case.ball).norm(case.x - case.x.roll(1, 0))
     return float(distance.median()) or math.inf
+
+
+def farthest(case: Case, control: Predictor, ball: Ball) -> float:
+    """How far a ball is widened to break the control: half the distance between two examples or,
+    where that is more, as far as nearly all of them have one within reach that the control answers
+    otherwise."""
+    return max(0.5 * apart(case, ball), to_another_answer(case, control, ball))
 
 
 def comparing(case: Case, control: Predictor) -> Ball:
@@ -168,7 +189,7 @@ def breaking(case: Case, control: Predictor) -> tuple[Ball, Columns]:
 
     def make() -> tuple[Ball, Columns]:
         ball = replace(case.ball, mask=None)
-        far = max(0.5 * apart(case), to_another_answer(case, control, ball))
+        far = farthest(case, control, ball)
         most = far if ball.eps > 0 and far < math.inf else ball.eps
         while True:
             columns = _left(case, control, ball)
@@ -252,8 +273,9 @@ def _against_control(case: Case, baseline: Predictor) -> Finding:
     if case.value(trained) > case.value(plain):
         if is_trivial(case, baseline):
             return not_run(
-                "the baseline is no better than the most frequent class on clean data, which no "
-                "attack can change: give one that has learnt something"
+                "the baseline is no better on clean data than the most frequent class (in "
+                "regression the mean), which no attack can change: give one that has learnt "
+                "something"
             )
         # it may hide its gradients, and stand against its own attack alone
         attacks = {name: with_ball(each, ball) for name, each in case.attacks_on(control).items()}
@@ -277,11 +299,10 @@ def _against_control(case: Case, baseline: Predictor) -> Finding:
 
 
 def is_trivial(case: Case, baseline: Predictor) -> bool:
-    """Whether a classifier is no better on clean data than the most frequent class."""
-    if case.task == "regression":  # there the mean may be the most robust answer
-        return False
-    share = float(case.y.bincount().max()) / len(case.y)
-    return case.value(case.scored(case.x, "baseline clean", by=baseline)) <= share
+    """Whether it is no better on clean data than the most frequent class, in regression than the
+    mean."""
+    share = -1.0 if case.task == "regression" else float(case.y.bincount().max()) / len(case.y)
+    return case.value(case.scored(case.x, "baseline clean", by=baseline)) <= share + 1e-9
 
 
 def _too_few(plain: Columns, trained: Columns) -> bool:

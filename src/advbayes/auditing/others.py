@@ -10,16 +10,20 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from advbayes import distributed
-from advbayes.attacks import Square, margin, nll, with_ball
-from advbayes.attacks.parts import steps_of
+from advbayes.attacks import Square, loss_and_gradient, margin, nll, with_ball
+from advbayes.attacks.parts import losses_of, steps_of
 from advbayes.attacks.zeroth_order import ANSWERS_ALONE
-from advbayes.auditing.case import POINT, Case, Frozen, with_thetas
+from advbayes.auditing.answers import share_of_breakable
+from advbayes.auditing.case import POINT, Case, Frozen, num_different, with_thetas
 from advbayes.auditing.check import check, judged, no_attacks, not_applicable, not_run
 from advbayes.auditing.findings import Finding
+from advbayes.auditing.remembering import ASKED, changed
 from advbayes.auditing.strength import breaks_more
+from advbayes.evaluation.scoring import worst
 from advbayes.types import Attack, Predictor
 
 QUERIES, BEYOND = 5000, 0.002  # of the black box
+FOUND = 0.9  # the share that one of the user's own finds on a linear model
 LEVELS = ("thetas known", "thetas fresh")
 
 
@@ -42,9 +46,39 @@ def black_box(case: Case) -> Finding:
     if len(rows):
         case.union({"black box": attack}, "E11", rows=rows, join=True)
         beyond = case.value(before) - case.value(case.worst())
+    # one that holds something for each example cannot be tried on others
+    own = case.support.black_box is not None
+    plain = all(hasattr(loss, "__name__") for loss in losses_of(attack))
+    if own and plain and case.task == "classification" and beyond <= BEYOND + 1e-9:
+        share = share_of_breakable(attack, case.ball, case.seed)
+        if share < FOUND:
+            return not_run(
+                f"this black-box attack breaks {share:.2f} of what can be broken on a linear "
+                f"model, {FOUND:g} are due"
+            )
     advice = "gradients mislead the attack: the predictor masks them"
     figures = {"beyond": beyond, "standing": len(rows), "queries": queries}
     return judged(beyond > BEYOND + 1e-9, advice, **figures)
+
+
+def is_another(predict: Predictor, case: Case) -> bool:
+    """Whether it is another model than the audited one, by its answers or their gradients."""
+    if predict is case.predict:
+        return False
+    x, y = case.x[:ASKED], case.y[:ASKED]
+    if bool(changed(predict, case.predict, x, case).any()):
+        return True
+    there, here = (loss_and_gradient(each, nll, x, y)[2] for each in (predict, case.predict))
+    return bool((there - here).norm() > 1e-3 * here.norm())
+
+
+def fresh_of(case: Case) -> Any:
+    """The predictor with fresh thetas; None where they are the evaluated ones, although there are
+    others to be drawn."""
+    fresh = case.support.fresh
+    if fresh is None or num_different(case.predict) == 1 or is_another(fresh, case):
+        return fresh
+    return None
 
 
 @dataclass(frozen=True)
@@ -73,9 +107,12 @@ def transfer(case: Case) -> Finding:
     """E13: examples made for an undefended or sibling model do not break more."""
     support = case.support
     named = {**support.siblings, "undefended": support.undefended, "unpurified": case.unpurified}
-    sources = {name: source for name, source in named.items() if source is not None}
+    given = {name: source for name, source in named.items() if source is not None}
+    sources = {name: source for name, source in given.items() if is_another(source, case)}
     if not sources:
-        return not_run("give Support(undefended=...) (--undefended RUN) or Support(siblings={...})")
+        wanted = "give Support(undefended=...) (--undefended RUN) or Support(siblings={...})"
+        same = f"; {', '.join(given)} answers as the audited model itself does" * bool(given)
+        return not_run(wanted + same)
     if not case.attacks:
         return no_attacks()
     direct = case.gradient()
@@ -101,22 +138,23 @@ def transfer(case: Case) -> Finding:
     "E10",
     "enough thetas in the attack",
     cost=lambda size: 3 * size.passes * size.thetas,
-    applies=lambda case: case.is_bayesian,
+    applies=lambda case: case.is_bayesian or case.target is not case.predict,
 )
 def enough_thetas(case: Case) -> Finding:
-    """E10: twice the thetas in the attack cost at most half a point, from 20 thetas up."""
-    if not case.is_bayesian:
+    """E10: twice the thetas in the attack cost at most half a point, from 20 thetas up; nor does an
+    attack through the predictor itself where a claim's went through another one."""
+    if not case.is_bayesian and case.target is case.predict:
         return not_applicable("the predictor has no thetas")
     if not case.attacks:
         return no_attacks()
-    if case.claim is not None and case.claim.through is not None:
-        return _enough_in_claim(case)
+    if case.target is not case.predict:
+        return _enough_in_claim(case) if case.is_bayesian else _through_itself(case)
     num = max(20, case.threat_model.attack_thetas or 20) if case.num_thetas is None else 20
     # noise in the scores is none of the attack's
     by = Frozen(case.predict, case.seed) if case.stochastic else None
 
     def left(num: int, join: bool) -> float | None:
-        wide = with_thetas(case.support.fresh, num)
+        wide = with_thetas(fresh_of(case), num)
         if wide is None:
             return None
         columns = case.union(case.attacks, f"thetas {num}", through=wide, by=by, join=join)
@@ -145,7 +183,7 @@ def _enough_in_claim(case: Case) -> Finding:
     """The same of a claim whose attack went through thetas of its own: against at least 20."""
     used = case.threat_model.attack_thetas or 1
     num, known = max(20, 2 * used), case.num_thetas
-    wide: Predictor | None = with_thetas(case.support.fresh, num)
+    wide: Predictor | None = with_thetas(fresh_of(case), num)
     if wide is None and known is not None and known >= 20 and not case.stochastic:
         wide, num = case.predict, known
     if wide is None:
@@ -157,11 +195,21 @@ def _enough_in_claim(case: Case) -> Finding:
     return judged(cost > POINT + 1e-9, advice, **figures)
 
 
+def _through_itself(case: Case) -> Finding:
+    """A claim whose attack went through something else than what is scored: a member of an
+    ensemble, a net before its defense."""
+    calm = case.calm()
+    after = case.union(case.attacks, "itself", through=calm.predict, by=calm.predict)
+    cost = calm.value(calm.gradient()) - case.value(worst([calm.gradient(), after], case.task))
+    advice = "attack the predictor that is scored, not another one"
+    return judged(cost > POINT + 1e-9, advice, cost=cost, **{case.label: case.value(after)})
+
+
 @check("E14", "fixed randomness", cost=lambda size: 2 * size.passes * size.thetas)
 def fixed_randomness(case: Case) -> Finding:
     """E14: the attack that knows the evaluated thetas is not weaker than the one that does not, by
     more than a point."""
-    if not case.is_bayesian and not case.stochastic:
+    if not case.is_bayesian and not (case.stochastic and case.can_be_fixed):
         return not_applicable("the predictor has no randomness to know")
     scorer = Frozen(case.predict, case.seed) if case.stochastic else case.predict
     if case.claim is not None and case.threat_model.randomness == "fixed" and case.stochastic:
@@ -176,7 +224,7 @@ def fixed_randomness(case: Case) -> Finding:
         return judged(True, advice, **figures)
     if not case.attacks:
         return no_attacks()
-    blind = case.support.fresh
+    blind = fresh_of(case)
     if blind is None and case.stochastic:
         blind = case.predict
     if blind is None:
@@ -197,7 +245,7 @@ def fixed_randomness(case: Case) -> Finding:
 @check("E15", "two knowledge levels")
 def two_knowledge_levels(case: Case) -> Finding:
     """E15: the table has a column for thetas known and one for thetas fresh."""
-    if not case.is_bayesian and not case.stochastic:
+    if not case.is_bayesian and not (case.stochastic and case.can_be_fixed):
         return not_applicable("the predictor has no thetas")
     if case.claim is not None:
         absent = [level for level in LEVELS if level not in case.claim.knowledge]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from advbayes import metrics
+from advbayes.attacks.balls import Ball, per_row
 from advbayes.auditing.case import Case, Frozen
 from advbayes.auditing.check import check, judged, not_run
 from advbayes.auditing.copies import Forgetful
@@ -16,7 +18,7 @@ from advbayes.auditing.findings import Finding
 from advbayes.auditing.strength import SIGNIFICANT, breaks_more, further
 from advbayes.evaluation.scoring import Columns, worst
 from advbayes.likelihoods import predicts_classes
-from advbayes.seeds import generator_for
+from advbayes.seeds import GlobalStream, generator_for
 from advbayes.types import Predictor
 
 ALLOWED = 0.08  # of the examples: what honest models lose when the centre is moved by eps / 2
@@ -24,12 +26,16 @@ ALLOWED_ERROR = 0.5  # in regression: of the mean squared error
 ASKED = 64  # examples of E29
 # answers (probabilities; means in units of sd(y)) no further apart than this are the same
 SAME = 1e-4
+# E29: how far apart two points are asked about, in units of eps; the p at which it is no chance
+BETWEEN, BY_CHANCE = (1.1, 6.0), 0.001
 
 
 @check("E28", "displaced centre", cost=lambda size: size.passes, attacks=True, calm=True)
 def displaced_centre(case: Case) -> Finding:
     """E28: within eps of a point eps / 2 away from x the attack does not find much more than within
     eps of x."""
+    if case.task == "classification" and 0.5 ** len(case.x) >= SIGNIFICANT:
+        return not_run(f"{len(case.x)} examples are too few: it would pass, were all of them lost")
     generator = generator_for(case.seed, "audit/displaced", device=case.x.device)
     centre = replace(case.ball, eps=0.5 * case.ball.eps).sphere(case.x, generator=generator)
     there = case.scored(centre, "displaced")
@@ -78,7 +84,7 @@ def order_independence(case: Case) -> Finding:
     rows = torch.arange(min(ASKED, len(case.x)))
     unasked: Predictor = Forgetful(make)
     asked: Predictor = case.predict
-    if case.stochastic:
+    if case.stochastic and case.can_be_fixed:
         unasked, asked = Forgetful(lambda: Frozen(make(), case.seed)), Frozen(asked, case.seed)
     points = {
         f"{name} of the copy": case.attacked(attack, f"unasked {name}", through=unasked, rows=rows)
@@ -87,30 +93,80 @@ def order_independence(case: Case) -> Finding:
     arrays = {name: x_adv[rows] for name, x_adv in case.arrays().items()}
     points |= {name: x_adv for name, x_adv in arrays.items() if bool(torch.isfinite(x_adv).all())}
     clean = case.x[rows]
-    if changed(unasked, unasked, clean, case).any():
+    if not case.can_be_fixed or changed(unasked, unasked, clean, case).any():
         # it draws from a source of its own: its answers are compared on average
-        return _on_average(case, Forgetful(make), {"clean": clean, **points}, rows)
+        return _on_average(case, make, {"clean": clean, **points}, rows)
     asked(clean)
     other = torch.stack([changed(unasked, asked, x_adv, case) for x_adv in points.values()]).any(0)
     again = changed(unasked, asked, clean, case)
     advice = "answers depend on what was asked before: the predictor remembers its queries"
     figures = {"adversarial": int(other.sum()), "clean": int(again.sum()), "of": len(rows)}
+    drawn = False
     if not case.stochastic:
-        moved = in_other_company(asked, clean, case)
+        moved = in_other_company(asked, case.x[: case.budget.batch_size], case)
         figures["in_other_company"] = int(moved.sum())
-        if not bool((other | again).any()):
+        if not bool((other | again).any()) and bool(moved.any()):
             advice = "answers depend on the batch that an input comes in"
-        other = other | moved
-    return judged(bool((other | again).any()), advice, **figures)
+        after, before = case.in_turn
+        figures["drawn_together"] = int((after & ~before).sum())
+        drawn = metrics.mcnemar(after, before) < BY_CHANCE
+        again = torch.cat([again, moved])
+    return judged(drawn or bool(other.any() or again.any()), advice, **figures)
+
+
+@torch.no_grad()
+def asked_in_turn(predict: Predictor, x: Tensor, ball: Ball, seed: int) -> tuple[Tensor, Tensor]:
+    """Whether two points are answered alike, (B,) bool each: where the one half-way between them
+    was asked about before, and where it was not. Nothing has been asked there earlier, and wherever
+    a memory may be kept, it makes the first more frequent than the second.
+
+    >>> from torch.distributions import Categorical
+    >>> first = []
+    >>> def repeats(x):
+    ...     first.append(x)
+    ...     return Categorical(logits=first[-1 if len(first) < 3 else 2])
+    >>> from advbayes import L2
+    >>> alike = asked_in_turn(repeats, torch.rand(20, 3), L2(0.1), 0)
+    >>> [int(each.sum()) for each in alike]
+    [20, 0]
+    """
+    generator = generator_for(seed, "audit/in turn", device=x.device)
+
+    def moved(points: Tensor, by: Tensor) -> Tensor:
+        """Each point moved by so many eps in some direction, within the box."""
+        way = replace(ball, box=None).sphere(points, generator=generator) - points
+        return ball.clip(points + per_row(by, points) * way)
+
+    def alike(between: bool) -> Tensor:
+        low, high = BETWEEN
+        share = torch.rand(len(x), generator=generator, dtype=x.dtype, device=x.device)
+        apart = low * (high / low) ** share
+        one = moved(x, 2 * apart)
+        other = moved(one, apart)
+        if between:
+            predict((one + other) / 2)
+        first, second = (_numbers(predict(points)) for points in (one, other))
+        return ((first - second).abs() <= 1e-6 * (1 + first.abs())).all(1).cpu()
+
+    with GlobalStream(seed):
+        without = alike(between=False)
+        return alike(between=True), without
+
+
+def _numbers(prediction: Distribution) -> Tensor:  # (B, K)
+    """What is said, finer than probabilities that are near 0 or 1."""
+    if predicts_classes(prediction):
+        return prediction.logits
+    return torch.stack([prediction.mean, prediction.variance], 1).flatten(1)
 
 
 @torch.no_grad()
 def in_other_company(predict: Predictor, x: Tensor, case: Case) -> Tensor:  # (B,) bool
-    """Which of the points are answered differently in the opposite order, in half of the batch or
-    (the first one) alone."""
+    """Which of the points are answered differently in the opposite order, in half of the batch, in
+    a quarter and so on, down to the first one alone."""
     usual = answers(predict(x), case)
     moved = torch.zeros(len(x), dtype=torch.bool)
-    for size in {len(x), (len(x) + 1) // 2, 1}:
+    for size in sorted({-(-len(x) // 2**k) for k in range(len(x).bit_length() + 1)}):
         turned = answers(predict(x[:size].flip(0)), case).flip(0)
         moved[:size] |= apart(usual[:size], turned)
     return moved
@@ -135,11 +191,14 @@ def apart(first: Tensor, second: Tensor) -> Tensor:  # (B, K) each -> (B,) bool
     return ((first - second).abs().amax(1) > SAME).cpu()
 
 
-def _on_average(case: Case, unasked: Predictor, points: dict[str, Tensor], rows: Tensor) -> Finding:
-    """The same where a predictor's randomness cannot be fixed: paired tests in both directions."""
-    copy = replace(case, predict=unasked, memory={})
+def _on_average(
+    case: Case, make: Callable[[], Predictor], points: dict[str, Tensor], rows: Tensor
+) -> Finding:
+    """The same where a predictor's randomness cannot be fixed: paired tests in both directions,
+    against a copy for each array, which goes on drawing."""
     worse = []
     for name, x_adv in points.items():
+        copy = replace(case, predict=make(), memory={})
         first, after = (each.scored(x_adv, f"order {name}", rows=rows) for each in (copy, case))
         worse += [name] * (breaks_more(case, first, after)[0] or breaks_more(case, after, first)[0])
     advice = (

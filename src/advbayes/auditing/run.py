@@ -331,6 +331,7 @@ def _case(
     rows = order[: budget.num].sort().values
     if claim is not None:  # the arrays are as they were scored
         rows, claim = torch.arange(len(x)), fitted(claim, x)
+    in_turn = _asked_in_turn(predict, x[rows][: remembering.ASKED], ball, seed)
     task = check_predictor(predict, x[rows], y[rows])
     if task == "classification":
         y = y.reshape(-1).long()
@@ -369,6 +370,7 @@ def _case(
         own_attacks=own_attacks,
         black_box=blind and all(isinstance(attack, ANSWERS_ALONE) for attack in chosen.values()),
         copies=copies,
+        in_turn=in_turn,
         support=_support_on_rows(support, len(x), rows),
         claim=claim,
         certified=cut(radii, rows),
@@ -376,6 +378,15 @@ def _case(
     )
     case.threat_model = _filled(case)
     return case
+
+
+def _asked_in_turn(predict: Predictor, x: Tensor, ball: Ball, seed: int) -> tuple[Tensor, Tensor]:
+    """The first questions of all, for E29. They are asked away from the data; of a predictor
+    that raises there nothing is found out."""
+    try:
+        return remembering.asked_in_turn(predict, x, ball, checks.count("seed", seed, low=0))
+    except Exception:  # whatever a foreign predictor raises; on the data it is named
+        return torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
 
 
 def _on_rows(name: str, attack: Attack, num: int, rows: Tensor) -> Attack:

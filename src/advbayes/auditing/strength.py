@@ -26,6 +26,7 @@ from advbayes.seeds import generator_for
 from advbayes.types import Attack, Predictor
 
 SIGNIFICANT = 0.01
+NEIGHBOURS, OTHERS = 5, 2000  # E12: examples that one is moved towards, of so many
 
 
 def breaks_more(case: Case, first: Columns, second: Columns) -> tuple[bool, float]:
@@ -366,9 +367,15 @@ def usable_gradients(case: Case) -> Finding:
     return judged(share > 0.01, advice, unusable=share, **figures)
 
 
-@check("E12", "noise not better", cost=lambda size: size.budget.random_points, calm=True)
+@check(
+    "E12",
+    "noise not better",
+    cost=lambda size: size.budget.random_points + NEIGHBOURS + 1,
+    calm=True,
+)
 def noise_not_better(case: Case) -> Finding:
-    """E12: random points of the sphere break at most 0.5 % of what the gradient attack left."""
+    """E12: random points of the sphere break at most 0.5 % of what the gradient attack left, and
+    points on the way to other examples do not break more than it did (McNemar)."""
     rows = case.standing()
     if not len(rows):
         return judged(False, "", standing=0, broken=0.0)
@@ -386,5 +393,43 @@ def noise_not_better(case: Case) -> Finding:
     broken = float(harmed.double().mean())
     case.join("noise", noisy, rows)
     advice = "the gradient attack misses what noise finds: it is broken, or gradients are masked"
-    figures = {"broken": broken, "standing": len(rows), "points": case.budget.random_points}
-    return judged(broken > POINT, advice, **figures)
+    figures: dict[str, float] = {"broken": broken, "standing": len(rows)}
+    figures["points"] = case.budget.random_points
+    missed = False
+    if towards := _towards_others(case, rows):
+        columns = worst([case.scored(points, "others", rows=rows) for points in towards], case.task)
+        before = {name: values[rows] for name, values in case.gradient().items()}
+        missed, _ = breaks_more(case, columns, before)
+        figures["towards_others"] = int((columns["correct"] < 0.5).sum())
+        case.join("towards others", columns, rows)
+        if missed and broken <= POINT:
+            advice = (
+                "the attack misses what lies on the way to other examples: use one that goes there "
+                "(HardLabel), or one made for this defense"
+            )
+    return judged(broken > POINT or missed, advice, **figures)
+
+
+@torch.no_grad()
+def _towards_others(case: Case, rows: Tensor) -> list[Tensor]:
+    """The rows, moved by eps towards the nearest, the second nearest ... of the examples (those
+    audited and those of the training) that are answered otherwise; classes alone."""
+    if case.task == "regression":
+        return []
+    others = torch.cat([case.x, case.known[:OTHERS]])
+    said = torch.cat(
+        [
+            case.predict(others[part]).logits.argmax(-1)  # type: ignore[attr-defined]
+            for part in batches(len(others), case.budget.batch_size)
+        ]
+    )
+    x, y, ball = case.x[rows], case.y[rows], replace(case.ball, eps=0.999 * case.ball.eps)
+    moved = [x.clone() for _ in range(NEIGHBOURS)]
+    for row in range(len(x)):
+        otherwise = others[said != y[row]]
+        nearest = ball.norm(otherwise - x[row]).argsort()[:NEIGHBOURS]
+        for points, one in zip(moved, otherwise[nearest], strict=False):
+            length = max(float(ball.norm((one - x[row]).unsqueeze(0))), 1e-12)
+            step = min(1.0, ball.eps / length) * (one - x[row])
+            points[row] = ball.project((x[row] + step).unsqueeze(0), x[row : row + 1])[0]
+    return moved

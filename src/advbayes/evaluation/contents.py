@@ -76,7 +76,7 @@ def _walked(
                 yield path, repr(value)
             return
         case type() | BuiltinFunctionType() | FunctionType() if _is_open(value):
-            if hidden:
+            if hidden or not _is_plain(value):
                 yield path, f"{value.__module__}.{value.__qualname__}"
             return
     if id(value) in above:
@@ -101,6 +101,12 @@ def _is_open(value: type | BuiltinFunctionType | FunctionType) -> bool:
     if not isinstance(value, FunctionType):
         return True
     return value.__module__.startswith(_OPEN) and value.__closure__ is None
+
+
+def _is_plain(value: type | BuiltinFunctionType | FunctionType) -> bool:
+    """Whether a repr, which names a function without its module, says all: there is one of that
+    name among attacks and losses."""
+    return isinstance(value, type) or (value.__module__ or "").startswith("advbayes.attacks.")
 
 
 def _parts(value: Any, hidden: bool) -> tuple[list[tuple[str, Any]] | None, bool]:

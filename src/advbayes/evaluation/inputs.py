@@ -18,7 +18,7 @@ from advbayes import checks
 from advbayes.attacks.balls import Ball
 from advbayes.likelihoods import predicts_classes
 from advbayes.metrics.intervals import wilson
-from advbayes.metrics.scores import labels, targets
+from advbayes.metrics.scores import labels, log_prob, targets
 from advbayes.metrics.trivial import ConstantClasses, ConstantGaussian
 from advbayes.seeds import GlobalStream
 from advbayes.types import Predictor
@@ -27,7 +27,9 @@ Task = Literal["classification", "regression"]
 Data = tuple[Any, Any] | DataLoader[Any]  # (x, y) of tensors or arrays, or batches of them
 
 PROBE = 256  # examples that a predictor is tried on before anything starts
+MANY = 100  # whole numbers, from which on they are levels of something rather than kinds
 TWICE = 64  # examples that it is asked about twice: on few a coin may fall the same way
+FEW, AGAIN = 4, 8  # as a coin may that is thrown once a call: so many examples, so often
 
 
 # what makes a Predictor of what came: of a function, of a network, of something else
@@ -204,16 +206,22 @@ as Categorical(logits=...), probabilities as Categorical(probs=...)
         )
     if not predicts_classes(prediction):
         targets(prediction, y)
-        log_prob = prediction.log_prob(y.reshape(prediction.mean.shape))
-        checks.finite(f"the log-probabilities of {name}", log_prob)
+        checks.finite(f"the log-probabilities of {name}", log_prob(prediction, y))
         return "regression"
     checks.finite(f"the log-probabilities of {name}", prediction.logits)
-    labels(prediction, y)
+    places = labels(prediction, y)
     off = float((prediction.logits.softmax(-1) - prediction.probs).abs().max())
     if off > 0.01:
         raise checks.InputError(
             f"{name} must give probs that are the softmax of its logits, got some that are "
             f"{off:.2g} away: attacks climb the ones, the others are scored"
+        )
+    said = prediction.logits.log_softmax(-1).gather(1, places.unsqueeze(1)).squeeze(1)
+    off = float((log_prob(prediction, y) - said).abs().max())
+    if off > 0.01:
+        raise checks.InputError(
+            f"{name} must give a log_prob that is the log-softmax of its logits, got some that are "
+            f"{off:.2g} away: these are no log-probabilities"
         )
     constant = isinstance(predict, (ConstantClasses, ConstantGaussian))
     spread = prediction.logits.amax(1) - prediction.logits.amin(1)
@@ -264,20 +272,32 @@ def check_units(
     name: str = "ball",
 ) -> str | None:
     """A sentence with both scales when eps and the data cannot be in the same units: eps beyond the
-    data's whole extent, or below a thousandth of it.
+    data's whole extent, below a thousandth of it, or below half a step of whole numbers of many
+    values, as pixels from 0 to 255 are.
 
     >>> from advbayes import Linf
     >>> check_units(Linf(8.0), torch.tensor([[0.0, 0.5], [1.0, 0.5]]))
     'ball has eps = 8, but the data extend over 1 in its norm (x from 0 to 1): more than the whole of it; in other units?'
     """  # noqa: E501
     extent = extent_of(ball, x)
-    if ball.eps == 0 or extent == 0 or 1e-3 * extent <= ball.eps <= extent:
+    if ball.eps == 0 or extent == 0:
         return None
-    side = "more than the whole of it" if ball.eps > extent else "less than a thousandth of it"
+    if ball.eps > extent:
+        side = "more than the whole of it"
+    elif ball.eps < 1e-3 * extent:
+        side = "less than a thousandth of it"
+    elif ball.scale is None and ball.eps < 0.5 and _are_many_whole_numbers(x):
+        side = "in whole numbers, of which it is less than half a step"
+    else:
+        return None
     return (
         f"{name} has eps = {ball.eps:g}, but the data extend over {extent:.3g} in its norm (x "
         f"from {float(x.min()):g} to {float(x.max()):g}): {side}; in other units?"
     )
+
+
+def _are_many_whole_numbers(x: Tensor) -> bool:
+    return float(x.max() - x.min()) >= MANY and bool((x == x.round()).all())
 
 
 def extent_of(ball: Ball, x: Tensor) -> float:
@@ -298,14 +318,21 @@ def warn_units(ball: Ball, x: Tensor, name: str) -> None:
         warnings.warn(sentence, UnitsWarning, stacklevel=3)
 
 
+@torch.no_grad()
 def is_stochastic(predict: Predictor, x: Tensor) -> bool:
-    """Whether two calls on the first inputs differ.
+    """Whether calls on the first inputs differ: two on many of them, and more on a few, since one
+    draw may serve a whole call.
 
     >>> is_stochastic(lambda x: torch.distributions.Categorical(logits=x), torch.zeros(2, 3))
     False
     """
-    with torch.no_grad():
-        first, second = predict(x[:TWICE]), predict(x[:TWICE])
+    if _differ(predict(x[:TWICE]), predict(x[:TWICE])):
+        return True
+    first = predict(x[:FEW])
+    return any(_differ(first, predict(x[:FEW])) for _ in range(AGAIN))
+
+
+def _differ(first: Distribution, second: Distribution) -> bool:
     if predicts_classes(first) and predicts_classes(second):
         return not torch.equal(first.logits, second.logits)
     return not (
