@@ -460,7 +460,7 @@ SECOND = (
     Bug(
         "any certified radius counts at eps",
         "auditing/certificate.py",
-        "share = float(((radii >= case.ball.eps) & right).double().mean())",
+        "share = float(((radii >= wanted) & right).double().mean())",
         "share = float(((radii > 0) & right).double().mean())",
         "test_audit_certificate",
     ),
@@ -688,8 +688,8 @@ THIRD = (
     Bug(
         "a radius of a millionth of the data raises no doubt about its units",
         "evaluation/inputs.py",
-        "1e-3 * extent <= ball.eps <= extent",
-        "1e-6 * extent <= ball.eps <= extent",
+        "elif ball.eps < 1e-3 * extent:",
+        "elif ball.eps < 1e-6 * extent:",
         "test_evaluation test_bad_input test_audit_inputs test_audit_rules",
     ),
     # --- auditing
@@ -710,8 +710,8 @@ THIRD = (
     Bug(
         "log-probabilities may drift by a tenth when scored again",
         "auditing/describing.py",
-        "changed > 0 or drift > 1e-3, advice",
-        "changed > 0 or drift > 1e-1, advice",
+        "0.05 * total) or drift > 1e-3",
+        "0.05 * total) or drift > 1e-1",
         "test_audit_rules test_audit_thresholds test_audit_inputs test_audit",
     ),
     # --- adapters

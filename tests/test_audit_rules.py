@@ -465,7 +465,7 @@ def flipping(num: int) -> Callable[[Tensor], Classes]:
 @pytest.mark.parametrize(("off", "wanted"), [(1, "passed"), (2, "failed")])
 def test_e20_wants_a_control_within_three_points(off: int, wanted: str) -> None:
     found = looked_at(
-        "E20", undefended=flipping(off), control_ball=L2(2.5), attacks={"a": pgd(BALL, 5)}
+        "E20", undefended=flipping(off), control_ball=L2(2.4), attacks={"a": pgd(BALL, 5)}
     )["E20"]
     assert found.status == wanted, found.line()
     assert ("within 3 points" in found.advice) is (wanted == "failed")
@@ -483,7 +483,7 @@ def test_e20_wants_a_control_within_three_points(off: int, wanted: str) -> None:
     ],
 )
 def test_e20_on_few_examples_one_is_more_than_three_points(num: int, off: int, wanted: str) -> None:
-    options: Any = {"control_ball": L2(2.5), "attacks": {"a": pgd(BALL, 5)}}
+    options: Any = {"control_ball": L2(2.4), "attacks": {"a": pgd(BALL, 5)}}
     found = looked_at("E20", undefended=flipping(off), data=(X[:num], Y[:num]), **options)["E20"]
     assert found.status == wanted, found.line()
 
@@ -499,10 +499,10 @@ def test_e20_leaves_the_control_five_percent(
 
 
 def test_e20_prints_the_control_ball_relative_to_the_data() -> None:
-    found = looked_at("E20", undefended=predict, control_ball=L2(2.5))["E20"]
+    found = looked_at("E20", undefended=predict, control_ball=L2(2.4))["E20"]
     distance = float((X - X.roll(1, 0)).norm(dim=1).median())
-    assert found.figures["eps_of_distance"] == pytest.approx(2.5 / distance)
-    assert f"eps_of_distance = {6.0 / distance:.4g}" in found.line()
+    assert found.figures["eps_of_distance"] == pytest.approx(2.4 / distance)
+    assert f"eps_of_distance = {2.4 / distance:.4g}" in found.line()
 
 
 def test_e20_widens_the_ball_by_itself_until_nearly_all_can_reach_another_answer() -> None:

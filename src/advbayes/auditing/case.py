@@ -17,7 +17,7 @@ from advbayes.attacks import applies_to
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import on_rows, settings
 from advbayes.auditing.claim import Claim
-from advbayes.auditing.copies import Copies
+from advbayes.auditing.copies import Copies, Forgetful
 from advbayes.auditing.support import Support
 from advbayes.auditing.threat import ThreatModel
 from advbayes.distributed import ranks
@@ -171,10 +171,14 @@ class Case:
 
     def calm(self) -> Case:
         """The same case with the predictor's randomness fixed: for checks of the attack, which
-        noise would only blur. Where it cannot be fixed, the case as it is, scored often."""
-        if not self.stochastic or not self.can_be_fixed:
+        noise would only blur. Where no seed reaches it, every question goes to a copy, which draws
+        what the one before drew."""
+        if not self.stochastic:
             return self
-        fixed = Frozen(self.predict, self.seed)
+        fixed: Predictor = Frozen(self.predict, self.seed)
+        make = self.copies.make
+        if not self.can_be_fixed and make is not None:
+            fixed = Forgetful(lambda: Frozen(make(), self.seed))
         calm = dataclasses.replace(self, predict=fixed, stochastic=False, memory={})
         return self.once("calm", lambda: calm)
 

@@ -15,7 +15,7 @@ from advbayes.auditing.case import Case, Frozen
 from advbayes.auditing.check import check, judged, not_run
 from advbayes.auditing.copies import Forgetful
 from advbayes.auditing.findings import Finding
-from advbayes.auditing.strength import SIGNIFICANT, breaks_more, further
+from advbayes.auditing.strength import SIGNIFICANT, further
 from advbayes.evaluation.scoring import Columns, worst
 from advbayes.likelihoods import predicts_classes
 from advbayes.seeds import GlobalStream, generator_for
@@ -28,6 +28,7 @@ ASKED = 64  # examples of E29
 SAME = 1e-4
 # E29: how far apart two points are asked about, in units of eps; the p at which it is no chance
 BETWEEN, BY_CHANCE = (1.1, 6.0), 0.001
+EXCHANGES = 9999  # permutations
 
 
 @check("E28", "displaced centre", cost=lambda size: size.passes, attacks=True, calm=True)
@@ -194,15 +195,39 @@ def apart(first: Tensor, second: Tensor) -> Tensor:  # (B, K) each -> (B,) bool
 def _on_average(
     case: Case, make: Callable[[], Predictor], points: dict[str, Tensor], rows: Tensor
 ) -> Finding:
-    """The same where a predictor's randomness cannot be fixed: paired tests in both directions,
-    against a copy for each array, which goes on drawing."""
+    """The same where a predictor's randomness cannot be fixed: several calls, of a copy for each
+    array and of the predictor, have values that may be exchanged."""
     worse = []
     for name, x_adv in points.items():
-        copy = replace(case, predict=make(), memory={})
-        first, after = (each.scored(x_adv, f"order {name}", rows=rows) for each in (copy, case))
-        worse += [name] * (breaks_more(case, first, after)[0] or breaks_more(case, after, first)[0])
+        values = [
+            [
+                case.value(case.scored(x_adv, f"order {name} {call}", by=each, rows=rows))
+                for call in range(case.rescored)
+            ]
+            for each in (make(), case.predict)
+        ]
+        first, after = torch.tensor(values, dtype=torch.float64)
+        worse += [name] * (by_exchange(first, after, case.seed) < BY_CHANCE)
     advice = (
         f"answers ({', '.join(worse)}) depend on what was asked before: the predictor "
         f"remembers its queries"
     )
     return judged(bool(worse), advice, other_answers=len(worse), of=len(points))
+
+
+def by_exchange(first: Tensor, second: Tensor, seed: int) -> float:
+    """p of a difference in means this large, if values may be exchanged between the two (a
+    permutation test).
+
+    >>> (
+    ...     by_exchange(torch.zeros(10), torch.ones(10), 0),
+    ...     by_exchange(torch.ones(4), torch.ones(4), 0),
+    ... )
+    (0.0001, 1.0)
+    """
+    together = torch.cat([first, second]).double()
+    coins = generator_for(seed, "audit/exchange")
+    order = torch.rand(EXCHANGES, len(together), generator=coins).argsort(1)
+    means = together[order[:, : len(first)]].mean(1), together[order[:, len(first) :]].mean(1)
+    apart = float((first.double().mean() - second.double().mean()).abs())
+    return (1 + int(((means[0] - means[1]).abs() >= apart - 1e-12).sum())) / (1 + EXCHANGES)

@@ -379,6 +379,7 @@ def noise_not_better(case: Case) -> Finding:
     rows = case.standing()
     if not len(rows):
         return judged(False, "", standing=0, broken=0.0)
+    before = {name: values[rows] for name, values in case.gradient().items()}
     generator = generator_for(case.seed, "audit/noise", device=case.x.device)
     draws = [
         case.scored(case.ball.sphere(case.x[rows], generator=generator), f"noise {k}", rows=rows)
@@ -388,8 +389,7 @@ def noise_not_better(case: Case) -> Finding:
     if case.task == "classification":
         harmed = noisy["correct"] < 0.5
     else:  # clearly larger errors than the attack's
-        left = case.gradient()["squared_error"][rows]
-        harmed = noisy["squared_error"] > left + 0.01 * case.spread**2
+        harmed = noisy["squared_error"] > before["squared_error"] + 0.01 * case.spread**2
     broken = float(harmed.double().mean())
     case.join("noise", noisy, rows)
     advice = "the gradient attack misses what noise finds: it is broken, or gradients are masked"
@@ -398,7 +398,6 @@ def noise_not_better(case: Case) -> Finding:
     missed = False
     if towards := _towards_others(case, rows):
         columns = worst([case.scored(points, "others", rows=rows) for points in towards], case.task)
-        before = {name: values[rows] for name, values in case.gradient().items()}
         missed, _ = breaks_more(case, columns, before)
         figures["towards_others"] = int((columns["correct"] < 0.5).sum())
         case.join("towards others", columns, rows)
@@ -412,11 +411,11 @@ def noise_not_better(case: Case) -> Finding:
 
 @torch.no_grad()
 def _towards_others(case: Case, rows: Tensor) -> list[Tensor]:
-    """The rows, moved by eps towards the nearest, the second nearest ... of the examples (those
-    audited and those of the training) that are answered otherwise; classes alone."""
+    """The rows, moved by eps towards the nearest, the second nearest ... of the examples (of the
+    data and of the training) that are answered otherwise; classes alone."""
     if case.task == "regression":
         return []
-    others = torch.cat([case.x, case.known[:OTHERS]])
+    others = torch.cat([case.whole[0][:OTHERS], case.known[:OTHERS]])
     said = torch.cat(
         [
             case.predict(others[part]).logits.argmax(-1)  # type: ignore[attr-defined]
