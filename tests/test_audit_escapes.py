@@ -166,7 +166,7 @@ class OfItsOwn:
 
 
 def for_each_feature(draw: Any, x: Tensor) -> Tensor:
-    return torch.from_numpy(0.3 * draw.standard_normal(tuple(x.shape))).float()
+    return torch.from_numpy(0.05 * draw.standard_normal(tuple(x.shape))).float()
 
 
 def for_the_whole_call(draw: Any, x: Tensor) -> Tensor:
