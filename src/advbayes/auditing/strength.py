@@ -15,8 +15,9 @@ from advbayes.attacks import loss_and_gradient, nll, one_step, squared_error, su
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import score
 from advbayes.attacks.parts import losses_of, steps_of, with_eps, with_restarts, with_steps
-from advbayes.auditing.case import POINT, Case, overwritten
+from advbayes.auditing.case import POINT, Case, Frozen, overwritten
 from advbayes.auditing.check import check, judged, no_attacks, not_applicable, not_run
+from advbayes.auditing.copies import Forgetful
 from advbayes.auditing.findings import Finding
 from advbayes.evaluation.inputs import extent_of
 from advbayes.evaluation.measuring import batches
@@ -376,9 +377,13 @@ def usable_gradients(case: Case) -> Finding:
 def noise_not_better(case: Case) -> Finding:
     """E12: random points of the sphere break at most 0.5 % of what the gradient attack left, and
     points on the way to other examples do not break more than it did (McNemar)."""
-    rows = case.standing()
-    if not len(rows):
+    standing = case.standing()
+    if not len(standing):
         return judged(False, "", standing=0, broken=0.0)
+    # fixed noise is that of a place in the batch: all are asked about, so that it stays the same
+    is_fixed = isinstance(case.predict, (Frozen, Forgetful))
+    rows = torch.arange(len(case.x)) if is_fixed else standing
+    kept = standing if is_fixed else torch.arange(len(rows))
     before = {name: values[rows] for name, values in case.gradient().items()}
     generator = generator_for(case.seed, "audit/noise", device=case.x.device)
     draws = [
@@ -390,16 +395,16 @@ def noise_not_better(case: Case) -> Finding:
         harmed = noisy["correct"] < 0.5
     else:  # clearly larger errors than the attack's
         harmed = noisy["squared_error"] > before["squared_error"] + 0.01 * case.spread**2
-    broken = float(harmed.double().mean())
+    broken = float(harmed[kept].double().mean())
     case.join("noise", noisy, rows)
     advice = "the gradient attack misses what noise finds: it is broken, or gradients are masked"
-    figures: dict[str, float] = {"broken": broken, "standing": len(rows)}
+    figures: dict[str, float] = {"broken": broken, "standing": len(standing)}
     figures["points"] = case.budget.random_points
     missed = False
     if towards := _towards_others(case, rows):
         columns = worst([case.scored(points, "others", rows=rows) for points in towards], case.task)
         missed, _ = breaks_more(case, columns, before)
-        figures["towards_others"] = int((columns["correct"] < 0.5).sum())
+        figures["towards_others"] = int((columns["correct"][kept] < 0.5).sum())
         case.join("towards others", columns, rows)
         if missed and broken <= POINT:
             advice = (
