@@ -16,7 +16,7 @@ from torch.distributions import Categorical as Classes
 from torch.distributions import Distribution, Normal, StudentT
 
 from advbayes import L2, Claim, Linf, Noise, Square, certify, margin, nll, pgd
-from advbayes.attacks import APGD
+from advbayes.attacks import APGD, HardLabel
 from advbayes.auditing import (
     Budget,
     Support,
@@ -322,6 +322,24 @@ def test_points_on_the_way_to_others_are_in_the_ball(ball: Any) -> None:
     for points in towards:
         assert bool(ball.contains(points, x[rows]).all())
         assert float(ball.norm(points - x[rows]).median()) > 0.9 * ball.eps
+
+
+def test_e5_of_a_black_box_whose_classes_are_islands() -> None:
+    """Far from the data a kernel says one class: only other examples show the way out of it, and
+    they are there as long as all are asked about together."""
+    generator = torch.Generator().manual_seed(5)
+    y = (torch.arange(24) < 4).long()
+    x = torch.randn(24, 20, generator=generator) + 4 * y.unsqueeze(1)
+    centre = torch.full((20,), 4.0)
+
+    def island(x: Tensor) -> Classes:
+        inside = 8.0 - (x.detach() - centre).norm(dim=1)
+        return Classes(logits=torch.stack([torch.zeros(len(x)), 50 * inside.sign()], 1))
+
+    data = x, island(x).logits.argmax(1)
+    attacks = {"Square": Square(Linf(0.1), 20), "hard label": HardLabel(Linf(0.1), 5)}
+    found = strength.unbounded(case(island, data, Linf(0.1), attacks=attacks))
+    assert found.status == "passed", found.line()
 
 
 # --- what is said -------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from advbayes import metrics
 from advbayes.attacks import loss_and_gradient, nll, one_step, squared_error, succeeded, with_ball
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import score
+from advbayes.attacks.hard_label import HardLabel
 from advbayes.attacks.parts import losses_of, steps_of, with_eps, with_restarts, with_steps
 from advbayes.auditing.case import POINT, Case, Frozen, overwritten
 from advbayes.auditing.check import check, judged, no_attacks, not_applicable, not_run
@@ -101,8 +102,11 @@ def _radii(case: Case) -> list[tuple[float, Columns]]:
 
 
 def _left_by(case: Case, attacks: dict[str, Attack], purpose: str) -> Columns:
-    """What the attacks leave, each of them asked about the rest alone."""
-    (name, first), *others = attacks.items()
+    """What the attacks leave, each of them asked about the rest alone; the one that starts from
+    other examples comes first, while it has any."""
+    (name, first), *others = sorted(
+        attacks.items(), key=lambda named: not isinstance(named[1], HardLabel)
+    )
     columns = case.union({name: first}, purpose)
     for name, attack in others:
         columns = further(case, f"{purpose} {name}", attack, columns)
