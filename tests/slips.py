@@ -149,8 +149,8 @@ FIRST = (
     Bug(
         "random points of a masked ball count the masked features",
         "attacks/balls.py",
-        "free = event.numel() if self.mask is None else int(self.mask.expand(event).sum())",
-        "free = event.numel()",
+        "max(int(reach.expand(event).sum()), 1)",
+        "event.numel()",
         "test_balls",
     ),
     # --- purification
@@ -762,8 +762,8 @@ THIRD = (
     Bug(
         "an attacker may never change a text",
         "datasets/encoding.py",
-        '(f"{name}={word}", name in self.movable)',
-        '(f"{name}={word}", False)',
+        """(f"{name}={word or '(missing)'}", name in self.movable)""",
+        """(f"{name}={word or '(missing)'}", False)""",
         "test_tables_as_they_come test_file_options test_datasets test_table_users",
     ),
     Bug(

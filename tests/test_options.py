@@ -1132,6 +1132,7 @@ ESTIMATOR: dict[str, Any] = {
     "eps": [0.1, 0.2, 0.3, 4.0],
     "units": "raw",
     "norm": "linf",
+    "indicators": [(1, 0)],
     "sigma": 1.5,
     "posterior": "ensemble",
     "abstain": 0.6,
@@ -1174,7 +1175,7 @@ def test_an_argument_of_the_estimators_has_its_effect(argument: str) -> None:
     x = np.random.default_rng(0).normal(size=(60, 4))
     x *= [1, 2, 3, 4]
     settings: dict[str, Any] = {"epochs": 2, "random_state": 0, "hidden": (4,)}
-    if argument in ("eps", "units", "norm", "sigma", "defense"):
+    if argument in ("eps", "units", "norm", "indicators", "sigma", "defense"):
         settings["channel"] = "os"
     if argument == "event_shape":  # the net sees images
         settings["net"] = nn.Sequential(nn.Conv2d(1, 2, 2), nn.Flatten(), nn.Linear(2, 2))
@@ -1197,6 +1198,7 @@ def test_an_argument_of_the_estimators_has_its_effect(argument: str) -> None:
         "units": lambda: other.ball_.scale is None and plain.ball_.scale is not None,
         "eps": lambda: np.allclose(other.ball_.scale, np.array([0.1, 0.2, 0.3, 4.0]) * x.std(0)),
         "norm": lambda: str(other.ball_).startswith("Linf"),
+        "indicators": lambda: other.ball_.indicators[0][:2] == (1, 0),
         "posterior": lambda: len(other.predictor_.thetas) == 5,
         "hidden": lambda: other.model_.num_params == 4 * 3 + 3 + 3 * 2 + 2,
         "net": lambda: other.model_.num_params == 4 * 3 + 3 + 3 * 2 + 2,

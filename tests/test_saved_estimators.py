@@ -15,6 +15,7 @@ import torch
 from sklearn.base import clone
 from sklearn.compose import ColumnTransformer
 from sklearn.impute import SimpleImputer
+from sklearn.linear_model import Ridge
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import FunctionTransformer, OneHotEncoder, StandardScaler
 from torch import Tensor, nn
@@ -22,7 +23,13 @@ from torch import Tensor, nn
 import advbayes
 from advbayes import L2, AttackChannel, nll, one_step, store
 from advbayes.cli import main
-from advbayes.estimators import RobustClassifier, RobustRegressor, load_pipeline, save_pipeline
+from advbayes.estimators import (
+    RobustClassifier,
+    RobustRegressor,
+    load_pipeline,
+    robust_scorer,
+    save_pipeline,
+)
 from advbayes.runs import load_trained
 
 RNG = np.random.default_rng(0)
@@ -282,3 +289,56 @@ def test_altered_files_are_refused(tmp_path: Path) -> None:
     advbayes.save(tmp_path / "y", model=model, posterior=advbayes.PointMass(model))
     with pytest.raises(store.StoreError, match="wanted an estimator saved by save_pipeline"):
         load_pipeline(tmp_path / "y")
+
+
+def by_names(output: str, num: int = 60) -> Any:
+    """A pipeline as people write it: columns by their names, missing values imputed."""
+    pandas = pytest.importorskip("pandas")
+    rng = np.random.default_rng(0)
+    frame = pandas.DataFrame(
+        {
+            "sex": np.where(rng.random(num) < 0.5, "f", "m"),
+            "age": np.where(rng.random(num) < 0.2, np.nan, rng.normal(50, 10, num)),
+            "dose": rng.normal(2, 1, num),
+        }
+    )
+    numbers = make_pipeline(SimpleImputer(add_indicator=True), StandardScaler())
+    columns = ColumnTransformer(
+        [
+            ("numbers", numbers, ["age", "dose"]),
+            ("text", OneHotEncoder(handle_unknown="ignore", sparse_output=False), ["sex"]),
+        ]
+    ).set_output(transform=output)
+    model = RobustClassifier(epochs=2, class_weight={"ill": 2.0, "well": 1.0}, random_state=0)
+    whole = Pipeline([("columns", columns), ("model", model)])
+    return frame, whole.fit(frame, np.where(frame["dose"] > 2, "ill", "well"))
+
+
+@pytest.mark.parametrize("output", ["default", "pandas"])
+def test_columns_by_name(tmp_path: Path, output: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Saved, loaded, asked with the columns in another order, and from the command line; without a
+    warning."""
+    frame, pipeline = by_names(output)
+    place = tmp_path / "p.advbayes"
+    save_pipeline(pipeline, place)
+    again = load_pipeline(place)
+    wanted = pipeline.predict_proba(frame)
+    assert np.array_equal(again.predict_proba(frame), wanted)
+    assert np.array_equal(again.predict_proba(frame[["dose", "sex", "age"]]), wanted)
+    assert again[-1].class_weight == {"ill": 2.0, "well": 1.0}
+    assert (again[-1].ball_.indicators is not None) == (output == "pandas")
+    csv_file = tmp_path / "new.csv"
+    frame[["dose", "age", "sex"]].to_csv(csv_file, index=False)
+    assert main(["predict", str(place), str(csv_file), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert np.allclose(said["predictions"]["p(ill)"], wanted[:, 0], rtol=1e-6)
+
+
+def test_a_search_scores_what_it_can_attack() -> None:
+    x, y = np.random.default_rng(0).normal(size=(20, 2)), np.arange(20) / 10.0
+    with pytest.raises(TypeError, match=r"robust_scorer scores RobustClassifier and.*got Ridge"):
+        robust_scorer("rmse")(Ridge().fit(x, y), x, y)
+    with pytest.raises(ValueError, match="RobustRegressor must be one of 'nll', 'rmse'"):
+        robust_scorer("accuracy")(RobustRegressor(epochs=1).fit(x, y), x, y)
+    with pytest.raises(ValueError, match="RobustClassifier must be one of 'accuracy', 'nll'"):
+        robust_scorer("rmse")(RobustClassifier(epochs=1).fit(x, y > 1), x, y > 1)

@@ -65,6 +65,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
     eps: float | Sequence[float] = 0.3
     units: str = "standardised"
     norm: str = "l2"
+    indicators: Sequence[tuple[int | str, int | str]] | None = None
     sigma: float = 0.1
     posterior: str = "mean_field"
     net: nn.Module | None = None
@@ -98,8 +99,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         net = self._own_net(x, num_outputs, seed)
         inner = net if last is None else nn.Sequential(net, last)
         shift, spread = self._scaling(x, weights)
-        self.ball_ = self._ball(spread)
-        channel = self._channel(spread)
+        self.ball_ = self._ball(x, spread)
+        channel = self._channel(shift, spread)
         # Trained on standardised inputs where the channel is in those units; the same thetas then
         # answer for X as it is.
         model, seen = BayesianModel(inner, likelihood, self.prior_scale), x
@@ -167,17 +168,20 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
     def _scaling(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
         """Mean and spread of each feature; no spread where X is taken as it is (a channel of one's
         own, images)."""
-        shift, spread = _moments(x, weights)
+        names = [str(name) for name in getattr(self, "feature_names_in_", ())]
+        shift, spread = _moments(x, weights, "X", names)
         as_it_is = self.event_shape is not None or self._own_channel is not None
         return shift, None if as_it_is else spread
 
-    def _ball(self, spread: Tensor | None) -> Ball:
+    def _ball(self, x: Tensor, spread: Tensor | None) -> Ball:
         """The adversary in the units of X."""
         checks.choice("units", self.units, ("standardised", "raw"))
         checks.choice("norm", self.norm, ("l2", "linf"))
         unit = spread if self.units == "standardised" else None
+        missing = self._missing(x)
         if np.ndim(self.eps) == 0:
-            return make_ball(self.norm, float(self.eps), scale=unit)  # type: ignore[arg-type]
+            eps = float(self.eps)  # type: ignore[arg-type]
+            return make_ball(self.norm, eps, scale=unit, indicators=missing)
         each = torch.as_tensor(
             np.asarray(self.eps), dtype=torch.float64 if spread is None else spread.dtype
         )
@@ -192,14 +196,39 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             1.0,
             mask=None if bool((each > 0).all()) else each > 0,
             scale=torch.where(each > 0, each, 1.0),
+            indicators=missing,
         )
+
+    def _missing(self, x: Tensor) -> tuple[tuple[int, int, float], ...] | None:
+        """Each imputed column, its indicator, and halfway between the two values of that."""
+        names = [str(name) for name in getattr(self, "feature_names_in_", ())]
+        pairs = self.indicators
+        if pairs is None:  # as SimpleImputer names them, behind the name of a ColumnTransformer
+            mark = "missingindicator_"
+            named = {name.replace(mark, "", 1): name for name in names if mark in name}
+            pairs = [(name, named[name]) for name in names if name in named]
+        triples = []
+        for pair in pairs:
+            places = [names.index(name) if name in names else name for name in pair]
+            if not all(
+                isinstance(place, (int, np.integer)) and 0 <= place < self.n_features_in_
+                for place in places
+            ):
+                raise checks.InputError(
+                    f"indicators must hold pairs of columns of X, by place (0 to "
+                    f"{self.n_features_in_ - 1}) or name, got {pair!r}"
+                )
+            feature, indicator = map(int, places)
+            low, high = (float(edge) for edge in x[:, indicator].aminmax())
+            triples.append((feature, indicator, 0.5 * (low + high) if low < high else 0.5))
+        return tuple(triples) or None
 
     @property
     def _own_channel(self) -> Channel | None:
         """A channel that came as such and not by its name."""
         return None if self.channel is None or isinstance(self.channel, str) else self.channel
 
-    def _channel(self, spread: Tensor | None) -> Channel:
+    def _channel(self, shift: Tensor, spread: Tensor | None) -> Channel:
         """The channel, in the units that the net is trained in."""
         if self.channel is None:
             return Noise(0.0 if self.defense in ("proactive", "none") else self.sigma)
@@ -209,7 +238,13 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         scale = self.ball_.scale
         if spread is not None:
             scale = (torch.ones_like(spread) if scale is None else scale) / spread
-        ball = make_ball(self.norm, self.ball_.eps, mask=self.ball_.mask, scale=scale)
+        missing = self.ball_.indicators
+        if spread is not None and missing is not None:
+            missing = tuple(
+                (feature, indicator, float((above - shift[indicator]) / spread[indicator]))
+                for feature, indicator, above in missing
+            )
+        ball = make_ball(self.norm, self.ball_.eps, None, self.ball_.mask, scale, missing)
         return named_channel(name, ball, self.sigma, regression=self._task == "regression")
 
     def _own_net(self, x: Tensor, num_outputs: int, seed: int) -> nn.Module:
@@ -280,6 +315,9 @@ class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     - `eps`: the adversary's budget, or one for each feature (0: cannot be changed), in standard
       deviations of the features or with `units="raw"` in their own; in the norm `norm`. `sigma`:
       noise of the channel, in standard deviations.
+    - `indicators`: pairs of columns, by place or name: the adversary cannot change the first where
+      the second says that it is missing, nor the second at all; None: those that SimpleImputer
+      named so (`missingindicator_age` for `age`).
     - `posterior`: mean_field, point, ensemble or low_rank. `net`: a module with an output for each
       class (absent: fully connected, with layers as in `hidden`); `event_shape`: the shape in which
       it wants a row of X.
@@ -386,7 +424,7 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         targets = self._targets(wanted)
         many = targets if targets.ndim == 2 else targets.unsqueeze(1)
         weights = self._weights(x, sample_weight)
-        shift, spread = _moments(many, weights)
+        shift, spread = _moments(many, weights, "y")
         num, last = many.shape[1], _affine(spread, shift)
         unit = tuple(spread.tolist())
         likelihood: Likelihood
@@ -460,12 +498,24 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         return tags
 
 
-def _moments(values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _moments(
+    values: Tensor, weights: Tensor, what: str, names: Sequence[str] = ()
+) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each column (1 for a constant one), rows by weight."""
     weights = weights.double()
     share = (weights / weights.sum()).reshape(-1, *[1] * (values.ndim - 1))
     mean = (share * values).sum(0)
     spread = (share * (values - mean).square()).sum(0).sqrt()
+    counted = values[weights > 0]
+    lost = ~spread.isfinite() | ((spread == 0) & (counted != counted[:1]).any(0))
+    if bool(lost.any()):
+        column = int(lost.flatten().nonzero()[0])
+        named = f"column {column}" + (f" ({names[column]!r})" if names else "")
+        size = float(values.flatten(1)[:, column].abs().max())
+        raise checks.InputError(
+            f"{what} must hold numbers whose squares are finite and not 0, got a magnitude of "
+            f"{size:.3g} in {named}; rescale or drop it"
+        )
     # Rounding leaves a constant column a spread of about 1e-16 of its value: that is no scale.
     spread = torch.where(spread <= 1e-12 * mean.abs(), 1.0, spread)
     return mean.to(values.dtype), spread.to(values.dtype)
@@ -506,6 +556,13 @@ def robust_scorer(
 
     def scorer(estimator: Any, X: ArrayLike, y: ArrayLike) -> float:
         before, last, _ = _taken_apart(estimator)
+        if type(last) not in _KINDS.values():
+            raise checks.InputTypeError(
+                f"robust_scorer scores {' and '.join(_KINDS)}, alone or at the end of a Pipeline, "
+                f"got {type(last).__name__}; evaluate takes any estimator"
+            )
+        known = ("nll", "rmse") if last._task == "regression" else ("accuracy", "nll")
+        checks.choice(f"metric for a {type(last).__name__}", metric, known)
         x, target = last.as_tensors(Pipeline(before).transform(X) if before else X, y)
         attack: Attack = pgd(last.ball_, steps, margin)
         if last._task == "regression":

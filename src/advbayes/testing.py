@@ -329,13 +329,15 @@ class AttackContract(_Contract):
     def balls(self, dtype: torch.dtype) -> list[Ball]:
         scale = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=dtype)
         mask = torch.tensor([True, False, True, True])
+        missing = ((0, 3, 0.5),)  # the last feature says where the first one cannot be touched
         return [
-            ball(eps, box=box, scale=s, mask=m)
+            ball(eps, box, s, m, i)
             for ball in (L2, Linf)
-            for eps, box, s, m in (
-                (0.3, (0.0, 1.0), None, None),
-                (0.3, None, scale, mask),
-                (5.0, (0.0, 1.0), scale, None),
+            for eps, box, s, m, i in (
+                (0.3, (0.0, 1.0), None, None, None),
+                (0.3, None, scale, mask, None),
+                (5.0, (0.0, 1.0), scale, None, None),
+                (0.3, None, scale, mask, missing),
             )
         ]
 

@@ -96,11 +96,11 @@ def to_autoattack(
     """
     checks.count("num_classes", num_classes, low=2)
     norm = {L2: "L2", Linf: "Linf"}.get(type(ball))
-    plain = norm is not None and ball.scale is None and ball.mask is None
+    plain = norm is not None and ball.scale is None and ball == ball.freed()
     if not plain or not _is_unit(ball.box):
         raise checks.InputError(
-            f"ball must be L2 or Linf with box=(0, 1) and neither scale nor mask for AutoAttack, "
-            f"got {ball}"
+            f"ball must be L2 or Linf with box=(0, 1) and neither scale nor mask nor indicators "
+            f"for AutoAttack, got {ball}"
         )
     from pyautoattack import AutoAttack
 

@@ -1,11 +1,13 @@
 """What an adversary may do to an input: {x + d : norm(d / scale) <= eps, x + d in the box, d = 0
-where masked} (SM-5)."""
+where masked or missing} (SM-5)."""
 
 from __future__ import annotations
 
 import math
+import zlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,13 +22,19 @@ _ROUNDS = 12  # of the projection onto a ball and a box; three or four are the r
 
 @dataclass(frozen=True, eq=False)
 class Ball(ABC):
-    """What balls share: `eps` in units of `scale`, `box` (low, high), `mask` (True: may move)."""
+    """What balls share: `eps` in units of `scale`, `box` (low, high), `mask` (True: may move).
+
+    `indicators` are for tables with missing values: (feature, indicator, threshold) says that the
+    feature is imputed, and cannot be touched, in every example whose indicator exceeds the
+    threshold. Nobody can touch an indicator.
+    """
 
     eps: float
     box: tuple[Bound, Bound] | None = None
     # per-feature units of the norm, broadcastable against the event
     scale: Tensor | float | None = None
     mask: Tensor | None = None  # bool, broadcastable against the event
+    indicators: tuple[tuple[int, int, float], ...] | None = None  # for events of one axis
 
     def __post_init__(self) -> None:
         checks.number("eps", self.eps, low=0)
@@ -48,6 +56,8 @@ class Ball(ABC):
                 raise checks.InputError("scale must be finite and positive", got=self.scale)
         if self.mask is not None and getattr(self.mask, "dtype", None) is not torch.bool:
             raise checks.InputTypeError("mask must be a bool tensor (True: moves)", got=self.mask)
+        if self.indicators is not None:
+            object.__setattr__(self, "indicators", _triples(self.indicators))
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and all(
@@ -74,6 +84,13 @@ class Ball(ABC):
                         f"{name} must broadcast against the event shape {tuple(x.shape[1:])}",
                         got=value,
                     ) from None
+        if self.indicators is not None:
+            last = max(place for triple in self.indicators for place in triple[:2])
+            if x.ndim != 2 or last >= x.shape[1]:
+                raise checks.InputError(
+                    f"indicators must name features of a table, up to {last}, got examples of "
+                    f"shape {tuple(x.shape[1:])}"
+                )
         if self.box is not None:
             low, high = self.box
             outside = (x < _on(low, x)) | (x > _on(high, x))
@@ -87,6 +104,32 @@ class Ball(ABC):
         """The length of one unit of the norm in each feature; zero where masked."""
         unit = self.units(x)
         return unit if self.mask is None else unit * self.mask.to(device=x.device, dtype=x.dtype)
+
+    def reach(self, x: Tensor) -> Tensor | None:
+        """What may be touched of each example, bool and broadcastable against x; None: all of it.
+
+        >>> ball = L2(1.0, indicators=((0, 2, 0.5),))  # column 2 says where column 0 is missing
+        >>> ball.reach(torch.tensor([[7.0, 1.0, 0.0], [5.0, 1.0, 1.0]]))
+        tensor([[ True,  True, False],
+                [False,  True, False]])
+        """
+        mask = None if self.mask is None else self.mask.to(x.device)
+        if self.indicators is None:
+            return mask
+        where, above = list(range(x.shape[-1])), [math.inf] * x.shape[-1]
+        for feature, indicator, threshold in self.indicators:
+            where[feature], above[feature], above[indicator] = indicator, threshold, -math.inf
+        known = x.detach()[..., where] <= torch.tensor(above, dtype=x.dtype, device=x.device)
+        return known if mask is None else known & mask
+
+    def freed(self) -> Self:
+        """The same ball, in which everything may be touched."""
+        return replace(self, mask=None, indicators=None)
+
+    def within_reach(self, d: Tensor, x: Tensor) -> Tensor:
+        """d, zero where x may not be touched."""
+        reach = self.reach(x)
+        return d if reach is None else torch.where(reach, d, torch.zeros_like(d))
 
     def units(self, x: Tensor) -> Tensor | float:
         """`scale` as x has it, 1 where there is none."""
@@ -106,7 +149,9 @@ class Ball(ABC):
         return x.clamp(low, high)
 
     def unblocked(self, gradient: Tensor, point: Tensor) -> Tensor:
-        """The gradient without what pushes against the box: such a step would be clipped away."""
+        """The gradient without what is imputed or pushes against the box: no such step is kept."""
+        if self.indicators is not None:
+            gradient = self.within_reach(gradient, point)
         if self.box is None:
             return gradient
         low, high = (_on(side, point) for side in self.box)
@@ -121,9 +166,7 @@ class Ball(ABC):
         x: Tensor,  # (B, *event), inside the box
     ) -> Tensor:
         """The nearest point of the ball around x and the box together."""
-        d = x_adv - x
-        if self.mask is not None:
-            d = torch.where(self.mask.to(x.device), d, torch.zeros_like(d))
+        d = self.within_reach(x_adv - x, x)
         return self.shifted(x, self._shrink(d, x))
 
     def shifted(self, x: Tensor, d: Tensor) -> Tensor:
@@ -154,14 +197,14 @@ class Ball(ABC):
         """argmax <gradient, d> over norm(d / scale) <= step: the steepest move; 0 where it is 0."""
 
     @abstractmethod
-    def _offsets(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Moves drawn uniformly from the norm ball, of x's shape."""
+    def _offsets(self, x: Tensor, num: int, generator: torch.Generator | None) -> Tensor:
+        """Moves drawn uniformly from the norm ball, of x's shape; `num` of them, x's rows or 1."""
 
     def random(self, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Points drawn uniformly from the norm ball around x, then clipped to the box."""
         if isinstance(generator, SharedStarts) and generator.num_rows == len(x):
-            return self.shifted(x, self._offsets(x[:1], generator.start()).expand_as(x))
-        return self.shifted(x, self._offsets(x, generator))
+            return self.shifted(x, self._offsets(x, 1, generator.start()).expand_as(x))
+        return self.shifted(x, self._offsets(x, len(x), generator))
 
     def sphere(self, x: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         """Points drawn from the edge of the ball (L2: every direction alike in units of the norm;
@@ -170,8 +213,8 @@ class Ball(ABC):
         >>> Linf(0.5, scale=2.0).sphere(torch.zeros(1, 3)).abs()
         tensor([[1., 1., 1.]])
         """
-        noise = normal_like(x, generator)
-        return self.project(x + self.ascend(self._scaled(noise), self.eps), x)
+        noise = self.within_reach(self._scaled(normal_like(x, generator)), x)
+        return self.project(x + self.ascend(noise, self.eps), x)
 
     def contains(self, x_adv: Tensor, x: Tensor) -> Tensor:
         """(B,) bool: finite, within eps (1 + 1e-5) + 1e-7 and the box, unmoved where masked."""
@@ -180,8 +223,9 @@ class Ball(ABC):
         fine = near & torch.isfinite(x_adv).flatten(1).all(1)
         if self.box is not None:
             fine &= (self.clip(x_adv) == x_adv).flatten(1).all(1)
-        if self.mask is not None:
-            fine &= (self.mask.to(x.device) | (d == 0)).flatten(1).all(1)
+        reach = self.reach(x)
+        if reach is not None:
+            fine &= (reach | (d == 0)).flatten(1).all(1)
         return fine
 
 
@@ -232,14 +276,16 @@ class L2(Ball):
         direction = _normalised(gradient * unit)
         return _each(step, direction) * direction * unit
 
-    def _offsets(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        noise = normal_like(x, generator)
-        radius = torch.rand(x.shape[0], generator=generator, dtype=x.dtype, device=x.device)
-        event = x.shape[1:]
-        free = event.numel() if self.mask is None else int(self.mask.expand(event).sum())
-        if self.mask is not None:
-            noise = noise * self.mask.to(x.device)
-        length = self.eps * radius ** (1.0 / max(free, 1))
+    def _offsets(self, x: Tensor, num: int, generator: torch.Generator | None) -> Tensor:
+        noise = normal_like(x[:num], generator)
+        radius = torch.rand(num, generator=generator, dtype=x.dtype, device=x.device)
+        event, reach = x.shape[1:], self.reach(x)
+        free: Tensor | int = event.numel()  # axes of the ball
+        if reach is not None:
+            noise = noise * reach
+            each = self.indicators is not None
+            free = reach.sum(1).clamp_min(1) if each else max(int(reach.expand(event).sum()), 1)
+        length = self.eps * radius ** (1.0 / free)
         return _each(length, x) * _normalised(noise) * self._unit(x)
 
 
@@ -264,9 +310,11 @@ class Linf(Ball):
     def ascend(self, gradient: Tensor, step: float | Tensor) -> Tensor:
         return _each(step, gradient) * gradient.sign() * self._unit(gradient)
 
-    def _offsets(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        noise = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device)
-        return self.eps * (2 * noise - 1) * self._unit(x)
+    def _offsets(self, x: Tensor, num: int, generator: torch.Generator | None) -> Tensor:
+        noise = torch.rand(
+            num, *x.shape[1:], generator=generator, dtype=x.dtype, device=x.device
+        ).expand_as(x)
+        return self.within_reach(self.eps * (2 * noise - 1) * self._unit(x), x)
 
 
 def _normalised(d: Tensor) -> Tensor:
@@ -313,6 +361,25 @@ def _bound(name: str, value: object) -> Bound:
     raise checks.InputTypeError(f"{name} must hold numbers or tensors", got=value)
 
 
+def _triples(value: object) -> tuple[tuple[int, int, float], ...]:
+    """(feature, indicator, threshold): each feature once, and none of them an indicator."""
+    wanted = "indicators must hold (feature, indicator, threshold), no feature twice"
+    match value:
+        case tuple() | list() if value:
+            triples = tuple(map(tuple, value))
+        case _:
+            raise checks.InputTypeError(wanted, got=value)
+    for triple in triples:
+        match triple:
+            case (int(feature), int(indicator), int() | float()) if min(feature, indicator) >= 0:
+                continue
+        raise checks.InputTypeError(wanted, got=triple)
+    features, shown = [triple[0] for triple in triples], {triple[1] for triple in triples}
+    if len(set(features)) < len(features) or shown & set(features):
+        raise checks.InputError(wanted, got=value)
+    return tuple((feature, shows, float(above)) for feature, shows, above in triples)
+
+
 def _on(value: Bound, like: Tensor) -> Tensor:
     return torch.as_tensor(value, dtype=like.dtype, device=like.device)
 
@@ -330,6 +397,8 @@ def _same(a: object, b: object) -> bool:
 
 def _short(value: object) -> str:
     match value:
+        case ((_, _, _), *_):  # indicators: two balls that differ look different
+            return f"<{len(value)} columns, {zlib.crc32(repr(value).encode()):08x}>"
         case tuple():
             return f"({', '.join(map(_short, value))})"
         case Tensor() if value.numel() > 4:

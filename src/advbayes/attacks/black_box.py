@@ -89,7 +89,7 @@ class Square(Search):
     def _stripes(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """The first proposal, on the edge: vertical stripes of random sign, or random signs."""
         signs = _signs(x, generator, columns=True).expand(x.shape)
-        alike = signs / self.ball.units(x)  # in units of the norm
+        alike = self.ball.within_reach(signs / self.ball.units(x), x)  # in units of the norm
         return self.ball.project(x + self.ball.ascend(alike, self.ball.eps), x)
 
     def _corners(
@@ -112,9 +112,7 @@ class Square(Search):
         slack = (self.ball.eps**2 - _square(d)).clamp_min(0)
         mass = _square(torch.where(first | second, d, torch.zeros_like(d)))
         old = torch.where(first, d, torch.zeros_like(d))
-        bent = _unit(old) + _signs(x, generator) * _unit(bump)
-        if self.ball.mask is not None:
-            bent = bent * self.ball.mask.to(x.device)
+        bent = self.ball.within_reach(_unit(old) + _signs(x, generator) * _unit(bump), x)
         fresh = _unit(bent) * (mass + slack).sqrt()
         moved = where_rows((_square(bent) > 0).flatten(), torch.where(first, fresh, d * ~second), d)
         return self.ball.project(x + moved * unit, x)

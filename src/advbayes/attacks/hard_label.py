@@ -64,8 +64,8 @@ class HardLabel(Search):
 
     def _allowed(self, points: Tensor, x: Tensor) -> Tensor:
         """In the box and untouched where masked; the radius does not count on the way."""
-        points, mask = self.ball.clip(points), self.ball.mask
-        return points if mask is None else torch.where(mask.to(x.device), points, x)
+        points, reach = self.ball.clip(points), self.ball.reach(x)
+        return points if reach is None else torch.where(reach, points, x)
 
     def _starts(self, problem: Problem, broken: Tensor) -> tuple[Tensor, Tensor]:
         """A broken input for each example that has one, and which those are."""

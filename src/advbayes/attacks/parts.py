@@ -247,15 +247,14 @@ def with_ball(attack: A, ball: Ball) -> A:
 
 
 def with_eps(attack: A, eps: float, *, free: bool = False) -> A:
-    """The same attack with another budget: norm, box and scale stay, and the mask unless `free`.
+    """The same attack with another budget: norm, box and scale stay, and unless `free` what it may
+    not touch.
 
     >>> from advbayes import L2, pgd
     >>> with_eps(pgd(L2(1.0, box=(0, 1))), 0.5).ball
     L2(0.5, box=(0, 1))
     """
-    return _with_balls(
-        attack, lambda ball: replace(ball, eps=eps, mask=None if free else ball.mask)
-    )
+    return _with_balls(attack, lambda ball: replace(ball.freed() if free else ball, eps=eps))
 
 
 def _with_balls(attack: A, new: Callable[[Ball], Ball]) -> A:

@@ -188,7 +188,7 @@ def breaking(case: Case, control: Predictor) -> tuple[Ball, Columns]:
     change, for it is the attack that is on trial here."""
 
     def make() -> tuple[Ball, Columns]:
-        ball = replace(case.ball, mask=None)
+        ball = case.ball.freed()
         far = farthest(case, control, ball)
         most = far if ball.eps > 0 and far < math.inf else ball.eps
         while True:

@@ -103,7 +103,7 @@ def _reaches(inner: Ball, ball: Ball, x: Tensor) -> tuple[float, float] | None:
 
 
 def _is_kept_from(inner: Ball, ball: Ball, x: Tensor) -> bool:
-    """Whether the box or the mask of one ball forbids what that of another allows.
+    """Whether one ball, by its box, mask or indicators, forbids what another allows.
 
     >>> from advbayes import L2
     >>> _is_kept_from(L2(1.0, box=(0.2, 1.0)), L2(1.0, box=(0.0, 1.0)), torch.zeros(1, 3))
@@ -111,10 +111,8 @@ def _is_kept_from(inner: Ball, ball: Ball, x: Tensor) -> bool:
     """
     far = torch.inf * torch.ones_like(x[:1])
     tighter = any(not torch.equal(inner.clip(edge), edge) for edge in map(ball.clip, (-far, far)))
-    free, allowed = (
-        torch.ones_like(x[0], dtype=torch.bool) if each.mask is None else each.mask.to(x.device)
-        for each in (inner, ball)
-    )
+    every = torch.ones_like(x, dtype=torch.bool)
+    free, allowed = (each.within_reach(every, x) for each in (inner, ball))
     return tighter or bool((allowed & ~free).any())
 
 
@@ -144,7 +142,8 @@ def two_losses(case: Case) -> Finding:
     classes = case.task == "classification"
     other, wanted = ("a margin loss", MARGINS) if classes else ("the squared error", ERRORS)
     advice = f"attack through the predictive with both its NLL and {other}"
-    figures = {"losses": ", ".join(sorted(names)), "largest_confidence": top}
+    figures: dict[str, Any] = {"losses": ", ".join(sorted(names))}
+    figures |= {} if top is None else {"largest_confidence": top}
     return judged("nll" not in names or not names & wanted, advice, **figures)
 
 

@@ -29,6 +29,10 @@ from advbayes.types import Attack, Predictor
 
 SIGNIFICANT = 0.01
 NEIGHBOURS, OTHERS = 5, 2000  # E12: examples that one is moved towards, of so many
+NOTHING = (
+    "the attacker may touch nothing (every feature is text, missing or fixed): numbers under "
+    "attack are the clean ones, and say nothing of attacks"
+)
 
 
 def breaks_more(case: Case, first: Columns, second: Columns) -> tuple[bool, float]:
@@ -81,14 +85,16 @@ def beats_one_step(case: Case) -> Finding:
         "the iterative attack is broken: keep the best iterate, start at the one-step point, "
         "check its step size"
     )
-    return judged(worse, advice, one_step=case.value(single), iterative=case.value(many), p=p)
+    figures = {"one_step": case.value(single), "iterative": case.value(many)}
+    figures["p" if case.task == "classification" else "least_difference"] = p
+    return judged(worse, advice, **figures)
 
 
 def _radii(case: Case) -> list[tuple[float, Columns]]:
     """(eps, scores of the union of attacks) at half, once and twice eps and the whole box; each
     radius by itself. In the whole box every feature may change: an honest model may well answer
     from those that a mask keeps from the attacker."""
-    whole = extent_of(replace(case.ball, mask=None), case.x)
+    whole = extent_of(case.ball.freed(), case.x)
     radii = sorted({0.5 * case.ball.eps, case.ball.eps, min(2 * case.ball.eps, whole), whole})
 
     def at(eps: float) -> Columns:
@@ -114,8 +120,8 @@ def _left_by(case: Case, attacks: dict[str, Attack], purpose: str) -> Columns:
 
 
 def within_reach(ball: Ball, x: Tensor) -> Tensor | None:  # (*event) bool
-    """The features that the mask leaves to the attacker, without the few that eps moves by less
-    than a hundredth of their extent; None where these are all.
+    """The features that the attacker may touch in some example, without the few that eps moves by
+    less than a hundredth of their extent; None where these are all.
 
     >>> from advbayes import L2
     >>> within_reach(L2(0.5, scale=torch.tensor([1.0, 0.01])), torch.tensor([[0.0, 0], [1, 1]]))
@@ -124,7 +130,8 @@ def within_reach(ball: Ball, x: Tensor) -> Tensor | None:  # (*event) bool
     extent = x.amax(0) - x.amin(0)
     scale = torch.ones(()) if ball.scale is None else torch.as_tensor(ball.scale)
     allowed = torch.ones_like(extent, dtype=torch.bool)
-    allowed = allowed if ball.mask is None else allowed & ball.mask.to(x.device)
+    reach = ball.reach(x)
+    allowed = allowed if reach is None else allowed & reach.expand_as(x).any(0)
     far = allowed & (ball.eps * scale.to(x) < 0.01 * extent)
     if int(far.sum()) <= int((allowed & ~far & (extent > 0)).sum()):  # else eps is just small
         allowed = allowed & ~far
@@ -181,6 +188,8 @@ def unbounded(case: Case) -> Finding:
         "some of the answer does not come from what the attacker may touch (leaked labels, "
         "masked gradients)"
     )
+    if reach is not None and not bool(reach.any()):
+        advice = NOTHING
     return judged(bad or void, advice, **figures)
 
 
@@ -348,17 +357,20 @@ def usable_gradients(case: Case) -> Finding:
         return not_applicable("there is no gradient, and no attack asks for one")
     used = dict.fromkeys(loss for attack in case.attacks.values() for loss in losses_of(attack))
     losses = [loss for loss in used if hasattr(loss, "__name__")] or [nll]
-    flat = torch.ones(len(case.x), dtype=torch.bool)
+    reach = torch.ones_like(case.x, dtype=torch.bool)
+    reach = case.ball.within_reach(reach, case.x)
+    # An example of which all is missing has nothing to move; where that is all of them, say so.
+    movable = reach.flatten(1).any(1).cpu()
+    flat = movable if bool(movable.any()) else ~movable
     broken, foreign = torch.zeros_like(flat), torch.zeros_like(flat)
     comparable = case.target is case.predict and not case.stochastic
-    reach = True if case.ball.mask is None else case.ball.mask.to(case.x.device)
     for loss in losses:
         for part in batches(len(case.x), case.budget.batch_size):
             x, y = case.x[part], case.y[part]
             value, _, gradient = loss_and_gradient(case.target, loss, x, y)
             finite = torch.isfinite(gradient).flatten(1).all(1).cpu()
             broken[part] |= ~finite
-            flat[part] &= finite & (gradient * reach == 0).flatten(1).all(1).cpu()
+            flat[part] &= finite & (gradient * reach[part] == 0).flatten(1).all(1).cpu()
             if comparable:
                 plain, _ = score(case.predict, loss, x, y)
                 foreign[part] |= ((value - plain).abs() > 1e-3 * (1 + plain.abs())).cpu()
@@ -367,6 +379,8 @@ def usable_gradients(case: Case) -> Finding:
         "gradients are masked: attack through a differentiable stand-in (straight-through), "
         "and with black-box attacks"
     )
+    if not bool(movable.any()):
+        advice = NOTHING
     counts = {"zero": flat, "not_finite": broken, "of_other_answers": foreign}
     figures = {name: int(rows.sum()) for name, rows in counts.items()}
     return judged(share > 0.01, advice, unusable=share, **figures)

@@ -56,9 +56,16 @@ def said_units(units: dict[str, Any], name: str = "eps") -> str:
     """The same in one line."""
     if "raw" not in units:
         return f"{name} = {units['eps']:g} in the data's own units"
+    raw = units["raw"]
+    imputed = {name: f"{name} missing" for name in raw if f"{name} missing" in raw}
     parts = [
-        f"{name} {value:.3g}" if value else f"{name} fixed" for name, value in units["raw"].items()
+        f"{name} {value:.3g}{' where known' if name in imputed else ''}"
+        if value
+        else f"{name.partition('=')[0]} fixed"  # the words of a text column, at once
+        for name, value in raw.items()
+        if name not in imputed.values()
     ]
+    parts = list(dict.fromkeys(parts))
     shown = ", ".join(parts[:8]) + (f", and {len(parts) - 8} more" if len(parts) > 8 else "")
     eps = f"{name} = {units['eps']:g} standardised (standard deviations)"
     return f"{eps}, that is in raw units: {shown}"

@@ -99,7 +99,7 @@ def evaluate(
         raise ConfigError(f"name: must be letters, digits, -, _ and ., got {name!r}")
 
     from advbayes.cli.describe import said_units, units_of
-    from advbayes.cli.scores import SHOWN, column_of, legend
+    from advbayes.cli.scores import SHOWN, column_of, legend, uneven
     from advbayes.distributed import ranks
     from advbayes.evaluation import evaluate as measure
     from advbayes.report.folders import merged
@@ -175,6 +175,8 @@ def evaluate(
         say(f"{norm} {said_units(each)}")
     level = float(evaluation.config["interval_level"])
     metrics = SHOWN[trained.task]
+    if trained.task == "classification" and uneven(data.y_train):
+        metrics = ("accuracy", "balanced_accuracy", "nll")
     columns = {
         metric: column_of(metric, trained.scaling, trained.target_names, level)
         for metric in metrics

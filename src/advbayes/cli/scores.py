@@ -4,10 +4,13 @@ in the target's unit."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from advbayes.datasets import Standardize
 from advbayes.evaluation.tables import Column
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # --json has all
 SHOWN = {"classification": ("accuracy", "nll", "ece"), "regression": ("rmse", "nll", "coverage")}
@@ -41,6 +44,17 @@ def legend(metrics: Iterable[str]) -> str:
     'accuracy: the share answered right; ECE: the mean gap between confidence and accuracy'
     """
     return "; ".join(_MEANINGS[metric] for metric in metrics if metric in _MEANINGS)
+
+
+def uneven(labels: Tensor) -> bool:
+    """Whether always answering one class is right for more than four of five rows: accuracy alone
+    says little then.
+
+    >>> import torch
+    >>> uneven(torch.tensor([0, 0, 0, 0, 0, 1])), uneven(torch.tensor([0, 0, 1]))
+    (True, False)
+    """
+    return 5 * int(labels.bincount().max()) > 4 * len(labels)
 
 
 def column_of(

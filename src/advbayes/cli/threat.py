@@ -118,11 +118,8 @@ def ball_for(
     feature_eps: Sequence[str] | None = None,
 ) -> Ball:
     """The ball that is asked for, or the one trained against, within the data's box."""
-    from advbayes.runs import make_ball
-
     eps = trained.eps if eps is None else eps
-    mask, scale = trained.reach(eps, fixed or (), budgets(feature_eps, eps))
-    return make_ball(norm or trained.norm, eps, trained.box, mask, scale)
+    return trained.ball(norm, eps, fixed or (), budgets(feature_eps, eps))
 
 
 def budgets(entries: Sequence[str] | None, eps: float) -> dict[str, float]:

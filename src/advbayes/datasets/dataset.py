@@ -87,6 +87,11 @@ class Dataset:
         """Which features an attacker may change: the numbers of an encoded table; None: all."""
         return None if self.encoding is None else self.encoding.mask
 
+    @property
+    def indicators(self) -> tuple[tuple[int, int, float], ...] | None:
+        """Which standardised feature says where which other is missing, as a ball takes it."""
+        return None if self.encoding is None else self.encoding.indicators(self.scaling)
+
     def __repr__(self) -> str:
         event = tuple(self.x_train.shape[1:])
         outputs = f"target {', '.join(self.target_names)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,10 @@ from advbayes.checks import InputError, extra
 from advbayes.datasets.errors import DataError
 from advbayes.datasets.tables import NO_COMMA, decimal_comma, finite_number, float32, parse_table
 from advbayes.store import StoreError
-from advbayes.store.preprocessing import decode, dense, encode
+from advbayes.store.preprocessing import as_fitted, decode, dense, encode
+
+if TYPE_CHECKING:
+    from advbayes.datasets.scaling import Standardize
 
 MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
 MAX_CATEGORIES = 50
@@ -27,8 +30,8 @@ class Encoding:
     """A table's columns as features: medians for missing numbers with an indicator, one column for
     each word of a text.
 
-    An attacker may change the numbers (`mask`), not which category a row is of nor whether a value
-    is known.
+    An attacker may change the numbers that are known (`mask`, `indicators`), not which category a
+    row is of nor whether a value is known.
 
     >>> rows = np.array([[1.0, "red"], [np.nan, "blue"], [3.0, "red"]], object)
     >>> encoding = Encoding.fit(("size", "colour"), rows, numeric=(True, False))
@@ -40,7 +43,7 @@ class Encoding:
 
     columns: tuple[str, ...]  # of the table
     numeric: tuple[bool, ...]  # which of them are numbers
-    movable: tuple[str, ...]  # text columns that an attacker may change after all
+    movable: tuple[str, ...]  # columns whose text or imputed numbers may be changed after all
     transformer: Any  # a fitted ColumnTransformer over `columns`
 
     @classmethod
@@ -76,6 +79,31 @@ class Encoding:
         """Which encoded columns an attacker may change."""
         return torch.tensor([free for _, free in self._features()])
 
+    def indicators(
+        self, scaling: Standardize | None = None
+    ) -> tuple[tuple[int, int, float], ...] | None:
+        """For a ball: each number that can be missing, its indicator, and halfway between 0 and 1
+        in the scaling's units; None where there are none.
+
+        >>> rows = np.array([[1.0, 5.0], [2.0, np.nan], [3.0, 6.0]], object)
+        >>> Encoding.fit(("a", "b"), rows, numeric=(True, True)).indicators()
+        ((1, 2, 0.5),)
+        """
+        part, fitted, places = self.transformer.transformers_[0]  # numbers, if any, come first
+        if part != "numbers":
+            return None
+        halfway = torch.full((len(self.feature_names),), 0.5)
+        halfway = halfway if scaling is None else scaling.transform(halfway)
+        pairs = enumerate(fitted.indicator_.features_.tolist(), len(places))
+        return (
+            tuple(
+                (feature, indicator, float(halfway[indicator]))
+                for indicator, feature in pairs
+                if self.columns[places[feature]] not in self.movable
+            )
+            or None
+        )
+
     def _features(self) -> list[tuple[str, bool]]:
         features: list[tuple[str, bool]] = []
         for part, fitted, places in self.transformer.transformers_:
@@ -88,11 +116,21 @@ class Encoding:
             elif part == "text":
                 pairs = zip(names, fitted.categories_, strict=True)
                 features += [
-                    (f"{name}={word}", name in self.movable)
+                    (f"{name}={word or '(missing)'}", name in self.movable)
                     for name, words in pairs
                     for word in words
                 ]
         return features
+
+    @property
+    def words(self) -> dict[str, list[str]]:
+        """The words of each text column, without those that are missing."""
+        return {
+            self.columns[index]: [str(word) for word in known if word]
+            for part, fitted, places in self.transformer.transformers_
+            if part == "text"
+            for index, known in zip(places, fitted.categories_, strict=True)
+        }
 
     def unseen(self, rows: Any) -> dict[str, list[str]]:  # (N, len(columns)) -> by column
         """The words of text columns that were not there when it was fitted, one for each row that
@@ -133,7 +171,7 @@ class Encoding:
                 values[:, index] = [_word(cell) for cell in column]
         with np.errstate(all="ignore"):
             encoded = np.asarray(self.transformer.transform(values), np.float64)
-        return float32(name, "the table", encoded)
+        return float32(name, "the table", encoded, self.feature_names)
 
     def read(self, data: bytes, name: str) -> Tensor:
         """The rows of a CSV file, by the names of its columns; words that are no category draw a
@@ -197,7 +235,7 @@ def read_rows(
         np.float64 if all(numeric) else object,
     ).T
     try:
-        return dense(transformer.transform(rows)).astype(np.float64)
+        return dense(transformer.transform(as_fitted(rows, transformer))).astype(np.float64)
     except ValueError as error:
         wanted = "rows that the saved steps take"
         raise DataError(name, wanted, f"{error!s:.200}", "Check its columns.") from None
@@ -215,7 +253,7 @@ def _number(column: str, cell: object, row: int, file: object) -> float:
     if _missing(cell):
         return float("nan")
     if (value := finite_number(str(cell))) is None:
-        remedy = "Correct it, or leave it empty."
+        remedy = NO_COMMA if decimal_comma(str(cell)) else "Correct it, or leave it empty."
         wanted = f"a number in row {row}, column {column!r}"
         raise DataError(file, wanted, f"{cell!r:.80}", remedy)
     return value
@@ -233,6 +271,7 @@ def sort_columns(
     """
     rows = np.empty((len(next(iter(table.values()))), len(table)), object)
     numeric = []
+    many: dict[str, tuple[int, str]] = {}  # text columns of too many words, and one of these
     for index, (name, cells) in enumerate(table.items()):
         drop = f"Leave it out: drop {name!r}."
         present = [(row, cell) for row, cell in enumerate(cells, 1) if not _missing(cell)]
@@ -253,8 +292,12 @@ def sort_columns(
             continue
         words = {cell.strip() for cell in cells}
         if len(words) > MAX_CATEGORIES:
-            wanted = f"at most {MAX_CATEGORIES} different words in the text column {name!r}"
-            got = f"{len(words)}, such as {present[0][1][:40]!r}"
-            raise DataError(file, wanted, got, f"{drop} Or write plain numbers (1234.5).")
+            many[name] = len(words), present[0][1][:40]
         rows[:, index] = [_word(cell) for cell in cells]
+    if many:
+        named = ", ".join(map(repr, many))
+        wanted = f"at most {MAX_CATEGORIES} different words in a text column, in {named}"
+        got = ", ".join(f"{num} such as {example!r}" for num, example in many.values())
+        remedy = f"Leave out names and identifiers: --drop {','.join(many)} (drop= in Python)."
+        raise DataError(file, wanted, got, f"{remedy} Write amounts as plain numbers (1234.5).")
     return rows, tuple(numeric)

@@ -49,7 +49,7 @@ def from_csv(
     task: str | None = None,  # absent: text is a class; a target of numbers, or most, regressed on
     features: Sequence[str] | None = None,  # absent: every other column
     drop: Sequence[str] = (),  # columns that are neither
-    movable: Sequence[str] = (),  # text columns that an attacker may change (`Dataset.mask`)
+    movable: Sequence[str] = (),  # columns whose text, or imputed numbers, an attacker may change
     header: Sequence[str] | None = None,  # the columns of a file that does not name them
     delimiter: str | None = None,  # absent: , or ; or tab, whichever divides the header most
     seed: int = 0,
@@ -114,7 +114,7 @@ def from_csv(
     if rows is None:
         for name, column in zip(columns, table.numbers.T, strict=True):
             check_apart(path, name, column)
-        encoding, x = None, float32(path, "the features", table.numbers)
+        encoding, x = None, float32(path, "the features", table.numbers, columns)
     else:
         for name in compress(columns, is_number):
             present = (finite_number(cell) for cell in table.text[name])
@@ -254,7 +254,7 @@ def _regression_target(
             remedy = f"Fix it, or {_AS_CLASSES}."
             raise DataError(path, f"numbers in the target {name!r}", got, remedy)
         check_apart(path, name, np.array(values, np.float64))
-    y = float32(path, "the target", np.array(numbers, np.float64).T)
+    y = float32(path, "the target", np.array(numbers, np.float64).T, tuple(cells))
     return y[:, 0] if len(cells) == 1 else y
 
 

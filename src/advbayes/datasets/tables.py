@@ -24,6 +24,7 @@ from advbayes.datasets.errors import DataError
 
 DELIMITERS = (",", ";", "\t")
 _SEPARATOR = re.compile(r'"?sep=([^"\r\n])"?\r?\n?', re.IGNORECASE)
+UNNAMED = "column 1"  # what a first column without a name is called
 _MAX_LINE = 1 << 20
 _MAX_COLUMNS = 100_000
 NO_COMMA = "Write a decimal point, not a comma, and nothing between thousands."
@@ -81,6 +82,8 @@ def parse_table(
         unnamed = header is None and len(columns) > 1 and not columns[-1]
         if unnamed and not any(row[-1].strip() for row in first):
             del columns[-1]  # a delimiter at the end of each line
+        if header is None and len(columns) > 1 and not columns[0]:
+            columns[0] = UNNAMED  # the row numbers that other programs write
         _check_header(name, columns, given=header is not None)
         text = columns if text is None else text
         position = {column: index for index, column in enumerate(columns)}
@@ -261,12 +264,20 @@ def check_apart(file: object, name: str, values: npt.NDArray[np.float64]) -> Non
         raise DataError(file, wanted, got, "Subtract a constant from it, or drop it.")
 
 
-def float32(file: object, what: str, values: npt.NDArray[Any]) -> Tensor:
+def float32(
+    file: object,
+    what: str,
+    values: npt.NDArray[Any],
+    names: Sequence[str] = (),  # of the columns
+) -> Tensor:
     """A copy in float32; what is not finite there is refused."""
     with np.errstate(all="ignore"):  # what does not survive is not finite
         narrow = np.array(values, np.float32, order="C")  # a copy: tensors must own what they hold
     if not np.isfinite(narrow).all():
-        got = f"others in row {int(np.argwhere(~np.isfinite(narrow))[0][0]) + 1}"
-        wanted = f"finite numbers within float32 in {what}"
+        place = tuple(np.argwhere(~np.isfinite(narrow))[0])
+        got = f"{values[place]:.6g} in row {int(place[0]) + 1}"
+        wanted = f"finite numbers within float32 (up to 3.4e38) in {what}"
+        if len(place) == 2 and names:
+            wanted += f", column {names[place[1]]!r}"
         raise DataError(file, wanted, got, "Rescale or drop it.")
     return torch.from_numpy(narrow)

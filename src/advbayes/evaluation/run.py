@@ -192,7 +192,7 @@ def evaluate(
             assert rows is not None
             cells.setdefault(block.cell, []).append(rows)
     whole = {cell: joined(parts, task) for cell, parts in cells.items()}
-    _warn_unchanged(whole)
+    _warn_unchanged(whole, attacks, x)
     return Evaluation(task, whole, tuple(trivial), config, None if out is None else Path(out))
 
 
@@ -200,17 +200,25 @@ class UnchangedWarning(UserWarning):
     """An attack that changed no input: its row is the clean one under another name."""
 
 
-def _warn_unchanged(cells: Mapping[Cell, Columns]) -> None:
+def _warn_unchanged(
+    cells: Mapping[Cell, Columns], attacks: Mapping[str, Attack], x: Tensor
+) -> None:
     for cell, rows in cells.items():
         if cell.attack == CLEAN or cell.eps == 0 or bool(rows["norm"].any()):
             continue
         # nothing to do where all are wrong already
         clean = cells[Cell(cell.predictor, CLEAN, 0.0)]
         if bool(clean.get("correct", torch.ones(1)).any()):
+            ball = ball_of(attacks[cell.attack]) if cell.attack in attacks else None
+            why = (
+                "are its ball and the data in the same units, and does the predictor have "
+                "gradients?"
+            )
+            if ball is not None and not bool(ball.within_reach(torch.ones_like(x), x).any()):
+                why = "its ball keeps every feature from it"
             warnings.warn(
                 f"attack {cell.attack!r} changed no input of {cell.predictor!r} (eps = "
-                f"{cell.eps}): what it leaves standing says nothing; are its ball and the data in "
-                f"the same units, and does the predictor have gradients?",
+                f"{cell.eps}): what it leaves standing says nothing; {why}",
                 UnchangedWarning,
                 stacklevel=3,
             )

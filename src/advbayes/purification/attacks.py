@@ -169,7 +169,8 @@ class NearestCentre(Search):
             towards = others[:, k] - x
             length = self.ball.eps / self.ball.norm(towards).clamp_min(1e-12)
             straight = towards * per_row(length.clamp_max(1.0), x)  # not past the centre
-            across = self.ball.ascend(others[:, k] - same[:, 0], self.ball.eps)
+            apart = self.ball.within_reach(others[:, k] - same[:, 0], x)
+            across = self.ball.ascend(apart, self.ball.eps)
             for moved in (x + straight, x + across):
                 point = self.ball.project(torch.where(torch.isfinite(moved), moved, x), x)
                 best = best.or_better(problem.score(point))

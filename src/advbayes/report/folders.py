@@ -73,6 +73,13 @@ def report_runs(
         name: _evaluations(run, name, alone=len(runs) == 1) for name, run in names.items()
     }
     evaluation = merged([one for several in evaluations.values() for one in several])
+    for name, several in evaluations.items():
+        if not any(_comparable(one, evaluation) for one in several):
+            raise InputError(
+                f"RUN must have been evaluated on the same examples, and by attackers of the same "
+                f"reach, as the others, got {names[name].path}; make a report of it alone, or "
+                f"evaluate it as them"
+            )
     trained = {
         name: load_trained(run.path, trusted=trusted)
         for name, run in names.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,8 @@ from advbayes.runs.config import ConfigError, RunConfig, parse_feature_eps
 from advbayes.seeds import GlobalStream, seed_for
 from advbayes.types import Channel
 
+FEW, ENOUGH = 5, 50  # training rows of a class that is remarked on, of a table that is no sketch
+_AMOUNT = re.compile(r"[$€£¥]?\s*[-+]?\d[\d.,' ]*\s*[%$€£¥]?")
 Downloading = Callable[[str, int, int | None], None]  # file, bytes so far, bytes in all
 
 
@@ -62,6 +65,15 @@ class Prepared:
     @property
     def box(self) -> tuple[float, float] | None:
         return self.dataset.box
+
+    def ball(self, norm: str, eps: float, box: tuple[float, float] | None = None) -> Ball:
+        """The adversary of this data: its mask, its per-feature budgets, nothing that is missing.
+
+        >>> from advbayes.runs.config import make_config
+        >>> prepare(make_config({"data": "diabetes", "fixed": ["sex"]})).ball("l2", 0.3)
+        L2(0.3, mask=<tensor (10,)>)
+        """
+        return make_ball(norm, eps, box, self.mask, self.scale, self.dataset.indicators)
 
     def to(self, device: torch.device | str) -> Prepared:
         """The examples on another device; the data set itself stays where it is."""
@@ -134,6 +146,24 @@ def remarks(dataset: Dataset) -> list[str]:
                 f"{', '.join(map(repr, constant))} has the same value in every training row, and "
                 f"an attacker may move it; --drop {','.join(constant)} leaves it out"
             )
+        said += _odd_columns(dataset)
+    if dataset.task == "regression" and dataset.y_train.ndim == 1:
+        values = sorted(set(torch.cat([dataset.y_train, dataset.y_test]).tolist()))
+        if len(values) == 2:
+            low, high = values
+            said.append(
+                f"the target has two values, {low:g} and {high:g}, and is regressed on; if they "
+                f"are classes, say --task classification"
+            )
+    if dataset.task == "classification":
+        counts = torch.bincount(dataset.y_train, minlength=len(dataset.class_names)).tolist()
+        rare = [name for name, num in zip(dataset.class_names, counts, strict=True) if num < FEW]
+        if rare and names and len(dataset.y_train) >= ENOUGH:
+            said.append(
+                f"{', '.join(map(repr, rare[:5]))}{' and others' if len(rare) > 5 else ''} has "
+                f"fewer than {FEW} training rows: what is learned of it, and any score of it, is "
+                f"mostly chance"
+            )
     if dataset.task == "regression" and bool((dataset.y_train == dataset.y_train[:1]).all()):
         lines.append(
             "the target has the same value in every training row, so that there is nothing to "
@@ -145,6 +175,31 @@ def remarks(dataset: Dataset) -> list[str]:
             f"that the class is not known, leave those rows out"
         )
     return lines
+
+
+def _odd_columns(dataset: Dataset) -> list[str]:
+    """Numbers that may stand for "unknown", and text that may stand for numbers."""
+    said = []
+    for name, column in zip(dataset.feature_names, dataset.x_train.T, strict=True):
+        values, counts = column.unique(return_counts=True)
+        for place, rest in ((0, values[1:]), (-1, values[:-1])):
+            value, num = float(values[place]), int(counts[place])
+            nines = set(f"{abs(value):g}") == {"9"} and abs(value) > 10
+            if nines and num > 1 and len(rest) > 1:
+                width = float(rest.max() - rest.min())
+                if float((rest - value).abs().min()) > width:
+                    said.append(
+                        f"{name!r} is {value:g} in {num} training rows, far from its other values; "
+                        f"if that means that it is not known, leave those cells empty"
+                    )
+    for column, words in ({} if dataset.encoding is None else dataset.encoding.words).items():
+        amounts = [word for word in words if _AMOUNT.fullmatch(word)]
+        if len(amounts) > 2 and 2 * len(amounts) > len(words):
+            said.append(
+                f"{column!r} is taken for text of {len(words)} words, such as {amounts[0]!r}; if "
+                f"they are amounts, write plain numbers"
+            )
+    return said
 
 
 def reach_of(
@@ -324,13 +379,14 @@ def make_ball(
     box: tuple[float, float] | None = None,
     mask: Tensor | None = None,
     scale: Tensor | float | None = None,
+    indicators: tuple[tuple[int, int, float], ...] | None = None,
 ) -> Ball:
     """The ball of a named norm.
 
     >>> make_ball("linf", 0.1, (0, 1))
     Linf(0.1, box=(0, 1))
     """
-    return (L2 if norm == "l2" else Linf)(eps, box=box, scale=scale, mask=mask)
+    return (L2 if norm == "l2" else Linf)(eps, box, scale, mask, indicators)
 
 
 def build_defense(
@@ -344,7 +400,7 @@ def build_defense(
     Noise(sigma=0.5)
     """
     regression = data.dataset.task == "regression"
-    ball = make_ball(config.norm, config.eps, mask=data.mask, scale=data.scale)
+    ball = data.ball(config.norm, config.eps)
     if config.defense not in ("none", "noise", "consistency"):
         warn_units(ball, data.x_train, "the training adversary")
         if data.mask is not None and not bool(data.mask.any()):

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from advbayes import store
+from advbayes.attacks.balls import Ball
 from advbayes.checks import InputError
 from advbayes.datasets import Encoding, Standardize
 from advbayes.model import BayesianModel
 from advbayes.posteriors import Ensemble, Samples
 from advbayes.predictive import PosteriorPredictive
-from advbayes.runs.building import own_classes, own_net, reach_of
+from advbayes.runs.building import make_ball, own_classes, own_net, reach_of
 from advbayes.runs.config import NETWORKS
 from advbayes.runs.folder import Run
 from advbayes.store import thetas_of
@@ -68,6 +69,19 @@ class Trained:
         elif self.encoding is not None:  # text and what is missing stay out of reach
             mask = mask & self.encoding.mask
         return mask, self.scale if scale is None else scale
+
+    def ball(
+        self,
+        norm: str | None = None,
+        eps: float | None = None,
+        fixed: Sequence[str] = (),
+        feature_eps: Mapping[str, float] = MappingProxyType({}),  # in raw units
+    ) -> Ball:
+        """The ball that is asked for, or the one trained against, within the data's box."""
+        eps = self.eps if eps is None else eps
+        mask, scale = self.reach(eps, fixed, feature_eps)
+        missing = None if self.encoding is None else self.encoding.indicators(self.scaling)
+        return make_ball(norm or self.norm, eps, self.box, mask, scale, missing)
 
     def thetas(self, num: int = 20) -> Tensor:
         """The thetas that predictions use, keyed by the run's seed: the same on every device."""

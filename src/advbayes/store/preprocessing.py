@@ -8,6 +8,7 @@ attributes. `encode` checks that what comes back transforms as the original does
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import re
 import warnings
@@ -51,7 +52,10 @@ def encode(transformer: Any, place: str = "transformer") -> dict[str, JSON]:
     """
     described = _describe(transformer, place)
     probe = _example(described, place)
-    before, after = (dense(t.transform(probe)) for t in (transformer, decode(described, place)))
+    before, after = (
+        dense(each.transform(as_fitted(probe, each)))
+        for each in (transformer, decode(described, place))
+    )
     same = before.shape == after.shape
     if not same or not ((before == after) | ((before != before) & (after != after))).all():
         wanted = "a transformer that its settings and fitted arrays determine"
@@ -73,6 +77,22 @@ def decode(described: Any, place: str = "transformer") -> Any:
         return _rebuild(described, place)  # silent about the example's constant or empty columns
 
 
+def as_fitted(rows: npt.NDArray[Any], transformer: Any) -> Any:
+    """The rows as the kind of table that the transformer was fitted on: one that knows the names of
+    its columns wants them, where pandas is there to hold them.
+
+    >>> from sklearn.preprocessing import StandardScaler
+    >>> as_fitted(np.ones((1, 2)), StandardScaler().fit([[1.0, 2.0]]))
+    array([[1., 1.]])
+    """
+    names = getattr(transformer, "feature_names_in_", None)
+    try:
+        pandas = None if names is None else importlib.import_module("pandas")
+    except ModuleNotFoundError:
+        return rows
+    return rows if pandas is None else pandas.DataFrame(rows, columns=names).infer_objects()
+
+
 def _describe(transformer: Any, place: str) -> dict[str, JSON]:
     kind = type(transformer).__name__
     if kind == "Pipeline":
@@ -87,6 +107,8 @@ def _describe(transformer: Any, place: str) -> dict[str, JSON]:
     fitted, num = vars(transformer), int(transformer.n_features_in_)
     names = list(fitted.get("feature_names_in_", ()))
     common = {"kind": kind, "columns": num, "names": plain(names, place) or None}
+    if (output := fitted.get("_sklearn_output_config", {}).get("transform")) is not None:
+        common["output"] = output  # as set_output was told
     if kind == "ColumnTransformer":
         if transformer.remainder not in _PLAIN_STEPS:
             wanted = "drop or passthrough"
@@ -163,7 +185,7 @@ def _rebuild(described: Any, place: str) -> Any:
             raise StoreError(place, "a known transformer", f"{described!r:.80}")
     if described.get("names"):
         whole.feature_names_in_ = np.array(described["names"], object)
-    return whole
+    return whole.set_output(transform=described["output"]) if described.get("output") else whole
 
 
 def _rebuild_leaf(
@@ -239,6 +261,8 @@ def plain(value: Any, place: str) -> Any:
             return value
         case list() | tuple():
             return [plain(item, place) for item in value]
+        case dict():  # keys of any plain type, which those of JSON are not
+            return {"mapping": [[plain(part, place) for part in pair] for pair in value.items()]}
     raise StoreError(place, "a plain setting", f"{value!r:.80}")
 
 
@@ -252,6 +276,8 @@ def array(value: Any, place: str) -> Any:
         ):
             _check_size(value, place)
             return np.array([array(item, place) for item in values], np.dtype(dtype))
+        case {"mapping": list(pairs), **rest} if not rest:
+            return {array(key, place): array(item, place) for key, item in pairs}
         case list():
             return [array(item, place) for item in value]
         case None | bool() | int() | float() | str():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from advbayes import checks
-from advbayes.attacks.balls import L2
+from advbayes.attacks.balls import Ball
 from advbayes.datasets import DataMissingError, load_dataset
 from advbayes.datasets.places import cache_folder
 from advbayes.experiments.catalogue import BASE
@@ -47,8 +47,8 @@ class World:
     def task(self) -> str:
         return self.data.dataset.task
 
-    def ball(self, eps: float) -> L2:
-        return L2(eps, box=self.data.box, mask=self.data.mask)
+    def ball(self, eps: float) -> Ball:
+        return self.data.ball("l2", eps, self.data.box)
 
     def raw(self, x: Tensor) -> Tensor:  # (B, F)
         """A table's rows in their own units."""
