@@ -32,6 +32,17 @@ class AdvBayesError(Exception):
         """The message; with `got`, what came is described at its end."""
         super().__init__(message if got is ... else f"{message}, got {describe(got)}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """How it comes back from a worker process, whatever the arguments of its class."""
+        return _as_it_was, (type(self), self.args, dict(vars(self)))
+
+
+def _as_it_was(kind: type[AdvBayesError], args: Any, fields: dict[str, Any]) -> AdvBayesError:
+    made = OSError if issubclass(kind, OSError) else Exception  # the one that the others build on
+    error: AdvBayesError = made.__new__(kind, *args)
+    vars(error).update(fields)
+    return error
+
 
 class InputError(AdvBayesError, ValueError):
     """Raised for a value that cannot be used."""

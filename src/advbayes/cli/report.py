@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from advbayes.cli.screen import Json, Thetas, Trust, emit, say
-from advbayes.cli.signals import watched
+from advbayes.cli.screen import Json, Thetas, Trust, emit, fault, say
+from advbayes.cli.signals import Stopped, watched
 
 
 def report(
@@ -39,7 +39,11 @@ def report(
 
     place = Path(out) if out is not None else Path(run[0]) / "report"
     with watched():
-        paths = report_runs(run, place, title=title, trusted=trust_network, num_thetas=thetas)
+        try:
+            paths = report_runs(run, place, title=title, trusted=trust_network, num_thetas=thetas)
+        except Stopped:
+            fault("stopped before the report was complete; the same command writes it")
+            raise
     if json:
         names = ("html", "markdown", "json", "csv")
         files = (paths.html, paths.markdown, paths.json, paths.csv)

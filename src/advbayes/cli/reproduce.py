@@ -3,14 +3,16 @@ the same for any data."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from advbayes.checks import InputError, choice
-from advbayes.cli.screen import Json, Quiet, emit, say
-from advbayes.cli.signals import watched
+from advbayes.cli.screen import Json, Quiet, emit, fault, say
+from advbayes.cli.signals import Stopped, watched
 from advbayes.cli.threat import NUM
 
 Seeds = typer.Option("--seeds", metavar="N or A,B,...", help="How many, or which")
@@ -81,8 +83,8 @@ def reproduce(
             say(str(write_views(manifest.parent)))
         return 0
     spec = Spec(name, preset, _settings(changes), num_test)
-    with watched():
-        how: dict[str, Any] = {"jobs": jobs, "cluster": cluster, "again": again, "quiet": quiet}
+    how: dict[str, Any] = {"jobs": jobs, "cluster": cluster, "again": again, "quiet": quiet}
+    with _resumable():
         table = write_views(run(spec, out, seeds=_seeds(seeds), rows=row, **how))
     say(str(table))
     return 0
@@ -128,16 +130,15 @@ def compare(
     from advbayes.runs.config import make_config
 
     place = str(Path(data).resolve()) if Path(data).suffix in (".csv", ".npz") else data
-    settings = {"eps": eps, **_settings(changes), "data": place}
-    if target is not None:
-        settings["target"] = target
+    given = {"data": place} | ({} if target is None else {"target": target})
+    settings = {"eps": eps, **_settings(changes, **given), **given}
     task = prepare(make_config(settings)).dataset.task
     known = (*ROW_OF, *map(str.lower, DEFENSES))
     names = [choice("defense", name.lower(), known) for name in defense]
     rows = tuple(ROW_OF.get(name, name) for name in names)
     spec = Spec(f"compare-{Path(data).stem}", "paper", settings, num_test, rows, task, eps)
-    with watched():
-        chosen, hidden = _seeds(seeds), quiet or as_json
+    chosen, hidden = _seeds(seeds), quiet or as_json
+    with _resumable():
         table = write_views(run(spec, out, seeds=chosen, jobs=jobs, cluster=cluster, quiet=hidden))
     if as_json:
         emit({"table": str(table), "records": str(table.with_name("records.jsonl.gz"))})
@@ -145,6 +146,17 @@ def compare(
         say(table.read_text())
         say(str(table))
     return 0
+
+
+@contextmanager
+def _resumable() -> Iterator[None]:
+    """A signal ends the work with a line that says how to go on."""
+    with watched():
+        try:
+            yield
+        except Stopped:
+            fault("stopped; the same command goes on with the units that are missing")
+            raise
 
 
 def _seeds(text: str | None) -> list[int] | None:
@@ -163,7 +175,7 @@ def _seeds(text: str | None) -> list[int] | None:
     return numbers if "," in text else list(range(numbers[0]))
 
 
-def _settings(changes: list[str] | None) -> dict[str, Any]:
+def _settings(changes: list[str] | None, **of_data: Any) -> dict[str, Any]:
     from advbayes.cli.train import parse
     from advbayes.runs.config import RunConfig, make_config
 
@@ -173,5 +185,5 @@ def _settings(changes: list[str] | None) -> dict[str, Any]:
         if not sign:
             raise InputError(f"--set must be KEY=VALUE, got {change!r}")
         values[key] = parse(key, text) if key in RunConfig.model_fields else text
-    make_config(values)
+    make_config({**of_data, **values})
     return values

@@ -16,7 +16,7 @@ import torch
 from advbayes.attacks import nll, one_step, pgd, squared_error
 from advbayes.channels import AttackChannel, Mixture, Noise
 from advbayes.metrics import constant, majority, uniform
-from advbayes.runs import Prepared, make_ball
+from advbayes.runs import Prepared
 from advbayes.runs.building import learned_channel
 from advbayes.runs.config import RunConfig
 from advbayes.types import Channel, Predictor
@@ -56,7 +56,7 @@ def _attack(
 ) -> AttackChannel:
     """The error's ascent of so many steps within eps (absent: the run's), and noise."""
     loss = squared_error if data.dataset.task == "regression" else nll
-    ball = make_ball(config.norm, config.eps if eps is None else eps)
+    ball = data.ball(config.norm, config.eps if eps is None else eps)
     return AttackChannel(one_step(ball, loss) if steps == 1 else pgd(ball, steps, loss), sigma)
 
 
@@ -100,7 +100,7 @@ def within_the_box(config: RunConfig, data: Prepared) -> Channel:
     loss = squared_error if data.dataset.task == "regression" else nll
     shares = {0.3: 0.1, 0.7: 0.2, 1.1: 0.7}
     attacks = [
-        pgd(make_ball(config.norm, share * config.eps, data.box), config.attack_steps, loss)
+        pgd(data.ball(config.norm, share * config.eps, data.box), config.attack_steps, loss)
         for share in shares
     ]
     return Mixture(

@@ -66,7 +66,9 @@ def run(
     numbers = range(experiment.seeds) if seeds is None else seeds
     wanted = [(row, seed) for seed in numbers for row in chosen]
     with store.Lock(folder):
-        done = set(finished(folder))
+        done = finished(folder)
+        if spec.defenses:
+            _check_same(folder, experiment, done)
         left = [unit for unit in wanted if again or key_of(*unit) not in done]
         board, collected = Board(spec.name, len(wanted), left, quiet), time.monotonic()
         units = _work_through(spec, folder, out / "models", left, jobs, cluster, board)
@@ -79,8 +81,34 @@ def run(
         except UnitsFailedError:
             collect(folder, spec, experiment)
             raise
+        finally:
+            board.close()
         collect(folder, spec, experiment)
     return folder
+
+
+def _check_same(folder: Path, experiment: Experiment, done: dict[str, dict[str, Any]]) -> None:
+    """Refuse to go on with a comparison that was made with other settings or of other data."""
+    from advbayes.experiments.units import Unit, made_from
+
+    for about in done.values():
+        if about["row"] not in experiment.rows:
+            continue  # a defense that is not asked for this time
+        now = made_from(Unit(experiment, about["row"], about["seed"]))
+        before = {
+            **about["config"],
+            **{key: about.get(key, now[key]) for key in ("num_test", "content")},
+        }
+        if other := sorted(
+            key for key in now.keys() | before.keys() if now.get(key) != before.get(key)
+        ):
+            was, wanted = (
+                ", ".join(f"{key} {part.get(key)}" for key in other) for part in (before, now)
+            )
+            raise InputError(
+                f"{folder} holds a comparison with {was}; asked for {wanted}. Give another --out, "
+                f"or delete that folder"
+            )
 
 
 def key_of(row: str, seed: int) -> str:
@@ -196,7 +224,7 @@ def _work_through(
     if cluster is not None:
         executor = Cluster(checks.choice("cluster", cluster, CLUSTERS), folder / "jobs")
     waiting, running, failed = list(left), dict[Job, tuple[str, int]](), set[tuple[str, int]]()
-    logs: list[Path] = []
+    logs: dict[Path, BaseException] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -208,8 +236,10 @@ def _work_through(
                 error = job.exception()
                 if error is None:
                     yield *unit, job.result()
+                elif isinstance(error, store.DiskFullError):  # another try needs the room, too
+                    raise error
                 elif unit in failed:
-                    logs.append(_log(folder, *unit, job, error))
+                    logs[_log(folder, *unit, job, error)] = error
                 else:
                     failed.add(unit)
                     waiting.append(unit)
@@ -220,7 +250,8 @@ def _work_through(
     if logs:
         raise UnitsFailedError(
             f"{len(logs)} of {len(left)} units failed twice, the others are done; why is in "
-            f"{', '.join(map(str, logs))}. The same command tries them again"
+            f"{', '.join(map(str, logs))}; the first: {next(iter(logs.values()))!s:.300}. The same "
+            f"command tries them again"
         )
 
 
@@ -308,12 +339,14 @@ class Board:
         del self.running[row, seed]
         self.seconds.append(seconds)
         num = len(self.left) - len(self.seconds)
-        if self.live is not None:
-            if num == 0:
-                self.live.stop()
-        elif not self.quiet:
+        if self.live is None and not self.quiet:
             line = f"{self.name}: {row}, seed {seed}: {seconds:.0f} s; {num} of {self.total} left"
             print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        if self.live is not None:
+            self.live.stop()
 
     def _table(self) -> Any:
         num = len(self.left) - len(self.seconds) - len(self.running)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +31,7 @@ from advbayes.attacks import (
     pgd,
     squared_error,
 )
-from advbayes.attacks.balls import L2
+from advbayes.attacks.balls import Ball
 from advbayes.auditing import Support, ThreatModel, audit
 from advbayes.channels import Noise
 from advbayes.datasets import load_dataset, split_rows
@@ -97,6 +98,22 @@ class Unit:
         )
 
 
+def made_from(unit: Unit) -> dict[str, Any]:
+    """What the records of a comparison depend on: settings, test rows, the content of the data."""
+    config = unit.config
+    data = prepared(config)[0]
+    return {
+        **config.model_dump(mode="json", exclude_none=True),
+        "num_test": min(unit.experiment.num_test, len(data.x_test)),
+        "content": _content(config, data),
+    }
+
+
+def _content(config: RunConfig, data: Prepared) -> dict[str, str]:
+    """SHA-256 of a file of one's own, which may be another one tomorrow."""
+    return {} if config.file is None else dict(data.dataset.provenance.sha256)
+
+
 def run_unit(unit: Unit) -> Measured:
     """The unit's records, and its line of the manifest."""
     began, worked = time.perf_counter(), time.process_time()
@@ -121,12 +138,13 @@ def run_unit(unit: Unit) -> Measured:
 # --- Data ---------------------------------------------------------------------------------------
 
 
+_OF_DATA = {"data", "target", "task", "root", "seed", "features", "drop"}
+_OF_REACH = {"eps", "fixed", "feature_eps"}
+
+
 @lru_cache(maxsize=4)
-def _loaded(
-    data: str, target: str | None, task: str | None, root: str | None, seed: int
-) -> Prepared:
-    values = {"data": data, "target": target, "task": task, "root": root, "seed": seed}
-    return prepare(make_config(values))
+def _loaded(settings: str) -> Prepared:
+    return prepare(make_config(json.loads(settings)))
 
 
 @lru_cache(maxsize=4)
@@ -138,7 +156,7 @@ def prepared(
     config: RunConfig, units: str = "standardised", *, validation: bool = False
 ) -> tuple[Prepared, Prepared | None]:
     """The data in the units of eps, and a held-out fifth of the training rows."""
-    data = _loaded(config.data, config.target, config.task, config.root, config.seed)
+    data = _loaded(config.model_dump_json(include=_OF_DATA | _OF_REACH))
     x_train, x_test = data.dataset.x_train, data.dataset.x_test
     if units == "raw":
         data = replace(data, x_train=x_train, x_test=x_test)
@@ -195,6 +213,7 @@ def trained(unit: Unit, data: Prepared) -> tuple[BayesianModel, Posterior, dict[
     model, posterior = build_model(config, data, trusted=config.network.startswith("advbayes."))
     channel, objective = _channel(unit, data)
     text = f"{config!r} {channel!r} {objective!r} {unit.what.units} {len(data.x_train)}"
+    text += "".join(_content(config, data).values())
     key = hashlib.sha256(text.encode()).hexdigest()[:20]
     place = None if unit.models is None else unit.models / key
     info: Any
@@ -217,7 +236,7 @@ def trained(unit: Unit, data: Prepared) -> tuple[BayesianModel, Posterior, dict[
     return model, posterior, {"model": key, **info}
 
 
-def attacks_on(unit: Unit, data: Prepared, ball: L2, predict: Predictor) -> dict[str, Attack]:
+def attacks_on(unit: Unit, data: Prepared, ball: Ball, predict: Predictor) -> dict[str, Attack]:
     """The experiment's attacks by the paper's names; queries and transfer without gradients.
 
     Against a purifier the strong suite holds the attacks that know it, too.
@@ -242,7 +261,7 @@ def attacks_on(unit: Unit, data: Prepared, ball: L2, predict: Predictor) -> dict
     return {name: Suite(parts, parts) for name in names}
 
 
-def _adaptive(purified: Purifier, ball: L2, steps: int) -> tuple[Attack, ...]:
+def _adaptive(purified: Purifier, ball: Ball, steps: int) -> tuple[Attack, ...]:
     """Rule E23: transfer, straight through, the nearest centres, annealed from them."""
     straight = StraightThrough(purified)
     sources = (straight,) if purified.base is None else (purified.base, straight)
@@ -259,7 +278,8 @@ def _attacked(unit: Unit) -> Measured:
     experiment, config = unit.experiment, unit.config
     data, held_out = prepared(config, unit.what.units, validation="validation" in experiment.splits)
     predict, info = predictor(unit, data)
-    attacks = attacks_on(unit, data, L2(experiment.radii[-1], box=data.box), predict)
+    ball = data.ball(config.norm, experiment.radii[-1], data.box)
+    attacks = attacks_on(unit, data, ball, predict)
     records: list[Record] = []
     for split in experiment.splits:
         part = held_out if split == "validation" else data
@@ -275,6 +295,7 @@ def _attacked(unit: Unit) -> Measured:
         "num_train": len(data.x_train),
         "num_test": num,
         "overlap": num / len(data.x_train) if resplit else 0.0,
+        "content": _content(config, data),
     }
     return records, info
 
@@ -312,7 +333,7 @@ def _selective(unit: Unit) -> Measured:
     experiment, config = unit.experiment, unit.config
     data, _ = prepared(config)
     predict, info = predictor(unit, data)
-    ball = L2(experiment.radii[-1], box=data.box)
+    ball = data.ball(config.norm, experiment.radii[-1], data.box)
     known = test_rows(data, experiment.num_test)
     foreign = _images()[: len(known[0])]
     nobody = torch.zeros(len(foreign), dtype=torch.long)
@@ -383,7 +404,8 @@ def _pictured(unit: Unit) -> Measured:
     data, _ = prepared(config)
     predict, info = predictor(unit, data)
     x, y = test_rows(data, experiment.num_test)
-    attacks = attacks_on(unit, data, L2(experiment.radii[-1], box=data.box), predict)
+    ball = data.ball(config.norm, experiment.radii[-1], data.box)
+    attacks = attacks_on(unit, data, ball, predict)
     records: list[Record] = []
     for name, attack in {"clean": None, **attacks}.items():
         generator = generator_for(unit.seed, f"experiments/examples/{name}")
@@ -418,7 +440,7 @@ def _audited(unit: Unit) -> Measured:
     baseline = None
     if place is not None and place.exists():
         baseline = load_trained(place).predict(experiment.thetas)
-    ball = L2(experiment.radii[-1], box=data.box)
+    ball = data.ball(config.norm, experiment.radii[-1], data.box)
     rows = test_rows(data, experiment.num_test)
     threat = ThreatModel.in_units_of(None if data.scaling is None else data.scaling.std)
     with TemporaryDirectory() as folder:

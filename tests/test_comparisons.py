@@ -1,0 +1,175 @@
+"""`advbayes compare` on a table of one's own: stopped, on a full disk, asked again with other
+settings; and a report that is stopped."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from advbayes import store
+from advbayes.cli import main
+from advbayes.datasets.errors import DataError
+from advbayes.experiments import running
+from advbayes.runs.config import ConfigError
+from tests.test_missing_values import table
+
+RECORDS = "compare-t/records.jsonl.gz"
+
+
+def asked(csv_file: Path, out: Path, *more: str) -> list[str]:
+    given = ["--data", str(csv_file), "--target", "outcome", "--out", str(out), "--quiet"]
+    sketch = ["--defense", "none", "--seeds", "1", "--num", "4", "--set", "epochs=1"]
+    return ["compare", *given, *sketch, *more]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A table and its comparison, undisturbed."""
+    folder = tmp_path_factory.mktemp("compared")
+    csv_file = table(folder / "t.csv")
+    assert main(asked(csv_file, folder / "out")) == 0
+    return csv_file, folder / "out"
+
+
+def test_ctrl_c_says_how_to_go_on_and_loses_nothing(
+    compared: tuple[Path, Path], tmp_path: Path
+) -> None:
+    csv_file, whole = compared
+    argv = asked(csv_file, tmp_path)
+    script = (
+        "import os, signal, sys\n"
+        "from advbayes.experiments import running\n"
+        "kept, done = running.work, []\n"
+        "def work(*given):\n"
+        "    if done:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    done.append(kept(*given))\n"
+        "    return done[-1]\n"
+        "running.work = work\n"
+        "from advbayes.cli import main\n"
+        f"sys.argv = ['advbayes', *{argv!r}]\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    line = "stopped; the same command goes on with the units that are missing"
+    assert done.stderr.strip() == f"advbayes: {line}"
+    folder = tmp_path / "compare-t"
+    assert not (folder / ".lock").exists()
+    assert len(running.finished(folder)) == 1
+    assert main(argv) == 0
+    assert (tmp_path / RECORDS).read_bytes() == (whole / RECORDS).read_bytes()
+
+
+def test_a_full_disk_ends_at_once_and_loses_nothing(
+    compared: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    csv_file, whole = compared
+    argv = asked(csv_file, tmp_path)
+    kept, calls, real = running.work, list[str](), os.write
+
+    def work(*given: Any) -> float:
+        calls.append(given[3])
+        return kept(*given)
+
+    def write(descriptor: int, data: Any) -> int:
+        if len(calls) > 1 and descriptor > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running, "work", work)
+        patch.setattr(os, "write", write)
+        assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert "bytes of disk" in said
+    assert "bytes free; what was saved before is intact" in said
+    assert "Traceback" not in said
+    assert len(calls) == 2  # no second try
+    assert len(running.finished(tmp_path / "compare-t")) == 1
+    assert main(argv) == 0
+    assert (tmp_path / RECORDS).read_bytes() == (whole / RECORDS).read_bytes()
+
+
+def test_other_settings_are_another_comparison(
+    compared: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Finished units are not repeated; so they must be those that are asked for."""
+    csv_file, whole = compared
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    for more, said in (
+        (("--eps", "0.7"), "compare-t holds a comparison with eps 0.3; asked for eps 0.7"),
+        (("--set", "drop=sex"), "asked for drop ['sex']"),
+        (("--num", "5"), "num_test 4; asked for num_test 5"),
+    ):
+        capsys.readouterr()
+        assert main(asked(csv_file, out, *more)) == 2
+        assert said in capsys.readouterr().err
+    assert (out / RECORDS).read_bytes() == (whole / RECORDS).read_bytes()
+    assert main(asked(csv_file, out)) == 0  # the same again: nothing to do
+    before = csv_file.read_text()
+    csv_file.write_text(before.replace("ill", "sick"))
+    try:
+        assert main(asked(csv_file, out)) == 2
+        assert "content {'t.csv'" in capsys.readouterr().err
+    finally:
+        csv_file.write_text(before)
+
+
+def test_errors_come_back_from_a_worker_as_they_were() -> None:
+    errors = (
+        store.DiskFullError("a", needed=2000, free=30),
+        store.MissingError("a", "a bundle"),
+        store.StoreError("a", "b", "c"),
+        store.LockedError("a", pid=3, host="h"),
+        DataError("a.csv", "a number", "x", "Fix it."),
+        ConfigError("eps: must be > 0"),
+    )
+    for error in errors:
+        again = copy.copy(error)  # by __reduce__, as from another process
+        assert type(again) is type(error)
+        assert str(again) == str(error)
+        assert vars(again) == vars(error)
+
+
+def test_a_report_that_is_stopped_says_so(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    csv_file = table(tmp_path / "t.csv")
+    flags = ["--data", str(csv_file), "--target", "outcome", "--epochs", "1", "--quiet"]
+    assert main(["train", *flags, "--out", str(run)]) == 0
+    assert main(["evaluate", str(run), "--attack", "pgd1", "--num", "4", "--quiet"]) == 0
+    script = (
+        "import os, signal, sys\n"
+        "from advbayes.report import rendering\n"
+        "kept = rendering.markdown\n"
+        "def markdown(*given, **settings):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return kept(*given, **settings)\n"
+        "rendering.markdown = markdown\n"
+        "from advbayes.cli import main\n"
+        f"sys.argv = ['advbayes', 'report', {str(run)!r}]\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (130, "")
+    line = "stopped before the report was complete; the same command writes it"
+    assert done.stderr.strip() == f"advbayes: {line}"
+    assert not list((run / "report").glob("*.tmp*"))
+    assert main(["report", str(run)]) == 0
+    assert (run / "report" / "report.html").is_file()
