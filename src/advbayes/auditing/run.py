@@ -121,6 +121,9 @@ def audit(
     """
     progress = distributed.ranks().shown(progress)
     spent, budget, support = _renamed(tier, support, deprecated)
+    own = getattr(predict, "ball_", None)  # of an estimator: measured in spreads of its features
+    if isinstance(own, Ball) and own == ball and ball.scale is not None:
+        threat_model = (threat_model or ThreatModel()).filled(units="standardised", scale=own.scale)
     predict, data, training, train_y = with_estimators(
         predict, data, support.training, support.train_y
     )

@@ -143,7 +143,7 @@ _OF_REACH = {"eps", "fixed", "feature_eps"}
 
 
 @lru_cache(maxsize=4)
-def _loaded(settings: str) -> Prepared:
+def _loaded(settings: str, written: int) -> Prepared:
     return prepare(make_config(json.loads(settings)))
 
 
@@ -156,7 +156,8 @@ def prepared(
     config: RunConfig, units: str = "standardised", *, validation: bool = False
 ) -> tuple[Prepared, Prepared | None]:
     """The data in the units of eps, and a held-out fifth of the training rows."""
-    data = _loaded(config.model_dump_json(include=_OF_DATA | _OF_REACH))
+    written = 0 if config.file is None else config.file.stat().st_mtime_ns
+    data = _loaded(config.model_dump_json(include=_OF_DATA | _OF_REACH), written)
     x_train, x_test = data.dataset.x_train, data.dataset.x_test
     if units == "raw":
         data = replace(data, x_train=x_train, x_test=x_test)

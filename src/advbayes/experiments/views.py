@@ -103,8 +103,10 @@ def attack_table(experiment: Experiment, scores: Scores, folder: Path) -> View:
             f" Of the {len(few)} rows with fewer than {MIN_SEEDS} seeds none can be bold; a bold "
             "one is ahead of them without a test."
         )
-    if "uniform" in scores.rows:
-        rule += " Above ln 10 = 2.303 an NLL is worse than the uniform predictor's."
+    if "uniform" in scores.rows and "nll" in experiment.metrics:
+        nll = scores.mean("nll", "uniform", next(iter(cells.values())))
+        rule += f" Above ln {math.exp(nll):.0f} = {nll:.3f} an NLL is worse than the uniform "
+        rule += "predictor's."
     yield (
         f"Mean (standard deviation over seeds) [95 % interval]. `worst` is the worst attack for "
         f"each example. {rule}"

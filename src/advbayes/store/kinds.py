@@ -64,7 +64,7 @@ def encode(value: object, place: str, tensors: dict[str, Tensor]) -> JSON:
     """A setting as JSON; its tensors go into `tensors`, named by where they belong.
 
     >>> encode(balls.L2(0.5, box=(0, 1)), "ball", {})
-    {'kind': 'L2', 'eps': 0.5, 'box': [0, 1], 'scale': None, 'mask': None}
+    {'kind': 'L2', 'eps': 0.5, 'box': [0, 1], 'scale': None, 'mask': None, 'indicators': None}
     """
     match value:
         case None | bool() | int() | str():
