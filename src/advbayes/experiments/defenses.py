@@ -155,7 +155,7 @@ DEFENSES: dict[str, Defense] = {
     "NN50": Defense(
         "half noisy identity, half learned adversary (SM-5)",
         channel=mixed(
-            0.5, lambda run, data: learned_channel(run, data, make_ball(run.norm, run.eps))
+            0.5, lambda run, data: learned_channel(run, data, data.ball(run.norm, run.eps))
         ),
     ),
     "onPure": Defense(
