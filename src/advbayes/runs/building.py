@@ -146,12 +146,12 @@ def remarks(dataset: Dataset) -> list[str]:
                 f"{', '.join(map(repr, constant))} has the same value in every training row, and "
                 f"an attacker may move it; --drop {','.join(constant)} leaves it out"
             )
-        said += _odd_columns(dataset)
+        lines += _odd_columns(dataset)
     if dataset.task == "regression" and dataset.y_train.ndim == 1:
         values = sorted(set(torch.cat([dataset.y_train, dataset.y_test]).tolist()))
         if len(values) == 2:
             low, high = values
-            said.append(
+            lines.append(
                 f"the target has two values, {low:g} and {high:g}, and is regressed on; if they "
                 f"are classes, say --task classification"
             )
@@ -159,7 +159,7 @@ def remarks(dataset: Dataset) -> list[str]:
         counts = torch.bincount(dataset.y_train, minlength=len(dataset.class_names)).tolist()
         rare = [name for name, num in zip(dataset.class_names, counts, strict=True) if num < FEW]
         if rare and names and len(dataset.y_train) >= ENOUGH:
-            said.append(
+            lines.append(
                 f"{', '.join(map(repr, rare[:5]))}{' and others' if len(rare) > 5 else ''} has "
                 f"fewer than {FEW} training rows: what is learned of it, and any score of it, is "
                 f"mostly chance"
@@ -179,7 +179,7 @@ def remarks(dataset: Dataset) -> list[str]:
 
 def _odd_columns(dataset: Dataset) -> list[str]:
     """Numbers that may stand for "unknown", and text that may stand for numbers."""
-    said = []
+    lines = []
     for name, column in zip(dataset.feature_names, dataset.x_train.T, strict=True):
         values, counts = column.unique(return_counts=True)
         for place, rest in ((0, values[1:]), (-1, values[:-1])):
@@ -188,18 +188,18 @@ def _odd_columns(dataset: Dataset) -> list[str]:
             if nines and num > 1 and len(rest) > 1:
                 width = float(rest.max() - rest.min())
                 if float((rest - value).abs().min()) > width:
-                    said.append(
+                    lines.append(
                         f"{name!r} is {value:g} in {num} training rows, far from its other values; "
                         f"if that means that it is not known, leave those cells empty"
                     )
     for column, words in ({} if dataset.encoding is None else dataset.encoding.words).items():
         amounts = [word for word in words if _AMOUNT.fullmatch(word)]
         if len(amounts) > 2 and 2 * len(amounts) > len(words):
-            said.append(
+            lines.append(
                 f"{column!r} is taken for text of {len(words)} words, such as {amounts[0]!r}; if "
                 f"they are amounts, write plain numbers"
             )
-    return said
+    return lines
 
 
 def reach_of(
