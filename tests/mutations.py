@@ -888,8 +888,8 @@ _through = _Shared()""",
     Bug(
         "random points without the ball's scale",
         "attacks/balls.py",
-        "self.within_reach(self._scaled(noise), x)",
-        "self.within_reach(noise, x)",
+        "self.within_reach(self._scaled(normal_like(x, generator)), x)",
+        "self.within_reach(normal_like(x, generator), x)",
         "test_attack_parts",
     ),
     Bug(

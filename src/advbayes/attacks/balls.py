@@ -7,7 +7,7 @@ import math
 import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
