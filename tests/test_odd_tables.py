@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from pathlib import Path
@@ -27,6 +28,17 @@ def write(path: Path, header: str, rows: list[str]) -> Path:
 
 def said(path: Path, target: str, **settings: Any) -> str:
     return "\n".join(remarks(from_csv(path, target, **settings)))
+
+
+def test_the_page_for_newcomers_shows_the_seconds_that_were_recorded() -> None:
+    root = Path(__file__).parents[1]
+    recorded = json.loads((root / "benchmarks/results/first_contact.json").read_text())
+    page = (root / "docs/first-contact.md").read_text()
+    shown = re.findall(r"\| (\d+)(?:, without the installation)? \|\n", page)
+    steps = ("demo", "python", "train", "evaluate", "audit", "predict")
+    assert list(map(int, shown)) == [round(recorded["seconds"][step]) for step in steps]
+    assert f"the rarest of {recorded['rarest']} rows" in page
+    assert f"it ended at level {recorded['level']}" in page
 
 
 def test_all_names_and_identifiers_are_named_at_once(tmp_path: Path) -> None:
