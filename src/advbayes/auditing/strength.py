@@ -451,7 +451,7 @@ def _towards_others(case: Case, rows: Tensor) -> list[Tensor]:
         otherwise = others[said != y[row]]
         nearest = ball.norm(otherwise - x[row]).argsort()[:NEIGHBOURS]
         for points, one in zip(moved, otherwise[nearest], strict=False):
-            way = one - x[row] if ball.mask is None else (one - x[row]) * ball.mask.to(x.device)
+            way = ball.within_reach(one - x[row], x[row])
             length = max(float(ball.norm(way.unsqueeze(0))), 1e-12)
             step = min(1.0, ball.eps / length) * way
             points[row] = ball.project((x[row] + step).unsqueeze(0), x[row : row + 1])[0]
