@@ -274,6 +274,8 @@ def test_the_tables_of_the_report(runs: dict[str, str], task: str) -> None:
         assert units["nll"] == "nats of the standardised target"
         assert units["aurc"] == "variances of the target"
         assert "| NLL of the standardised target, nats ↓ |" in (folder / "report.md").read_text()
+        page = (folder / "report.html").read_text()
+        assert "mean squared error (variances of the target)" in page
 
 
 @pytest.mark.parametrize("task", ["kinds", "prices"])

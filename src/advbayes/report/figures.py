@@ -327,6 +327,8 @@ def risk_coverage(document: Mapping[str, Any]) -> list[Figure]:
 
 def _risk(document: Mapping[str, Any], attack: str, entries: Sequence[Mapping[str, Any]]) -> Figure:
     names, share = list(document["predictors"]), document["task"] == "classification"
+    unit = telling.recorded_unit(document, "aurc")
+    error = f"mean squared error ({unit})" if unit else "mean squared error"
 
     def paint(axes: Axes) -> None:
         for entry in entries:
@@ -340,7 +342,7 @@ def _risk(document: Mapping[str, Any], attack: str, entries: Sequence[Mapping[st
         if share:
             _percent_axis(axes.yaxis)
         axes.set_xlabel("share answered, most certain first")
-        axes.set_ylabel("error rate" if share else "mean squared error")
+        axes.set_ylabel("error rate" if share else error)
 
     where = "untouched inputs" if attack == "clean" else telling.under(entries[0])
     risks = (f"{entry['predictor']}: mean risk {number(entry['aurc'])}" for entry in entries)
