@@ -84,7 +84,7 @@ def test_a_run_killed_at_random_moments_ends_as_if_it_had_not_been(
     """Three kills; the script in benchmarks/reliability takes fifty."""
     draw = random.Random(SEED)
     kills = 0
-    for _ in range(12):
+    for _ in range(40):
         run, times = killing.killed_and_resumed(tmp_path, killing.SMALL, reference[1], draw)
         kills += times
         assert killing.state_of(run) == killing.state_of(reference[0])

@@ -275,6 +275,7 @@ def test_units_of_an_experiment_are_a_table_on_a_terminal(
     assert shown.live.is_started  # one is left
     shown.begin("MIX", 1)
     shown.done("MIX", 1, 60.0)
+    shown.close()
     assert not shown.live.is_started
     assert "left" not in screen.getvalue()
     assert capsys.readouterr().out == ""

@@ -166,7 +166,7 @@ def test_a_constant_column_and_a_class_that_says_missing_are_named(tmp_path: Pat
 
 def test_a_target_that_never_changes_is_named() -> None:
     x = torch.arange(8.0).reshape(4, 2) ** 2
-    for y, named in ((torch.ones(4), True), (torch.tensor([1.0, 1, 1, 2]), False)):
+    for y, named in ((torch.ones(4), True), (torch.tensor([1.0, 1, 3, 2]), False)):
         said = remarks(Dataset("t", "regression", x, y, x, y, (), ("a", "b")))
         assert [text.startswith("the target has the same value") for text in said] == [True] * named
 
@@ -205,9 +205,19 @@ def test_an_attacker_who_can_change_nothing_is_remarked_on(tmp_path: Path) -> No
         assert command([*data, "--out", str(tmp_path / "run")]) == 0
 
 
-def test_what_a_run_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("period", "score"),
+    [
+        (10, "balanced accuracy: its mean over the classes"),
+        (2, "ECE: the mean gap between confidence and accuracy"),
+    ],
+)
+def test_what_a_run_prints(
+    period: int, score: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where one class is rare, accuracy alone would flatter."""
     table = tmp_path / "t.csv"
-    rows = [f"{k % 7},{k % 5},{'ab'[k % 10 == 0]}" for k in range(80)]
+    rows = [f"{k % 7},{k % 5},{'ab'[k % period == 0]}" for k in range(80)]
     table.write_text("\n".join(["p,q,y", *rows]))
     out = str(tmp_path / "run")
     data = ["--data", str(table), "--target", "y", "--epochs", "1", "--out", out, "--quiet"]
@@ -217,5 +227,5 @@ def test_what_a_run_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "accuracy: the share answered right" in said
     assert command(["evaluate", out, "--attack", "pgd", "--steps", "2", "--num", "10"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "ECE: the mean gap between confidence and accuracy" in said
+    assert score in said
     assert "uniform gives every class the same probability; accuracy as expected of a guess" in said

@@ -30,7 +30,9 @@ LOG_TWO_PI = math.log(2.0 * math.pi)
 class Likelihood(Protocol):
     """Network output -> Distribution over y, and its log-density without building it."""
 
-    def initial_extra(self) -> list[float]: ...  # where its coordinates of theta start
+    def num_extra(self) -> int: ...  # its coordinates of theta
+
+    def initial_extra(self) -> list[float]: ...  # where they start
 
     def __call__(
         self,
@@ -60,6 +62,9 @@ class Categorical:
     tensor([[0.2500, 0.2500, 0.2500, 0.2500],
             [0.2500, 0.2500, 0.2500, 0.2500]])
     """
+
+    def num_extra(self) -> int:
+        return 0
 
     def initial_extra(self) -> list[float]:
         return []
@@ -182,6 +187,9 @@ class _GaussianLikelihood(ABC):
         self, output: Tensor, extra: Tensor
     ) -> tuple[Tensor, Tensor | float]: ...  # (*, B) for one output, else (*, B, D)
 
+    def num_extra(self) -> int:
+        return 0
+
     def initial_extra(self) -> list[float]:
         return []
 
@@ -215,22 +223,23 @@ class Gaussian(_GaussianLikelihood):
 
     def __post_init__(self) -> None:
         checks.count("num_outputs", self.num_outputs)
-        self._of_each("scale", self.scale)
-        self._of_each("unit", self.unit)
+        for name, value in (("scale", self.scale), ("unit", self.unit)):
+            if len(_check_positive(name, value)) not in (1, self.num_outputs):
+                raise checks.InputError(
+                    f"{name} must be one number or {self.num_outputs} (num_outputs), got {value}"
+                )
 
-    def _of_each(self, name: str, value: float | tuple[float, ...]) -> tuple[float, ...]:
-        """A positive number of each output."""
-        values = _check_positive(name, value)
-        if len(values) not in (1, self.num_outputs):
-            raise checks.InputError(
-                f"{name} must be one number or {self.num_outputs} (num_outputs), got {value}"
-            )
+    def _of_each(self, value: float | tuple[float, ...]) -> tuple[float, ...]:
+        values = value if isinstance(value, tuple) else (value,)
         return values * self.num_outputs if len(values) == 1 else values
+
+    def num_extra(self) -> int:
+        return self.num_outputs if self.learned else 0
 
     def initial_extra(self) -> list[float]:
         if not self.learned:
             return []
-        scales, units = self._of_each("scale", self.scale), self._of_each("unit", self.unit)
+        scales, units = self._of_each(self.scale), self._of_each(self.unit)
         return [math.log(scale / unit) for scale, unit in zip(scales, units, strict=True)]
 
     def _moments(self, output: Tensor, extra: Tensor) -> tuple[Tensor, Tensor | float]:

@@ -58,7 +58,7 @@ class BayesianModel:
                 )
         self.names = tuple(trainable)
         self.shapes = tuple(p.shape for p in trainable.values())
-        self._sizes = [p.numel() for p in trainable.values()] + [len(likelihood.initial_extra())]
+        self._sizes = [p.numel() for p in trainable.values()] + [likelihood.num_extra()]
         self.num_params = sum(self._sizes)
         self.dtype, self.device = first.dtype, first.device
         self._originals = list(trainable.values())
