@@ -75,18 +75,15 @@ class Bundle:
             PosteriorPredictive(self.model, thetas),
             None if self.scaling is None else Standardize.from_dict(self.scaling),
             self.class_names or (),
-            _texts(extra.get("feature_names")),
-            _texts(extra.get("target_names")),
+            tuple(map(str, _listed(extra.get("feature_names")))),
+            tuple(map(str, _listed(extra.get("target_names")))),
             None if encoding is None else Encoding.from_json(encoding),
             None if steps is None else preprocessing.decode(steps, "steps"),
         )
 
 
-def _texts(value: JSON) -> tuple[str, ...]:
-    match value:
-        case list():
-            return tuple(map(str, value))
-    return ()
+def _listed(value: JSON) -> list[JSON]:
+    return value if type(value) is list else []
 
 
 def model_file(path: str | os.PathLike[str]) -> Path:
@@ -227,12 +224,10 @@ def _named(place: str) -> Iterator[None]:
 
 
 def _class_names(document: JSON) -> tuple[str, ...] | None:
-    match document:
-        case None:
-            return None
-        case list() if all(type(name) is str for name in document):
-            return _texts(document)
-    raise StoreError("class_names", "a list of names", f"{document!r:.80}")
+    names = [name for name in _listed(document) if type(name) is str]
+    if document is not None and names != document:
+        raise StoreError("class_names", "a list of names", f"{document!r:.80}")
+    return None if document is None else tuple(names)
 
 
 def _decode_model(
@@ -258,19 +253,12 @@ def _decode_model(
     else:
         net = build_net(description, "model")
     fill_net(net, state, "model")
-    recorded: dict[str, tuple[Any, ...]] = {}
-    for entry in parameters:
-        match entry:
-            case [str(name), list(shape)] if all(type(size) is int for size in shape):
-                recorded[name] = tuple(shape)
-            case _:
-                raise StoreError("model", "parameters as [name, shape]", f"{entry!r:.80}")
+    recorded = {str(entry[0]) for entry in map(_listed, parameters) if entry}
     for name, value in net.named_parameters():
         value.requires_grad_(name in recorded)
-    built = [(name, tuple(v.shape)) for name, v in net.named_parameters() if v.requires_grad]
-    if built != list(recorded.items()) or not recorded:
-        wanted = f"parameters {list(recorded.items())!r:.200}"
-        raise StoreError("model", wanted, f"{built!r:.200}")
+    built = [[name, [*v.shape]] for name, v in net.named_parameters() if v.requires_grad]
+    if built != parameters or not built:
+        raise StoreError("model", f"parameters as {parameters!r:.200}", f"{built!r:.200}")
     chosen = kinds.decode(likelihood, "likelihood", {})
     if type(chosen) not in kinds.LIKELIHOODS:
         raise StoreError("likelihood", "a likelihood", type(chosen).__name__)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -156,17 +157,9 @@ def _construct(
     tensors: Mapping[str, Tensor],
     own: Sequence[type],
 ) -> Any:
-    known = {field.name: field for field in fields(kind) if field.init}
-    needed = {
-        name
-        for name, field in known.items()
-        if field.default is MISSING and field.default_factory is MISSING
-    }
-    if unknown := arguments.keys() - known.keys():
-        wanted = f"{kind.__name__} with {', '.join(known) or 'no fields'}"
-        raise StoreError(place, wanted, f"{min(unknown):.80}")
-    if missing := needed - arguments.keys():
-        raise StoreError(place, f"{kind.__name__} with {min(missing)}", "none")
+    names = ", ".join(field.name for field in fields(kind) if field.init)
+    with refusing(place, f"{kind.__name__} with {names or 'no fields'}"):
+        inspect.signature(kind).bind(**arguments)
     decoded = {
         name: decode(item, f"{place}/{name}", tensors, own) for name, item in arguments.items()
     }

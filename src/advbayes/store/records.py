@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from advbayes.checks import count
 
@@ -27,15 +27,14 @@ _BLOCK = 512  # every disk writes multiples of this
 _LINE = re.compile(rb'(\{.*), "check": "([0-9a-f]{16})"\}')
 
 
-@dataclass
-class _End:
+class _End(NamedTuple):
     """Where the next record goes, and the check that it continues."""
 
     offset: int = 0
     check: bytes = b""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RecordLog:
     """An append-only file of records; one writer (hold the folder's `Lock`), any number of readers.
 
@@ -48,13 +47,11 @@ class RecordLog:
     """
 
     path: str | os.PathLike[str]
-    _end: list[_End] = field(default_factory=list, init=False, repr=False, compare=False)
+    _end: _End | None = field(default=None, init=False, repr=False, compare=False)
 
     def append(self, *records: Mapping[str, object]) -> None:
         """Add records, all or none, and flush them to the disk."""
-        if not self._end:
-            self.keep(None)
-        end = self._end[0]
+        end = self._end or self.keep(None)
         lines, check = _encode(records, end.check, os.fspath(self.path))
         path = Path(os.path.realpath(self.path))
         with room(path, len(lines)):
@@ -72,13 +69,13 @@ class RecordLog:
                 os.close(descriptor)
             if end.offset == 0:
                 sync_folder(path.parent)
-        end.offset, end.check = end.offset + len(lines), check
+        self._end = _End(end.offset + len(lines), check)
 
     def read(self) -> list[dict[str, JSON]]:
         """All whole records, without a torn last line; any other damage is refused."""
         return _scan(Path(self.path))[0]
 
-    def keep(self, num: int | None) -> None:
+    def keep(self, num: int | None) -> _End:
         """Cut the file back to its first `num` records (None: to its whole ones)."""
         records, ends = _scan(Path(self.path))
         wanted = len(records) if num is None else count("num", num, low=0)
@@ -92,7 +89,8 @@ class RecordLog:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        self._end[:] = [end]
+        self._end = end
+        return end
 
 
 def _encode(
