@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from advbayes.checks import InputError, InputTypeError, choice, describe, number
+from advbayes.checks import InputError, InputTypeError, choice, number
 from advbayes.datasets.encoding import Encoding
 from advbayes.datasets.errors import DataError
 from advbayes.datasets.scaling import Standardize
@@ -62,12 +62,10 @@ class Dataset:
     def _check(self, x_name: str, x: Tensor, y_name: str, y: Tensor) -> None:
         classes = self.task == "classification"
         if x.dtype != torch.float32 or x.ndim < 2:
-            wanted = f"{x_name} must be a float32 tensor (N, *event)"
-            raise InputTypeError(f"{wanted}, got {describe(x)}")
+            raise InputTypeError(f"{x_name} must be a float32 tensor (N, *event)", got=x)
         dtype, axes = (torch.int64, (1,)) if classes else (torch.float32, (1, 2))
         if y.dtype != dtype or y.ndim not in axes:
-            wanted = f"a {dtype} tensor for {self.task}"
-            raise InputTypeError(f"{y_name} must be {wanted}, got {describe(y)}")
+            raise InputTypeError(f"{y_name} must be a {dtype} tensor for {self.task}", got=y)
         if x.numel() == 0 or y.numel() == 0 or len(x) != len(y):
             wanted = f"as many rows in {x_name} as in {y_name}, at least one"
             raise DataError(self.name, wanted, f"shapes {tuple(x.shape)} and {tuple(y.shape)}")

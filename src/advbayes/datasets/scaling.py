@@ -54,7 +54,7 @@ class Standardize:
         if y is None:
             return cls(mean, std)
         if len(y) != len(x):
-            raise InputError(f"y must have as many rows as x ({len(x)}), got {describe(y)}")
+            raise InputError(f"y must have as many rows as x ({len(x)})", got=y)
         return cls(mean, std, *_moments("y", y))
 
     def transform(self, x: Tensor) -> Tensor:
@@ -146,19 +146,17 @@ class Standardize:
         tensors = {}
         for name, value in values.items():
             try:
-                tensors[name] = torch.as_tensor(value)
-                if not tensors[name].is_floating_point():
-                    tensors[name] = tensors[name].float()
+                given = torch.as_tensor(value)
+                tensors[name] = given if given.is_floating_point() else given.float()
             except (TypeError, ValueError, RuntimeError, OverflowError):
-                wanted = f"scaling {name} must be numbers"
-                raise InputTypeError(f"{wanted}, got {describe(value)}") from None
+                raise InputTypeError(f"scaling {name} must be numbers", got=value) from None
         return cls(**tensors)
 
 
 def _check(mean_name: str, mean: Tensor, std_name: str, std: Tensor) -> None:
     for name, value in ((mean_name, mean), (std_name, std)):
         if not torch.is_floating_point(value):
-            raise InputTypeError(f"{name} must be a floating tensor, got {describe(value)}")
+            raise InputTypeError(f"{name} must be a floating tensor", got=value)
         finite(name, value)
     if mean.shape != std.shape:
         wanted = f"{std_name} must have {mean_name}'s shape"
@@ -169,7 +167,7 @@ def _check(mean_name: str, mean: Tensor, std_name: str, std: Tensor) -> None:
 
 def _moments(name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
     if rows.ndim < 1 or rows.numel() == 0:
-        raise InputError(f"{name} must have at least one row and one column, got {describe(rows)}")
+        raise InputError(f"{name} must have at least one row and one column", got=rows)
     exact = finite(name, rows).double()
     mean, std = exact.mean(0), exact.std(0, correction=0)
     # Rounding leaves a constant column a spread of about 1e-16 of its value: that is no scale.
@@ -189,7 +187,6 @@ def _unscaled(name: str, value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 def _matched(name: str, value: Tensor, mean: Tensor) -> Tensor:
     """The value, of the fitted shape; integers as floating-point numbers, which means are."""
-    if tuple(value.shape[value.ndim - mean.ndim :]) != tuple(mean.shape) or value.ndim < mean.ndim:
-        wanted = f"{name} must end in the fitted shape {tuple(mean.shape)}"
-        raise InputError(f"{wanted}, got {describe(value)}")
+    if value.shape[value.ndim - mean.ndim :] != mean.shape or value.ndim < mean.ndim:
+        raise InputError(f"{name} must end in the fitted shape {tuple(mean.shape)}", got=value)
     return value if value.is_floating_point() else value.to(mean.dtype)

@@ -255,11 +255,10 @@ def neighbours(
                 for g in range(len(value)):
                     centres = bank.centres.pick(groups.start + g, rows.start + index[g])
                     kept[k] = _likeliest([kept[k], (value[g] + offset, centres)], num)
-    if ranks.size > 1:
-        kept = [
-            _likeliest(list(zip(ranks.gathered(value), ranks.gathered(centres), strict=True)), num)
-            for value, centres in kept
-        ]
+    kept = [
+        _likeliest(list(zip(ranks.gathered(value), ranks.gathered(centres), strict=True)), num)
+        for value, centres in kept
+    ]
     right, wrong = (centres.view(len(x), num, *x.shape[1:]) for _, centres in kept)
     return right, wrong
 
@@ -316,19 +315,13 @@ def nearest_centre_radius(
     for bank in banks:
         for groups, rows in bank.tiles(len(x)):
             centres = bank.centres.block(groups, rows).double() - query.origin
-            half = bank.half_norms[groups, rows].unsqueeze(1)
-            to_x = _square_distances(here, centres, half)  # (g, B, n)
+            to_x = torch.cdist(here.expand(len(centres), -1, -1), centres).square()  # (g, B, n)
             plane = torch.full_like(to_x, -math.inf)
             for k in range(middles.shape[1]):
-                to_right = _square_distances(middles[:, k], centres, half).clamp_min(1e-12).sqrt()
+                to_right = torch.cdist(middles[:, k].expand(len(centres), -1, -1), centres)
+                to_right = to_right.clamp_min(1e-6)
                 each = (to_x - from_x_to_right[:, k].unsqueeze(1)) / (2 * to_right)
                 plane = torch.where(known[:, k].view(1, -1, 1), torch.maximum(plane, each), plane)
             same = _classes(purifier, bank, groups, rows).unsqueeze(1) == y.view(1, -1, 1)
             radius = torch.minimum(radius, plane.masked_fill(same, math.inf).amin(-1).amin(0))
     return purifier.store.ranks.min(radius).clamp_min(0.0).to(x.dtype)
-
-
-def _square_distances(points: Tensor, centres: Tensor, half_norms: Tensor) -> Tensor:
-    """(B, d), (g, n, d) and |centres|^2 / 2, (g, 1, n) -> (g, B, n)."""
-    products = torch.matmul(points, centres.transpose(1, 2))
-    return 2 * (half_norms - products) + points.square().sum(1).unsqueeze(1)

@@ -137,6 +137,11 @@ class GaussianBank(Bank):
         """The noise, or the least of it."""
         return self.scale * self.factor
 
+    @property
+    def log_peak(self) -> float:
+        """log w N(centre; centre, sigma^2), where there is one noise for all."""
+        return self.log_weight - self.centres.shape[2] * (math.log(self.sigma) + 0.5 * LOG_TWO_PI)
+
     def tiles(self, batch: int) -> Iterator[Tile]:
         groups, num, _ = self.centres.shape
         rows = min(_MOST_ROWS, max(FEWEST_ROWS, _TILE // max(1, batch)))
@@ -178,13 +183,12 @@ class GaussianBank(Bank):
         return torch.baddbmm(bias.unsqueeze(1), left, centres.mT, alpha=gain, out=out)
 
     def offset(self, query: Query) -> Tensor:
-        width = query.points.shape[1]
-        constant = self.log_weight - 0.5 * width * LOG_TWO_PI
         if self.scales is not None:
+            constant = self.log_weight - 0.5 * query.points.shape[1] * LOG_TWO_PI
             return query.points.new_full((len(query),), constant)
         around = query.points - query.origin
         square = -0.5 * around.square().sum(1) - around @ query.origin
-        return square / self.sigma**2 + (constant - width * math.log(self.sigma))
+        return square / self.sigma**2 + self.log_peak
 
     def _differences(
         self,

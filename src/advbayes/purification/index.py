@@ -167,9 +167,7 @@ class NearestIndex:
         """The log of the most that each cell can weigh, if its centres are no nearer than this."""
         out = []
         for (bank, _), cells, bound in zip(_groups(store), self.cells, near, strict=True):
-            width = len(self.origin)
-            peak = bank.log_weight - width * math.log(bank.sigma * math.sqrt(2.0 * math.pi))
-            out.append(peak + cells.counts.log() - 0.5 * (bound / bank.sigma).square())
+            out.append(bank.log_peak + cells.counts.log() - 0.5 * (bound / bank.sigma).square())
         return out
 
     def _evidence(self, store: Store, query: Query, rows: list[Tensor]) -> Tensor:  # (S, B)

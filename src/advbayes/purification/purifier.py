@@ -177,7 +177,8 @@ class Purifier:
         log_evidence, averages = self.evidence(query, num)
         # Normalised in float64: in float32 the gradient of a saturated prediction would be
         # rounding.
-        return log_mean(averages.log(), self.log_shares(log_evidence)).log_softmax(-1)
+        each = averages.log() + self.log_shares(log_evidence).unsqueeze(-1)
+        return each.logsumexp(0).log_softmax(-1)
 
     def evidence(self, query: Query, num: int, *, values: bool = True) -> tuple[Tensor, Tensor]:
         """log sum_n p(x' | x_n, theta_s), (S, B), and the weighted averages of the values, (S, B,
@@ -398,13 +399,6 @@ class Queries:
         whole = torch.cat(parts, dim)
         places = [rows for rows, _ in self.blocks if isinstance(rows, Tensor)]
         return whole.index_select(dim, torch.cat(places).argsort()) if places else whole
-
-
-def log_mean(log_values: Tensor, log_shares: Tensor) -> Tensor:  # (S, B, V), (S, B) -> (B, V)
-    """log sum_s share_s value_s."""
-    if len(log_values) == 1:
-        return log_values[0]
-    return torch.logsumexp(log_values + log_shares.unsqueeze(-1), 0)
 
 
 def _reference(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -106,20 +106,22 @@ class PurifiedMixture(GaussianPredictive):
         sums = self._cached[number]
         return weights(store, query, sums, self._purifier.log_shares(sums.log_evidence).exp())
 
-    def _expect(
-        self, functions: Callable[[slice | Tensor, Tensor, Tensor], tuple[Tensor, ...]], num: int
-    ) -> tuple[Tensor, ...]:  # num times (B,)
-        """E of functions(rows, means (s, n), scales (s, n)) -> num times (s, b, n)."""
-        store = self._purifier.store
+    def _below(self, y: Tensor, *, density: bool) -> tuple[Tensor, ...]:  # (B,) -> 1 or 2 (B,)
+        """P(Y <= y) and, if wanted, its density there."""
+        store, num = self._purifier.store, 1 + density
         out = self._x.new_zeros(num, len(self._x), dtype=torch.float64)
         with torch.no_grad():
             for number, (rows, query) in enumerate(self._queries.blocks):
                 for block in self._blocks(number, query):
-                    # (s, n, 3)
                     values = store.value_block(block.rows)[:, block.thetas].transpose(0, 1)
-                    means, scales = values[..., 0] + store.middle, values[..., 1].sqrt()
-                    for k, each in enumerate(functions(rows, means, scales)):
-                        mass = (block.terms * each).sum(-1)  # (s, b)
+                    means, scales, _ = values.unsqueeze(1).unbind(-1)  # (s, 1, n)
+                    scales = scales.sqrt()
+                    z = (y[rows, None] - (means + store.middle)) / scales
+                    each = [torch.special.ndtr(z)]
+                    if density:
+                        each.append((-0.5 * z.square() - 0.5 * LOG_TWO_PI).exp() / scales)
+                    for k in range(num):
+                        mass = (block.terms * each[k]).sum(-1)  # (s, b)
                         out[k, rows] += (mass * block.factor).sum(0)
         return tuple(store.ranks.sum(out))
 
@@ -132,10 +134,7 @@ class PurifiedMixture(GaussianPredictive):
         """P(Y <= value) for one output."""
         self._one_output("cdf")
         each = torch.as_tensor(value, dtype=torch.float64).expand(len(self._x))
-        y = self._columns(each).squeeze(-1)
-        (below,) = self._expect(
-            lambda rows, m, s: (torch.special.ndtr((y[rows, None] - m[:, None]) / s[:, None]),), 1
-        )
+        (below,) = self._below(self._columns(each).squeeze(-1), density=False)
         return below.clamp(0.0, 1.0).to(self._x.dtype)
 
     def icdf(self, value: Tensor) -> Tensor:
@@ -153,15 +152,7 @@ class PurifiedMixture(GaussianPredictive):
         at = 0.5 * (low + high)
         done = torch.zeros_like(level, dtype=torch.bool)
         for turn in range(_LEVELS):
-
-            def both(
-                rows: slice | Tensor, m: Tensor, s: Tensor, at: Tensor = at
-            ) -> tuple[Tensor, Tensor]:
-                scale = s[:, None]
-                z = (at[rows, None] - m[:, None]) / scale
-                return torch.special.ndtr(z), (-0.5 * z.square() - 0.5 * LOG_TWO_PI).exp() / scale
-
-            below, density = self._expect(both, 2)
+            below, density = self._below(at, density=True)
             high = torch.where(below >= level, at, high)
             low = torch.where(below >= level, low, at)
             step = at - (below - level) / density.clamp_min(1e-300)

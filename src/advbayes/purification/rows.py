@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,27 +19,9 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
 }
 
 
-class Rows(Protocol):
-    """A table of shape (G, N, V), read in blocks."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]: ...
-
-    def block(self, groups: slice, rows: slice) -> Tensor: ...  # (g, n, V)
-
-    def pick(
-        self,
-        group: int,
-        index: Tensor,  # any shape
-        columns: slice = slice(None),
-    ) -> Tensor: ...  # (*index.shape, V or as many as `columns`)
-
-    def write(self, group: int, start: int, part: Tensor) -> None: ...  # (n, V)
-
-
 @dataclass(frozen=True, eq=False)
 class MemoryRows:
-    """In memory."""
+    """A table of shape (G, N, V), read in blocks: in memory."""
 
     data: Tensor  # (G, N, V)
 
@@ -48,19 +30,20 @@ class MemoryRows:
         groups, num, width = self.data.shape
         return groups, num, width
 
-    def block(self, groups: slice, rows: slice) -> Tensor:
+    def block(self, groups: slice, rows: slice) -> Tensor:  # (g, n, V)
         return self.data[groups, rows]
 
     def pick(self, group: int, index: Tensor, columns: slice = slice(None)) -> Tensor:
+        """The columns of rows in an index of any shape, (*index.shape, V)."""
         return _at(self.data[group, :, columns], index)
 
-    def write(self, group: int, start: int, part: Tensor) -> None:
+    def write(self, group: int, start: int, part: Tensor) -> None:  # (n, V)
         self.data[group, start : start + len(part)] = part
 
 
 @dataclass(frozen=True, eq=False)
 class DiskRows:
-    """In a file: a block is mapped while it is read, so that little stays resident."""
+    """The same in a file: a block is mapped while it is read, so that little stays resident."""
 
     path: Path
     shape: tuple[int, int, int]
@@ -105,6 +88,9 @@ class DiskRows:
         with self.path.open("r+b") as file:
             file.seek(self._place(group, start))
             file.write(part.to(self.dtype).contiguous().numpy().data)
+
+
+Rows: TypeAlias = MemoryRows | DiskRows
 
 
 def _at(table: Tensor, index: Tensor) -> Tensor:  # (N, V), any shape -> (*index.shape, V)

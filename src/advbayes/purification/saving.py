@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from advbayes.purification.store import Store, gaussian_bank
 
 if TYPE_CHECKING:
     from advbayes.store.parts import Content
-    from advbayes.store.tables import SavedTable
 
 _BLOCK = 1000
 _TEXT = "purifier"
@@ -108,23 +107,6 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
             f"features must be given if and only if the purifier was saved with them, got "
             f"{features}"
         )
-    total = sum(num_bytes(saved.shape, saved.dtype) for saved in bundle.tables.values())
-    on_disk = total > memory_limit
-
-    def table(name: str, wanted: str, fits: Any) -> Rows:
-        saved: SavedTable | None = bundle.tables.pop(name, None)
-        if saved is None or not fits(saved.shape):
-            raise refuse(f"a table {name} of {wanted}", None if saved is None else saved.shape)
-        rows = DiskRows(saved.file, saved.shape, saved.dtype, saved.offset)
-        return rows if on_disk else MemoryRows(rows.block(slice(None), slice(None)).clone())
-
-    per_theta = 2 * num_outputs
-    values = table(
-        "values",
-        f"shape (1, N, {num_thetas} V)",
-        lambda s: s[0] == 1 and s[2] % num_thetas == 0 and per_theta in (0, s[2] // num_thetas),
-    )
-    dtype, num = _dtype(values), values.shape[1]
     shapes = {name: tuple(vector.shape) for name, vector in vectors.items()}
     named = sorted(shapes) == ["middle", "origin"]
     if not named or len(shapes["origin"]) != 1 or shapes["middle"] != (num_outputs,):
@@ -134,7 +116,7 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
         raise refuse(f"centres of {math.prod(shape)} numbers", len(origin))
     if origin.dtype != torch.float64 or middle.dtype != torch.float64:
         raise refuse("vectors in float64", (origin.dtype, middle.dtype))
-    banks = []
+    described, wanted = [], {"values"}
     for k, entry in enumerate(entries):
         match entry:
             case {
@@ -142,41 +124,46 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
                 "factor": float(factor),
                 "scale": (float() | None) as scale,
             } if len(entry) == 3:
-                pass
+                described.append((log_weight, factor, scale))
+                wanted |= {f"centres-{k}"} if scale else {f"centres-{k}", f"scales-{k}"}
             case _:
                 raise refuse("log_weight, factor and scale of every bank", entry)
         scaled = (factor, factor if scale is None else scale)
         if not math.isfinite(log_weight) or not all(_LEAST < each < _MOST for each in scaled):
             raise refuse("a finite weight and positive scales", entry)
+    saved = bundle.tables
+    if saved.keys() != wanted:
+        raise refuse(f"the tables {', '.join(sorted(wanted))}", sorted(saved))
+    one, num, width = saved["values"].shape
+    dtype, per_theta = saved["values"].dtype, 2 * num_outputs or width // num_thetas
+    if one != 1 or width != num_thetas * per_theta:
+        raise refuse(f"values of shape (1, N, {num_thetas} V)", saved["values"].shape)
+    for name in wanted - {"values"}:
+        each, groups = saved[name], saved[name.replace("scales", "centres")].shape[0]
+        fits = groups in (1, num_thetas) and each.shape == (groups, num, len(origin))
+        if not fits or each.dtype != dtype:
+            shown = f"{name} of shape (1 or {num_thetas}, {num}, {len(origin)}) and {dtype}"
+            raise refuse(shown, (each.shape, each.dtype))
+    on_disk = sum(num_bytes(each.shape, dtype) for each in saved.values()) > memory_limit
 
-        def fits(s: tuple[int, ...]) -> bool:
-            return s[0] in (1, num_thetas) and s[1:] == (num, len(origin))
+    def table(name: str) -> Rows:
+        rows = DiskRows(saved[name].file, saved[name].shape, dtype, saved[name].offset)
+        return rows if on_disk else MemoryRows(rows.block(slice(None), slice(None)).clone())
 
-        wanted = f"shape (1 or {num_thetas}, {num}, {len(origin)})"
-        centres = table(f"centres-{k}", wanted, fits)
-        scales = None
-        if scale is None:
-            scales = table(f"scales-{k}", wanted, lambda s, c=centres: s == c.shape)
-        for rows in (centres, scales or centres):
-            if _dtype(rows) != dtype:
-                raise refuse(f"tables of one dtype, {dtype}", _dtype(rows))
+    values, banks = table("values"), []
+    for k, (log_weight, factor, scale) in enumerate(described):
+        centres, scales = table(f"centres-{k}"), None if scale else table(f"scales-{k}")
         try:
             banks.append(gaussian_bank(log_weight, centres, scale, scales, origin, factor))
         except ValueError as error:
             raise refuse("finite centres and positive scales", str(error)) from None
-    if bundle.tables:
-        raise refuse("no other tables", sorted(bundle.tables))
     for start, stop in spans(num, _BLOCK):
         block = values.block(slice(0, 1), slice(start, stop))[0].view(stop - start, num_thetas, -1)
         positive = block[..., num_outputs:]  # variances, or probabilities
         if not bool(torch.isfinite(block).all()) or not bool((positive > 0).all()):
-            wanted = "finite predictions, their probabilities or variances positive"
-            raise refuse(wanted, float(positive.min()))
+            what = "finite predictions, their probabilities or variances positive"
+            raise refuse(what, float(positive.min()))
         if not num_outputs and float((block.double().sum(-1) - 1).abs().max()) > 1e-4:
             raise refuse("probabilities that sum to 1", float(block.double().sum(-1).max()))
     of_model = (num_thetas, num_outputs, shape, origin, middle, dtype)
     return Store(tuple(banks), values, *of_model, folder if on_disk else None), update, note
-
-
-def _dtype(rows: Rows) -> torch.dtype:
-    return rows.block(slice(0, 1), slice(0, 1)).dtype

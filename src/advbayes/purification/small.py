@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from advbayes.likelihoods import LOG_TWO_PI
 from advbayes.purification.rows import MemoryRows
 from advbayes.purification.store import Store
 
@@ -33,8 +31,9 @@ class Small:
 
     slope: Tensor  # (d + 2, G * M), theta after theta; G = 1 where all thetas share all centres
     gain: float  # 1 / scale^2, in nats, of the widest bank
-    values: Tensor  # (S, V + 1, M)
-    joint: Tensor  # (V + 1, G * M), averaged over the thetas where they share the centres
+    # by the dtype of the weights: (S, V + 1, M), and (V + 1, G * M), averaged over the thetas where
+    # they share the centres
+    tables: dict[torch.dtype, tuple[Tensor, Tensor]]
     origin: Tensor  # (d,) float64
     dtype: torch.dtype  # of the data
 
@@ -49,9 +48,8 @@ class Small:
             if bank.scales is not None or not isinstance(bank.centres, MemoryRows):
                 return None
             centres = bank.centres.data.double() - store.origin  # (1 or G, N, d)
-            precision, width = 1.0 / bank.sigma**2, centres.shape[-1]
-            constant = bank.log_weight - width * (math.log(bank.sigma) + 0.5 * LOG_TWO_PI)
-            bias = constant - 0.5 * precision * centres.square().sum(-1, keepdim=True)
+            precision = 1.0 / bank.sigma**2
+            bias = bank.log_peak - 0.5 * precision * centres.square().sum(-1, keepdim=True)
             if bank.log_weights is not None:
                 bias = bias + bank.log_weights.unsqueeze(-1)
             square = torch.full_like(bias, 0.5 * (gain - precision))
@@ -63,17 +61,13 @@ class Small:
         ).permute(1, 2, 0)  # (S, V + 1, N)
         values = values.repeat(1, 1, len(slopes))
         joint = values.mean(0) if groups == 1 else values.transpose(0, 1).flatten(1)
-        return cls(slope, gain, values, joint.contiguous(), store.origin, store.dtype)
+        joint = joint.contiguous()
+        dtypes = torch.float64, store.dtype  # of weights with a gradient, and without
+        tables = {dtype: (values.to(dtype), joint.to(dtype)) for dtype in dtypes}
+        return cls(slope, gain, tables, store.origin, store.dtype)
 
     def fits(self, batch: int) -> bool:
         return batch * self.slope.shape[1] <= _WEIGHTS
-
-    @cached_property
-    def _narrow(self) -> tuple[Tensor, Tensor]:
-        return self.values.float(), self.joint.float()
-
-    def _tables(self, terms: Tensor) -> tuple[Tensor, Tensor]:
-        return (self.values, self.joint) if terms.dtype == torch.float64 else self._narrow
 
     def _logits(self, flat: Tensor) -> tuple[Tensor, Tensor]:  # (B, d) -> (B, G * M), (B, 1)
         """In bits, without the last term; and |x'|^2 around the origin."""
@@ -85,7 +79,7 @@ class Small:
         """(B, d) -> log evidence (S, B) and averages (S, B, V), as the sweep gives them; jointly
         with log p(y | x_n, theta_s), (S, B, N), if there is a y."""
         logits, square = self._logits(flat)
-        num_thetas, _, num = self.values.shape
+        num_thetas, _, num = self.tables[self.dtype][0].shape
         logits = logits.view(len(flat), -1, num)
         if log_y is not None:
             each = log_y.transpose(0, 1).repeat(1, 1, num // log_y.shape[-1])
@@ -93,7 +87,7 @@ class Small:
         peak, terms = _terms(logits, self.dtype)
         right = terms.permute(1, 2, 0)  # (G, M, B)
         if values:
-            table = self._tables(terms)[0]
+            table, _ = self.tables[terms.dtype]
             if len(right) == 1:
                 sums = torch.mm(table.flatten(0, 1), right[0]).view(num_thetas, -1, len(flat))
             else:
@@ -114,13 +108,13 @@ class Small:
         Online each pair is weighed by p(x' | x_n, theta_s) alone, so that all thetas are one long
         sum; offline each theta has a sum of its own.
         """
-        logits, num = self._logits(flat)[0], self.values.shape[-1]
+        logits, num = self._logits(flat)[0], self.tables[self.dtype][0].shape[-1]
         if online or logits.shape[1] == num:
             _, terms = _terms(logits, self.dtype)
-            sums = torch.mm(self._tables(terms)[1], terms.T)
+            sums = torch.mm(self.tables[terms.dtype][1], terms.T)
             return sums[:-1] / sums[-1]
         _, terms = _terms(logits.view(len(flat), -1, num), self.dtype)
-        sums = torch.bmm(self._tables(terms)[0], terms.permute(1, 2, 0))  # (S, V + 1, B)
+        sums = torch.bmm(self.tables[terms.dtype][0], terms.permute(1, 2, 0))  # (S, V + 1, B)
         return (sums[:, :-1] / sums[:, -1:]).mean(0)
 
 

@@ -140,18 +140,13 @@ class RunConfig(BaseModel):
         if self.file is not None and suffix not in FILE_SUFFIXES:
             wanted = f"data: must be one of {', '.join(DATA_SETS)} or a .csv or .npz file"
             raise InputError(f"{wanted}, got {self.data!r:.60}{nearest(self.data, DATA_SETS)}")
+        of_energy = self.data == "energy" and self.target in ("Y1", "Y2", "both")
         if suffix == ".csv" and self.target is None:
             raise InputError(f"target: must name the target column of {self.data!r}, got nothing")
-        if (
-            suffix != ".csv"
-            and self.target is not None
-            and (self.data != "energy" or self.target not in ("Y1", "Y2", "both"))
-        ):
-            wanted = (
-                "must be Y1, Y2 or both for energy, a column's name for a .csv file, and "
-                "left out otherwise"
-            )
-            raise InputError(f"target: {wanted}, got {self.target!r:.60} for {self.data!r}")
+        if suffix != ".csv" and self.target is not None and not of_energy:
+            wanted = "Y1, Y2 or both for energy, a column's name for a .csv file, and left out"
+            got = f"{self.target!r:.60} for {self.data!r}"
+            raise InputError(f"target: must be {wanted} otherwise, got {got}")
         if suffix != ".csv" and (self.features is not None or self.drop):
             wanted = "features, drop: must be left out unless the data are a .csv file"
             raise InputError(f"{wanted}, got {self.data!r}")
@@ -163,10 +158,10 @@ class RunConfig(BaseModel):
         if self.file is None and self.task is not None:
             wanted = f"task: must be left out for the built-in {self.data!r}"
             raise InputError(f"{wanted}, got {self.task!r}")
-        if self.network not in NETWORKS and not all(part.strip() for part in _halves(self.network)):
+        if self.network not in NETWORKS and not _names_code(self.network):
             wanted = "network: must be auto, conv, mlp or module:factory"
             raise InputError(f"{wanted}, got {self.network!r:.60}")
-        if self.channel is not None and not all(part.strip() for part in _halves(self.channel)):
+        if self.channel is not None and not _names_code(self.channel):
             raise InputError(f"channel: must be module:factory, got {self.channel!r:.60}")
         if self.network == "conv" and (self.data in TABLE_SETS or suffix == ".csv"):
             wanted = "network: must be auto or mlp for a table"
@@ -200,9 +195,9 @@ def parse_feature_eps(entries: tuple[str, ...]) -> dict[str, float]:
     return budgets
 
 
-def _halves(name: str) -> tuple[str, str]:
-    module, _, factory = name.partition(":")
-    return module, "" if ":" in factory else factory
+def _names_code(name: str) -> bool:
+    parts = name.split(":")
+    return len(parts) == 2 and all(map(str.strip, parts))
 
 
 def make_config(values: Mapping[str, Any]) -> RunConfig:
@@ -270,18 +265,16 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """The keys of a TOML file, unchecked."""
     path = Path(path)
     try:
-        if path.stat().st_size > MAX_TOML_BYTES:
-            wanted = f"{path}: wanted a configuration of at most {MAX_TOML_BYTES} bytes"
-            raise ConfigError(f"{wanted}, got {path.stat().st_size}")
-        return tomllib.loads(path.read_bytes().decode("utf-8"))
-    except ConfigError:
-        raise
+        if (size := path.stat().st_size) <= MAX_TOML_BYTES:
+            return tomllib.loads(path.read_bytes().decode("utf-8"))
+        wanted = f"{path}: wanted a configuration of at most {MAX_TOML_BYTES} bytes"
     except FileNotFoundError:
         wanted = f"{path}: wanted a configuration file"
         raise ConfigError(f"{wanted}, got nothing (no such file)") from None
     except (OSError, ValueError, RecursionError) as error:  # bad UTF-8 and bad TOML are ValueErrors
         wanted = f"{path}: wanted a TOML file"
         raise ConfigError(f"{wanted}, got one that does not parse: {error}") from None
+    raise ConfigError(f"{wanted}, got {size}")
 
 
 def to_toml(config: RunConfig) -> str:

@@ -95,11 +95,8 @@ def _write_file(target: Path, contents: Mapping[str, Content]) -> None:
         data = b"".join(content.pieces)
         described.append(Part(name, hashlib.sha256(data).hexdigest(), len(data)))
         members[described[-1].file] = data
-    packed = archive.pack({_MANIFEST: _sealed(target, described), **members}, os.fspath(target))
-    with files.staged(target) as temporary:
-        files.create(temporary, [packed])
-        os.replace(temporary, target)
-        files.sync_folder(target.parent)
+    members = {_MANIFEST: _sealed(target, described), **members}
+    files.write_bytes(target, archive.pack(members, os.fspath(target)))
 
 
 def _write_folder(target: Path, contents: Mapping[str, Content]) -> None:
@@ -263,14 +260,12 @@ def verified(path: Path, part: Part, members: dict[str, bytes] | None = None) ->
         if part.file not in members:
             raise MissingError(file, "a part that the manifest names")
         data = members[part.file]
-        _check_size(file, part, len(data))
     else:
         if part.size > _LARGE:  # a false giant costs time, not memory
             with hashed_part(file, part):
                 pass
-        with files.opened(file) as (descriptor, size):
-            _check_size(file, part, size)
-            data = files.read_at(file, descriptor, 0, size)
+        data = files.read_bytes(file, limit=part.size)
+    _check_size(file, part, len(data))
     files.check_digest(file, part.sha256, hashlib.sha256(data).hexdigest())
     return data
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import documents
 from .documents import JSON
-from .errors import MissingError, StoreError
+from .errors import StoreError
 from .files import read_at
 from .manifest import Manifest, Part
 from .parts import Content, hashed_part, one_version, parsed, verified
@@ -78,9 +78,7 @@ class OpenedTables:
 def read_tables(path: str | os.PathLike[str]) -> OpenedTables:
     """Tables, tensors and documents of a folder, all hashed; tables stay on the disk."""
     folder = Path(path)
-    if not folder.exists():
-        raise MissingError(folder, "a bundle of tables")
-    if not folder.is_dir():
+    if folder.is_file():
         raise StoreError(folder, "a folder with a bundle of tables", "a file")
 
     def read(manifest: Manifest, _: object) -> OpenedTables:
