@@ -460,7 +460,7 @@ def change(document: Any, place: str, value: object) -> Any:
         ("channel/kind", "subprocess.run", "a known kind"),
         ("channel/weights", [1.0], "settings that Mixture accepts"),
         ("channel/more", 1, "Mixture with weights"),
-        ("channel/channels", ..., "Mixture with weights, channels"),
+        ("channel/channels", ..., "missing a required argument: 'channels'"),
         ("channel/channels/0/sigma", -0.1, "settings that Noise accepts"),
         ("channel/channels/0/sigma", "0.1", "settings that Noise accepts"),
         ("channel/channels/1/attack/ball/scale/name", "posterior", "a known kind"),
