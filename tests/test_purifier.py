@@ -361,6 +361,22 @@ def test_float32_moments_are_those_of_float64(name: str, update: str) -> None:
     torch.testing.assert_close(found.variance.double(), wanted.variance, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("update", ["online", "offline"])
+@pytest.mark.parametrize("name", ["noise", "one_step"])
+def test_float32_keeps_a_small_variance_of_means_far_apart(name: str, update: str) -> None:
+    """With and without a gradient: a scale of 0.1 beside means from -100 to 100."""
+    model = BayesianModel(nn.Linear(1, 1), Gaussian(0.1))
+    thetas = torch.tensor([[100.0, 0.0], [100.01, 0.0]])
+    channel = {"noise": Noise(0.001), "one_step": AttackChannel(one_step(L2(0.002)), 0.001)}[name]
+    x = torch.linspace(-1.0, 1.0, 50).unsqueeze(1)
+    purifier = Purifier(model, channel, thetas, (x, torch.zeros(50)), update)
+    x_adv = torch.linspace(-0.95, 0.95, 7).unsqueeze(1)
+    wanted = oracle(purifier, x_adv.double())[0].variance
+    for asked in (x_adv, x_adv.clone().requires_grad_()):
+        variance = purifier(asked).variance.detach().double()
+        torch.testing.assert_close(variance, wanted, rtol=1e-4, atol=0)
+
+
 def test_a_density_found_without_a_gradient_does_not_take_it_from_the_next() -> None:
     model, thetas, x, y = setting(Gaussian(0.3), 1)
     purifier = Purifier(model, CHANNELS["one_step"](learned()), thetas, (x, y))

@@ -36,6 +36,7 @@ class Small:
     tables: dict[torch.dtype, tuple[Tensor, Tensor]]
     origin: Tensor  # (d,) float64
     dtype: torch.dtype  # of the data
+    is_regression: bool
 
     @classmethod
     def of(cls, store: Store) -> Small | None:
@@ -64,10 +65,16 @@ class Small:
         joint = joint.contiguous()
         dtypes = torch.float64, store.dtype  # of weights with a gradient, and without
         tables = {dtype: (values.to(dtype), joint.to(dtype)) for dtype in dtypes}
-        return cls(slope, gain, tables, store.origin, store.dtype)
+        kind = store.dtype, bool(store.num_outputs)
+        return cls(slope, gain, tables, store.origin, *kind)
 
     def fits(self, batch: int) -> bool:
         return batch * self.slope.shape[1] <= _WEIGHTS
+
+    def _wide(self, terms: Tensor) -> Tensor:
+        """The terms as the values want them: the small variance of large means would cancel in
+        float32."""
+        return terms.double() if self.is_regression else terms
 
     def _logits(self, flat: Tensor) -> tuple[Tensor, Tensor]:  # (B, d) -> (B, G * M), (B, 1)
         """In bits, without the last term; and |x'|^2 around the origin."""
@@ -87,7 +94,8 @@ class Small:
         peak, terms = _terms(logits, self.dtype)
         right = terms.permute(1, 2, 0)  # (G, M, B)
         if values:
-            table, _ = self.tables[terms.dtype]
+            right = self._wide(right)
+            table, _ = self.tables[right.dtype]
             if len(right) == 1:
                 sums = torch.mm(table.flatten(0, 1), right[0]).view(num_thetas, -1, len(flat))
             else:
@@ -110,10 +118,10 @@ class Small:
         """
         logits, num = self._logits(flat)[0], self.tables[self.dtype][0].shape[-1]
         if online or logits.shape[1] == num:
-            _, terms = _terms(logits, self.dtype)
+            terms = self._wide(_terms(logits, self.dtype)[1])
             sums = torch.mm(self.tables[terms.dtype][1], terms.T)
             return sums[:-1] / sums[-1]
-        _, terms = _terms(logits.view(len(flat), -1, num), self.dtype)
+        terms = self._wide(_terms(logits.view(len(flat), -1, num), self.dtype)[1])
         sums = torch.bmm(self.tables[terms.dtype][0], terms.permute(1, 2, 0))  # (S, V + 1, B)
         return (sums[:, :-1] / sums[:, -1:]).mean(0)
 
