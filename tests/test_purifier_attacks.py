@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -86,6 +88,22 @@ def test_two_centres_are_told_apart_by_the_nearest_point_of_any_ball(
     for share, flips in ((0.999, False), (1.001, True)):
         moved = NearestCentre(kind(eps * share, scale=scale))(purifier, x, y)
         assert bool(wrong(purifier, moved, y)) is flips
+
+
+@pytest.mark.parametrize(
+    "kept", [{"mask": torch.tensor([True, False, False])}, {"indicators": ((1, 2, -1.0),)}]
+)
+@pytest.mark.parametrize("kind", [L2, Linf])
+def test_the_budget_goes_to_what_may_move(kind: type[L2 | Linf], kept: dict[str, Any]) -> None:
+    """Only feature 0 may move, and x is far from all centres in feature 1: straight at the centre
+    of the other class, between two of its own, is within the budget all the same."""
+    model = BayesianModel(nn.Linear(3, 2).to(FLOAT), Categorical())
+    theta = torch.tensor([[0.0, 0.0, 50.0, 0.0, 0.0, -50.0, 0.0, 0.0]], dtype=FLOAT)
+    reference = torch.tensor([[0.0, 0.0, 0.1], [1.0, 0.0, -0.1], [2.0, 0.0, 0.1]], dtype=FLOAT)
+    purifier = Purifier(model, Noise(0.05), theta, reference)
+    x, y = torch.tensor([[0.2, 9.0, 0.0]], dtype=FLOAT), torch.tensor([0])
+    assert not bool(wrong(purifier, x, y))
+    assert bool(wrong(purifier, NearestCentre(kind(1.5, **kept))(purifier, x, y), y))
 
 
 def test_no_attack_succeeds_within_the_closed_form_radius() -> None:

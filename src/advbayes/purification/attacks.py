@@ -166,7 +166,7 @@ class NearestCentre(Search):
         best = problem.score(x)
         same, others = neighbours(purifier, x, problem.y, self.num)
         for k in range(others.shape[1]):
-            towards = others[:, k] - x
+            towards = self.ball.within_reach(others[:, k] - x, x)
             length = self.ball.eps / self.ball.norm(towards).clamp_min(1e-12)
             straight = towards * per_row(length.clamp_max(1.0), x)  # not past the centre
             apart = self.ball.within_reach(others[:, k] - same[:, 0], x)
