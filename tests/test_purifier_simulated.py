@@ -11,7 +11,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from advbayes import L2, AttackChannel, BayesianModel, Categorical, Gaussian, Noise, nll, one_step
+from advbayes import (
+    L2,
+    AttackChannel,
+    BayesianModel,
+    Categorical,
+    Gaussian,
+    Mixture,
+    Noise,
+    nll,
+    one_step,
+)
 from advbayes.purification import Purifier, SimulatedPurifier, choose_bandwidth
 from advbayes.types import Predictor
 from tests.oracles import FLOAT, LinearGaussian, generator, randn
@@ -68,6 +78,25 @@ def test_equals_the_purifier_of_the_kernel_when_the_channel_is_still() -> None:
     at = x_adv.clone().requires_grad_()
     gradients = [torch.autograd.grad(nll(p(at), y[:5]).sum(), at)[0] for p in (found, wanted)]
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+
+
+def test_a_mixture_that_asks_theta_at_some_points_alone(tmp_path: Path) -> None:
+    """Whichever component the first point meets: each centre is x or its own theta's attack."""
+    model = BayesianModel(nn.Linear(3, 3).to(FLOAT), Categorical())
+    thetas, x = randn(4, model.num_params), randn(20, 3, seed=1)
+    y = torch.randint(0, 3, (20,), generator=generator(2))
+    attack = one_step(L2(0.8))
+    channel = Mixture([0.5, 0.5], [Noise(0.0), AttackChannel(attack, 0.0)])
+    for seed in range(8):
+        made = SimulatedPurifier(
+            model, channel, thetas, (x, y), bandwidth=0.3, seed=seed, folder=tmp_path / str(seed)
+        )
+        (bank,) = made.purifier.store.gaussians
+        centres = bank.centres.block(slice(0, 4), slice(0, 20))
+        moved = torch.stack([attack(model.at(theta), x, y) for theta in thetas])
+        attacked = torch.isclose(centres, moved, rtol=0, atol=1e-12).all(-1)
+        assert attacked.sum(1).tolist() == [10] * 4
+        assert bool((attacked | (centres == x).all(-1)).all())
 
 
 def test_effective_sample_size_grows_with_the_bandwidth_and_runs_repeat() -> None:

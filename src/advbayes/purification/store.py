@@ -14,6 +14,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -180,7 +181,8 @@ class Builder:
             raise
 
     def _shared(self) -> bool:
-        """Whether the density needs no theta: the Predictor that it is given must not be asked."""
+        """Whether the density needs no theta, at the first point: the Predictor that it is given
+        must not be asked."""
         try:
             density, _ = self._density(_refuse, slice(0, 1))
         except _ThetaAskedError:
@@ -192,8 +194,14 @@ class Builder:
 
     @torch.no_grad()
     def store(self) -> Store:
+        if self._shared():
+            with suppress(_ThetaAskedError):  # needed at another point, as in a mixture of channels
+                return self._built(shared=True)
+        return self._built(shared=False)
+
+    def _built(self, *, shared: bool) -> Store:
+        """The tables and what reads them; `shared`: the density is that of any theta."""
         num, num_thetas, dtype = len(self.x), len(self.thetas), self.x.dtype
-        shared = self._shared()
         first, x = self._density(_refuse if shared else self.model.at(self.thetas[0]), slice(0, 1))
         sample, num_outputs = _values(self.model.at(self.thetas[0])(self.x[:1]))
         parts: tuple[tuple[float, Tensor, float | Tensor], ...] = ()
@@ -232,6 +240,8 @@ class Builder:
             return MemoryRows(torch.empty(shape, dtype=dtype, device=self.x.device))
 
         tables = {name: table(name, shape) for name, shape in shapes.items()}
+        if folder is not None and self.folder is None:
+            weakref.finalize(tables["values"], shutil.rmtree, folder, True)
         # whether all banks are the same for all thetas
         once = gaussian and all(shape[0] == 1 for shape in shapes.values())
         origin = torch.zeros(width, dtype=torch.float64, device=self.x.device)
@@ -274,7 +284,7 @@ class Builder:
         if not gaussian:
             edges = (*range(0, num, _BLOCK), num)
             banks.append(FunctionBank(tuple(map(tuple, densities)), edges))
-        store = Store(
+        return Store(
             tuple(banks),
             tables["values"],
             num_thetas,
@@ -287,9 +297,6 @@ class Builder:
             self.ranks,
             tuple(counts),
         )
-        if folder is not None and self.folder is None:
-            weakref.finalize(store.values, shutil.rmtree, folder, True)
-        return store
 
 
 def _check_space(folder: Path, needed: int) -> None:
