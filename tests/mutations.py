@@ -1057,8 +1057,8 @@ _through = _Shared()""",
     Bug(
         "class weights are ignored",
         "objectives.py",
-        "if self.class_weight is not None:",
-        "if False:",
+        "if self.class_weight is None:",
+        "if True:",
         "test_class_weight",
     ),
     Bug(

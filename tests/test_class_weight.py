@@ -4,17 +4,30 @@ longer passed over."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from advbayes import BayesianModel, Categorical, ChannelELBO, LogitPairing, MeanField, Trades
+from advbayes import (
+    L2,
+    BayesianModel,
+    Categorical,
+    ChannelELBO,
+    Learned,
+    LogitPairing,
+    MeanField,
+    Trades,
+    fit,
+)
 from advbayes.datasets import class_weights
+from advbayes.networks import FullyConnectedGenerator
 from advbayes.objectives import Penalty
 from advbayes.runs import build_defense, create_run, load_trained, prepare, train
 from advbayes.runs.config import ConfigError, make_config
+from advbayes.seeds import GlobalStream
 
 
 @pytest.mark.parametrize("penalty", [None, Trades(2.0), LogitPairing(0.5)], ids=str)
@@ -42,6 +55,24 @@ def test_a_class_of_weight_two_counts_twice(penalty: Penalty | None) -> None:
     torch.testing.assert_close(equal.terms(model, posterior, thetas, x, x_adv, y).bound, none.bound)
     with pytest.raises(ValueError, match="class_weight"):
         ChannelELBO(6, class_weight=(-1.0, 1.0))
+
+
+def test_a_learned_adversary_counts_the_classes_as_the_model_does() -> None:
+    """Its first gradient is that of examples with the weights of their classes."""
+    x, weights = torch.randn(12, 3, generator=torch.Generator().manual_seed(0)), (0.2, 3.0)
+    y = (x[:, 0] > 0.3).long()
+    slopes = []
+    for by_class in (True, False):
+        model = BayesianModel(nn.Linear(3, 2), Categorical())
+        posterior = MeanField(model, init=torch.linspace(-1.0, 1.0, model.num_params))
+        with GlobalStream(0):
+            channel = Learned(FullyConnectedGenerator(3), L2(1.0))
+        each: dict[str, Any] = {"sample_weight": torch.tensor(weights)[y]}
+        if by_class:
+            each = {"objective": ChannelELBO(12, class_weight=weights)}
+        result = fit(model, posterior, channel, (x, y), steps=1, **each)
+        slopes.append(result.state.tensors["adversary0/adam/0/exp_avg"])
+    torch.testing.assert_close(*slopes)
 
 
 def test_balanced_weights() -> None:

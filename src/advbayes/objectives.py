@@ -238,9 +238,7 @@ class ChannelELBO:
         """The bound at given thetas and channel samples: no randomness left."""
         scale = self.num_data / len(x)
         kl = posterior.kl(model.prior_scale)
-        if self.class_weight is not None:
-            of_class = torch.tensor(self.class_weight, dtype=x.dtype, device=x.device)[y]
-            weight = of_class if weight is None else of_class * weight
+        weight = self._weigh(x, y, weight)
         if self.penalty is None:
             log_p = self._score(model, thetas, x_adv, y)
             penalty = log_p.new_zeros(())
@@ -254,6 +252,13 @@ class ChannelELBO:
         bound = log_likelihood - kl if self.kl_weight == 1 else log_likelihood - self.kl_weight * kl
         bound = bound if self.penalty is None else bound - penalty
         return Terms(bound, log_likelihood, kl, penalty)
+
+    def _weigh(self, x: Tensor, y: Tensor, weight: Tensor | None) -> Tensor | None:  # (B,)
+        """How often each example counts, by its class too; None: once."""
+        if self.class_weight is None:
+            return weight
+        of_class = torch.tensor(self.class_weight, dtype=x.dtype, device=x.device)[y]
+        return of_class if weight is None else of_class * weight
 
     def reduce(self, log_p: Tensor) -> Tensor:  # (S, K, B) -> (S, B)
         """Over the channel: the mean of the logs, or the log of the mean."""

@@ -193,7 +193,7 @@ def fit(
                 return ranks.generator(seed_for(seed, purpose, step), num, model.device, own_thetas)
 
             for adversary in adversaries:
-                adversary.step(model, posterior, batch, keyed("adversary"))
+                adversary.step(model, posterior, objective, batch, keyed("adversary"))
             rate = lr * decay ** (step / batches.steps_per_epoch)
             spared = (1 - WARMUP_KL) * objective.kl_weight if step < num_warm else 0.0
             taken = Taken(*take_step(batch, keyed("step"), rate, spared))
@@ -300,9 +300,15 @@ class _Adversary:
         self.parameters = [p for p in channel.generator.parameters() if p.requires_grad]
 
     def step(
-        self, model: BayesianModel, posterior: Posterior, batch: Batch, generator: torch.Generator
+        self,
+        model: BayesianModel,
+        posterior: Posterior,
+        objective: ChannelELBO,
+        batch: Batch,
+        generator: torch.Generator,
     ) -> None:
         x, y, _, weight, share = batch.gathered()
+        weight = objective._weigh(x, y, weight)
         theta = posterior.sample(1, generator=for_thetas(generator))[0]
         centre, std = self.channel.moments(model.at(theta), x, y)
         gain = -model.log_likelihood(theta, centre + std * noise_like(x, generator), y)
