@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from torch.distributions import Categorical, Distribution, Independent, MultivariateNormal, Normal
+from torch import Tensor, nn
+from torch.distributions import (
+    Categorical,
+    Distribution,
+    Independent,
+    Laplace,
+    MultivariateNormal,
+    Normal,
+)
 
 from advbayes import (
     L2,
@@ -236,6 +243,24 @@ def test_the_worst_case_of_a_regression_is_found(purified: bool) -> None:
         found = worst_case_utility(predict, x, choices, ball)
         torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
     assert bool((found <= choices.expected(predict(x)) + 1e-6).all())
+
+
+def test_the_squared_error_of_a_sampled_prediction_is_that_of_its_moments() -> None:
+    """A purified regression and a Laplace prediction, of shape (B,) and (B, 1): E (a - y)^2 =
+    Var[y] + (a - E[y])^2, whatever the batch."""
+    model = BayesianModel(nn.Linear(2, 1), Gaussian(0.3))
+    thetas = torch.tensor([[2.0, -1.0, 0.0], [1.0, 1.0, 0.5]])
+    purified = Purifier(
+        model, Noise(0.5), thetas, torch.randn(200, 2, generator=generator_for(1, "x"))
+    )
+    actions = torch.linspace(-2.0, 2.0, 5)
+    choices = Choices(lambda action, y: -((action - y) ** 2), actions)
+    x = torch.randn(7, 2, generator=generator_for(2, "x"))
+    mean, scale = x[:, :1], 0.5 + x[:, 1:].square()
+    for prediction in (purified(x), Laplace(mean[:, 0], scale[:, 0]), Laplace(mean, scale)):
+        center, variance = prediction.mean.reshape(7, 1), prediction.variance.reshape(7, 1)
+        wanted = -(variance + (actions - center).square())
+        torch.testing.assert_close(choices.expected(prediction), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_the_worst_case_of_a_wavy_regression_is_found() -> None:

@@ -113,8 +113,8 @@ def outcomes(prediction: Distribution, num: int) -> tuple[Tensor, Tensor]:  # (K
     scaled so that their variance is the Gaussian's: exact for utilities that are quadratic in y.
     The components of a mixture share `num` values, sixteen each at least. Both are the same
     whatever the batch. A prediction of another kind (a purified regression) is sampled, from a
-    stream that is keyed by the place in the batch; for a gradient its draws move with its mean and
-    standard deviation.
+    stream that is keyed by the place in the batch, and its draws are given its own mean and
+    standard deviation: exact for those utilities too, and with a gradient.
 
     >>> y, weights = outcomes(torch.distributions.Normal(torch.tensor([1.0]), 2.0), 100)
     >>> mean, variance = (weights * y).sum(), (weights * (y - 1) ** 2).sum()
@@ -126,8 +126,9 @@ def outcomes(prediction: Distribution, num: int) -> tuple[Tensor, Tensor]:  # (K
     except checks.InputTypeError:
         with GlobalStream(0):
             draws = prediction.sample((num,))
-        mean, spread = _one_output(prediction.mean), prediction.stddev
-        away = (draws.view(num, -1) - mean.detach()) / spread.detach().clamp_min(1e-30)
+        mean, spread = _one_output(prediction.mean), _one_output(prediction.stddev)
+        away = draws.view(num, -1) - draws.view(num, -1).mean(0)
+        away = away / away.square().mean(0).sqrt().clamp_min(1e-30)
         y = mean + spread * away
         return y, torch.full_like(y, 1.0 / num)
     means, scales = (torch.stack([_one_output(one) for one in part]) for part in (means, scales))
