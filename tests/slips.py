@@ -213,7 +213,7 @@ FIRST = (
     ),
     Bug(
         "balanced accuracy's interval forgets that classes are averaged",
-        "metrics/classes.py",
+        "metrics/reductions.py",
         "        / len(parts) ** 2\n",
         "        / len(parts)\n",
         "test_interval_coverage test_metrics test_class_weight",
@@ -666,8 +666,8 @@ THIRD = (
     Bug(
         "the interval of the selective accuracy ignores its level",
         "metrics/ranking.py",
-        "*wilson(successes, answered, level=level), answered, level",
-        "*wilson(successes, answered), answered, level",
+        "correct[order][None])[0, :answered], level)",
+        "correct[order][None])[0, :answered])",
         "test_metric_levels test_metrics",
     ),
     # --- evaluation

@@ -3,12 +3,28 @@ its interval."""
 
 from __future__ import annotations
 
-from advbayes.metrics.classes import auprc, balanced_accuracy, recall
 from advbayes.metrics.comparison import holm, mcnemar, paired_difference, paired_t
 from advbayes.metrics.intervals import Estimate, bootstrap, clopper_pearson, incomplete_beta, wilson
 from advbayes.metrics.marginals import Interval, crps, interval, quantile
-from advbayes.metrics.ranking import RiskCoverage, aurc, auroc, risk_coverage, selective_accuracy
-from advbayes.metrics.reductions import Bin, accuracy, coverage, ece, mean, reliability, rmse
+from advbayes.metrics.ranking import (
+    RiskCoverage,
+    auprc,
+    aurc,
+    auroc,
+    risk_coverage,
+    selective_accuracy,
+)
+from advbayes.metrics.reductions import (
+    Bin,
+    accuracy,
+    balanced_accuracy,
+    coverage,
+    ece,
+    mean,
+    recall,
+    reliability,
+    rmse,
+)
 from advbayes.metrics.scores import (
     brier,
     confidence,

@@ -1,5 +1,5 @@
-"""Scores that rank: whom to answer (risk-coverage), what to flag (AUROC). Only the order of the
-score matters."""
+"""Scores that rank: whom to answer (risk-coverage), what to flag (AUROC, average precision). Only
+the order of the score matters."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from advbayes.metrics.intervals import (
     column,
     normal_quantile,
     outcomes,
+    proportion,
     same_length,
     shares,
-    wilson,
 )
 from advbayes.metrics.reductions import share_ties
 
@@ -86,11 +86,7 @@ def selective_accuracy(
     # 0.55 * 100 is a little more than 55
     answered = max(1, math.ceil(coverage * len(correct) - 1e-9))
     ordered, order = confidence.sort(descending=True)
-    successes = float(share_ties(ordered[None], correct[order][None])[0, :answered].sum())
-    successes = min(successes, float(answered))
-    return Estimate(
-        successes / answered, *wilson(successes, answered, level=level), answered, level
-    )
+    return proportion(share_ties(ordered[None], correct[order][None])[0, :answered], level)
 
 
 def _selection(name: str, values: Any, confidence: Any) -> tuple[Tensor, Tensor]:
@@ -144,6 +140,34 @@ def auroc(
     else:
         low, high = _score_bound(value, 0.0, m, n, z), _score_bound(value, 1.0, m, n, z)
     return Estimate(value, low, high, len(scores), level)
+
+
+def auprc(
+    scores: Any,  # (N,), larger where the positive class is likelier
+    positive: Any,  # (N,) truth values
+    **options: Unpack[Resampling],
+) -> Estimate:
+    """Average precision, sum over thresholds of (recall_k - recall_{k-1}) precision_k, with a
+    bootstrap interval.
+
+    >>> round(auprc([0.9, 0.8, 0.3], [1, 0, 1]).value, 4)
+    0.8333
+    """
+    scores, positive = column("scores", scores), outcomes("positive", positive)
+    same_length(scores=scores, positive=positive)
+    if not bool(positive.any()):
+        raise InputError(f"positive must be True somewhere, got {len(positive)} times False")
+    return bootstrap(_average_precision, scores, positive, support=(0.0, 1.0), **options)
+
+
+def _average_precision(scores: Tensor, positive: Tensor) -> Tensor:  # (R, N) each -> (R,)
+    """Tied scores are one threshold; a resample without a positive counts as its base rate, 0."""
+    ordered, order = scores.sort(1, descending=True)
+    hits = positive.gather(1, order)
+    precision = hits.cumsum(1) / torch.arange(1, scores.shape[1] + 1, dtype=torch.float64)
+    rising = -ordered
+    at_end = precision.gather(1, torch.searchsorted(rising, rising, right=True) - 1)  # of each tie
+    return (hits * at_end).sum(1) / hits.sum(1).clamp_min(1)
 
 
 def _midranks(values: Tensor) -> Tensor:  # (N,) -> (N,), ranks from 1, ties get their mean

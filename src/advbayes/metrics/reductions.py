@@ -40,6 +40,57 @@ def accuracy(
     return proportion(outcomes("correct", correct), level)
 
 
+def recall(
+    correct: Any,  # (N,) truth values, or shares of several answers
+    labels: Any,  # (N,) classes
+    of: int,
+    *,
+    level: float = 0.95,
+) -> Estimate:
+    """The share of the examples of class `of` that are answered right, with Wilson's interval.
+
+    >>> recall([1, 0, 1, 1], [0, 0, 1, 1], of=0).value
+    0.5
+    """
+    hits = _by_class(correct, labels).get(of)
+    if hits is None:
+        raise InputError("of must be a class that occurs among the labels", got=of)
+    return proportion(hits, level)
+
+
+def balanced_accuracy(
+    correct: Any,  # (N,) truth values, or shares of several answers
+    labels: Any,  # (N,) classes
+    *,
+    level: float = 0.95,
+) -> Estimate:
+    """The mean of the recalls of the classes that occur; the interval has the variance of a mean of
+    Wilson's proportions.
+
+    Each recall enters with (k + z^2/2) / (n + z^2), Wilson's centre, so that a class without an
+    error has a variance too.
+
+    >>> balanced_accuracy([1, 1, 1, 0], [0, 0, 0, 1]).value
+    0.5
+    """
+    parts, z2 = _by_class(correct, labels).values(), normal_quantile(level) ** 2
+    value = sum(float(hits.mean()) for hits in parts) / len(parts)
+    centres = [(float(hits.sum()) + z2 / 2) / (len(hits) + z2) for hits in parts]
+    variance = (
+        sum(p * (1 - p) / (len(hits) + z2) for p, hits in zip(centres, parts, strict=True))
+        / len(parts) ** 2
+    )
+    centre, half = sum(centres) / len(parts), math.sqrt(z2 * variance)
+    low, high = max(0.0, centre - half), min(1.0, centre + half)
+    return Estimate(value, min(low, value), max(high, value), sum(map(len, parts)), level)
+
+
+def _by_class(correct: Any, labels: Any) -> dict[int, Tensor]:
+    correct, labels = shares("correct", correct), column("labels", labels)
+    same_length(correct=correct, labels=labels)
+    return {int(label): correct[labels == label] for label in labels.unique().tolist()}
+
+
 def coverage(
     inside: Any,  # (N,) or (N, D) truth values
     *,
