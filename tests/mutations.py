@@ -169,8 +169,8 @@ BUGS = (
     Bug(
         "an odd call is in neither half",
         "evaluation/scoring.py",
-        '"_second": repeats - repeats // 2}',
-        '"_second": repeats // 2}',
+        '"_second": calls[repeats // 2 :]}',
+        '"_second": calls[-(repeats // 2) :]}',
         "test_interval_coverage",
     ),
     Bug(

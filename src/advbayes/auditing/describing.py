@@ -18,8 +18,8 @@ from advbayes.auditing.threat import said_by
 from advbayes.channels import AttackChannel, Learned, Mixture
 from advbayes.evaluation.files import Folder, data_hash
 from advbayes.evaluation.inputs import check_units, softmaxed_twice
-from advbayes.evaluation.result import CLEAN, Evaluation
-from advbayes.evaluation.run import rescore, saved_blocks
+from advbayes.evaluation.result import CLEAN, Cell, Evaluation
+from advbayes.evaluation.run import rescore
 from advbayes.evaluation.scoring import worst
 from advbayes.likelihoods import predicts_classes
 from advbayes.types import Channel
@@ -257,8 +257,8 @@ def _elsewhere(case: Case, report: Evaluation, folder: Folder) -> list[str]:
     norm, texts = type(ball).__name__, report.config.get("attacks", {})
     if not any(f"{norm}(" in text for text in texts.values()):
         faults.append(f"no attack of the evaluation stays in a ball of the norm {norm}")
-    first = (report.predictors[0], CLEAN)
-    clean = [each for each in saved_blocks(folder) if (each.predictor, each.attack) == first]
+    first = Cell(report.predictors[0], CLEAN, 0.0)
+    clean = [block for block, _ in folder.saved() if block.cell == first]
     here = rows_of(case.whole[0])
     there = {row for block in clean for row in rows_of(folder.read_array(block)[0])}
     if not there <= here and not here <= there:

@@ -59,19 +59,16 @@ def _walked(
 ) -> Iterator[tuple[str, str | list[float]]]:
     """`hidden`: within a function, where the repr shows nothing."""
     match value:
-        case Tensor():
-            yield path, tensor_hash(value)
-            return
-        case np.ndarray() if value.dtype != object:
+        case Tensor() | np.ndarray() if value.dtype != object:
             yield path, tensor_hash(torch.as_tensor(value))
             return
         case ModuleType():
             return
-        case int() | float() | complex() | str() | bytes() | None:
+        case None | int() | float() | complex() | str() | bytes() | range():
             if hidden:
                 yield path, repr(value)
             return
-        case torch.dtype() | torch.device() | torch.Size() | range():
+        case torch.dtype() | torch.device() | torch.Size():
             if hidden:
                 yield path, repr(value)
             return

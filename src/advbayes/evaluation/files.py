@@ -37,14 +37,12 @@ data_hash = tensor_hash  # of (x, y)
 class Block:
     """One batch of one predictor under one attack at one radius: written and resumed whole.
 
-    >>> Block(3, "MIX", "PGD", 2.0, 0, 256).file
+    >>> Block(3, Cell("MIX", "PGD", 2.0), 0, 256).file
     'blocks/00003.safetensors'
     """
 
     number: int
-    predictor: str
-    attack: str
-    eps: float | None
+    cell: Cell
     start: int
     stop: int
     array: str = ""  # SHA-256 of its file as the records name it; older folders do not
@@ -57,17 +55,12 @@ class Block:
     @property
     def job(self) -> tuple[str, float | None]:
         """The attack and its radius."""
-        return self.attack, self.eps
-
-    @property
-    def cell(self) -> Cell:
-        """The cell of the evaluation that it is a part of."""
-        return Cell(self.predictor, self.attack, self.eps)
+        return self.cell.attack, self.cell.eps
 
     @property
     def key(self) -> str:
         """What its randomness is keyed by, beside seed and first row."""
-        return f"{self.predictor}/{self.attack}/{self.eps!r}"
+        return f"{self.cell.predictor}/{self.cell.attack}/{self.cell.eps!r}"
 
     @property
     def file(self) -> str:
@@ -111,8 +104,9 @@ class Folder:
             records: list[dict[str, Any]] = list(group)
             first, stop = records[0], int(records[-1]["index"]) + 1
             eps = None if first["eps"] is None else float(first["eps"])
-            place = (str(first["predictor"]), str(first["attack"]), eps, int(first["index"]), stop)
-            blocks.append((Block(int(number), *place, str(first.get("array", ""))), records))
+            cell = Cell(str(first["predictor"]), str(first["attack"]), eps)
+            array = str(first.get("array", ""))
+            blocks.append((Block(int(number), cell, int(first["index"]), stop, array), records))
         return blocks
 
     def open(self, config: dict[str, Any]) -> None:
@@ -132,26 +126,20 @@ class Folder:
                         f"{str(value).removeprefix(UNKNOWN)} ({place}), which cannot be compared "
                         f"with what it held when {self.path} was begun"
                     )
+        same = f"out must be a new folder or hold the same evaluation, got {self.path}"
         for key, value in config.items():
-            if key == "contents" and key not in saved:
-                self._without_contents(value)
+            if key == "contents" and key not in saved:  # fine, if the attacks hold nothing
+                needed = [f"{name}: {path}" for name, paths in value.items() for path in paths]
+                if needed:
+                    raise checks.InputError(
+                        f"{same}, which does not say what the attacks held ({', '.join(needed)}): "
+                        f"an older version made it, and it cannot be resumed; give a new folder"
+                    )
             elif not _alike(saved.get(key), value):
                 place, before, now = _difference(key, saved.get(key), value)
                 raise checks.InputError(
-                    f"out must be a new folder or hold the same evaluation, got {self.path} whose "
-                    f"{place} is {before!r:.200}, not {now!r:.200}"
+                    f"{same} whose {place} is {before!r:.200}, not {now!r:.200}"
                 )
-
-    def _without_contents(self, wanted: dict[str, dict[str, Any]]) -> None:
-        """A folder from before the contents of attacks were noted: fine where the attacks hold
-        nothing of the kind."""
-        needed = [f"{name}: {path}" for name, paths in wanted.items() for path in paths]
-        if needed:
-            raise checks.InputError(
-                f"out must be a new folder or hold the same evaluation, got {self.path}, which "
-                f"does not say what the attacks held ({', '.join(needed)}): an older version made "
-                f"it, and it cannot be resumed; give a new folder"
-            )
 
     def config(self) -> dict[str, Any]:
         """What was evaluated, with which code."""

@@ -333,8 +333,11 @@ def is_stochastic(predict: Predictor, x: Tensor) -> bool:
 
 
 def _differ(first: Distribution, second: Distribution) -> bool:
-    if predicts_classes(first) and predicts_classes(second):
-        return not torch.equal(first.logits, second.logits)
-    return not (
-        torch.equal(first.mean, second.mean) and torch.equal(first.variance, second.variance)
-    )
+    return not torch.equal(numbers_of(first), numbers_of(second))
+
+
+def numbers_of(prediction: Distribution) -> Tensor:  # (B, K)
+    """What is said, finer than probabilities that are near 0 or 1: logits, or mean and variance."""
+    if predicts_classes(prediction):
+        return prediction.logits
+    return torch.stack([prediction.mean, prediction.variance], 1).flatten(1)

@@ -165,16 +165,7 @@ class Evaluation:
     def records(self) -> Iterator[dict[str, Any]]:
         """One dictionary per example, predictor, attack and radius."""
         for cell, rows in self.cells.items():
-            for index in range(len(rows["log_prob"])):
-                yield {
-                    "predictor": cell.predictor,
-                    "attack": cell.attack,
-                    "eps": cell.eps,
-                    "index": index,
-                    "seed": self.config.get("seed"),
-                    "iterations": self.config.get("iterations", {}).get(cell.attack, 0),
-                    **{name: float(values[index]) for name, values in rows.items()},
-                }
+            yield from records_of(cell, rows, self.config)
 
     def estimate(
         self,
@@ -249,6 +240,31 @@ class Evaluation:
         note = "" if verdict is None else verdict.line()
         dagger = verdict is not None and bool(verdict.failed_mandatory)
         return Table(names, tuple(rows), note=note, dagger=dagger)
+
+
+def records_of(
+    cell: Cell,
+    rows: Columns,
+    config: Mapping[str, Any],
+    start: int = 0,
+    block: int | None = None,
+    array: str = "",
+) -> Iterator[dict[str, Any]]:
+    """The records of examples from `start` on; on disk with the number of their block, the first
+    one with the SHA-256 of its array."""
+    columns = {name: values.tolist() for name, values in rows.items()}
+    for row in range(len(rows["log_prob"])):
+        yield {
+            "predictor": cell.predictor,
+            "attack": cell.attack,
+            "eps": cell.eps,
+            "index": start + row,
+            **({} if block is None else {"block": block}),
+            "seed": config.get("seed"),
+            "iterations": config.get("iterations", {}).get(cell.attack, 0),
+            **({"array": array} if array and not row else {}),
+            **{name: values[row] for name, values in columns.items()},
+        }
 
 
 def _outward(eps: float | None) -> float:

@@ -46,7 +46,7 @@ from advbayes.evaluation.inputs import (
     warn_units,
 )
 from advbayes.evaluation.measuring import attacked, batches, keyed, scored, seeded
-from advbayes.evaluation.result import CLEAN, WORST, Cell, Evaluation
+from advbayes.evaluation.result import CLEAN, WORST, Cell, Evaluation, records_of
 from advbayes.evaluation.scoring import Columns, column_names, joined
 from advbayes.metrics import constant, majority, uniform
 from advbayes.progress import Progress
@@ -169,7 +169,7 @@ def evaluate(
             kept.setdefault(int(number), {})[name] = values
 
         def measure(block: Block) -> dict[str, Tensor]:
-            each, attack = (predictors | trivial)[block.predictor], jobs.get(block.job)
+            each, attack = (predictors | trivial)[block.cell.predictor], jobs.get(block.job)
             return scorer.measured(each, attack, x, y, block)
 
         bar = Progress("evaluate", len(blocks), group.shown(progress), start=len(kept))
@@ -187,8 +187,9 @@ def evaluate(
                 if rows is None:
                     rows = new
                     if folder is not None:
-                        folder.log.append(*_lines(block, rows, config, array))
-                    bar.advance(f"{block.predictor}, {block.attack}")
+                        at = (block.start, block.number, array)
+                        folder.log.append(*records_of(block.cell, rows, config, *at))
+                    bar.advance(f"{block.cell.predictor}, {block.cell.attack}")
             assert rows is not None
             cells.setdefault(block.cell, []).append(rows)
     whole = {cell: joined(parts, task) for cell, parts in cells.items()}
@@ -289,13 +290,10 @@ def _blocks(
     batch_size: int,
 ) -> list[Block]:
     clean = (CLEAN, 0.0)
-    cells = [(name, *job) for name in predictors for job in (clean, *jobs)]
-    cells += [(name, *clean) for name in trivial]
-    parts = product(cells, batches(num, batch_size))
-    return [
-        Block(number, name, attack, eps, rows.start, rows.stop)
-        for number, ((name, attack, eps), rows) in enumerate(parts)
-    ]
+    cells = [Cell(name, *job) for name in predictors for job in (clean, *jobs)]
+    cells += [Cell(name, *clean) for name in trivial]
+    parts = enumerate(product(cells, batches(num, batch_size)))
+    return [Block(number, cell, rows.start, rows.stop) for number, (cell, rows) in parts]
 
 
 @dataclass(frozen=True)
@@ -317,7 +315,7 @@ class Scorer:
         loss: Loss = nll
         if attack is not None:
             x_adv = attacked(predict, attack, x, y, rows, seed=self.seed, key=block.key)
-            checks.finite(f"the adversarial inputs of {block.attack!r}", x_adv)
+            checks.finite(f"the adversarial inputs of {block.cell.attack!r}", x_adv)
             loss, ball = _recorded_loss(on_rows(attack, rows), self.task), ball_of(attack)
         columns = self.scored(predict, x_adv, y[rows], block, loss)
         change = x_adv - x[rows]
@@ -330,6 +328,7 @@ class Scorer:
         self, predict: Predictor, x_adv: Tensor, y: Tensor, block: Block, loss: Loss = nll
     ) -> Columns:
         """The scores of a block's array."""
+        cell = block.cell
         return scored(
             predict,
             x_adv,
@@ -338,10 +337,10 @@ class Scorer:
             seed=self.seed,
             key=block.key,
             start=block.start,
-            repeats=self.rescored.get(block.predictor, 1),
+            repeats=self.rescored.get(cell.predictor, 1),
             loss=loss,
             interval_level=self.interval_level,
-            what=f"the scores of {block.predictor!r} under {block.attack!r} (eps = {block.eps})",
+            what=f"the scores of {cell.predictor!r} under {cell.attack!r} (eps = {cell.eps})",
         )
 
 
@@ -354,27 +353,6 @@ def _recorded_loss(attack: Attack, task: Task) -> Loss:
     return nll
 
 
-def _lines(
-    block: Block, rows: Columns, config: Mapping[str, Any], array: str
-) -> list[dict[str, Any]]:
-    """The records of a block; the first one names its array."""
-    columns = {name: values.tolist() for name, values in rows.items()}
-    return [
-        {
-            "predictor": block.predictor,
-            "attack": block.attack,
-            "eps": block.eps,
-            "index": index,
-            "block": block.number,
-            "seed": config["seed"],
-            "iterations": config["iterations"].get(block.attack, 0),
-            **({} if row else {"array": array}),
-            **{name: values[row] for name, values in columns.items()},
-        }
-        for row, index in enumerate(range(block.start, block.stop))
-    ]
-
-
 def _resumed(
     folder: Folder, blocks: Sequence[Block], task: Task
 ) -> dict[int, tuple[Block, Columns]]:
@@ -384,10 +362,11 @@ def _resumed(
         if saved.number != block.number or len(records) < block.stop - block.start:
             break
         if replace(saved, array="") != block:
+            there, here = saved.cell, block.cell
             raise checks.InputError(
                 f"out must hold the records of this evaluation in its order, got "
-                f"{saved.predictor!r} under {saved.attack!r} where {block.predictor!r} under "
-                f"{block.attack!r} was wanted; give the predictors and attacks in their first order"
+                f"{there.predictor!r} under {there.attack!r} where {here.predictor!r} under "
+                f"{here.attack!r} was wanted; give the predictors and attacks in their first order"
             )
         done[block.number] = saved, _columns(records, task)
     return done
@@ -408,31 +387,27 @@ def load_evaluation(folder: str | os.PathLike[str]) -> Evaluation:
     place = Folder(Path(folder))
     config = place.config()
     try:
-        return _loaded(place, config)
+        task: Task = "classification" if config["task"] == "classification" else "regression"
+        cells: dict[Cell, list[Mapping[str, Any]]] = {}
+        for block, records in place.saved():
+            if block.array:
+                place.check_array(block)
+            cells.setdefault(block.cell, []).extend(records)
+        # What is scored last: without it, a worst case would be one over fewer attacks or examples.
+        last = Cell(config["trivial"][-1], CLEAN, 0.0)
+        if (num := len(cells.get(last, ()))) != config["num"]:
+            raise StoreError(
+                place.log.path,
+                wanted=f"all records, to the last {config['num']} of {last.predictor}",
+                got=f"{num} of these (interrupted or cut); evaluate into this folder once more",
+            )
+        columns = {cell: _columns(records, task) for cell, records in cells.items()}
+        return Evaluation(task, columns, tuple(config["trivial"]), config, place.path)
     except checks.InputError:
         raise
     except (KeyError, TypeError, ValueError, IndexError) as error:
         got = f"{type(error).__name__}: {error!s:.80}"
         raise StoreError(place.path, wanted="an evaluation by evaluate", got=got) from None
-
-
-def _loaded(place: Folder, config: dict[str, Any]) -> Evaluation:
-    task: Task = "classification" if config["task"] == "classification" else "regression"
-    cells: dict[Cell, list[Mapping[str, Any]]] = {}
-    for block, records in place.saved():
-        if block.array:
-            place.check_array(block)
-        cells.setdefault(block.cell, []).extend(records)
-    # What is scored last: without it, a worst case would be one over fewer attacks or examples.
-    last = Cell(config["trivial"][-1], CLEAN, 0.0)
-    if (num := len(cells.get(last, ()))) != config["num"]:
-        raise StoreError(
-            place.log.path,
-            wanted=f"all records, to the last {config['num']} of {last.predictor}",
-            got=f"{num} of these (interrupted or cut); evaluate into this folder once more",
-        )
-    columns = {cell: _columns(records, task) for cell, records in cells.items()}
-    return Evaluation(task, columns, tuple(config["trivial"]), config, place.path)
 
 
 def rescore(
@@ -450,18 +425,14 @@ def rescore(
         claimed.task, int(config["seed"]), float(config["interval_level"]), config["rescored"]
     )
     cells: dict[Cell, list[Columns]] = {}
-    for block in saved_blocks(place):
-        if block.predictor not in predictors:
+    for block, _ in place.saved():
+        name = block.cell.predictor
+        if name not in predictors:
             continue
-        rows = scorer.scored(predictors[block.predictor], *place.read_array(block), block)
+        rows = scorer.scored(predictors[name], *place.read_array(block), block)
         rows["norm"] = claimed.cells[block.cell]["norm"][block.rows]
         # The attack's own loss is not known to the files.
         kept = {name: values for name, values in rows.items() if not name.startswith("loss")}
         cells.setdefault(block.cell, []).append(kept)
     again = {cell: joined(parts, claimed.task) for cell, parts in cells.items()}
     return Evaluation(claimed.task, again, (), config, place.path)
-
-
-def saved_blocks(folder: Folder) -> list[Block]:
-    """The blocks whose records are in a folder, in order."""
-    return [block for block, _ in folder.saved()]

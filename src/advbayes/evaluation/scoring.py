@@ -86,23 +86,23 @@ def score(
     >>> score(predict, x, y, "classification")["correct"]
     tensor([1., 0.], dtype=torch.float64)
     """
-    total: Columns = {}
-    parts = {"": repeats}
-    if halves and repeats > 1:
-        parts |= {"_first": repeats // 2, "_second": repeats - repeats // 2}
     guesses = isinstance(predict, metrics.ConstantClasses)
-    for call in range(repeats):
+    calls = []
+    for _ in range(repeats):
         prediction = predict(x)
-        columns = _scores(prediction, y, loss, interval_level, what)
+        calls.append(_scores(prediction, y, loss, interval_level, what))
         if guesses:
-            columns["correct"] = metrics.expected_correct(prediction, y).cpu()
-        for part, size in parts.items():
-            if not part or (part == "_first") == (call < repeats // 2):
-                for name, values in columns.items():
-                    total[name + part] = total.get(name + part, 0.0) + values / size
-    for part, size in parts.items():
-        if "correct" in total and not guesses:  # ten tenths are one
-            total["correct" + part] = (total["correct" + part] * size).round() / size
+            calls[-1]["correct"] = metrics.expected_correct(prediction, y).cpu()
+    parts = {"": calls}
+    if halves and repeats > 1:
+        parts |= {"_first": calls[: repeats // 2], "_second": calls[repeats // 2 :]}
+    total: Columns = {}
+    for part, some in parts.items():
+        for name in calls[0]:
+            mean = sum((each[name] / len(some) for each in some), start=torch.zeros(()))
+            if name == "correct" and not guesses:  # ten tenths are one
+                mean = (mean * len(some)).round() / len(some)
+            total[name + part] = mean
     return total
 
 
@@ -153,45 +153,34 @@ def worst(columns: Sequence[Columns], task: Task) -> Columns:
     """
     if not columns:
         raise InputError("worst wants at least one attack's columns, got none")
-    names = [name for name in WORSE[task] if _everywhere(name, columns)]
+    everywhere = {name for name in columns[0] if all(name in rows for rows in columns)}
+    names = [name for name in WORSE[task] if name in everywhere]
     if len(columns) == 1:
         return {name: columns[0][name] for name in names}
-    if not all(f"log_prob_{half}" in rows for rows in columns for half in HALVES):
-        pick = _picked(columns, task)
-        return {name: _taken(columns, name, pick[name]) for name in names}
+    stacked = {name: torch.stack([rows[name] for rows in columns]) for name in everywhere}
+    if not {f"log_prob_{half}" for half in HALVES} <= everywhere:
+        pick = _picked(stacked, task)
+        return {name: stacked[name].gather(0, pick[name])[0] for name in names}
     sides = []
     for chosen_on, reported in (HALVES, HALVES[::-1]):
-        first = [
-            {name: rows.get(f"{name}_{chosen_on}", rows[name]) for name in names}
-            for rows in columns
-        ]
+        first, second = (
+            {name: stacked.get(f"{name}_{half}", stacked[name]) for name in names}
+            for half in (chosen_on, reported)
+        )
         pick = _picked(first, task)
-        half = {name: f"{name}_{reported}" for name in names}
-        side = {name: half[name] if _everywhere(half[name], columns) else name for name in names}
-        sides.append({name: _taken(columns, side[name], pick[name]) for name in names})
+        sides.append({name: second[name].gather(0, pick[name])[0] for name in names})
     return {name: (sides[0][name] + sides[1][name]) / 2 for name in names}
 
 
-def _everywhere(name: str, columns: Sequence[Columns]) -> bool:
-    return all(name in rows for rows in columns)
-
-
-def _picked(columns: Sequence[Columns], task: Task) -> dict[str, Tensor]:
-    """Which attack is the worst for each example, (N,), by each column."""
-    if task == "classification":
-        # correctness first
-        harm = torch.stack([-rows["log_prob"] - 1e9 * rows["correct"] for rows in columns])
+def _picked(scores: Columns, task: Task) -> Columns:  # (attacks, N) each -> (1, N)
+    """Which attack is the worst for each example, by each column."""
+    if task == "classification":  # correctness first
+        harm = -scores["log_prob"] - 1e9 * scores["correct"]
     else:
-        harm = torch.stack([rows.get("squared_error", -rows["log_prob"]) for rows in columns])
+        harm = scores.get("squared_error", -scores["log_prob"])
     pick = {}
-    for name, direction in WORSE[task].items():
-        if _everywhere(name, columns):
-            # of equally correct ones, the one that came closest to breaking
-            by_itself = direction != 0 and name != "correct"
-            each = [direction * rows[name] for rows in columns]
-            pick[name] = (torch.stack(each) if by_itself else harm).argmax(0)
+    for name in WORSE[task].keys() & scores.keys():
+        # of equally correct ones, the one that came closest to breaking
+        by_itself = WORSE[task][name] != 0 and name != "correct"
+        pick[name] = (WORSE[task][name] * scores[name] if by_itself else harm).argmax(0, True)
     return pick
-
-
-def _taken(columns: Sequence[Columns], name: str, pick: Tensor) -> Tensor:
-    return torch.stack([rows[name] for rows in columns]).gather(0, pick.unsqueeze(0))[0]

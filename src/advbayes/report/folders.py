@@ -14,7 +14,6 @@ from advbayes.checks import InputError, counted
 from advbayes.evaluation import Cell, Evaluation, load_evaluation
 from advbayes.evaluation.files import Block, Folder
 from advbayes.evaluation.result import CLEAN
-from advbayes.evaluation.run import saved_blocks
 from advbayes.report.pictures import Gallery, is_image, make_gallery
 from advbayes.report.text import clean
 from advbayes.report.write import ReportPaths, command_line, write_report
@@ -273,8 +272,8 @@ def _arrays(
     assert evaluation.folder is not None
     folder, trivial = Folder(evaluation.folder), evaluation.config.get("trivial", [])
     first: dict[tuple[str, float | None], Block] = {}
-    for block in saved_blocks(folder):
-        if block.start == 0 and block.predictor not in trivial:
+    for block, _ in folder.saved():
+        if block.start == 0 and block.cell.predictor not in trivial:
             first.setdefault(block.job, block)
     if label not in first or (CLEAN, 0.0) not in first:
         return None
