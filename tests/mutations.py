@@ -1387,7 +1387,7 @@ _through = _Shared()""",
     Bug(
         "silent success: no iterate is seen",
         "auditing/strength.py",
-        "inside = self.case.ball.contains(x[point], self.x[example])",
+        "inside = self.case.ball.contains(x.detach()[point], self.x[example])",
         "inside = torch.zeros_like(point, dtype=torch.bool)",
         "test_audit_first_contact",
     ),

@@ -244,8 +244,8 @@ FIRST = (
     Bug(
         "the audit prints twice the steps that it judged",
         "auditing/strength.py",
-        '"steps": steps // 2, case.label',
-        '"steps": steps, case.label',
+        '"steps": factor // 2 * most, case.label',
+        '"steps": factor * most, case.label',
         "test_audit_rules test_audit",
     ),
     Bug(

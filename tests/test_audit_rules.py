@@ -1021,6 +1021,8 @@ def test_thresholds_are_those_of_the_rules() -> None:
     assert (others.QUERIES, others.BEYOND) == (5000, 0.002)
     assert (controls.LEFT, controls.NEAR, controls.BEHIND) == (0.05, 0.03, 0.05)
     assert remembering.ALLOWED == 0.08
+    assert (controls.EPOCHS, controls.UPDATES, controls.BATCH) == (4, 400, 128)
+    assert (controls.RATE, controls.ATTACK_STEPS) == (5e-3, 5)
     assert {"margin", "dlr"} <= describing.MARGINS
     assert (
         SimpleNamespace(
@@ -1160,7 +1162,7 @@ def test_e5_what_a_mask_leaves_to_the_attacker_has_a_say(
     taken: int, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = case(ball=L2(0.5, mask=torch.arange(5) == 0), attacks={"a": Half(BALL)})
-    found.memory |= {"radii": [(9.0, columns(100, 100))], "clean": columns(100, 0)}
+    found.memory |= {"radii": {9.0: columns(100, 100)}, "clean": columns(100, 0)}
     monkeypatch.setattr(strength, "_left_by", lambda *_: columns(100, taken))
     result = strength.unbounded(found)
     assert result.status == wanted
@@ -1198,11 +1200,8 @@ def test_e4_and_e5_leave_one_percent(
 def test_e4_lets_accuracy_rise_by_chance(rise: int, wanted: str) -> None:
     """Seven discordant pairs of seven have p = 1/128 < 1 %, six of six 1/64."""
     found = case(attacks={"a": Half(BALL)})
-    found.memory["radii"] = [
-        (0.1, columns(60, 30)),
-        (0.5, columns(60, 30 - rise)),
-        (9.0, columns(60, 60)),
-    ]
+    wrong = {0.1: 30, 0.5: 30 - rise, 9.0: 60}
+    found.memory["radii"] = {eps: columns(60, num) for eps, num in wrong.items()}
     assert strength.monotone(found).status == wanted
 
 

@@ -13,8 +13,7 @@ from advbayes import metrics
 from advbayes.attacks import succeeded, with_ball
 from advbayes.attacks.balls import L2, Ball
 from advbayes.auditing.case import Case, Frozen
-from advbayes.auditing.check import check, judged, not_applicable, not_run
-from advbayes.auditing.findings import Finding
+from advbayes.auditing.findings import Finding, check, judged, not_applicable, not_run
 from advbayes.seeds import generator_for
 from advbayes.types import Attack
 
@@ -32,20 +31,19 @@ def _dual(ball: Ball, w: Tensor) -> Tensor:
 class Linear:
     """Classes by a linear map: its robust accuracy has a closed form.
 
-    >>> Linear(torch.eye(2), torch.zeros(2))(torch.tensor([[1.0, 0.0]])).probs.argmax()
+    >>> Linear(torch.eye(2))(torch.tensor([[1.0, 0.0]])).probs.argmax()
     tensor(0)
     """
 
     weight: Tensor  # (C, D)
-    bias: Tensor  # (C,)
 
     def __call__(self, x: Tensor) -> Categorical:
-        return Categorical(logits=x @ self.weight.T + self.bias, validate_args=False)
+        return Categorical(logits=x @ self.weight.T, validate_args=False)
 
     def slack(self, ball: Ball, x: Tensor, y: Tensor) -> Tensor:
         """min over classes c != y of the margin to c less the most that eps can take from it; > 0:
         robust."""
-        logits = x @ self.weight.T + self.bias
+        logits = x @ self.weight.T
         margin = logits.gather(1, y.unsqueeze(1)) - logits
         taken = ball.eps * _dual(ball, self.weight[y].unsqueeze(1) - self.weight)
         return (margin - taken).scatter(1, y.unsqueeze(1), math.inf).amin(1)
@@ -76,13 +74,12 @@ def _plain(ball: Ball) -> Ball:
     return type(ball)(eps=ball.eps if ball.eps > 0 else 1.0)
 
 
-def _around(
-    linear: Linear, ball: Ball, num: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Points of which eps breaks some, and their classes."""
+def _breakable(ball: Ball, num: int, generator: torch.Generator) -> tuple[Linear, Tensor, Tensor]:
+    """A linear model, points of which eps breaks some, and their classes."""
+    linear = Linear(torch.randn(3, DIMENSIONS, generator=generator))
     spread = 2.0 * ball.eps * (0.7 if isinstance(ball, L2) else 1.0)
-    x = spread * torch.randn(num, linear.weight.shape[1], generator=generator)
-    return x, linear(x).logits.argmax(1)
+    x = spread * torch.randn(num, DIMENSIONS, generator=generator)
+    return linear, x, linear(x).logits.argmax(1)
 
 
 def share_of_breakable(attack: Attack, ball: Ball, seed: int) -> float:
@@ -93,15 +90,14 @@ def share_of_breakable(attack: Attack, ball: Ball, seed: int) -> float:
     1.0
     """
     ball, generator = _plain(ball), generator_for(seed, "audit/breakable")
-    linear = Linear(torch.randn(3, DIMENSIONS, generator=generator), torch.zeros(3))
-    x, y = _around(linear, ball, 50, generator)
+    linear, x, y = _breakable(ball, 50, generator)
     breakable = linear.slack(dataclasses.replace(ball, eps=0.9 * ball.eps), x, y) < 0
     with torch.no_grad():
         x_adv = with_ball(attack, ball)(linear, x, y, generator=generator)
     return float(succeeded(linear(x_adv), y)[breakable].double().mean())
 
 
-@check("E19", "the attack itself", cost=lambda size: 0.5 * size.passes, attacks=True)
+@check("E19", "the attack itself", cost=lambda case: 0.5 * case.passes, attacks=True)
 def attack_itself(case: Case) -> Finding:
     """E19: no mismatch with the linear closed form, and 95 % success on a planted vulnerability."""
     if case.task == "regression":
@@ -109,18 +105,17 @@ def attack_itself(case: Case) -> Finding:
             "the closed form is that of classes; regression attacks share their engine"
         )
     ball, generator = _plain(case.ball), generator_for(case.seed, "audit/linear")
-    linear = Linear(torch.randn(3, DIMENSIONS, generator=generator), torch.zeros(3))
-    attacks = [with_ball(attack, ball) for attack in case.attacks_on(linear).values()]
+    linear, x, y = _breakable(ball, 200, generator)
+    attacks = case.attacks_on(linear, ball)
     if not attacks:
         return not_run(
             "give attacks that are made for any predictor: these cannot run on a linear model"
         )
-    x, y = _around(linear, ball, 200, generator)
     planted = Planted(ball)
     points = 0.05 * ball.eps * torch.randn(100, DIMENSIONS, generator=generator) / DIMENSIONS
     zeros = torch.zeros(len(points), dtype=torch.long)
     broken, reached = torch.zeros(len(x)).bool(), torch.zeros(len(points)).bool()
-    for attack in attacks:
+    for attack in attacks.values():
         with torch.no_grad():
             broken |= succeeded(linear(attack(linear, x, y, generator=generator)), y)
             x_adv = attack(planted, points, zeros, generator=generator)

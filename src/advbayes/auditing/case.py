@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from advbayes.attacks import applies_to
-from advbayes.attacks.balls import Ball
-from advbayes.attacks.parts import on_rows, settings
+from advbayes.attacks import applies_to, with_ball
+from advbayes.attacks.balls import Ball, per_row
+from advbayes.attacks.parts import on_rows, settings, steps_of
 from advbayes.auditing.claim import Claim
 from advbayes.auditing.copies import Copies, Forgetful
 from advbayes.auditing.support import Support
@@ -156,11 +156,12 @@ class Case:
         )
         return joined(list(parts), self.task)
 
-    def attacks_on(self, predict: Predictor) -> dict[str, Attack]:
-        """The attacks under audit that are made for a predictor: a purifier's own do not run on its
-        controls."""
+    def attacks_on(self, predict: Predictor, ball: Ball | None = None) -> dict[str, Attack]:
+        """The attacks under audit that are made for a predictor (a purifier's own do not run on its
+        controls), in their own ball or another."""
         attacks = self.attacks.items()
-        return {name: attack for name, attack in attacks if applies_to(attack, predict)}
+        fit = {name: attack for name, attack in attacks if applies_to(attack, predict)}
+        return fit if ball is None else {name: with_ball(fit[name], ball) for name in fit}
 
     @property
     def target(self) -> Predictor:
@@ -216,9 +217,7 @@ class Case:
         def make() -> dict[str, Columns]:
             columns = {}
             for name, x_adv in self.arrays().items():
-                usable = (
-                    torch.isfinite(x_adv).flatten(1).all(1).reshape(-1, *[1] * (x_adv.ndim - 1))
-                )
+                usable = per_row(torch.isfinite(x_adv).flatten(1).all(1), x_adv)
                 columns[name] = self.scored(torch.where(usable, x_adv, self.x), f"attack {name}")
             return columns
 
@@ -261,10 +260,6 @@ class Case:
         tried = [self.clean, *self.columns().values(), *self.memory.get("joined", {}).values()]
         return min((worst(tried, self.task), *tried), key=self.value)
 
-    def standing(self) -> Tensor:
-        """The examples that the attacks under audit did not break (in regression: all)."""
-        return self.unbroken(self.gradient())
-
     def unbroken(self, columns: Columns) -> Tensor:
         """The rows that are still answered right (in regression: all)."""
         if self.task == "regression":
@@ -300,6 +295,22 @@ class Case:
         return self.num_thetas is not None or self.support.fresh is not None
 
     @property
+    def has_randomness(self) -> bool:
+        """Whether there are thetas or draws to know."""
+        return self.is_bayesian or self.stochastic
+
+    @property
+    def passes(self) -> float:
+        """The gradient passes of all attacks, once each."""
+        return float(sum(steps_of(attack) or 1 for attack in self.attacks.values()))
+
+    @property
+    def sources(self) -> int:
+        """How many models there are to transfer from, a control that is to be trained included."""
+        support = self.support
+        return len(support.siblings) + (support.undefended is not None or bool(support.to_train))
+
+    @property
     def known(self) -> Tensor:  # (M, *event)
         """The inputs of the training, as x has them; none where they are not there, or are other
         things than x."""
@@ -314,10 +325,8 @@ class Case:
     @property
     def unpurified(self) -> Predictor | None:
         """The model behind a purifier, where it is known."""
-        if self.support.unpurified is not None:
-            return self.support.unpurified
         base: Predictor | None = getattr(self.predict, "base", None)
-        return base
+        return base if self.support.unpurified is None else self.support.unpurified
 
     @property
     def is_purifier(self) -> bool:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributions import Distribution
 
 from advbayes import checks
-from advbayes.attacks import with_ball
 from advbayes.attacks.balls import L2, Ball
 from advbayes.auditing.case import Case
 from advbayes.auditing.findings import Figure, Finding
@@ -248,11 +247,10 @@ def broken_at_their_radius(case: Case, smoothed: Smoothed, claimed: Certificates
     start = torch.cat([torch.zeros_like(x), x, radii], 1)
     ball = L2(1.0, mask=torch.arange(start.shape[1]) < x.shape[1])
     broken = torch.zeros(len(rows), dtype=torch.bool)
-    for name, attack in case.attacks_on(wrapped).items():
-        within = with_ball(attack, ball)
+    for name, attack in case.attacks_on(wrapped, ball).items():
         generator = generator_for(case.seed, f"audit/own radius {name}", device=x.device)
         attacked = [
-            within(wrapped, start[part], y[part], generator=generator)
+            attack(wrapped, start[part], y[part], generator=generator)
             for part in batches(len(rows), case.budget.batch_size)
         ]
         points = wrapped.points(torch.cat(attacked))

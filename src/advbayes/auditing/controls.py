@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from advbayes import metrics
-from advbayes.attacks import pgd, with_ball
+from advbayes.attacks import pgd
 from advbayes.attacks.balls import Ball
 from advbayes.auditing.case import Case, layers_of, num_different
-from advbayes.auditing.check import check, judged, no_attacks, not_applicable, not_run
-from advbayes.auditing.findings import Finding
+from advbayes.auditing.findings import Finding, check, judged, no_attacks, not_applicable, not_run
 from advbayes.auditing.strength import SIGNIFICANT, breaks_more
 from advbayes.auditing.support import Baseline, Support, published_for, recorded_for
 from advbayes.channels import AttackChannel, Noise
@@ -37,9 +36,12 @@ CHECKED = 20  # times that a control's clean accuracy is looked at while it trai
 # examples, at least, on which baseline and control are compared (where there are as many)
 COMPARED = 256
 ALL = 2000  # examples on which clean accuracies are compared
+# how controls are trained: passes, at least so many steps of Adam, examples in each, its rate;
+# the steps of the attack in adversarial training
+EPOCHS, UPDATES, BATCH, RATE, ATTACK_STEPS = 4, 400, 128, 5e-3, 5
 
 
-@check("E20", "undefended control", cost=lambda size: 3 * size.passes * (size.sources > 0))
+@check("E20", "undefended control", cost=lambda case: 3 * case.passes * (case.sources > 0))
 def undefended_control(case: Case) -> Finding:
     """E20: the same attack leaves an undefended deterministic net at most 5 %."""
     control = case.support.undefended
@@ -142,11 +144,18 @@ def apart(case: Case, ball: Ball | None = None) -> float:
     return float(distance.median()) or math.inf
 
 
+@torch.no_grad()
 def farthest(case: Case, control: Predictor, ball: Ball) -> float:
     """How far a ball is widened to break the control: half the distance between two examples or,
-    where that is more, as far as nearly all of them have one within reach that the control answers
-    otherwise."""
-    return max(0.5 * apart(case, ball), to_another_answer(case, control, ball))
+    where that is more, as far as all but 3 % of them have one within reach that the control answers
+    with another class than theirs."""
+    prediction, nearest = control(case.x), [case.x.new_zeros(())]
+    if predicts_classes(prediction):
+        said = prediction.logits.argmax(-1)
+        pairs = zip(case.x, case.y, strict=True)
+        others = [case.x[said != label] - x for x, label in pairs if bool((said != label).any())]
+        nearest = [ball.norm(each).min() for each in others] or nearest
+    return max(0.5 * apart(case, ball), float(torch.stack(nearest).double().quantile(0.97)))
 
 
 def comparing(case: Case, control: Predictor) -> Ball:
@@ -156,29 +165,13 @@ def comparing(case: Case, control: Predictor) -> Ball:
     return replace(ball, eps=min(ball.eps, max(case.ball.eps, 0.5 * apart(case))))
 
 
-@torch.no_grad()
-def to_another_answer(case: Case, control: Predictor, ball: Ball) -> float:
-    """The distance within which all but 3 % of the examples have one that the control answers with
-    another class than theirs; 0 in regression, or where there is none."""
-    prediction = control(case.x)
-    if not predicts_classes(prediction):
-        return 0.0
-    said = prediction.logits.argmax(-1)
-    nearest = [
-        ball.norm(case.x[said != label] - x).min()
-        for x, label in zip(case.x, case.y, strict=True)
-        if bool((said != label).any())
-    ]
-    return float(torch.stack(nearest).double().quantile(0.97)) if nearest else 0.0
-
-
 def _control(case: Case, control: Predictor) -> tuple[Ball, Columns]:
     """The control under attack, and in which ball: that of Support, the audited one where a figure
     is published for it, else the one that breaks it."""
     if case.support.control_ball is None and published_for(case.support.dataset, case.ball) is None:
         return breaking(case, control)
     ball = case.support.control_ball or case.ball
-    return case.once("control", lambda: (ball, _left(case, control, ball)))
+    return ball, _left(case, control, ball)
 
 
 def breaking(case: Case, control: Predictor) -> tuple[Ball, Columns]:
@@ -202,13 +195,13 @@ def breaking(case: Case, control: Predictor) -> tuple[Ball, Columns]:
 
 def _left(case: Case, predict: Predictor, ball: Ball) -> Columns:
     """The union of clean and the attacks under audit, on another predictor in some ball."""
-    attacks = {name: with_ball(attack, ball) for name, attack in case.attacks_on(predict).items()}
     clean = case.scored(case.x, "control clean", by=predict)
-    attacked = case.union(attacks, f"control {ball.eps:g}", through=predict, by=predict)
+    attacks, purpose = case.attacks_on(predict, ball), f"control {ball.eps:g}"
+    attacked = case.union(attacks, purpose, through=predict, by=predict)
     return worst([clean, attacked], case.task)
 
 
-@check("E21", "credible baseline", cost=lambda size: size.passes * (size.sources > 0))
+@check("E21", "credible baseline", cost=lambda case: case.passes * (case.sources > 0))
 def credible_baseline(case: Case) -> Finding:
     """E21: the published recipe is at most 5 points below its figure; where none is published,
     adversarial training is better than the undefended control under the same attack: significantly
@@ -278,7 +271,7 @@ def _against_control(case: Case, baseline: Predictor) -> Finding:
                 "something"
             )
         # it may hide its gradients, and stand against its own attack alone
-        attacks = {name: with_ball(each, ball) for name, each in case.attacks_on(control).items()}
+        attacks = case.attacks_on(control, ball)
         transferred = case.union(attacks, "to the baseline", through=control, by=baseline)
         trained = worst([trained, transferred], case.task)
     undefended, defended = case.value(plain), case.value(trained)
@@ -318,19 +311,9 @@ def _too_few(plain: Columns, trained: Columns) -> bool:
 # --- training what is missing -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How the controls are trained: `epochs` passes, and at least `updates` steps of Adam."""
-
-    epochs: float = 4
-    updates: int = 400
-    batch_size: int = 128
-    lr: float = 5e-3
-    attack_steps: int = 5
-
-    def total(self, num: int) -> int:
-        """Steps of Adam on that many examples."""
-        return max(self.updates, round(self.epochs * num / min(self.batch_size, num)))
+def _updates(num: int) -> int:
+    """The steps of Adam on that many examples."""
+    return max(UPDATES, round(EPOCHS * num / min(BATCH, num)))
 
 
 def with_controls(case: Case, *, progress: bool | None = None) -> Support:
@@ -340,7 +323,7 @@ def with_controls(case: Case, *, progress: bool | None = None) -> Support:
     largest in which something is learnt (unless a published recipe is asked for).
     """
     support, model = case.support, model_of(case.predict)
-    if support.training is None or model is None or not support.lacks_controls or not case.attacks:
+    if support.training is None or not support.to_train or model is None or not case.attacks:
         return support
     x, y = as_tensors(support.training, model.dtype)
     classes = case.task == "classification"
@@ -353,7 +336,7 @@ def with_controls(case: Case, *, progress: bool | None = None) -> Support:
     if baseline is None and published_for(support.dataset, case.ball) is None:
         ball = comparing(case, control)
         while True:
-            channel = AttackChannel(pgd(ball, Recipe.attack_steps), 0.0)
+            channel = AttackChannel(pgd(ball, ATTACK_STEPS), 0.0)
             baseline = trained_control(model, channel, (x, y), None, **options)
             if ball.eps <= case.ball.eps or not is_trivial(case, baseline):
                 break
@@ -365,11 +348,12 @@ def with_controls(case: Case, *, progress: bool | None = None) -> Support:
 def training_passes(case: Case) -> float:
     """About how many passes `with_controls` takes: one through the net for each theta of the
     predictor's passes."""
-    assert case.support.training is not None
+    if case.support.training is None:
+        return 0.0
     num = len(case.support.training[0])
-    share = Recipe().total(num) * min(num, Recipe.batch_size) / max(1, case.num_thetas or 1)
-    work = {"undefended": 1.0, "baseline": 1.0 + Recipe.attack_steps}
-    return share * sum(work[name] for name in case.support.lacks_controls)
+    share = _updates(num) * min(num, BATCH) / max(1, case.num_thetas or 1)
+    work = {"undefended": 1.0, "baseline": 1.0 + ATTACK_STEPS}
+    return share * sum(work[name] for name in case.support.to_train)
 
 
 def trained_control(
@@ -380,15 +364,13 @@ def trained_control(
     *,
     seed: int,
     progress: bool | None = None,
-    recipe: Recipe | None = None,
 ) -> Predictor:
     """A point estimate from the net's initial weights: the state whose clean accuracy is nearest to
     that of the audited model in `near`, or else the last."""
-    recipe = recipe or Recipe()
-    model = copy.deepcopy(model)
+    model, num = copy.deepcopy(model), len(data[0])
     posterior = PointMass(model)
-    target = None if near is None else clean_accuracy(near.predict, near)
-    rounds = 1 if target is None else CHECKED
+    target = 0.0 if near is None else clean_accuracy(near.predict, near)
+    rounds = 1 if near is None else CHECKED
     best, nearest = math.inf, posterior.mean.clone()
     for turn in range(rounds):
         fit(
@@ -396,15 +378,14 @@ def trained_control(
             posterior,
             channel,
             data,
-            steps=math.ceil(recipe.total(len(data[0])) / rounds),
-            batch_size=min(recipe.batch_size, len(data[0])),
-            lr=recipe.lr,
+            steps=math.ceil(_updates(num) / rounds),
+            batch_size=min(BATCH, num),
+            lr=RATE,
             seed=seed_for(seed, "audit/control", turn) % 2**31,
             progress=progress,
         )
-        distance = 0.0
-        if near is not None and target is not None:
-            distance = abs(clean_accuracy(model.at(posterior.mean), near) - target)
+        reached = target if near is None else clean_accuracy(model.at(posterior.mean), near)
+        distance = abs(reached - target)
         if distance < best:
             best, nearest = distance, posterior.mean.clone()
         if distance < 0.3 * NEAR:

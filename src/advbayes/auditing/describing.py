@@ -11,9 +11,8 @@ from advbayes import metrics
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import ball_of, family_of, loss_names
 from advbayes.auditing.case import Case, Frozen
-from advbayes.auditing.check import check, judged, no_attacks, not_applicable, not_run
 from advbayes.auditing.claim import Claim
-from advbayes.auditing.findings import Finding
+from advbayes.auditing.findings import Finding, check, judged, no_attacks, not_applicable, not_run
 from advbayes.auditing.threat import said_by
 from advbayes.channels import AttackChannel, Learned, Mixture
 from advbayes.evaluation.files import Folder, data_hash
@@ -120,7 +119,7 @@ def _losses(case: Case) -> set[str]:
     return {name for attack in case.attacks.values() for name in loss_names(attack)}
 
 
-@check("E16", "two losses through the predictive", cost=lambda size: 1)
+@check("E16", "two losses through the predictive", cost=lambda case: 1)
 def two_losses(case: Case) -> Finding:
     """E16: log-mean-exp NLL and a margin loss, and probabilities soft-maxed once."""
     if case.black_box:
@@ -216,7 +215,7 @@ def attack_on_score(case: Case) -> Finding:
     return judged(not SCORES.get(detector, {detector}) & names, advice, **figures)
 
 
-@check("E27", "re-scorable", cost=lambda size: size.attacks)
+@check("E27", "re-scorable", cost=lambda case: len(case.attacks))
 def rescorable(case: Case) -> Finding:
     """E27: arrays, seeds, config and code hash are kept, of these data and in this ball, and give
     the same table again."""

@@ -1,16 +1,18 @@
-"""What a check found, and what all of them say together."""
+"""What a check is (a function of a Case, with its id, title and cost, and when it counts), what it
+found, and what all of them say together."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from advbayes import checks
+from advbayes.auditing.case import Case
 
 Status = Literal["passed", "failed", "not run", "not applicable"]
 Figure = float | int | str | bool | None
-STATUSES = ("passed", "failed", "not run", "not applicable")
 _SIGN = {"passed": "ok", "failed": "FAILED", "not run": "not run", "not applicable": "n/a"}
 
 
@@ -30,7 +32,7 @@ class Finding:
     mandatory: bool = True
 
     def __post_init__(self) -> None:
-        checks.choice("status", self.status, STATUSES)
+        checks.choice("status", self.status, tuple(_SIGN))
 
     def line(self) -> str:
         """One line of text."""
@@ -50,6 +52,70 @@ class Finding:
 
 def _shown(value: Figure) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+Measure = Callable[[Case], Finding]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check of the audit. `cost` is in passes through the predictor for each example.
+
+    `attacks`: it runs attacks, not only their arrays. `calm`: it is about the attack, and the
+    predictor's randomness, which would only blur it, is fixed.
+    """
+
+    id: str
+    title: str
+    measure: Measure
+    cost: Callable[[Case], float] = lambda case: 0.0
+    mandatory: Callable[[Case], bool] = lambda case: True
+    # a tier does not leave out what has nothing to say anyway
+    applies: Callable[[Case], bool] = lambda case: True
+    attacks: bool = False
+    calm: bool = False
+
+    def __call__(self, case: Case) -> Finding:
+        """What the check says about the case."""
+        if self.attacks and not case.attacks:
+            return self.named(no_attacks(), case)
+        return self.named(self.measure(case.calm() if self.calm else case), case)
+
+    def named(self, finding: Finding, case: Case) -> Finding:
+        """The finding under the check's id and title."""
+        return replace(finding, id=self.id, title=self.title, mandatory=self.mandatory(case))
+
+
+def check(id: str, title: str, **options: Any) -> Callable[[Measure], Check]:
+    """Make a check of the function that measures it; `options` are the other fields of `Check`.
+
+    >>> @check("E99", "nothing at all", cost=lambda case: case.passes)
+    ... def nothing(case):
+    ...     return judged(False, "do something", things=0)
+    >>> nothing.id, nothing.title
+    ('E99', 'nothing at all')
+    """
+    return lambda measure: Check(id, title, measure, **options)
+
+
+def judged(bad: bool, advice: str, **figures: Any) -> Finding:
+    """Failed with advice if `bad`, passed otherwise."""
+    return Finding("", "", "failed" if bad else "passed", figures, advice if bad else "")
+
+
+def not_run(why: str) -> Finding:
+    """A check that would have needed something that is not there."""
+    return Finding("", "", "not run", {}, why)
+
+
+def no_attacks() -> Finding:
+    """A check that runs attacks, where there are arrays alone."""
+    return not_run("give the attacks, not only their arrays")
+
+
+def not_applicable(why: str) -> Finding:
+    """A check that has nothing to say here."""
+    return Finding("", "", "not applicable", {}, why)
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from advbayes.attacks.parts import losses_of, steps_of
 from advbayes.attacks.zeroth_order import ANSWERS_ALONE
 from advbayes.auditing.answers import share_of_breakable
 from advbayes.auditing.case import POINT, Case, Frozen, num_different, with_thetas
-from advbayes.auditing.check import check, judged, no_attacks, not_applicable, not_run
-from advbayes.auditing.findings import Finding
+from advbayes.auditing.findings import Finding, check, judged, no_attacks, not_applicable, not_run
 from advbayes.auditing.remembering import ASKED, changed
 from advbayes.auditing.strength import breaks_more
 from advbayes.evaluation.scoring import worst
@@ -27,7 +26,7 @@ FOUND = 0.9  # the share that one of the user's own finds on a linear model
 LEVELS = ("thetas known", "thetas fresh")
 
 
-@check("E11", "black box not better", cost=lambda size: size.budget.queries)
+@check("E11", "black box not better", cost=lambda case: case.budget.queries)
 def black_box(case: Case) -> Finding:
     """E11: Square with 5,000 queries breaks at most 0.2 points beyond the union of all attacks."""
     loss = margin if case.task == "classification" else nll
@@ -102,7 +101,7 @@ def _asked(case: Case, attack: Attack, row: Tensor) -> int:
     return QUERIES if broken else sum(counted.sizes)
 
 
-@check("E13", "transfer not better", cost=lambda size: size.sources * size.passes)
+@check("E13", "transfer not better", cost=lambda case: case.sources * case.passes)
 def transfer(case: Case) -> Finding:
     """E13: examples made for an undefended or sibling model do not break more."""
     support = case.support
@@ -137,7 +136,7 @@ def transfer(case: Case) -> Finding:
 @check(
     "E10",
     "enough thetas in the attack",
-    cost=lambda size: 3 * size.passes * size.thetas,
+    cost=lambda case: 3 * case.passes * case.has_randomness,
     applies=lambda case: case.is_bayesian or case.target is not case.predict,
 )
 def enough_thetas(case: Case) -> Finding:
@@ -205,7 +204,7 @@ def _through_itself(case: Case) -> Finding:
     return judged(cost > POINT + 1e-9, advice, cost=cost, **{case.label: case.value(after)})
 
 
-@check("E14", "fixed randomness", cost=lambda size: 2 * size.passes * size.thetas)
+@check("E14", "fixed randomness", cost=lambda case: 2 * case.passes * case.has_randomness)
 def fixed_randomness(case: Case) -> Finding:
     """E14: the attack that knows the evaluated thetas is not weaker than the one that does not, by
     more than a point."""

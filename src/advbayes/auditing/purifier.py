@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from advbayes.auditing.case import Case
-from advbayes.auditing.check import check, judged, not_applicable, not_run
-from advbayes.auditing.findings import Finding
+from advbayes.auditing.findings import Finding, check, judged, not_applicable, not_run
 from advbayes.purification import Purifier
 from advbayes.purification.attacks import Annealed, NearestCentre, StraightThrough
 from advbayes.types import Attack, Predictor
@@ -30,14 +29,12 @@ def adaptive_attacks(case: Case) -> Finding:
     # what the ordinary attacks go through, and the attacks that are made for a purifier
     ways: dict[str, Predictor] = {"exact": case.predict}
     adaptive: dict[str, Attack] = {}
-    unpurified = case.support.unpurified
     if isinstance(case.predict, Purifier):
-        unpurified = case.unpurified
-        if unpurified is not None:
-            ways["straight_through"] = StraightThrough(case.predict, unpurified)
+        if case.unpurified is not None:
+            ways["straight_through"] = StraightThrough(case.predict, case.unpurified)
         adaptive = {"nearest_centre": NearestCentre(case.ball), "annealed": Annealed(case.ball)}
-    if unpurified is not None:
-        ways["transfer"] = unpurified
+    if case.unpurified is not None:
+        ways["transfer"] = case.unpurified
     results = {}
     for kind, through in ways.items():
         if attacks := case.attacks_on(through):

@@ -18,15 +18,14 @@ from advbayes.adapters import with_estimators
 from advbayes.attacks import default_attacks, loss_and_gradient, nll
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import NoGradientWarning
-from advbayes.attacks.parts import ball_of, check_rows, on_rows, steps_of
+from advbayes.attacks.parts import ball_of, check_rows, on_rows
 from advbayes.attacks.zeroth_order import ANSWERS_ALONE, blind_attacks, gives_gradient
 from advbayes.auditing import answers, controls, describing, others, purifier, remembering, strength
 from advbayes.auditing.case import TIERS, Budget, Case
 from advbayes.auditing.certificate import certificate, cut, radii_of
-from advbayes.auditing.check import Check, Size, not_run
 from advbayes.auditing.claim import Claim, Values, fitted
 from advbayes.auditing.copies import copies_of
-from advbayes.auditing.findings import Finding, Verdict
+from advbayes.auditing.findings import Check, Finding, Verdict, not_run
 from advbayes.auditing.support import Support, named
 from advbayes.auditing.threat import ThreatModel, said_by
 from advbayes.evaluation.inputs import (
@@ -287,26 +286,11 @@ def audit_cost(
         else:
             loss_and_gradient(predict, nll, x, y)
         seconds = (time.perf_counter() - began) / len(x)
-    controls_too = support.training is not None and bool(support.lacks_controls)
-    size = Size(
-        passes=float(sum((steps_of(attack) or 1) for attack in case.attacks.values())),
-        attacks=len(case.attacks),
-        sources=len(support.siblings) + (support.undefended is not None or controls_too),
-        thetas=case.is_bayesian or case.stochastic,
-        budget=case.budget,
-    )
-    costs = {check.id: float(check.cost(size)) for check in CHECKS}
+    costs = {check.id: float(check.cost(case)) for check in CHECKS}
     costs |= dict.fromkeys(budget.left_out, 0.0)
-    passes = sum(costs.values())
-    trained = controls.training_passes(case) if controls_too else 0.0
-    return Cost(
-        tier=spent,
-        examples=len(case.x),
-        passes=passes,
-        seconds=(passes * len(case.x) + trained) * seconds,
-        by_check=costs,
-        trained=support.lacks_controls * controls_too,
-    )
+    passes, num = sum(costs.values()), len(case.x)
+    total = (passes * num + controls.training_passes(case)) * seconds
+    return Cost(spent, num, passes, total, by_check=costs, trained=support.to_train)
 
 
 def _order(id: str) -> int:
@@ -334,7 +318,7 @@ def _case(
     rows = order[: budget.num].sort().values
     if claim is not None:  # the arrays are as they were scored
         rows, claim = torch.arange(len(x)), fitted(claim, x)
-    in_turn = _asked_in_turn(predict, x[rows][: remembering.ASKED], ball, seed)
+    in_turn = remembering.asked_in_turn(predict, x[rows][: remembering.ASKED], ball, seed)
     task = check_predictor(predict, x[rows], y[rows])
     if task == "classification":
         y = y.reshape(-1).long()
@@ -353,12 +337,23 @@ def _case(
             chosen = blind_attacks(ball, task, budget.steps, budget.blind_queries or budget.queries)
     if not chosen and claim is None:
         raise checks.InputError("attacks must hold at least one named attack, got none")
+
+    def here(name: str, attack: Attack) -> Attack:
+        """An attack on the examples audited; its losses may hold entries for all of the data."""
+        check_rows(attack, len(x), name)
+        return on_rows(attack, rows)
+
     for name, attack in chosen.items():
         if ball_of(attack) is None:
             raise checks.InputTypeError(
                 f"attacks[{name!r}] must be a dataclass with a `ball`", got=attack
             )
-        chosen[name] = _on_rows(f"attacks[{name!r}]", attack, len(x), rows)
+        chosen[name] = here(f"attacks[{name!r}]", attack)
+    special = {
+        name: here(f"support.purifier_attacks[{name!r}]", attack)
+        for name, attack in support.purifier_attacks.items()
+    }
+    black_box = support.black_box and here("support.black_box", support.black_box)
     case = Case(
         predict=predict,
         x=x[rows],
@@ -374,42 +369,13 @@ def _case(
         black_box=blind and all(isinstance(attack, ANSWERS_ALONE) for attack in chosen.values()),
         copies=copies,
         in_turn=in_turn,
-        support=_support_on_rows(support, len(x), rows),
+        support=replace(support, black_box=black_box, purifier_attacks=special),
         claim=claim,
         certified=cut(radii, rows),
         seed=checks.count("seed", seed, low=0),
     )
     case.threat_model = _filled(case)
     return case
-
-
-def _asked_in_turn(predict: Predictor, x: Tensor, ball: Ball, seed: int) -> tuple[Tensor, Tensor]:
-    """The first questions of all, for E29. They are asked away from the data; of a predictor
-    that raises there nothing is found out."""
-    try:
-        return remembering.asked_in_turn(predict, x, ball, checks.count("seed", seed, low=0))
-    except Exception:  # whatever a foreign predictor raises; on the data it is named
-        return torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
-
-
-def _on_rows(name: str, attack: Attack, num: int, rows: Tensor) -> Attack:
-    """An attack on the examples audited, of the `num` that its losses may hold entries for."""
-    check_rows(attack, num, name)
-    return on_rows(attack, rows)
-
-
-def _support_on_rows(support: Support, num: int, rows: Tensor) -> Support:
-    """The support with its attacks on the examples audited."""
-    blind = support.black_box
-    special = {
-        name: _on_rows(f"support.purifier_attacks[{name!r}]", attack, num, rows)
-        for name, attack in support.purifier_attacks.items()
-    }
-    return replace(
-        support,
-        black_box=None if blind is None else _on_rows("support.black_box", blind, num, rows),
-        purifier_attacks=special,
-    )
 
 
 def _filled(case: Case) -> ThreatModel:

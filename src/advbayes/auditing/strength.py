@@ -17,15 +17,14 @@ from advbayes.attacks.gradients import score
 from advbayes.attacks.hard_label import HardLabel
 from advbayes.attacks.parts import losses_of, steps_of, with_eps, with_restarts, with_steps
 from advbayes.auditing.case import POINT, Case, Frozen, overwritten
-from advbayes.auditing.check import check, judged, no_attacks, not_applicable, not_run
 from advbayes.auditing.copies import Forgetful
-from advbayes.auditing.findings import Finding
+from advbayes.auditing.findings import Finding, check, judged, no_attacks, not_applicable, not_run
 from advbayes.evaluation.inputs import extent_of
 from advbayes.evaluation.measuring import batches
 from advbayes.evaluation.scoring import Columns, worst
 from advbayes.likelihoods import predicts_classes
 from advbayes.seeds import generator_for
-from advbayes.types import Attack, Predictor
+from advbayes.types import Attack
 
 SIGNIFICANT = 0.01
 NEIGHBOURS, OTHERS = 5, 2000  # E12: examples that one is moved towards, of so many
@@ -48,7 +47,7 @@ def breaks_more(case: Case, first: Columns, second: Columns) -> tuple[bool, floa
     return difference.low > 0, difference.low
 
 
-@check("E1", "feasible", cost=lambda size: size.passes)
+@check("E1", "feasible", cost=lambda case: case.passes)
 def feasible(case: Case) -> Finding:
     """E1: every scored point is finite, in the ball and in the box."""
     outside, farthest = 0, 0.0
@@ -60,7 +59,7 @@ def feasible(case: Case) -> Finding:
     return judged(outside > 0, advice, **figures)
 
 
-@check("E2", "null attack", cost=lambda size: size.attacks, attacks=True)
+@check("E2", "null attack", cost=lambda case: len(case.attacks), attacks=True)
 def null_attack(case: Case) -> Finding:
     """E2: eps = 0 changes nothing."""
     changed = 0
@@ -71,7 +70,7 @@ def null_attack(case: Case) -> Finding:
     return judged(changed > 0, advice, changed=changed)
 
 
-@check("E3", "iterative beats one-step", cost=lambda size: 2)
+@check("E3", "iterative beats one-step", cost=lambda case: 2)
 def beats_one_step(case: Case) -> Finding:
     """E3: the one-step attack does not break more than the iterative one."""
     iterative = [name for name in case.arrays() if (steps_of(case.attacks.get(name)) or 2) > 1]
@@ -90,10 +89,10 @@ def beats_one_step(case: Case) -> Finding:
     return judged(worse, advice, **figures)
 
 
-def _radii(case: Case) -> list[tuple[float, Columns]]:
-    """(eps, scores of the union of attacks) at half, once and twice eps and the whole box; each
-    radius by itself. In the whole box every feature may change: an honest model may well answer
-    from those that a mask keeps from the attacker."""
+def _radii(case: Case) -> dict[float, Columns]:
+    """eps -> the scores of the union of attacks, at half, once and twice eps and in the whole box;
+    each radius by itself. In the whole box every feature may change: an honest model may well
+    answer from those that a mask keeps from the attacker."""
     whole = extent_of(case.ball.freed(), case.x)
     radii = sorted({0.5 * case.ball.eps, case.ball.eps, min(2 * case.ball.eps, whole), whole})
 
@@ -104,19 +103,14 @@ def _radii(case: Case) -> list[tuple[float, Columns]]:
         wider = {name: with_eps(each, eps, free=eps == whole) for name, each in attacks}
         return _left_by(case, wider, f"eps {eps!r}")
 
-    return case.once("radii", lambda: [(eps, at(eps)) for eps in radii])
+    return case.once("radii", lambda: {eps: at(eps) for eps in radii})
 
 
 def _left_by(case: Case, attacks: dict[str, Attack], purpose: str) -> Columns:
     """What the attacks leave, each of them asked about the rest alone; the one that starts from
     other examples comes first, while it has any."""
-    (name, first), *others = sorted(
-        attacks.items(), key=lambda named: not isinstance(named[1], HardLabel)
-    )
-    columns = case.union({name: first}, purpose)
-    for name, attack in others:
-        columns = further(case, f"{purpose} {name}", attack, columns)
-    return columns
+    in_order = sorted(attacks.items(), key=lambda named: not isinstance(named[1], HardLabel))
+    return further(case, dict(in_order[1:]), purpose, case.union(dict(in_order[:1]), purpose))
 
 
 def within_reach(ball: Ball, x: Tensor) -> Tensor | None:  # (*event) bool
@@ -128,33 +122,24 @@ def within_reach(ball: Ball, x: Tensor) -> Tensor | None:  # (*event) bool
     tensor([ True, False])
     """
     extent = x.amax(0) - x.amin(0)
-    scale = torch.ones(()) if ball.scale is None else torch.as_tensor(ball.scale)
-    allowed = torch.ones_like(extent, dtype=torch.bool)
-    reach = ball.reach(x)
-    allowed = allowed if reach is None else allowed & reach.expand_as(x).any(0)
-    far = allowed & (ball.eps * scale.to(x) < 0.01 * extent)
+    allowed = ball.within_reach(torch.ones_like(x, dtype=torch.bool), x).any(0)
+    far = allowed & (ball.eps * ball.units(x) < 0.01 * extent)
     if int(far.sum()) <= int((allowed & ~far & (extent > 0)).sum()):  # else eps is just small
         allowed = allowed & ~far
     return None if bool(allowed.all()) else allowed
 
 
-def _box_of(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The range of each feature; a constant one may move by one."""
-    low, high = x.amin(0), x.amax(0)
-    return low - (low == high).to(x), high + (low == high).to(x)
-
-
-@check("E4", "monotone in eps", cost=lambda size: 4 * size.passes, attacks=True, calm=True)
+@check("E4", "monotone in eps", cost=lambda case: 4 * case.passes, attacks=True, calm=True)
 def monotone(case: Case) -> Finding:
     """E4: accuracy does not rise with eps, and the largest eps leaves at most 1 %."""
     curve = _radii(case)
     rises = [
         f"{nearer:g} to {farther:g}"
-        for (nearer, before), (farther, after) in pairwise(curve)
+        for (nearer, before), (farther, after) in pairwise(curve.items())
         if breaks_more(case, before, after)[0]
     ]
-    figures = {f"at eps {eps:.3g}": case.value(columns) for eps, columns in curve}
-    left = case.value(worst([columns for _, columns in curve], case.task))
+    figures = {f"at eps {eps:.3g}": case.value(columns) for eps, columns in curve.items()}
+    left = case.value(worst(list(curve.values()), case.task))
     bad = bool(rises) or (case.task == "classification" and left > 0.01)
     rising = f"accuracy rises from eps {', '.join(rises)}"
     advice = rising if rises else "the largest eps leaves too much"
@@ -171,13 +156,15 @@ def unbounded(case: Case) -> Finding:
     if case.task == "classification":
         curve = _radii(case)
         # points of a smaller ball are in the larger one
-        left = case.value(worst([columns for _, columns in curve], case.task))
-        figures, bad = {"eps": curve[-1][0], "accuracy": left}, left > 0.01
+        left = case.value(worst(list(curve.values()), case.task))
+        figures, bad = {"eps": max(curve), "accuracy": left}, left > 0.01
     reach = within_reach(case.ball, case.x)
     if reach is None and case.task == "regression":
         return not_applicable("regression has no accuracy")
     if reach is not None:
-        ball = replace(case.ball, mask=reach, box=case.ball.box or _box_of(case.x))
+        low, high = case.x.amin(0), case.x.amax(0)
+        around = low - (low == high).to(low), high + (low == high).to(low)  # a constant moves by 1
+        ball = replace(case.ball, mask=reach, box=case.ball.box or around)
         ball = replace(ball, eps=extent_of(ball, case.x))
         attacks = {name: with_ball(each, ball) for name, each in case.attacks.items()}
         reached = worst([case.clean, _left_by(case, attacks, "in reach")], case.task)
@@ -194,15 +181,21 @@ def unbounded(case: Case) -> Finding:
 
 
 def further(
-    case: Case, name: str, attack: Attack, columns: Columns, centre: Tensor | None = None
+    case: Case,
+    attacks: Mapping[str, Attack],
+    purpose: str,
+    columns: Columns,
+    centre: Tensor | None = None,
 ) -> Columns:
-    """The union of what `columns` broke and what `attack` breaks of the rest."""
-    rows = case.unbroken(columns)
-    if not len(rows):
-        return columns
-    scores = case.scored(case.attacked(attack, name, rows=rows, centre=centre), name, rows=rows)
-    before = {key: columns[key][rows] for key in scores}
-    return overwritten(columns, worst([before, scores], case.task), rows)
+    """The union of what `columns` broke and what each attack in turn breaks of the rest."""
+    for name, attack in attacks.items():
+        rows, what = case.unbroken(columns), f"{purpose} {name}"
+        if len(rows):
+            made = case.attacked(attack, what, rows=rows, centre=centre)
+            scores = case.scored(made, what, rows=rows)
+            before = {key: columns[key][rows] for key in scores}
+            columns = overwritten(columns, worst([before, scores], case.task), rows)
+    return columns
 
 
 def doubled(
@@ -215,20 +208,18 @@ def doubled(
 ) -> tuple[int, float, Columns]:
     """Twice as much of something, and twice as much again while that costs more than half a point:
     the factor at the end, what its last doubling cost, and the scores that are left."""
-    factor = 1
+    factor = 2
     while True:
-        factor *= 2
-        after = before
-        for name, attack in attacks.items():
-            after = further(case, f"{what} x{factor} {name}", more(attack, factor), after)
+        larger = {name: more(attack, factor) for name, attack in attacks.items()}
+        after = further(case, larger, f"{what} x{factor}", before)
         case.join(f"{what} x{factor}", after)
         cost = case.value(before) - case.value(after)
         if cost <= POINT + 1e-9 or is_last(factor):
             return factor, cost, after
-        before = after
+        before, factor = after, 2 * factor
 
 
-@check("E6", "converged in steps", cost=lambda size: 2 * size.passes, attacks=True, calm=True)
+@check("E6", "converged in steps", cost=lambda case: 2 * case.passes, attacks=True, calm=True)
 def converged_in_steps(case: Case) -> Finding:
     """E6: twice the steps cost at most half a point; an attack of the audit's own choosing is
     escalated first."""
@@ -244,13 +235,12 @@ def converged_in_steps(case: Case) -> Finding:
     case.memory["converged attacks"] = {
         name: with_steps(attack, factor // 2) for name, attack in case.attacks.items()
     }
-    steps = factor * most
-    figures = {"cost": cost, "steps": steps // 2, case.label: case.value(after)}
+    figures = {"cost": cost, "steps": factor // 2 * most, case.label: case.value(after)}
     advice = "use more steps, or adaptive step sizes, until doubling changes nothing"
     return judged(cost > POINT + 1e-9, advice, **figures)
 
 
-@check("E7", "converged in restarts", cost=lambda size: 2 * size.passes, attacks=True, calm=True)
+@check("E7", "converged in restarts", cost=lambda case: 2 * case.passes, attacks=True, calm=True)
 def converged_in_restarts(case: Case) -> Finding:
     """E7: twice the restarts cost at most half a point; attacks of the audit's own choosing are
     given more of them first."""
@@ -270,29 +260,27 @@ class _Watched:
     to: the one in whose ball they are where no two balls meet (`apart`), else the one in whose
     place they stand, as long as no row leaves the batch."""
 
-    def __init__(self, predict: Predictor, x: Tensor, y: Tensor, case: Case, apart: bool) -> None:
-        self.predict, self.x, self.y, self.case, self.apart = predict, x, y, case, apart
-        self.purifier = predict  # for the attacks that are made for one
+    def __init__(self, case: Case, rows: Tensor, apart: bool) -> None:
+        self.case, self.x, self.y, self.apart = case, case.x[rows], case.y[rows], apart
+        self.purifier = case.target  # for the attacks that are made for one
         self.aligned = True
-        self.seen: list[list[Tensor]] = [[] for _ in x]
+        self.seen: list[list[Tensor]] = [[] for _ in rows]
 
     def __call__(self, x: Tensor) -> Distribution:
-        prediction = self.predict(x)
+        prediction = self.case.target(x)
         self.aligned &= self.apart or len(x) == len(self.x)
         # of an estimated gradient: no iterates
         probes = self.case.black_box and len(x) > len(self.x)
         if self.aligned and not probes and predicts_classes(prediction):
-            self._keep(x.detach(), prediction.logits.detach().argmax(-1))
+            # (B, N): point, example
+            wrong = prediction.logits.detach().argmax(-1).unsqueeze(1) != self.y
+            if not self.apart:
+                wrong &= torch.eye(len(x), dtype=torch.bool, device=x.device)
+            point, example = wrong.nonzero().unbind(1)
+            inside = self.case.ball.contains(x.detach()[point], self.x[example])
+            for row, place in zip(example[inside].tolist(), point[inside].tolist(), strict=True):
+                self.seen[row].append(x[place].detach().clone())
         return prediction
-
-    def _keep(self, x: Tensor, classes: Tensor) -> None:
-        wrong = classes.unsqueeze(1) != self.y  # (B, N): point, example
-        if not self.apart:
-            wrong &= torch.eye(len(x), dtype=torch.bool, device=x.device)
-        point, example = wrong.nonzero().unbind(1)
-        inside = self.case.ball.contains(x[point], self.x[example])
-        for row, place in zip(example[inside].tolist(), point[inside].tolist(), strict=True):
-            self.seen[row].append(x[place].clone())
 
 
 def _apart(case: Case, rows: Tensor) -> list[Tensor]:
@@ -312,7 +300,7 @@ def _apart(case: Case, rows: Tensor) -> list[Tensor]:
 @check(
     "E8",
     "no silent success",
-    cost=lambda size: size.passes * min(1.0, 32 / size.budget.num),
+    cost=lambda case: case.passes * min(1.0, 32 / case.budget.num),
     calm=True,
 )
 def silent_success(case: Case) -> Finding:
@@ -328,7 +316,7 @@ def silent_success(case: Case) -> Finding:
     missed, watched = 0, 0
 
     def watch(attack: Attack, purpose: str, rows: Tensor, apart: bool) -> tuple[_Watched, Tensor]:
-        spy = _Watched(case.target, case.x[rows], case.y[rows], case, apart)
+        spy = _Watched(case, rows, apart)
         return spy, case.attacked(attack, f"watched {purpose}", through=spy, rows=rows)
 
     for name, attack in case.attacks.items():
@@ -349,7 +337,7 @@ def silent_success(case: Case) -> Finding:
     return judged(missed > 0, advice, missed=missed, watched=watched)
 
 
-@check("E9", "usable gradients", cost=lambda size: 2)
+@check("E9", "usable gradients", cost=lambda case: 2)
 def usable_gradients(case: Case) -> Finding:
     """E9: at most 1 % of the examples have no gradient in what the attacker may touch (for every
     loss in use), one that is not finite, or one of other answers than those that are scored."""
@@ -357,8 +345,7 @@ def usable_gradients(case: Case) -> Finding:
         return not_applicable("there is no gradient, and no attack asks for one")
     used = dict.fromkeys(loss for attack in case.attacks.values() for loss in losses_of(attack))
     losses = [loss for loss in used if hasattr(loss, "__name__")] or [nll]
-    reach = torch.ones_like(case.x, dtype=torch.bool)
-    reach = case.ball.within_reach(reach, case.x)
+    reach = case.ball.within_reach(torch.ones_like(case.x, dtype=torch.bool), case.x)
     # An example of which all is missing has nothing to move; where that is all of them, say so.
     movable = reach.flatten(1).any(1).cpu()
     flat = movable if bool(movable.any()) else ~movable
@@ -389,13 +376,13 @@ def usable_gradients(case: Case) -> Finding:
 @check(
     "E12",
     "noise not better",
-    cost=lambda size: size.budget.random_points + NEIGHBOURS + 1,
+    cost=lambda case: case.budget.random_points + NEIGHBOURS + 1,
     calm=True,
 )
 def noise_not_better(case: Case) -> Finding:
     """E12: random points of the sphere break at most 0.5 % of what the gradient attack left, and
     points on the way to other examples do not break more than it did (McNemar)."""
-    standing = case.standing()
+    standing = case.unbroken(case.gradient())
     if not len(standing):
         return judged(False, "", standing=0, broken=0.0)
     # fixed noise is that of a place in the batch: all are asked about, so that it stays the same

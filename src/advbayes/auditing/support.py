@@ -130,10 +130,11 @@ class Support:
         return cast(Evaluation | None, self.evaluation)
 
     @property
-    def lacks_controls(self) -> tuple[str, ...]:
-        """What `with_controls` would train."""
+    def to_train(self) -> tuple[str, ...]:
+        """The controls that are missing, where there are data to train them on."""
         controls = {"undefended": self.undefended, "baseline": self.baseline}
-        return tuple(name for name, control in controls.items() if control is None)
+        absent = tuple(name for name, control in controls.items() if control is None)
+        return () if self.training is None else absent
 
 
 def named(argument: str, mapping: Mapping[str, Any] | None) -> dict[str, Any]:
