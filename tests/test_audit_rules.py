@@ -212,18 +212,18 @@ class Restless:
     """Draws from a source of its own that nobody can fix."""
 
     def __init__(self) -> None:
-        self.source = [torch.Generator().manual_seed(0)]
+        self.source = [torch.Generator()]
+        self.source[0].seed()
 
     def __call__(self, x: Tensor) -> Distribution:
         return Classes(logits=x @ WEIGHT.T + 0.3 * torch.randn(len(x), 3, generator=self.source[0]))
 
     def __deepcopy__(self, memo: object) -> Restless:
-        made = Restless()
-        made.source[0].seed()
-        return made
+        return Restless()
 
 
 def test_e29_compares_unfixable_randomness_on_average() -> None:
+    """All nine arrays together are apart by chance in one of a thousand audits."""
     found = looked_at("E29", model=Restless())["E29"]
     assert found.status == "passed", found.line()
     assert "other_answers" in found.figures
