@@ -359,8 +359,8 @@ FIRST = (
     Bug(
         "the robust scorer always takes 20 steps",
         "estimators.py",
-        "pgd(last.ball_, steps, margin)",
-        "pgd(last.ball_, 20, margin)",
+        "pgd(ball, steps, margin)",
+        "pgd(ball, 20, margin)",
         "test_estimators test_estimators_complete test_options",
     ),
     Bug(

@@ -190,6 +190,22 @@ def test_scores_under_attack_of_a_regression() -> None:
         robust_scorer("f1")
 
 
+def test_a_search_over_eps_can_hold_the_adversary_fixed() -> None:
+    """Within its own ball the model of the smallest eps looks best, whatever it is worth."""
+    x, y = load_iris(return_X_y=True)
+    near, far = (
+        RobustClassifier(eps=eps, epochs=5, random_state=0).fit(x, y) for eps in (0.1, 1.0)
+    )
+    assert (near.predict_proba(x) == far.predict_proba(x)).all()  # no channel: one and the same
+    assert robust_scorer()(near, x, y) > robust_scorer()(far, x, y)
+    assert robust_scorer(eps=1.0)(near, x, y) == robust_scorer()(far, x, y)
+    with pytest.raises(ValueError, match="eps must be a finite number >= 0, got -1"):
+        robust_scorer(eps=-1)
+    each = RobustClassifier(eps=[0.1, 0.2, 0.3, 0], epochs=1, random_state=0).fit(x, y)
+    with pytest.raises(ValueError, match="eps of robust_scorer must be left out"):
+        robust_scorer(eps=0.5)(each, x, y)
+
+
 def test_threads_give_the_scores_of_one() -> None:
     x, y = load_iris(return_X_y=True)
     robust = RobustClassifier("os", epochs=3, random_state=0)

@@ -12,7 +12,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -532,10 +532,13 @@ def _affine(weight: Tensor, bias: Tensor) -> nn.Linear:
 
 
 def robust_scorer(
-    metric: str = "accuracy", *, steps: int = 20, seed: int = 0
+    metric: str = "accuracy", *, eps: float | None = None, steps: int = 20, seed: int = 0
 ) -> Callable[[Any, ArrayLike, ArrayLike], float]:
     """A scorer for `GridSearchCV` and `cross_val_score`: accuracy, -NLL or -RMSE under attack
-    within the estimator's own `ball_`.
+    within the estimator's own `ball_`, or within `eps` in the unit of the estimator's eps.
+
+    A search over the estimator's eps wants `eps`: otherwise every candidate meets the adversary
+    that it was trained against, and the smallest eps looks best.
 
     Classifiers meet PGD on the margin, regressors ascent from 64 points (`MultiStart`): what one
     ascent reaches there is often a local maximum. In a pipeline the attack is on what the last
@@ -553,6 +556,8 @@ def robust_scorer(
     True
     """
     checks.choice("metric", metric, ("accuracy", "nll", "rmse"))
+    if eps is not None:
+        checks.number("eps", eps, low=0)
 
     def scorer(estimator: Any, X: ArrayLike, y: ArrayLike) -> float:
         before, last, _ = _taken_apart(estimator)
@@ -564,9 +569,17 @@ def robust_scorer(
         known = ("nll", "rmse") if last._task == "regression" else ("accuracy", "nll")
         checks.choice(f"metric for a {type(last).__name__}", metric, known)
         x, target = last.as_tensors(Pipeline(before).transform(X) if before else X, y)
-        attack: Attack = pgd(last.ball_, steps, margin)
+        ball: Ball = last.ball_
+        if eps is not None and np.ndim(last.eps) > 0:
+            raise checks.InputError(
+                f"eps of robust_scorer must be left out for an estimator with a budget for each "
+                f"feature, got {eps!r} for {last.eps!r}"
+            )
+        if eps is not None:
+            ball = replace(ball, eps=float(eps))
+        attack: Attack = pgd(ball, steps, margin)
         if last._task == "regression":
-            attack = MultiStart(last.ball_, squared_error, steps, 64)
+            attack = MultiStart(ball, squared_error, steps, 64)
         x_adv = attack(last.predictor_, x, target, generator=generator_for(seed, "scorer"))
         columns = scored(last.predictor_, x_adv, target, last._task)
         if metric == "rmse":
