@@ -39,6 +39,39 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return csv_file, folder / "out"
 
 
+def test_a_comparison_names_its_rows_as_asked_and_says_what_they_are(
+    compared: tuple[Path, Path],
+) -> None:
+    text = (compared[1] / "compare-t/table.md").read_text()
+    assert "# none: L2, eps 0.3" in text
+    assert "| none | 1 |" in text
+    assert "BL" not in text
+    assert "Rows: none: undefended mean-field posterior, clean data; uniform: every" in text
+    assert "[95 % interval, of an accuracy over examples, of the others over seeds]" in text
+
+
+def test_a_comparison_of_numbers_says_that_the_target_is_standardised(tmp_path: Path) -> None:
+    csv_file = tmp_path / "t.csv"
+    lines = [f"{row % 7},{row * 1000}" for row in range(20)]
+    csv_file.write_text("\n".join(["a,price", *lines]))
+    argv = ["compare", "--data", str(csv_file), "--target", "price", "--defense", "none"]
+    argv += ["--seeds", "1", "--set", "epochs=1", "--out", str(tmp_path / "out"), "--quiet"]
+    assert main(argv) == 0
+    text = (tmp_path / "out/compare-t/table.md").read_text()
+    assert "RMSE and NLL are those of the standardised target." in text
+
+
+def test_a_comparison_refuses_code_of_ones_own_before_it_trains(
+    compared: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for change in ("channel=mine:gain", "network=mine:net"):
+        assert main(asked(compared[0], tmp_path / "out", "--set", change)) == 2
+        said = capsys.readouterr().err
+        assert "--set must name no code of your own" in said
+        assert change in said
+    assert not (tmp_path / "out").exists()
+
+
 def test_ctrl_c_says_how_to_go_on_and_loses_nothing(
     compared: tuple[Path, Path], tmp_path: Path
 ) -> None:

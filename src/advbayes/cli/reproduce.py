@@ -34,7 +34,6 @@ NumTest = Annotated[
     int | None, typer.Option(*NUM, min=1, help="How many test examples, from the first")
 ]
 RESULTS = Path("results")
-ROW_OF = {"none": "BL", "pgd": "PGD channel"}  # names of `train` that the paper's tables lack
 
 
 def reproduce(
@@ -96,7 +95,7 @@ def compare(
     ],
     defense: Annotated[
         list[str],
-        typer.Option("--defense", help="As for `train` (none, at, mix, pgd, ...) or a row; repeat"),
+        typer.Option("--defense", help="none, at, mix, pgd, ... or a row of `reproduce`; repeat"),
     ],
     seeds: Annotated[str, Seeds] = "5",
     target: Annotated[
@@ -133,9 +132,8 @@ def compare(
     given = {"data": place} | ({} if target is None else {"target": target})
     settings = {"eps": eps, **_settings(changes, **given), **given}
     task = prepare(make_config(settings)).dataset.task
-    known = (*ROW_OF, *map(str.lower, DEFENSES))
-    names = [choice("defense", name.lower(), known) for name in defense]
-    rows = tuple(ROW_OF.get(name, name) for name in names)
+    known = tuple(map(str.lower, DEFENSES))
+    rows = tuple(choice("defense", name.lower(), known) for name in defense)
     spec = Spec(f"compare-{Path(data).stem}", "paper", settings, num_test, rows, task, eps)
     chosen, hidden = _seeds(seeds), quiet or as_json
     with _resumable():
@@ -177,7 +175,7 @@ def _seeds(text: str | None) -> list[int] | None:
 
 def _settings(changes: list[str] | None, **of_data: Any) -> dict[str, Any]:
     from advbayes.cli.train import parse
-    from advbayes.runs.config import RunConfig, make_config
+    from advbayes.runs.config import NETWORKS, RunConfig, make_config
 
     values = {}
     for change in changes or []:
@@ -185,5 +183,10 @@ def _settings(changes: list[str] | None, **of_data: Any) -> dict[str, Any]:
         if not sign:
             raise InputError(f"--set must be KEY=VALUE, got {change!r}")
         values[key] = parse(key, text) if key in RunConfig.model_fields else text
-    make_config({**of_data, **values})
+    config = make_config({**of_data, **values})
+    if config.channel or not (config.network in NETWORKS or config.network.startswith("advbayes.")):
+        raise InputError(
+            "--set must name no code of your own (channel, network), which only `advbayes train "
+            f"--trust-network` runs, got {', '.join(changes or [])}"
+        )
     return values

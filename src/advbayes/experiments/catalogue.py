@@ -502,6 +502,8 @@ class Spec:
         by_name = {name.lower(): name for name in DEFENSES}
         chosen = [by_name[choice("defense", name.lower(), tuple(by_name))] for name in names]
         title = f"{', '.join(chosen[: -len(trivial)])}: L2, eps {self.eps:g}"
+        attacks = (*PAPER_ATTACKS, "strong")
+        note = f"Rows: {'; '.join(f'{name}: {DEFENSES[name].about}' for name in chosen)}."
         return Experiment(
-            title, {}, _rows(*chosen), metrics, (*PAPER_ATTACKS, "strong"), (self.eps,), thetas=10
+            title, {}, _rows(*chosen), metrics, attacks, (self.eps,), thetas=10, note=note
         )

@@ -220,3 +220,4 @@ DEFENSES: dict[str, Defense] = {
         "100 trees, attacked without gradients", reference=_forest, has_gradient=False
     ),
 }
+DEFENSES |= {"none": DEFENSES["BL"], "pgd": DEFENSES["PGD channel"]}  # as `train` calls them

@@ -107,9 +107,12 @@ def attack_table(experiment: Experiment, scores: Scores, folder: Path) -> View:
         nll = scores.mean("nll", "uniform", next(iter(cells.values())))
         rule += f" Above ln {math.exp(nll):.0f} = {nll:.3f} an NLL is worse than the uniform "
         rule += "predictor's."
+    over = "of an accuracy over examples, of the others over seeds"
+    if "rmse" in experiment.metrics:
+        over, rule = "over seeds", f"{rule} RMSE and NLL are those of the standardised target."
     yield (
-        f"Mean (standard deviation over seeds) [95 % interval]. `worst` is the worst attack for "
-        f"each example. {rule}"
+        f"Mean (standard deviation over seeds) [95 % interval, {over}]. `worst` is the worst "
+        f"attack for each example. {rule}"
     )
 
 
