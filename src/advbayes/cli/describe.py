@@ -111,7 +111,8 @@ def lines_of_run(run: Run) -> str:
     described, config = described_run(run), run.config
     metrics, audit = described["metrics"], described["audit"]
     lines = [
-        f"data {config.data}, defense {config.defense}, posterior {config.posterior}, "
+        f"data {config.data}, defense {config.channel or config.defense}, "
+        f"posterior {config.posterior}, "
         f"seed {config.seed}",
         *([why_task(config, metrics["task"])] if metrics else []),
         f"status {described['status']}, {described['steps']} steps, {described['skipped']} skipped",
@@ -123,7 +124,9 @@ def lines_of_run(run: Run) -> str:
             f"{said}"
         )
     if "threat_model" in described:
-        lines.append(f"trained within {config.norm} {said_units(described['threat_model'])}")
+        attacked = config.channel or config.defense not in ("none", "noise", "consistency")
+        how = "trained within" if attacked else "trained without an attacker; attacks within"
+        lines.append(f"{how} {config.norm} {said_units(described['threat_model'])}")
     if metrics:
         _, documents, scaling = _bundle(run.model_path)
         targets = documents.get("extra", {}).get("target_names", ())
