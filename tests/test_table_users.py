@@ -229,3 +229,48 @@ def test_what_a_run_prints(
     said = " ".join(capsys.readouterr().out.split())
     assert score in said
     assert "uniform gives every class the same probability; accuracy as expected of a guess" in said
+
+
+def test_a_run_says_what_it_was_trained_through(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("a,y\n" + "".join(f"{row % 7},{'np'[row % 2]}\n" for row in range(40)))
+    (tmp_path / "own_noise.py").write_text(
+        "from advbayes.channels import Noise\ndef make(ball, sigma):\n    return Noise(sigma)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = ["train", "--data", str(table), "--target", "y", "--epochs", "1", "--quiet"]
+    own = ["--channel", "own_noise:make", "--trust-network"]
+    for given, name, how in (
+        (["--defense", "none"], "none", "trained without an attacker; attacks within l2 eps"),
+        (["--defense", "at"], "at", "trained within l2 eps"),
+        (own, "own_noise:make", "trained within l2 eps"),
+    ):
+        assert command([*data, *given, "--out", str(tmp_path / name.partition(":")[0])]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"defense {name}, posterior" in said
+        assert how in said
+
+
+def test_predict_names_what_training_never_saw_the_like_of(tmp_path: Path) -> None:
+    """Numbers far away, and numbers that are missing where none was; not a rare word."""
+    table, new = tmp_path / "t.csv", tmp_path / "new.csv"
+    rows = [
+        f"{k % 7},{k % 5},{'rare' if k in (3, 77) else 'red'},{'np'[k % 2]}" for k in range(300)
+    ]
+    table.write_text("\n".join(["a,b,c,y", *rows]))
+    out = str(tmp_path / "run")
+    data = ["train", "--data", str(table), "--target", "y", "--epochs", "1", "--quiet"]
+    assert command([*data, "--out", out]) == 0
+    new.write_text("a,b,c\n1,2,rare\n1000,2,red\n-1000,,red\n")
+    with pytest.warns(UserWarning, match="standard deviations|is missing in") as said:
+        assert command(["predict", out, str(new)]) == 0
+    assert [str(each.message).partition(": ")[2] for each in said] == [
+        "column 'b' is missing in 1 of 3 rows, and never was in the training data; the training "
+        "median stands in for it",
+        "2 of 3 rows are more than 10 standard deviations from the training mean, in 'a'; "
+        "predictions there are extrapolated",
+    ]
+    new.write_text("a,b,c\n1,2,rare\n3,2,red\n")
+    assert command(["predict", out, str(new)]) == 0  # no warning

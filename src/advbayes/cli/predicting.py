@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import warnings
 from collections.abc import Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from advbayes.runs.config import ConfigError
 from advbayes.store import write_bytes
 
 _ROWS = 500
+_FAR = 10  # standard deviations: at most a hundredth of the training rows is beyond
 
 Columns = dict[str, list[Any]]
 
@@ -41,7 +44,27 @@ def read_inputs(trained: Trained, path: Path) -> Tensor:  # (N, *event), as the 
         wanted = "INPUT: must hold at least one row of finite numbers"
         raise ConfigError(f"{wanted}, got {tuple(x.shape)} in {path}")
     x = x.to(trained.model.dtype)
-    return x if trained.scaling is None else trained.scaling.transform(x)
+    if trained.scaling is None:
+        return x
+    x = trained.scaling.transform(x)
+    if trained.steps is None and len(trained.feature_names) == x.shape[-1]:
+        _remark_on_far(x, trained, path)
+    return x
+
+
+def _remark_on_far(x: Tensor, trained: Trained, path: Path) -> None:
+    """A warning of numbers that nothing in training was near to: of an encoded table neither
+    categories, which may be rare, nor indicators count."""
+    far = x.abs() > _FAR
+    if trained.encoding is not None:
+        far = far & trained.encoding.mask
+    if bool(far.any()):
+        named = ", ".join(map(repr, compress(trained.feature_names, far.any(0).tolist())))
+        warnings.warn(
+            f"{path}: {int(far.any(1).sum())} of {len(x)} rows are more than {_FAR} standard "
+            f"deviations from the training mean, in {named}; predictions there are extrapolated",
+            stacklevel=2,
+        )
 
 
 def _read_csv(trained: Trained, path: Path) -> Tensor:

@@ -175,7 +175,7 @@ class Encoding:
 
     def read(self, data: bytes, name: str) -> Tensor:
         """The rows of a CSV file, by the names of its columns; words that are no category draw a
-        warning."""
+        warning, and so do numbers missing from a column that was complete."""
         text = parse_table(data, name, text=self.columns, numbers=()).text
         cells = np.array([text[column] for column in self.columns], object)
         for column, words in self.unseen(cells.T).items():
@@ -187,6 +187,15 @@ class Encoding:
                 f"predicted as of no known category",
                 stacklevel=2,
             )
+        marked = self.feature_names
+        for column, is_number, values in zip(self.columns, self.numeric, cells, strict=True):
+            num = sum(map(_missing, values)) if is_number else 0
+            if num and f"{column} missing" not in marked:
+                warnings.warn(
+                    f"{name}: column {column!r} is missing in {num} of {cells.shape[1]} rows, and "
+                    f"never was in the training data; the training median stands in for it",
+                    stacklevel=2,
+                )
         return self.transform(cells.T, name)
 
     def to_json(self) -> dict[str, Any]:
