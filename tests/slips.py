@@ -1463,8 +1463,8 @@ SIXTH = (
     Bug(
         "black boxes are asked a tenth as often",
         "cli/attack.py",
-        "queries: Queries = 500",
-        "queries: Queries = 50",
+        "queries: flags.Queries = 500",
+        "queries: flags.Queries = 50",
         "test_calls",
     ),
     Bug(

@@ -33,9 +33,9 @@ from advbayes import (
 )
 from advbayes.attacks import search
 from advbayes.attacks.gradients import loss_and_gradient
-from advbayes.cli.threat import purifier_attacks
 from advbayes.purification.banks import GaussianBank, Room
 from advbayes.purification.diagnosis import chi_square_limit
+from advbayes.runs.attacking import adaptive_attack
 from tests.oracles import generator
 from tests.test_purifier_same_answer import Setting, cosine, everywhere, exactly, with_gradient
 
@@ -201,7 +201,7 @@ def test_an_evaluation_of_a_purified_regression_and_of_a_class_that_nobody_predi
         (regression, x[:12].sum(1), "regression"),
         (purified, torch.arange(12) % 3, "classification"),
     ):
-        attacks = {"pgd": pgd(ball, steps=3)} | purifier_attacks(ball, task, steps=4)
+        attacks = {"pgd": pgd(ball, steps=3), "adaptive": adaptive_attack(ball, task=task, steps=4)}
         found = evaluate({"purified": predict}, (x[:12], y), attacks=attacks, progress=False)
         names = {row["attack"] for row in found.records()}
         assert {"pgd", "adaptive"} <= names

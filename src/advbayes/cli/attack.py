@@ -8,46 +8,32 @@ from typing import Annotated, Any
 import typer
 
 from advbayes.checks import counted
-from advbayes.cli.screen import Json, Run, Seed, Thetas, Trust, check_choice, check_new, emit, say
+from advbayes.cli import flags
+from advbayes.cli.screen import check_new, emit, say
 from advbayes.cli.signals import watched
-from advbayes.cli.threat import (
-    NORMS,
-    Eps,
-    FeatureEps,
-    Fixed,
-    Norm,
-    Num,
-    One,
-    Queries,
-    Restarts,
-    Steps,
-    attacks_for,
-    ball_for,
-    check_names,
-    open_run,
-)
+from advbayes.cli.threat import ball_for, open_run
 
 _ROWS = 256
 
 
 def attack(
-    run: Run,
+    run: flags.Run,
     out: Annotated[
         str, typer.Option("--out", metavar="FILE", help="A new .safetensors or .npz file")
     ],
-    attack: One = "pgd",
-    eps: Eps = None,
-    norm: Norm = None,
-    feature_eps: FeatureEps = None,
-    fixed: Fixed = None,
-    steps: Steps = 50,
-    restarts: Restarts = 1,
-    queries: Queries = 500,
-    num: Num = 100,
-    thetas: Thetas = 20,
-    seed: Seed = 0,
-    trust_network: Trust = False,
-    json: Json = False,
+    attack: flags.One = "pgd",
+    eps: flags.Eps = None,
+    norm: flags.Norm = None,
+    feature_eps: flags.FeatureEps = None,
+    fixed: flags.Fixed = None,
+    steps: flags.Steps = 50,
+    restarts: flags.Restarts = 1,
+    queries: flags.Queries = 500,
+    num: flags.Num = 100,
+    thetas: flags.Thetas = 20,
+    seed: flags.Seed = 0,
+    trust_network: flags.Trust = False,
+    json: flags.Json = False,
 ) -> None:
     """Attack test examples of a run and keep the arrays (x, x_adv, y; in the model's units).
 
@@ -57,8 +43,6 @@ def attack(
 
     advbayes attack RUN --attack strong --eps 0.5 --num 50 --out adversarial.npz
     """
-    check_names([attack])
-    check_choice("norm", norm, NORMS)
     check_new("out", out, (".safetensors", ".npz"))
 
     import torch
@@ -68,13 +52,14 @@ def attack(
     from advbayes.evaluation import score
     from advbayes.evaluation.measuring import attacked_in_batches
     from advbayes.progress import Progress
+    from advbayes.runs import make_attack
 
     subject = open_run(run, trusted=trust_network)
     trained = subject.trained
     x, y = subject.data.x_test[:num], subject.data.y_test[:num]
     ball = ball_for(trained, norm, eps, fixed, feature_eps)
     spent = {"steps": steps, "restarts": restarts, "queries": queries}
-    method = attacks_for([attack], ball, trained.task, **spent)[attack]
+    method = make_attack(attack, ball, task=trained.task, **spent)
     predict = trained.predict(thetas)
     parts = []
     with Progress("attack", len(x)) as bar:

@@ -8,19 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from advbayes.cli.screen import Device, Json, Seed, Thetas, Trust, check_choice, emit, fault, say
-from advbayes.cli.signals import Stopped, watched
-from advbayes.cli.threat import (
-    NORMS,
-    NUM,
-    Eps,
-    FeatureEps,
-    Fixed,
-    Norm,
-    ball_for,
-    budgets,
-    open_run,
-)
+from advbayes.cli import flags
+from advbayes.cli.screen import emit, resumable, say
+from advbayes.cli.signals import watched
+from advbayes.cli.threat import ball_for, budgets, open_run
 from advbayes.runs.config import ConfigError
 
 if TYPE_CHECKING:
@@ -54,12 +45,12 @@ def audit(
         str | None, typer.Option(metavar="FOLDER", help="Write a report of the model, too")
     ] = None,
     tier: Annotated[
-        str, typer.Option(metavar="quick|standard|full", help="How much to spend")
+        str, flags.words("quick", "standard", "full", help="How much to spend")
     ] = "standard",
-    eps: Eps = None,
-    norm: Norm = None,
-    feature_eps: FeatureEps = None,
-    fixed: Fixed = None,
+    eps: flags.Eps = None,
+    norm: flags.Norm = None,
+    feature_eps: flags.FeatureEps = None,
+    fixed: flags.Fixed = None,
     undefended: Annotated[
         str | None, typer.Option(metavar="RUN", help="An undefended run on these data, as control")
     ] = None,
@@ -68,16 +59,16 @@ def audit(
     ] = None,
     num: Annotated[
         int | None,
-        typer.Option(*NUM, min=2, help="Test examples to draw from (the tier says how many)"),
+        typer.Option(*flags.NUM, min=2, help="Test examples to draw from (the tier says how many)"),
     ] = None,
-    thetas: Thetas = 20,
+    thetas: flags.Thetas = 20,
     require: Annotated[
-        str | None, typer.Option(metavar="A|B|C", help="Exit with 3 when the level is worse")
+        str | None, flags.words("A", "B", "C", help="Exit with 3 when the level is worse")
     ] = None,
-    seed: Seed = 0,
-    device: Device = "cpu",
-    trust_network: Trust = False,
-    json: Json = False,
+    seed: flags.Seed = 0,
+    device: flags.Device = "cpu",
+    trust_network: flags.Trust = False,
+    json: flags.Json = False,
 ) -> int:
     """Check whether a run's robustness may be believed: each check with its figure, and a level
     from A to D.
@@ -96,9 +87,6 @@ def audit(
     your own: `make()` gives a torch network, a fitted scikit-learn estimator or a Predictor; eps
     is then in the data's own units.
     """
-    check_choice("norm", norm, NORMS)
-    check_choice("tier", tier, ("quick", "standard", "full"))
-    check_choice("require", require, ("A", "B", "C"))
     of_models = {
         "--data": data,
         "--target": target,
@@ -164,25 +152,22 @@ def audit(
         ball = ball_for(trained, norm, eps, fixed, feature_eps)
         given = zip(REACH, (fixed, feature_eps), strict=True)
         reach = [word for flag, each in given for value in each or () for word in (flag, value)]
-        try:
-            with watched(), folder.lock() if ranks().is_first else nullcontext():
-                verdict = audit_run(
-                    folder,
-                    trained,
-                    subject.data,
-                    ball,
-                    tier=tier,
-                    num=num,
-                    num_thetas=thetas,
-                    undefended=control,
-                    control_ball=control_ball,
-                    reach=reach,
-                    seed=seed,
-                    tell=None if json else say,
-                )
-        except Stopped:
-            fault("stopped before a verdict; the one of an earlier audit, if any, stands")
-            raise
+        hint = " before a verdict; the one of an earlier audit, if any, stands"
+        with resumable(hint), folder.lock() if ranks().is_first else nullcontext():
+            verdict = audit_run(
+                folder,
+                trained,
+                subject.data,
+                ball,
+                tier=tier,
+                num=num,
+                num_thetas=thetas,
+                undefended=control,
+                control_ball=control_ball,
+                reach=reach,
+                seed=seed,
+                tell=None if json else say,
+            )
         units = units_within(trained, ball)
         told = {"run": run, "threat_model": units, "norm": norm}
         begin = f"{norm} {said_units(units)}"

@@ -7,26 +7,27 @@ from typing import Annotated
 import typer
 
 from advbayes.checks import counted
-from advbayes.cli.screen import Device, Json, Run, Seed, Trust, emit, say, table
+from advbayes.cli import flags
+from advbayes.cli.screen import emit, say, table
 from advbayes.cli.signals import watched
-from advbayes.cli.threat import Num, open_run
+from advbayes.cli.threat import open_run
 from advbayes.runs.config import ConfigError
 
 
 def certify(
-    run: Run,
+    run: flags.Run,
     sigma: Annotated[
         float, typer.Option(min=1e-6, help="Noise of the smoothing, in the model's units")
     ] = 0.25,
-    num: Num = 100,
+    num: flags.Num = 100,
     draws: Annotated[int, typer.Option(min=10, help="Noisy copies of each example")] = 10_000,
     alpha: Annotated[
         float, typer.Option(min=1e-9, max=0.5, help="Chance that a certificate is wrong")
     ] = 0.001,
-    seed: Seed = 0,
-    device: Device = "cpu",
-    trust_network: Trust = False,
-    json: Json = False,
+    seed: flags.Seed = 0,
+    device: flags.Device = "cpu",
+    trust_network: flags.Trust = False,
+    json: flags.Json = False,
 ) -> None:
     """Certify L2 radii by randomised smoothing: no perturbation below the radius changes the
     vote, with confidence.

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from advbayes.cli.screen import Json, downloads, emit, say, table
+from advbayes.cli import flags
+from advbayes.cli.screen import downloads, emit, say, table
 from advbayes.cli.signals import watched
 
 _EMBEDDED = {
@@ -26,7 +27,7 @@ def datasets(
     root: Annotated[
         str | None, typer.Option(metavar="FOLDER", help="Look in this folder alone")
     ] = None,
-    json: Json = False,
+    json: flags.Json = False,
 ) -> None:
     """List the built-in data sets and where they are; fetch one.
 

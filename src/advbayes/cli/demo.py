@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from advbayes.cli.screen import Json, Seed, emit
+from advbayes.cli import flags
+from advbayes.cli.screen import emit
 from advbayes.cli.signals import watched
 
 
@@ -14,12 +15,12 @@ def demo(
     out: Annotated[
         str, typer.Option("--out", metavar="FOLDER", help="Where the report goes")
     ] = "demo-report",
-    seed: Seed = 0,
+    seed: flags.Seed = 0,
     quick: Annotated[
         bool,
         typer.Option("--quick", help="A few seconds: tiny trainings, to see that all is installed"),
     ] = False,
-    json: Json = False,
+    json: flags.Json = False,
 ) -> None:
     """Train an undefended, an adversarially trained and a MIX model on digits, purify, attack,
     audit, report: two minutes.

@@ -9,63 +9,35 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from advbayes.checks import counted
-from advbayes.cli.screen import (
-    Device,
-    Json,
-    Quiet,
-    Run,
-    Seed,
-    Thetas,
-    Trust,
-    check_choice,
-    emit,
-    fault,
-    say,
-    table,
-)
-from advbayes.cli.signals import Stopped, watched
-from advbayes.cli.threat import (
-    DEFAULTS,
-    NORMS,
-    FeatureEps,
-    Fixed,
-    Many,
-    Norm,
-    Num,
-    Queries,
-    Restarts,
-    Steps,
-    attacks_for,
-    ball_for,
-    check_names,
-    open_run,
-    purifier_attacks,
-    purifier_for,
-)
+from advbayes.cli import flags
+from advbayes.cli.screen import emit, resumable, say, table
+from advbayes.cli.threat import ball_for, open_run, purifier_for
 from advbayes.runs.config import ConfigError
 
 if TYPE_CHECKING:
     from advbayes.types import Predictor
 
+_ATTACKS = ("pgd1", "pgd", "pgd_plus", "ent", "strong")
+DEFAULTS = {"classification": _ATTACKS, "regression": (*_ATTACKS, "strong_nll")}
+
 
 def evaluate(
-    run: Run,
-    attack: Many = None,
+    run: flags.Run,
+    attack: flags.Many = None,
     eps: Annotated[
         list[float] | None,
         typer.Option("--eps", min=0, help="Budget in the model's units; repeat it for a curve"),
     ] = None,
-    norm: Norm = None,
-    feature_eps: FeatureEps = None,
-    fixed: Fixed = None,
-    steps: Steps = 50,
-    restarts: Restarts = 1,
-    queries: Queries = 500,
-    num: Num = 500,
-    thetas: Thetas = 20,
+    norm: flags.Norm = None,
+    feature_eps: flags.FeatureEps = None,
+    fixed: flags.Fixed = None,
+    steps: flags.Steps = 50,
+    restarts: flags.Restarts = 1,
+    queries: flags.Queries = 500,
+    num: flags.Num = 500,
+    thetas: flags.Thetas = 20,
     purify: Annotated[
-        str | None,
-        typer.Option(metavar="online|offline", help="Evaluate the purified predictive, too"),
+        str | None, flags.words("online", "offline", help="Evaluate the purified predictive, too")
     ] = None,
     name: Annotated[
         str | None, typer.Option(help="Folder in RUN/evaluation (else made from the settings)")
@@ -73,11 +45,11 @@ def evaluate(
     batch_size: Annotated[
         int, typer.Option(min=1, help="Examples written (and resumed) at a time")
     ] = 128,
-    seed: Seed = 0,
-    device: Device = "cpu",
-    trust_network: Trust = False,
-    quiet: Quiet = False,
-    json: Json = False,
+    seed: flags.Seed = 0,
+    device: flags.Device = "cpu",
+    trust_network: flags.Trust = False,
+    quiet: flags.Quiet = False,
+    json: flags.Json = False,
 ) -> None:
     """Score a run under attack: one record for each example, tables with intervals, the worst
     case over attacks.
@@ -92,9 +64,6 @@ def evaluate(
 
     The same command resumes where a killed one stopped.
     """
-    check_names(attack or ())
-    check_choice("norm", norm, NORMS)
-    check_choice("purify", purify, ("online", "offline"))
     if name is not None and not re.fullmatch(r"[\w-][\w.-]*", name):
         raise ConfigError(f"name: must be letters, digits, -, _ and ., got {name!r}")
 
@@ -104,6 +73,8 @@ def evaluate(
     from advbayes.evaluation import evaluate as measure
     from advbayes.report.folders import merged
     from advbayes.report.words import TRIVIAL
+    from advbayes.runs import make_attack
+    from advbayes.runs.attacking import adaptive_attack
     from advbayes.store import write_document
 
     subject = open_run(run, trusted=trust_network, device=device)
@@ -134,34 +105,30 @@ def evaluate(
         settings += f"-{hashlib.sha256(repr((feature_eps, fixed)).encode()).hexdigest()[:8]}"
     settings += f"-s{steps}-r{restarts}-q{queries}-n{num}-t{thetas}-seed{seed}"
     place = subject.folder.path / "evaluation" / (name or settings)
-    attacks = attacks_for(names, ball, trained.task, **spent)
+    attacks = {each: make_attack(each, ball, task=trained.task, **spent) for each in names}
     predict: Predictor = trained.predict(thetas)
     jobs = [(place, {trained.defense: predict}, attacks)]
     if purify is not None:
         # it also meets the attacks made for purifiers: plain ones flatter it
         purified = {f"{trained.defense} purified {purify}": purifier_for(subject, thetas, purify)}
-        adaptive = purifier_attacks(ball, trained.task, steps=steps)
+        adaptive = {"adaptive": adaptive_attack(ball, task=trained.task, steps=steps)}
         beside = place.with_name(f"{place.name}-purified-{purify}")
         jobs.append((beside, purified, attacks | adaptive))
-    with watched():
-        try:
-            measured = [
-                measure(
-                    predictors,
-                    (data.x_test[:num], data.y_test[:num]),
-                    attacks=method,
-                    radii=radii,
-                    train_y=data.y_train,
-                    batch_size=batch_size,
-                    seed=seed,
-                    out=where,
-                    progress=False if quiet else None,
-                )
-                for where, predictors, method in jobs
-            ]
-        except Stopped:
-            fault("stopped; the same command goes on from the first batch that is missing")
-            raise
+    with resumable("; the same command goes on from the first batch that is missing"):
+        measured = [
+            measure(
+                predictors,
+                (data.x_test[:num], data.y_test[:num]),
+                attacks=method,
+                radii=radii,
+                train_y=data.y_train,
+                batch_size=batch_size,
+                seed=seed,
+                out=where,
+                progress=False if quiet else None,
+            )
+            for where, predictors, method in jobs
+        ]
         for where, _, _ in jobs if ranks().is_first else ():
             write_document(where / "command.json", command)
     evaluation = merged(measured)

@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from advbayes.cli.screen import Device, Json, Thetas, Trust, check_new, emit, say, usable
+from advbayes.cli import flags
+from advbayes.cli.screen import check_new, emit, say, usable
 from advbayes.cli.signals import watched
 from advbayes.runs.config import ConfigError
 
@@ -22,7 +23,7 @@ def predict(
         str | None,
         typer.Option("--out", metavar="FILE", help="A new .csv, .npz or .json file; else a table"),
     ] = None,
-    thetas: Thetas = 20,
+    thetas: flags.Thetas = 20,
     level: Annotated[
         float, typer.Option(min=0.01, max=0.999, help="Of the intervals (regression)")
     ] = 0.9,
@@ -33,9 +34,9 @@ def predict(
     positive: Annotated[
         str | None, typer.Option(metavar="CLASS", help="The class that --threshold is about")
     ] = None,
-    device: Device = "cpu",
-    trust_network: Trust = False,
-    json: Json = False,
+    device: flags.Device = "cpu",
+    trust_network: flags.Trust = False,
+    json: flags.Json = False,
 ) -> None:
     """Predict for the rows of a .csv file (by column names) or of an .npz file (array x), in
     raw units.

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from advbayes.cli.screen import Json, Thetas, Trust, emit, fault, say
-from advbayes.cli.signals import Stopped, watched
+from advbayes.cli import flags
+from advbayes.cli.screen import emit, resumable, say
 
 
 def report(
@@ -20,9 +20,9 @@ def report(
         typer.Option("--out", metavar="FOLDER", help="Where to (else the first RUN/report)"),
     ] = None,
     title: Annotated[str | None, typer.Option(help="Of the page")] = None,
-    thetas: Thetas = 20,
-    trust_network: Trust = False,
-    json: Json = False,
+    thetas: flags.Thetas = 20,
+    trust_network: flags.Trust = False,
+    json: flags.Json = False,
 ) -> None:
     """Write a report of one or several runs: one HTML file that needs nothing else, with
     Markdown and JSON beside it.
@@ -38,12 +38,8 @@ def report(
     from advbayes.report import report_runs
 
     place = Path(out) if out is not None else Path(run[0]) / "report"
-    with watched():
-        try:
-            paths = report_runs(run, place, title=title, trusted=trust_network, num_thetas=thetas)
-        except Stopped:
-            fault("stopped before the report was complete; the same command writes it")
-            raise
+    with resumable(" before the report was complete; the same command writes it"):
+        paths = report_runs(run, place, title=title, trusted=trust_network, num_thetas=thetas)
     if json:
         names = ("html", "markdown", "json", "csv")
         files = (paths.html, paths.markdown, paths.json, paths.csv)

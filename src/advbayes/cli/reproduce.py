@@ -3,17 +3,14 @@ the same for any data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from advbayes.checks import InputError, choice
-from advbayes.cli.screen import Json, Quiet, emit, fault, say
-from advbayes.cli.signals import Stopped, watched
-from advbayes.cli.threat import NUM
+from advbayes.cli import flags
+from advbayes.cli.screen import emit, resumable, say
 
 Seeds = typer.Option("--seeds", metavar="N or A,B,...", help="How many, or which")
 Out = Annotated[Path, typer.Option("--out", help="Folder of the results")]
@@ -31,9 +28,10 @@ Changes = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="A key of a run for all rows; repeat"),
 ]
 NumTest = Annotated[
-    int | None, typer.Option(*NUM, min=1, help="How many test examples, from the first")
+    int | None, typer.Option(*flags.NUM, min=1, help="How many test examples, from the first")
 ]
 RESULTS = Path("results")
+HINT = "; the same command goes on with the units that are missing"  # of a signal
 
 
 def reproduce(
@@ -55,7 +53,7 @@ def reproduce(
     again: Annotated[
         bool, typer.Option("--again", help="Replace what is there of these rows and seeds")
     ] = False,
-    quiet: Quiet = False,
+    quiet: flags.Quiet = False,
 ) -> int:
     """Make a table or figure of the paper: train, attack, record, compare with what was reported.
 
@@ -83,7 +81,7 @@ def reproduce(
         return 0
     spec = Spec(name, preset, _settings(changes), num_test)
     how: dict[str, Any] = {"jobs": jobs, "cluster": cluster, "again": again, "quiet": quiet}
-    with _resumable():
+    with resumable(HINT):
         table = write_views(run(spec, out, seeds=_seeds(seeds), rows=row, **how))
     say(str(table))
     return 0
@@ -109,8 +107,8 @@ def compare(
     out: Out = RESULTS,
     changes: Changes = None,
     num_test: NumTest = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
+    as_json: flags.Json = False,
+    quiet: flags.Quiet = False,
 ) -> int:
     """Compare defenses on any data over several seeds: mean, spread, paired tests (Holm), trivial
     predictors.
@@ -136,7 +134,7 @@ def compare(
     rows = tuple(choice("defense", name.lower(), known) for name in defense)
     spec = Spec(f"compare-{Path(data).stem}", "paper", settings, num_test, rows, task, eps)
     chosen, hidden = _seeds(seeds), quiet or as_json
-    with _resumable():
+    with resumable(HINT):
         table = write_views(run(spec, out, seeds=chosen, jobs=jobs, cluster=cluster, quiet=hidden))
     if as_json:
         emit({"table": str(table), "records": str(table.with_name("records.jsonl.gz"))})
@@ -144,17 +142,6 @@ def compare(
         say(table.read_text())
         say(str(table))
     return 0
-
-
-@contextmanager
-def _resumable() -> Iterator[None]:
-    """A signal ends the work with a line that says how to go on."""
-    with watched():
-        try:
-            yield
-        except Stopped:
-            fault("stopped; the same command goes on with the units that are missing")
-            raise
 
 
 def _seeds(text: str | None) -> list[int] | None:

@@ -1,5 +1,4 @@
-"""What commands take and say alike: shared flags, tables and sentences for people, one JSON object
-for machines."""
+"""What commands say alike: tables and sentences for people, one JSON object for machines."""
 
 from __future__ import annotations
 
@@ -8,32 +7,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from advbayes.checks import inert
+from advbayes.cli.signals import Stopped, watched
 from advbayes.runs.config import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from advbayes.evaluation.tables import Grid
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text")]
-Trust = Annotated[
-    bool,
-    typer.Option(
-        "--trust-network", help="Run the code of a network or channel of your own (module:factory)"
-    ),
-]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder made by `advbayes train`")]
-Device = Annotated[
-    str, typer.Option("--device", metavar="cpu|cuda|mps", help="Where to compute, as torch says it")
-]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress")]
-Thetas = Annotated[int, typer.Option("--thetas", min=1, help="Thetas in the predictive")]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Keys all randomness")]
 
 
 def usable(device: str) -> str:
@@ -52,18 +35,6 @@ def usable(device: str) -> str:
         first = str(error).strip().splitlines()[0]
         raise ConfigError(f"{wanted}, got {device!r:.40} ({first:.100})") from None
     return device
-
-
-def check_choice(key: str, value: str | None, choices: tuple[str, ...]) -> None:
-    """Refuse a word that a flag does not know; absent is for the command to fill in.
-
-    >>> check_choice("tier", "slow", ("quick", "full"))
-    Traceback (most recent call last):
-    ...
-    advbayes.runs.config.ConfigError: tier: must be one of quick, full, got 'slow'
-    """
-    if value is not None and value not in choices:
-        raise ConfigError(f"{key}: must be one of {', '.join(choices)}, got {value!r}")
 
 
 def check_new(key: str, path: str | None, suffixes: tuple[str, ...]) -> None:
@@ -110,6 +81,17 @@ def table(grid: Grid) -> None:
 def fault(message: str) -> None:
     """One clean message on standard error."""
     print(inert(f"advbayes: {message}"), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def resumable(hint: str) -> Iterator[None]:
+    """Work with something to save; a signal ends it with a line that says what is left."""
+    with watched():
+        try:
+            yield
+        except Stopped:
+            fault(f"stopped{hint}")
+            raise
 
 
 @contextmanager

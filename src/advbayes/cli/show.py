@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from advbayes.cli.screen import Json, emit, say, table
+from advbayes.cli import flags
+from advbayes.cli.screen import emit, say, table
 
 
 def show(
@@ -17,7 +18,7 @@ def show(
             metavar="RUN|BUNDLE", help="A run folder, or a model that `advbayes.save` wrote"
         ),
     ],
-    json: Json = False,
+    json: flags.Json = False,
 ) -> None:
     """Show what is in a run folder or in a bundle (hashes are checked, nothing in it is
     executed).

@@ -1,91 +1,19 @@
-"""Who attacks, how far: the flags that attack, evaluate and audit share, and what they mean."""
+"""Who is attacked and how far: a run opened, and what the shared flags mean for it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from advbayes.checks import nearest
 from advbayes.cli.screen import usable
-from advbayes.runs.config import ATTACKS, ConfigError, parse_feature_eps
+from advbayes.runs.config import ConfigError, parse_feature_eps
 
 if TYPE_CHECKING:
     from advbayes.attacks.balls import Ball
     from advbayes.runs import Prepared, Trained
     from advbayes.runs import Run as Folder
-    from advbayes.types import Attack, Predictor
-
-NORMS = ("l2", "linf")
-_DEFAULTS = ("pgd1", "pgd", "pgd_plus", "ent", "strong")
-DEFAULTS = {"classification": _DEFAULTS, "regression": (*_DEFAULTS, "strong_nll")}
-
-
-def _complete(incomplete: str) -> list[tuple[str, str]]:
-    return [(name, what) for name, what in ATTACKS.items() if name.startswith(incomplete)]
-
-
-Eps = Annotated[
-    float | None,
-    typer.Option(
-        "--eps", min=0, help="Budget in the model's units (else the run's training budget)"
-    ),
-]
-Norm = Annotated[
-    str | None, typer.Option("--norm", metavar="l2|linf", help="Norm (else the run's)")
-]
-Fixed = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--fixed", metavar="NAME", help="A feature that the attacker cannot change; repeat it"
-    ),
-]
-FeatureEps = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--feature-eps",
-        metavar="NAME=NUMBER",
-        help="Budget of a feature in its own unit; repeat it",
-    ),
-]
-Steps = Annotated[int, typer.Option("--steps", min=1, help="Steps of iterative attacks")]
-Restarts = Annotated[int, typer.Option("--restarts", min=1, help="Restarts of iterative attacks")]
-Queries = Annotated[
-    int, typer.Option("--queries", min=1, help="Queries of attacks without gradients")
-]
-NUM = ("--num", "--num-test")  # the second for old scripts
-Num = Annotated[int, typer.Option(*NUM, min=1, help="How many test examples, from the first")]
-One = Annotated[
-    str,
-    typer.Option(
-        "--attack", metavar="NAME", help=f"One of {', '.join(ATTACKS)}", autocompletion=_complete
-    ),
-]
-Many = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--attack",
-        metavar="NAME",
-        help=f"Any of {', '.join(ATTACKS)}; repeat it for several",
-        autocompletion=_complete,
-    ),
-]
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Refuse an unknown attack, with the nearest name.
-
-    >>> check_names(["pgd", "pdg"])  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    ...
-    advbayes.runs.config.ConfigError: attack: must be one of ..., got 'pdg'; did you mean 'pgd'?
-    """
-    for name in names:
-        if name not in ATTACKS:
-            known, hint = ", ".join(ATTACKS), nearest(name, ATTACKS)
-            raise ConfigError(f"attack: must be one of {known}, got {name!r}{hint}")
+    from advbayes.types import Predictor
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,13 +64,6 @@ def budgets(entries: Sequence[str] | None, eps: float) -> dict[str, float]:
         raise ConfigError(str(error)) from None
 
 
-def attacks_for(names: Sequence[str], ball: Ball, task: str, **spent: int) -> dict[str, Attack]:
-    """The named attacks, each with its steps, restarts and queries."""
-    from advbayes.runs import make_attack
-
-    return {name: make_attack(name, ball, task=task, **spent) for name in names}
-
-
 def purifier_for(subject: Subject, num_thetas: int, update: str) -> Predictor:
     """The purified predictive of a run, exact over its training set."""
     from advbayes.purification import Purifier
@@ -155,13 +76,6 @@ def purifier_for(subject: Subject, num_thetas: int, update: str) -> Predictor:
         raise ConfigError(f"{wanted}, got {got}")
     reference = data.x_train, data.y_train
     return Purifier(trained.model, channel, trained.thetas(num_thetas), reference, update)
-
-
-def purifier_attacks(ball: Ball, task: str, *, steps: int) -> dict[str, Attack]:
-    """The attack made for purifiers, by its name."""
-    from advbayes.runs.attacking import adaptive_attack
-
-    return {"adaptive": adaptive_attack(ball, task=task, steps=steps)}
 
 
 def _has_density(channel: Any) -> bool:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from advbayes.cli.screen import Device, Json, Trust, downloads, emit, say, usable
+from advbayes.cli import flags
+from advbayes.cli.screen import downloads, emit, say, usable
 from advbayes.cli.signals import Finishing
 from advbayes.runs.config import DATA_SETS, NETWORKS, ConfigError, RunConfig, make_config, read_toml
 
@@ -206,8 +207,8 @@ def _command() -> Any:
     for title, keys in PANELS.items():
         parameters |= {key: (_key_option(key, title), None) for key in keys.split()}
     quiet = _option("--quiet", kind=bool, help="No progress bar")
-    parameters |= {"trust_network": (Trust, False), "json": (Json, False)}
-    parameters |= {"device": (Device, "cpu"), "quiet": (quiet, False)}
+    parameters |= {"trust_network": (flags.Trust, False), "json": (flags.Json, False)}
+    parameters |= {"device": (flags.Device, "cpu"), "quiet": (quiet, False)}
 
     def train(**options: Any) -> int:
         return _train(**options)
