@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -75,8 +76,9 @@ class _Contract:
 
     tasks: tuple[str, ...] = TASKS
 
-    def cases(self, dtypes: Sequence[torch.dtype] = DTYPES) -> list[tuple[str, torch.dtype]]:
-        return [(task, dtype) for task in self.tasks for dtype in dtypes]
+    def cases(self, num: int = 12) -> Iterator[tuple[str, torch.dtype, Tensor, Tensor]]:
+        for task, dtype in product(self.tasks, DTYPES):
+            yield task, dtype, *small_data(task, dtype, num)
 
 
 @contextmanager
@@ -98,6 +100,13 @@ def refused(kinds: type[Exception] | tuple[type[Exception], ...], words: str) ->
     except kinds as error:
         came = str(error)
     assert words in came, f"an error that says {words!r} was wanted, got {came}"
+
+
+def assert_slopes(function: Callable[[Tensor], Tensor], leaf: Tensor) -> None:
+    """Asserts that autograd's derivatives in the leaf (float64) are those of finite differences."""
+    torch.autograd.gradcheck(
+        function, leaf, rtol=1e-5, atol=1e-7, nondet_tol=1e-9, check_undefined_grad=False
+    )
 
 
 # --- Posteriors ---------------------------------------------------------------------------------
@@ -144,19 +153,9 @@ class PosteriorContract(_Contract):
                 posterior.kl(1.0)
             return
         for parameter in posterior.parameters():
-            posterior.zero_grad()
-            posterior.kl(0.7).backward()
-            gradient = parameter.grad.flatten()
+            (gradient,) = torch.autograd.grad(posterior.kl(0.7), parameter)
             assert bool((gradient != 0).any())
-            for index in (0, gradient.numel() // 2, gradient.numel() - 1):
-                flat, step, values = parameter.data.view(-1), 1e-6, []
-                value = float(flat[index])
-                for sign in (1, -1):
-                    flat[index] = value + sign * step
-                    values.append(float(posterior.kl(0.7).detach()))
-                flat[index] = value
-                slope = (values[0] - values[1]) / (2 * step)
-                assert math.isclose(float(gradient[index]), slope, rel_tol=1e-5, abs_tol=1e-7)
+            assert_slopes(lambda _: posterior.kl(0.7), parameter)
 
     def test_bad_counts_and_priors_are_named(self) -> None:
         posterior = self.make(small_model("regression", torch.float32))
@@ -195,8 +194,7 @@ class ChannelContract(_Contract):
         return model.at(model.initial_theta())
 
     def test_sample_keeps_shape_dtype_and_its_input(self) -> None:
-        for task, dtype in self.cases():
-            x, y = small_data(task, dtype)
+        for task, dtype, x, y in self.cases():
             before = x.clone()
             for labels in (y, None):
                 with case(task, dtype, "with labels" if labels is y else "without labels"):
@@ -210,8 +208,7 @@ class ChannelContract(_Contract):
                     assert not x.requires_grad
 
     def test_same_generator_same_sample(self) -> None:
-        for task, dtype in self.cases():
-            x, y = small_data(task, dtype)
+        for task, dtype, x, y in self.cases():
             channel, predict = self.make(task, dtype), self.predictor(task, dtype)
             before = torch.get_rng_state()
             first, second = (channel.sample(predict, x, y, generator=seeded(5)) for _ in range(2))
@@ -221,8 +218,7 @@ class ChannelContract(_Contract):
             )
 
     def test_density_has_shape_and_does_not_depend_on_what_was_asked_before(self) -> None:
-        for task, dtype in self.cases():
-            x, y = small_data(task, dtype)
+        for task, dtype, x, y in self.cases():
             channel, predict = self.make(task, dtype), self.predictor(task, dtype)
             if not self.has_density:
                 with refused(ValueError, "no density"):
@@ -313,18 +309,12 @@ class AttackContract(_Contract):
     def make(self, ball: Ball) -> Attack:
         raise NotImplementedError
 
-    def run(
-        self, ball: Ball, task: str, dtype: torch.dtype, labels: bool = True
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, ball: Ball, task: str, dtype: torch.dtype, labels: bool = True) -> Tensor:
         model = small_model(task, dtype)
-        x, y = small_data(task, dtype)
-        before = x.clone()
-        attack = self.make(ball)
-        x_adv = attack(
-            model.at(model.initial_theta()), x, y if labels else None, generator=seeded(6)
-        )
-        assert torch.equal(x, before)
-        return x, x_adv
+        predict, (x, y) = model.at(model.initial_theta()), small_data(task, dtype)
+        x_adv = self.make(ball)(predict, x, y if labels else None, generator=seeded(6))
+        assert torch.equal(x, small_data(task, dtype)[0])
+        return x_adv
 
     def balls(self, dtype: torch.dtype) -> list[Ball]:
         scale = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=dtype)
@@ -342,25 +332,24 @@ class AttackContract(_Contract):
         ]
 
     def test_feasible_finite_and_of_the_input_s_shape(self) -> None:
-        for task, dtype in self.cases():
-            for ball in self.balls(dtype):
-                for labels in (True, False):
-                    with case(task, dtype, ball, f"labels={labels}"):
-                        x, x_adv = self.run(ball, task, dtype, labels)
-                        assert x_adv.shape == x.shape
-                        assert x_adv.dtype == dtype
-                        assert bool(ball.contains(x_adv, x).all())
-                        assert not x_adv.requires_grad
+        for task, dtype, x, _ in self.cases():
+            for ball, labels in product(self.balls(dtype), (True, False)):
+                with case(task, dtype, ball, f"labels={labels}"):
+                    x_adv = self.run(ball, task, dtype, labels)
+                    assert x_adv.shape == x.shape
+                    assert x_adv.dtype == dtype
+                    assert bool(ball.contains(x_adv, x).all())
+                    assert not x_adv.requires_grad
 
     def test_zero_budget_changes_no_bit(self) -> None:
         for task in self.tasks:
             for ball in (L2(0.0, box=(0.0, 1.0)), Linf(0.0)):
-                x, x_adv = self.run(ball, task, torch.float32)
-                assert torch.equal(x, x_adv)
+                x, _ = small_data(task, torch.float32)
+                assert torch.equal(x, self.run(ball, task, torch.float32))
 
     def test_same_generator_same_attack(self) -> None:
         for task in self.tasks:
-            first, second = (self.run(L2(0.5), task, torch.float64)[1] for _ in range(2))
+            first, second = (self.run(L2(0.5), task, torch.float64) for _ in range(2))
             assert torch.equal(first, second)
 
     def test_a_prediction_without_gradient_is_survived(self) -> None:
@@ -465,8 +454,7 @@ class PredictorContract(_Contract):
         return lambda x, y: answer(self.make(model) if self.stochastic else predict, x, y)
 
     def test_prediction_has_batch_shape_and_consistent_parts(self) -> None:
-        for task, dtype in self.cases():
-            x, y = small_data(task, dtype)
+        for task, dtype, x, y in self.cases():
             with case(task, dtype):
                 prediction: Any = self.make(small_model(task, dtype))(x)
                 assert prediction.batch_shape == (len(x),)
@@ -490,9 +478,8 @@ class PredictorContract(_Contract):
 
     def test_answer_and_gradient_do_not_depend_on_batch_or_order(self) -> None:
         """Up to the order of sums, as in another matrix product: `units` in the last place."""
-        for task, dtype in self.cases():
+        for task, dtype, x, y in self.cases(self.num):
             ask = self.asking(task, dtype)
-            x, y = small_data(task, dtype, self.num)
             whole = ask(x, y)
             order = torch.randperm(len(x), generator=seeded(11))
             for rows in (order, order[:1], order[1:2], order[2:4], order[4:12], order[12:]):
@@ -500,8 +487,7 @@ class PredictorContract(_Contract):
                     assert_same(ask(x[rows], y[rows]), _rows(whole, rows), self.units, self.least)
 
     def test_answer_and_gradient_do_not_depend_on_chunks_or_tables(self) -> None:
-        for task, dtype in self.cases():
-            x, y = small_data(task, dtype, self.num)
+        for task, dtype, x, y in self.cases(self.num):
             model = small_model(task, dtype)
             whole = answer(self.make(model), x, y)
             for k, other in enumerate(self.same(model)):
@@ -515,9 +501,8 @@ class PredictorContract(_Contract):
     def test_answer_and_gradient_do_not_depend_on_threads(self) -> None:
         """Asked by four threads at once the answers keep every bit; other numbers of torch's
         threads may round anew."""
-        for task, dtype in self.cases():
+        for task, dtype, x, y in self.cases(self.num):
             ask = self.asking(task, dtype)
-            x, y = small_data(task, dtype, self.num)
             starts = [0, 5, 10, len(x) - 1]
             alone = [ask(x[start:], y[start:]) for start in starts]
             with ThreadPoolExecutor(len(starts)) as pool:
@@ -542,15 +527,7 @@ class PredictorContract(_Contract):
         for task in self.tasks:
             predict: Any = self.make(small_model(task, torch.float64))
             x, y = small_data(task, torch.float64, num=3)
-            leaf = x.clone().requires_grad_()
-            (gradient,) = torch.autograd.grad(predict(leaf).log_prob(y).sum(), leaf)
-            for column in range(x.shape[1]):
-                shift = torch.zeros_like(x)
-                shift[:, column] = 1e-6
-                slope = (predict(x + shift).log_prob(y) - predict(x - shift).log_prob(y)) / 2e-6
-                torch.testing.assert_close(
-                    gradient[:, column], slope.detach(), rtol=1e-5, atol=1e-7
-                )
+            assert_slopes(lambda x: predict(x).log_prob(y), x.requires_grad_())  # noqa: B023
 
     def test_own_gradient_is_autograd_s(self) -> None:
         """A faster way to a predictor's gradient gives the same numbers as autograd."""
