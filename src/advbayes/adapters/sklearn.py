@@ -50,8 +50,8 @@ def from_sklearn(estimator: Any, *, scale: float | None = None, data: Any = None
             return predictor
         return Scaled(predictor, *front, last.thetas_.dtype, last.event_shape)
     frame = _frame_of(None if data is None else data[0])
+    net = None if front is None else _net(estimator, last, front)
     if hasattr(estimator, "classes_"):
-        net = None if front is None else _net(estimator, last, front)
         if net is not None:
             return FunctionPredictor(net, "probs" if isinstance(net, _Calibrated) else "logits")
         if hasattr(estimator, "predict_proba"):
@@ -70,7 +70,6 @@ def from_sklearn(estimator: Any, *, scale: float | None = None, data: Any = None
             f"it is taken; got neither"
         )
     scale = rmse_of(estimator, *data) if scale is None else scale
-    net = None if front is None else _net(estimator, last, front)
     if net is not None:
         return FunctionPredictor(net, "mean", scale)
     return FunctionPredictor(lambda x: estimator.predict(frame(x)), "mean", scale, True)
@@ -263,27 +262,21 @@ def _net(estimator: Any, last: Any, front: tuple[Tensor, Tensor]) -> nn.Module |
     return net if same else None
 
 
-class _Calibrated(nn.Module):
-    """The mean of classifiers whose linear decisions go through sigmoids: Platt's scaling."""
-
-    def __init__(self, members: list[tuple[nn.Linear, Tensor, Tensor]]) -> None:
-        super().__init__()
-        self.decisions = nn.ModuleList(decision for decision, _, _ in members)
-        self.slopes = [slope for _, slope, _ in members]
-        self.offsets = [offset for _, _, offset in members]
+class _Calibrated(nn.ModuleList):
+    """The mean of linear layers that go through sigmoids: decisions after Platt's scaling."""
 
     def forward(self, x: Tensor) -> Tensor:  # (B, C)
-        parts = []
-        for decision, slope, offset in zip(self.decisions, self.slopes, self.offsets, strict=True):
-            p = torch.sigmoid(-(slope * decision(x) + offset))
-            parts.append(
-                torch.cat([1 - p, p], 1) if p.shape[1] == 1 else p / p.sum(1, keepdim=True)
-            )
+        shares = [torch.sigmoid(layer(x)) for layer in self]
+        parts = [
+            torch.cat([1 - p, p], 1) if p.shape[1] == 1 else p / p.sum(1, keepdim=True)
+            for p in shares
+        ]
         return torch.stack(parts).mean(0)
 
 
 def _calibrated(last: Any, weight: Tensor, bias: Tensor) -> _Calibrated | None:
-    members = []
+    """p = sigmoid(-(slope * decision + offset)) of each member, slope and offset in its layer."""
+    members = _Calibrated()
     for each in last.calibrated_classifiers_:
         decision = _affine(each.estimator, weight, bias)
         if decision is None or not all(hasattr(c, "a_") for c in each.calibrators):
@@ -292,8 +285,10 @@ def _calibrated(last: Any, weight: Tensor, bias: Tensor) -> _Calibrated | None:
             torch.tensor([getattr(c, name) for c in each.calibrators], dtype=torch.float64)
             for name in ("a_", "b_")
         )
-        members.append((decision, slope, offset))
-    return _Calibrated(members).eval()
+        decision.weight.mul_(-slope.unsqueeze(1))
+        decision.bias.mul_(-slope).sub_(offset)
+        members.append(decision)
+    return members.eval()
 
 
 @dataclass(frozen=True, eq=False)
