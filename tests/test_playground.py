@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from advbayes.cli import main
-from advbayes.cli.playground import PAGE, command
+from advbayes.cli.experiments import PAGE, command
 from advbayes.experiments import playground
 from advbayes.experiments.playground import Answer, World, load_world, move, pictures
 
@@ -239,7 +239,7 @@ def test_a_move_is_a_dozen_gradients_a_defense(
 
 
 def test_what_the_pad_sends_is_checked() -> None:
-    from advbayes.experiments.playground.drawing import pixels
+    from advbayes.experiments.playground.page import pixels
 
     like = torch.zeros(1, 8, 8)
     assert pixels([0.0] * 64, like) is None  # as it was
@@ -265,6 +265,6 @@ def test_the_server_is_for_this_machine_alone() -> None:
 def test_without_streamlit_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("advbayes.cli.playground.find_spec", lambda name: None)
+    monkeypatch.setattr("advbayes.cli.experiments.find_spec", lambda name: None)
     assert main(["playground"]) == 2
     assert "pip install 'advbayes[playground]'" in capsys.readouterr().err

@@ -62,14 +62,6 @@ from advbayes.types import Attack, Channel, Predictor
 
 Record = dict[str, Any]
 Measured = tuple[list[Record], dict[str, Any]]  # records, and what the manifest says of the unit
-_NAMES = {
-    "PGD1": "pgd1",
-    "PGD": "pgd",
-    "PGD+": "pgd_plus",
-    "ENT": "ent",
-    "strong": "strong",
-    "strong NLL": "strong_nll",
-}
 OFFICIAL_SPLIT = ("mnist", "fashion-mnist", "cifar10")
 _COLUMNS = {
     "classification": ("correct", "log_prob", "entropy"),
@@ -244,9 +236,10 @@ def attacks_on(unit: Unit, data: Prepared, ball: Ball, predict: Predictor) -> di
     """
     names, steps, task = unit.experiment.attacks, unit.experiment.steps, data.dataset.task
     if unit.what.defense.has_gradient:
+        as_asked = {name: name.lower().replace("+", "_plus").replace(" ", "_") for name in names}
         attacks = {
-            name: make_attack(_NAMES[name], ball, task=task, steps=steps, queries=2 * steps)
-            for name in names
+            name: make_attack(known, ball, task=task, steps=steps, queries=2 * steps)
+            for name, known in as_asked.items()
         }
         if isinstance(predict, Purifier) and "strong" in attacks:
             attacks["strong"] = Suite((attacks["strong"], *_adaptive(predict, ball, steps)))

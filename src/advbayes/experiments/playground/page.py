@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from advbayes.experiments import playground
 from advbayes.experiments.playground import Panel, World, pictures
-from advbayes.experiments.playground.drawing import CSS, HTML, SCRIPT, pixels
 
 EPS, EPS_LIMIT = 0.5, 2.0  # of the slider
+PAD = Path(__file__).parent  # the pad to draw a digit on, as the browser gets it
 # On a phone streamlit's bar lies over the top of the page.
 STYLE = (
     ".block-container{padding-top:2.5rem}"
@@ -64,7 +66,8 @@ def _digit(st: Any, world: World) -> tuple[Tensor, Tensor | None]:
     x, y = data.x_test[number], data.y_test[number]
     if not st.toggle("Draw on it"):
         return x, y
-    pad = st.components.v2.component("advbayes_pad", html=HTML, css=CSS, js=SCRIPT)
+    parts = {kind: (PAD / f"pad.{kind}").read_text("utf-8") for kind in ("html", "css", "js")}
+    pad = st.components.v2.component("advbayes_pad", **parts)
     drawn = pad(
         data={"pixels": x.flatten().tolist(), "side": x.shape[-1]},
         key=f"pad-{number}",
@@ -72,6 +75,26 @@ def _digit(st: Any, world: World) -> tuple[Tensor, Tensor | None]:
     )
     changed = pixels(drawn.get("pixels"), x)
     return (x, y) if changed is None else (changed, None)
+
+
+def pixels(sent: Any, like: Tensor) -> Tensor | None:  # (1, H, W)
+    """What the pad sent, as an image; None where nothing was drawn, or nothing that is an image.
+
+    >>> blank = torch.zeros(1, 2, 2)
+    >>> pixels([0, 0.5, 0, 2], blank)
+    tensor([[[0.0000, 0.5000],
+             [0.0000, 1.0000]]])
+    >>> pixels(None, blank), pixels([1], blank), pixels(["a"] * 4, blank)
+    (None, None, None)
+    """
+    try:
+        values = torch.tensor([float(each) for each in sent], dtype=like.dtype)
+    except (TypeError, ValueError):
+        return None
+    if values.numel() != like.numel() or not values.isfinite().all():
+        return None
+    image = values.clamp(0, 1).view_as(like)
+    return None if image.equal(like) else image
 
 
 def _wine(st: Any, world: World) -> tuple[Tensor, Tensor | None]:
