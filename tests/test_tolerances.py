@@ -16,7 +16,7 @@ from advbayes.attacks import DivergenceFrom
 from advbayes.auditing import Claim
 from advbayes.evaluation.files import _alike
 from advbayes.metrics import ConstantClasses
-from advbayes.report.examples import _raw
+from advbayes.report.pictures import _raw
 
 X = torch.rand(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 HALF = torch.full((6, 2), 0.5, dtype=torch.float64)

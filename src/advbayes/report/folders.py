@@ -239,19 +239,18 @@ def _gallery(
     num_thetas: int,
 ) -> Gallery | None:
     """The first test examples under the strongest attack of each run, from the saved arrays."""
-    predictors, attacked, eps, clean = {}, {}, None, None
-    label = _strongest(whole)
+    attack, eps = label = _strongest(whole)
+    predictors, attacked, clean = {}, {}, None
     for name, model in trained.items():
         for evaluation in evaluations[name]:
-            same = _comparable(evaluation, whole)
-            arrays = _arrays(evaluation, label) if same and evaluation.folder is not None else None
+            arrays = _arrays(evaluation, label) if _comparable(evaluation, whole) else None
             if arrays is not None:
-                clean, attacked[name], eps = arrays
+                clean, attacked[name] = arrays
                 predictors[name] = model.predict(num_thetas)
-    if clean is None or not predictors:
+    if clean is None:
         return None
     num = SHOWN if is_image(tuple(clean[0].shape[1:])) else SHOWN_TABLES
-    return make_gallery(predictors, *clean, {label[0]: attacked}, eps=eps, num=num)
+    return make_gallery(predictors, *clean, {attack: attacked}, eps=eps, num=num)
 
 
 def _strongest(evaluation: Evaluation) -> tuple[str, float | None]:
@@ -267,9 +266,10 @@ def _strongest(evaluation: Evaluation) -> tuple[str, float | None]:
 
 def _arrays(
     evaluation: Evaluation, label: tuple[str, float | None]
-) -> tuple[tuple[Tensor, Tensor], Tensor, float | None] | None:
+) -> tuple[tuple[Tensor, Tensor], Tensor] | None:
     """(x, y) and x_adv of the first block of an attack on the first predictor."""
-    assert evaluation.folder is not None
+    if evaluation.folder is None:
+        return None
     folder, trivial = Folder(evaluation.folder), evaluation.config.get("trivial", [])
     first: dict[tuple[str, float | None], Block] = {}
     for block, _ in folder.saved():
@@ -277,4 +277,4 @@ def _arrays(
             first.setdefault(block.job, block)
     if label not in first or (CLEAN, 0.0) not in first:
         return None
-    return folder.read_array(first[CLEAN, 0.0]), folder.read_array(first[label])[0], label[1]
+    return folder.read_array(first[CLEAN, 0.0]), folder.read_array(first[label])[0]

@@ -17,8 +17,7 @@ from advbayes.checks import InputError
 from advbayes.evaluation.result import CLEAN, REDUCTIONS, WORST, Evaluation, gives, risk_coverage_of
 from advbayes.evaluation.scoring import Columns
 from advbayes.metrics import Estimate
-from advbayes.report.examples import gallery_of
-from advbayes.report.pictures import Gallery
+from advbayes.report.pictures import Gallery, gallery_of
 from advbayes.report.text import clean
 from advbayes.report.words import MAIN
 
@@ -81,7 +80,9 @@ def gather(
     (0.5, False)
     """
     run, classes = sources.get("run"), sources.get("class_names")
-    audits = _audits(sources.get("audit"), evaluation)
+    first = evaluation.predictors[0]
+    verdicts = by_name(sources.get("audit"), first, "findings")
+    audits = {name: _verdict(each) for name, each in verdicts.items() if each is not None}
     threat = _threat(sources.get("threat_model"), evaluation, run)
     scale = _scaling(sources.get("scaling"), sources.get("feature_names"))
     gallery = sources.get("gallery")
@@ -114,24 +115,28 @@ def gather(
         "gallery": None
         if gallery is None
         else gallery_of(gallery, classes, scale, threat, {} if pictures is None else pictures),
-        "training": [*_training(sources.get("history"), names)],
+        "training": [*_training(by_name(sources.get("history"), first, "bound"))],
         "runs": [*_runs(run)],
         "class_names": None if classes is None else [clean(name) for name in classes],
         "evaluation": _plain({key: config[key] for key in config if key in _SETTINGS}),
     }
 
 
-# --- who may be believed ------------------------------------------------------------------------
+def by_name(given: Any, name: str, *keys: str) -> dict[str, Any]:
+    """What is given by name; one alone, which is no mapping or has one of the keys, is `name`'s.
 
-
-def _audits(audit: Any, evaluation: Evaluation) -> dict[str, dict[str, Any]]:
-    """Predictor -> verdict as a dictionary; one verdict alone is that of the first predictor."""
-    match audit:
+    >>> by_name({"MIX": {"bound": [1.0]}}, "first", "bound"), by_name({"bound": []}, "a", "bound")
+    ({'MIX': {'bound': [1.0]}}, {'a': {'bound': []}})
+    """
+    match given:
         case None:
             return {}
-        case Verdict() | {"findings": _}:
-            audit = {evaluation.predictors[0]: audit}
-    return {str(name): _verdict(verdict) for name, verdict in audit.items() if verdict is not None}
+        case Mapping() if given.keys().isdisjoint(keys):
+            return {str(key): each for key, each in given.items()}
+    return {name: given}
+
+
+# --- who may be believed ------------------------------------------------------------------------
 
 
 def _verdict(verdict: Any) -> dict[str, Any]:
@@ -158,16 +163,6 @@ def _believed(verdict: Mapping[str, Any] | None) -> bool:
 
 
 # --- numbers ------------------------------------------------------------------------------------
-
-
-def _number(value: float) -> float | str:
-    """JSON has no infinity: it is written as text."""
-    return value if math.isfinite(value) else "inf" if value > 0 else "-inf"
-
-
-def estimate(each: Estimate) -> dict[str, Any]:
-    """An estimate as a dictionary."""
-    return {name: _number(value) for name, value in vars(each).items()}
 
 
 def _headline(evaluation: Evaluation, threat: Mapping[str, Any]) -> float | None:
@@ -207,8 +202,8 @@ def _summary(
     return {
         "predictor": clean(name),
         "trivial": trivial,
-        "clean": estimate(evaluation.estimate(metric, name, CLEAN)),
-        "worst": None if worst is None else estimate(worst),
+        "clean": _plain(evaluation.estimate(metric, name, CLEAN)),
+        "worst": _plain(worst),
         "eps": None if trivial else eps,
         "level": audits.get(name, {}).get("level"),
         "believed": believed[name],
@@ -220,7 +215,7 @@ def _table(evaluation: Evaluation, believed: Mapping[str, bool]) -> Entries:
     metrics = tuple(REDUCTIONS[evaluation.task])
     for row in evaluation.table(metrics).rows:
         kind = row.attack if row.attack in (CLEAN, WORST) else "attack"
-        known = {metric: estimate(each) for metric, each in row.values.items()}
+        known = {metric: _plain(each) for metric, each in row.values.items()}
         yield {
             **_entry(row.predictor, clean(row.attack), row.eps),
             "kind": "trivial" if row.predictor in evaluation.trivial else kind,
@@ -235,7 +230,7 @@ def _curves(evaluation: Evaluation, names: Sequence[str], believed: Mapping[str,
     attacks = [WORST, *(evaluation.attacks if single else ())]
     for metric, name, attack in product((MAIN[evaluation.task], "nll"), names, attacks):
         curve = evaluation.curve(metric, name, attack)
-        points = [{"eps": eps, **estimate(each)} for eps, each in curve]
+        points = [{"eps": eps, **_plain(each)} for eps, each in curve]
         if len(points) > 1:
             of = {"predictor": clean(name), "attack": clean(attack), "metric": metric}
             yield {**of, "points": points, "believed": believed[name]}
@@ -246,13 +241,11 @@ def _calibration(evaluation: Evaluation, names: Sequence[str], eps: float | None
     reductions = REDUCTIONS[evaluation.task]
     for entry, rows in _both(evaluation, names, eps):
         if evaluation.task == "classification":
-            bins = [
-                {**vars(each), "accuracy": estimate(each.accuracy)}
-                for each in metrics.reliability(rows["confidence"], rows["correct"], bins=10)
-            ]
-            yield {**entry, "bins": bins, "ece": estimate(reductions["ece"](rows))}
+            bins = metrics.reliability(rows["confidence"], rows["correct"], bins=10)
+            bars = [{**vars(each), "accuracy": _plain(each.accuracy)} for each in bins]
+            yield {**entry, "bins": bars, "ece": _plain(reductions["ece"](rows))}
         elif gives(rows, "coverage"):
-            yield {**entry, "coverage": estimate(reductions["coverage"](rows))}
+            yield {**entry, "coverage": _plain(reductions["coverage"](rows))}
 
 
 def _risk_coverage(evaluation: Evaluation, names: Sequence[str], eps: float | None) -> Entries:
@@ -332,11 +325,8 @@ def _scaling(scaling: Any, feature_names: Sequence[str] | None) -> dict[str, Any
 
 def each_run(run: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
     """Name -> {config, manifest}; one run alone has the name of its defense."""
-    if run is None:
-        return {}
-    if "config" in run or "manifest" in run:
-        return {str(dict(run.get("config") or {}).get("defense", "run")): run}
-    return {str(name): one for name, one in run.items()}
+    config = (run or {}).get("config") or {}
+    return by_name(run, str(config.get("defense", "run")), "config", "manifest")
 
 
 def _runs(run: Mapping[str, Any] | None) -> Entries:
@@ -352,11 +342,8 @@ def _runs(run: Mapping[str, Any] | None) -> Entries:
         }
 
 
-def _training(history: Any, names: Sequence[str]) -> Entries:
+def _training(histories: Mapping[str, Any]) -> Entries:
     """The bound over the steps, thinned by averaging."""
-    history = history or {}
-    single = not isinstance(history, Mapping) or "bound" in history  # columns, not predictors
-    histories = {names[0]: history} if single else history
     for name, one in histories.items():
         columns = one if isinstance(one, Mapping) else {"bound": [row.get("bound") for row in one]}
         rows = columns.get("bound", [])
@@ -376,15 +363,17 @@ def _training(history: Any, names: Sequence[str]) -> Entries:
 
 
 def _plain(value: Any) -> Any:
-    """Results as JSON: text cleaned, tensors as lists, infinities as text."""
+    """Results as JSON: text cleaned, tensors as lists, infinities, which JSON lacks, as text."""
     match value:
         case None | bool() | int():
             return value
         case float():
-            return None if math.isnan(value) else _number(value)
+            return None if math.isnan(value) else value if math.isfinite(value) else str(value)
         case Mapping():
             results = {key: member for key, member in value.items() if key not in _NOT_RESULTS}
             return {clean(key): _plain(member) for key, member in results.items()}
+        case Estimate():
+            return _plain(vars(value))
         case torch.Tensor():
             return _plain(value.tolist())
         case set() | frozenset():
