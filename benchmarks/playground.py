@@ -27,7 +27,7 @@ from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-from advbayes.cli.playground import PAGE, command, environment
+from advbayes.cli.experiments import PAGE, command, environment
 from advbayes.experiments.playground import WORLDS, load_world
 from advbayes.runs import record
 

@@ -20,8 +20,15 @@ import torch
 from advbayes import L2, one_step
 from advbayes.auditing import Finding, ThreatModel
 from advbayes.cli import main
-from advbayes.cli.describe import no_better, said_units, units_of, why_task
-from advbayes.cli.scores import column_of, legend, said_scores
+from advbayes.cli.describe import (
+    column_of,
+    legend,
+    no_better,
+    said_scores,
+    said_units,
+    units_of,
+    why_task,
+)
 from advbayes.datasets import Standardize
 from advbayes.evaluation import evaluate
 from advbayes.experiments import units as experiment_units

@@ -147,7 +147,7 @@ BUGS = (
     ),
     Bug(
         "the playground listens to everybody",
-        "cli/playground.py",
+        "cli/experiments.py",
         '"server.address": "127.0.0.1"',
         '"server.address": "0.0.0.0"',
         "test_playground",
@@ -1126,7 +1126,7 @@ _through = _Shared()""",
     ),
     Bug(
         "errors on the terminal in standard deviations",
-        "cli/scores.py",
+        "cli/describe.py",
         'of {name})", float(spread))',
         'of {name})")',
         "test_readback",

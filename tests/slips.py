@@ -480,7 +480,7 @@ SECOND = (
     ),
     Bug(
         "a run's scores always speak of 90 % intervals",
-        "cli/scores.py",
+        "cli/describe.py",
         "(column := column_of(name, scaling, targets, level)).name",
         "(column := column_of(name, scaling, targets)).name",
         "test_readback test_options",
@@ -805,7 +805,7 @@ THIRD = (
     ),
     Bug(
         "the report's changes of features are left standardised",
-        "report/examples.py",
+        "report/pictures.py",
         '"changes": [float(move[i] * units.std[i]) for move in moves],',
         '"changes": [float(move[i]) for move in moves],',
         "test_report test_readback test_written_out",
@@ -1249,7 +1249,7 @@ FIFTH = (
     ),
     Bug(
         "reproduce ignores --jobs",
-        "cli/reproduce.py",
+        "cli/experiments.py",
         'how: dict[str, Any] = {"jobs": jobs,',
         'how: dict[str, Any] = {"jobs": 1,',
         "test_experiments test_options test_cli",

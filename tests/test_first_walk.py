@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from advbayes.cli import main
-from advbayes.cli.playground import command
+from advbayes.cli.experiments import command
 from advbayes.datasets import DataError, from_csv, load_dataset
 from advbayes.evaluation.tables import Column
 

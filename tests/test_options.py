@@ -1102,7 +1102,7 @@ def test_the_playgrounds_server_is_started_as_asked(monkeypatch: pytest.MonkeyPa
         def wait(self) -> None: ...
         def terminate(self) -> None: ...
 
-    monkeypatch.setattr("advbayes.cli.playground.find_spec", lambda name: True)
+    monkeypatch.setattr("advbayes.cli.experiments.find_spec", lambda name: True)
     monkeypatch.setattr("advbayes.experiments.playground.load_world", lambda name, tell: None)
     monkeypatch.setattr("subprocess.Popen", Server)
     assert main(["playground"]) == main(["playground", "--port", "9000", "--no-browser"]) == 0

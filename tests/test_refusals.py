@@ -42,9 +42,9 @@ from advbayes.attacks import DivergenceFrom
 from advbayes.channels.density import log_normal
 from advbayes.checks import AdvBayesError
 from advbayes.cli import main
+from advbayes.cli.experiments import _seeds, _settings
 from advbayes.cli.foreign import _places
 from advbayes.cli.predicting import read_inputs
-from advbayes.cli.reproduce import _seeds, _settings
 from advbayes.cli.screen import check_new
 from advbayes.cli.threat import budgets
 from advbayes.datasets import (

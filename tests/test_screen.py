@@ -80,7 +80,7 @@ def test_a_lock_file_cannot_drive_the_terminal(
 def test_warnings_of_libraries_are_one_visible_line() -> None:
     script = (
         "import sys, warnings\n"
-        "import advbayes.cli.show as show\n"
+        "import advbayes.cli.looking as show\n"
         "from advbayes.cli.app import app, run\n"
         "@app.command('warn')\n"
         f"def warn() -> None: warnings.warn('column {ESCAPES!s}', stacklevel=1)\n"

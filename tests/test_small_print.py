@@ -27,8 +27,7 @@ from advbayes import (
 )
 from advbayes.auditing import remembering
 from advbayes.auditing.strength import _radii
-from advbayes.cli.describe import units_of
-from advbayes.cli.scores import said_scores
+from advbayes.cli.describe import said_scores, units_of
 from advbayes.datasets import Standardize
 from advbayes.estimators import RobustClassifier
 from advbayes.evaluation import Cell, Evaluation

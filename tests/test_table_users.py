@@ -15,8 +15,7 @@ from torch.distributions import Categorical
 from advbayes import L2, audit, pgd
 from advbayes.attacks.parts import with_eps
 from advbayes.cli.app import run as command
-from advbayes.cli.describe import no_better
-from advbayes.cli.scores import legend
+from advbayes.cli.describe import legend, no_better
 from advbayes.cli.threat import ball_for
 from advbayes.datasets.dataset import Dataset
 from advbayes.estimators import RobustClassifier, RobustRegressor

@@ -17,20 +17,7 @@ import typer
 
 from advbayes import __version__
 from advbayes.checks import AdvBayesError, inert
-from advbayes.cli import (
-    attack,
-    audit,
-    certify,
-    datasets,
-    demo,
-    evaluate,
-    playground,
-    predict,
-    report,
-    reproduce,
-    show,
-    train,
-)
+from advbayes.cli import attack, audit, certify, evaluate, experiments, looking, predict, train
 from advbayes.cli.screen import fault
 from advbayes.cli.signals import Stopped, watched
 from advbayes.runs.config import ConfigError
@@ -67,9 +54,9 @@ def _root(
 
 
 COMMANDS: tuple[Callable[..., object], ...] = (
-    *(demo.demo, train.train, predict.predict, attack.attack, evaluate.evaluate, audit.audit),
-    *(certify.certify, report.report, reproduce.reproduce, reproduce.compare),
-    *(datasets.datasets, show.show, playground.playground),
+    *(experiments.demo, train.train, predict.predict, attack.attack, evaluate.evaluate),
+    *(audit.audit, certify.certify, looking.report, experiments.reproduce, experiments.compare),
+    *(looking.datasets, looking.show, experiments.playground),
 )
 for command in COMMANDS:  # in the list of commands: the first sentence, on one line
     about = (inspect.getdoc(command) or "").partition("\n\n")[0].replace("\n", " ")

@@ -47,8 +47,7 @@ def attack(
 
     import torch
 
-    from advbayes.cli.describe import said_units, units_within
-    from advbayes.cli.scores import column_of
+    from advbayes.cli.describe import column_of, said_units, units_within
     from advbayes.evaluation import score
     from advbayes.evaluation.measuring import attacked_in_batches
     from advbayes.progress import Progress

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,9 +19,12 @@ if TYPE_CHECKING:
     from advbayes.auditing import Verdict
 
 BELOW = 3
+OF_MODELS = ("data", "target", "task", "classes", "report")
+OF_RUNS = ("undefended", "control_eps", "thetas", "device")
 
 
 def audit(
+    context: typer.Context,
     run: Annotated[
         str | None, typer.Argument(metavar="[RUN]", help="A run folder made by `advbayes train`")
     ] = None,
@@ -87,26 +91,13 @@ def audit(
     your own: `make()` gives a torch network, a fitted scikit-learn estimator or a Predictor; eps
     is then in the data's own units.
     """
-    of_models = {
-        "--data": data,
-        "--target": target,
-        "--task": task,
-        "--classes": classes,
-        "--report": report,
-    }
-    of_runs = {
-        "--undefended": undefended,
-        "--control-eps": control_eps,
-        "--thetas": None if thetas == 20 else thetas,
-        "--device": None if device == "cpu" else device,
-    }
     if model is None and run is None:
         wanted = "RUN: must be a run folder, or --model and --data must be given"
         raise ConfigError(f"{wanted}, got neither")
     if model is not None and run is not None:
         raise ConfigError(f"model: must be given without a run, got {run!r} as well")
     if model is not None:
-        _refuse_flags(of_runs, "a run", "--model")
+        _refuse_flags(context, OF_RUNS, "a run", "--model")
         if ":" not in model:
             raise ConfigError(f"model: must be MODULE:FACTORY, got {model!r:.60}")
         if data is None or eps is None:
@@ -132,7 +123,7 @@ def audit(
                 told["report"], end = str(paths.html), f"\nReport: {paths.html}"
     else:
         assert run is not None
-        _refuse_flags(of_models, "--model", "a run")
+        _refuse_flags(context, OF_MODELS, "--model", "a run")
         from contextlib import nullcontext
 
         from advbayes.cli.describe import said_units, units_within
@@ -179,8 +170,10 @@ def audit(
     return BELOW if require is not None and verdict.level > require else 0
 
 
-def _refuse_flags(flags: dict[str, Any], kind: str, came: str) -> None:
-    if unwanted := [flag for flag, value in flags.items() if value is not None]:
+def _refuse_flags(context: typer.Context, names: Sequence[str], kind: str, came: str) -> None:
+    sources = {name: context.get_parameter_source(name) for name in names}
+    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    if unwanted := [f"--{name.replace('_', '-')}" for name in given]:
         raise ConfigError(f"{', '.join(unwanted)}: must go with {kind}, got {came}")
 
 

@@ -67,8 +67,7 @@ def evaluate(
     if name is not None and not re.fullmatch(r"[\w-][\w.-]*", name):
         raise ConfigError(f"name: must be letters, digits, -, _ and ., got {name!r}")
 
-    from advbayes.cli.describe import said_units, units_of
-    from advbayes.cli.scores import SHOWN, column_of, legend, uneven
+    from advbayes.cli.describe import SHOWN, column_of, legend, said_units, uneven, units_of
     from advbayes.distributed import ranks
     from advbayes.evaluation import evaluate as measure
     from advbayes.report.folders import merged

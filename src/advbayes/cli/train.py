@@ -18,6 +18,7 @@ from advbayes.runs.config import DATA_SETS, NETWORKS, ConfigError, RunConfig, ma
 if TYPE_CHECKING:
     from advbayes.runs import Run
 
+RUN = "Run"
 PANELS = {
     "Data": "data root target task features drop num_train",
     "Model": "network hidden posterior members rank prior_scale init_scale noise_scale",
@@ -25,77 +26,6 @@ PANELS = {
     "Training": "epochs batch_size lr decay num_theta num_channel bound class_weight kl_weight "
     "seed compile precision own_thetas threads checkpoint_every",
 }
-
-
-def _train(
-    *,
-    config: str | None,
-    out: str | None,
-    resume: str | None,
-    trust_network: bool,
-    json: bool,
-    device: str,
-    quiet: bool,
-    **keys: Any,
-) -> int:
-    """Train a model through an adversarial channel, into a run folder that survives a kill at
-    any moment.
-
-    Examples:
-
-    advbayes train --data digits --defense mix --epochs 5 --out RUN
-
-    advbayes train --data patients.csv --target outcome --defense at --eps 0.3
-
-    advbayes train --config settings.toml --seed 1
-
-    advbayes train --resume RUN
-
-    torchrun --nproc-per-node 4 -m advbayes train --data mnist --defense mix --epochs 20 --out RUN
-    """
-    flags = {key: value for key, value in keys.items() if value is not None}
-    made = None
-    if resume is None:  # what the flags say, on top of the file, on top of the defaults
-        values = {} if config is None else read_toml(config)
-        made = make_config({**values, **{key: parse(key, value) for key, value in flags.items()}})
-        made = _with_files(made)
-    else:
-        beside = {"config": config, "out": out, **flags}
-        if extra := [_flag(key) for key, value in beside.items() if value is not None]:
-            wanted = f"resume: goes on with the configuration in {resume}"
-            raise ConfigError(f"{wanted}, got {', '.join(extra)} beside it")
-    usable(device)  # last: torch, which has to be asked, takes seconds to load
-
-    from contextlib import ExitStack
-
-    from advbayes.distributed import ranks
-    from advbayes.runs import Run, create_run, follow, train
-
-    with Finishing() as stop:
-        shared: dict[str, Any] = {"trusted": trust_network, "stop": stop, "device": device}
-        if not ranks().is_first:
-            follow(**shared)
-            return stop.code
-        with ExitStack() as stack:
-            if made is not None:
-                run = stack.enter_context(create_run(made, out))
-            else:
-                assert resume is not None
-                run = Run.open(resume)
-                make_config(read_toml(run.path / "config.toml"))  # refused before all is written
-                stack.enter_context(run.lock())
-                if run.status == "trained":
-                    ranks().on_first(dict)  # the others need not wait
-                    _tell(run, json, "was trained already")
-                    return 0
-            shared["downloading"] = stack.enter_context(downloads(quiet=quiet or json))
-            result = train(run, progress=False if quiet else None, **shared)
-        if result.interrupted:
-            _tell(run, json, "stopped", f"\nGo on with: advbayes train --resume {run.path}")
-            return stop.code
-        hint = f"\nNext: advbayes evaluate {run.path}    advbayes audit {run.path}"
-        _tell(run, json, "trained", hint)
-    return 0
 
 
 def _with_files(config: RunConfig) -> RunConfig:
@@ -163,10 +93,6 @@ def _flag(key: str) -> str:
     return f"--{key.replace('_', '-')}"
 
 
-def _option(*names: str, kind: Any = str | None, **settings: Any) -> Any:
-    return Annotated[kind, typer.Option(*names, **settings)]
-
-
 def _key_option(key: str, panel: str) -> Any:
     """The flag of a key of the configuration."""
     field = RunConfig.model_fields[key]
@@ -180,7 +106,7 @@ def _key_option(key: str, panel: str) -> Any:
     }
     if bool in kinds:
         names = f"{_flag(key)}/--no-{key.replace('_', '-')}"
-        return _option(names, kind=bool | None, **settings)
+        return Annotated[bool | None, typer.Option(names, **settings)]
     words = [kind for kind in kinds if type(kind) is str]
     if choices := {"data": DATA_SETS, "network": NETWORKS}.get(key, words):
         settings["autocompletion"] = lambda incomplete: [  # typer knows it by this name
@@ -190,38 +116,105 @@ def _key_option(key: str, panel: str) -> Any:
     metavar = next((word for kind, word in metavars.items() if kind in kinds), "TEXT")
     if words:
         metavar = "TEXT" if key == "noise_scale" else "|".join(words)
-    return _option(_flag(key), metavar=metavar, **settings)
+    return Annotated[str | None, typer.Option(metavar=metavar, **settings)]
 
 
-def _command() -> Any:
-    """`_train` with a parameter for each key of RunConfig."""
-    panel = {"rich_help_panel": "Run"}
-    config = "A TOML file of these keys; flags override it"
-    out = "New run folder (else runs/DATA-DEFENSE-N)"
-    resume = "Go on with a run, bit for bit"
-    parameters: dict[str, tuple[Any, Any]] = {
-        "config": (_option("--config", metavar="FILE", help=config, **panel), None),
-        "out": (_option("--out", metavar="RUN", help=out, **panel), None),
-        "resume": (_option("--resume", metavar="RUN", help=resume, **panel), None),
-    }
-    for title, keys in PANELS.items():
-        parameters |= {key: (_key_option(key, title), None) for key in keys.split()}
-    quiet = _option("--quiet", kind=bool, help="No progress bar")
-    parameters |= {"trust_network": (flags.Trust, False), "json": (flags.Json, False)}
-    parameters |= {"device": (flags.Device, "cpu"), "quiet": (quiet, False)}
-
-    def train(**options: Any) -> int:
-        return _train(**options)
-
-    train.__doc__ = _train.__doc__
-    train.__annotations__ = {name: kind for name, (kind, _) in parameters.items()}
-    train.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind, default=value)
-            for name, (kind, value) in parameters.items()
-        ]
-    )
-    return train
+def _with_keys(command: Any) -> Any:
+    """A command with a flag for each key of the configuration in place of its `**keys`."""
+    signature = inspect.signature(command, eval_str=True)
+    parameters = {name: each for name, each in signature.parameters.items() if name != "keys"}
+    for title, names in PANELS.items():
+        for name in names.split():
+            option = _key_option(name, title)
+            parameters[name] = inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, annotation=option, default=None
+            )
+    command.__signature__ = signature.replace(parameters=list(parameters.values()))
+    command.__annotations__ = {name: each.annotation for name, each in parameters.items()}
+    return command
 
 
-train = _command()
+@_with_keys
+def train(
+    *,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="A TOML file of these keys; flags override it", rich_help_panel=RUN
+        ),
+    ] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN", help="New run folder (else runs/DATA-DEFENSE-N)", rich_help_panel=RUN
+        ),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="RUN", help="Go on with a run, bit for bit", rich_help_panel=RUN),
+    ] = None,
+    trust_network: flags.Trust = False,
+    json: flags.Json = False,
+    device: flags.Device = "cpu",
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar")] = False,
+    **keys: Any,
+) -> int:
+    """Train a model through an adversarial channel, into a run folder that survives a kill at
+    any moment.
+
+    Examples:
+
+    advbayes train --data digits --defense mix --epochs 5 --out RUN
+
+    advbayes train --data patients.csv --target outcome --defense at --eps 0.3
+
+    advbayes train --config settings.toml --seed 1
+
+    advbayes train --resume RUN
+
+    torchrun --nproc-per-node 4 -m advbayes train --data mnist --defense mix --epochs 20 --out RUN
+    """
+    given = {key: value for key, value in keys.items() if value is not None}
+    made = None
+    if resume is None:  # what the flags say, on top of the file, on top of the defaults
+        values = {} if config is None else read_toml(config)
+        made = make_config({**values, **{key: parse(key, value) for key, value in given.items()}})
+        made = _with_files(made)
+    else:
+        beside = {"config": config, "out": out, **given}
+        if extra := [_flag(key) for key, value in beside.items() if value is not None]:
+            wanted = f"resume: goes on with the configuration in {resume}"
+            raise ConfigError(f"{wanted}, got {', '.join(extra)} beside it")
+    usable(device)  # last: torch, which has to be asked, takes seconds to load
+
+    from contextlib import ExitStack
+
+    from advbayes.distributed import ranks
+    from advbayes.runs import Run, create_run, follow
+    from advbayes.runs import train as trained
+
+    with Finishing() as stop:
+        shared: dict[str, Any] = {"trusted": trust_network, "stop": stop, "device": device}
+        if not ranks().is_first:
+            follow(**shared)
+            return stop.code
+        with ExitStack() as stack:
+            if made is not None:
+                run = stack.enter_context(create_run(made, out))
+            else:
+                assert resume is not None
+                run = Run.open(resume)
+                make_config(read_toml(run.path / "config.toml"))  # refused before all is written
+                stack.enter_context(run.lock())
+                if run.status == "trained":
+                    ranks().on_first(dict)  # the others need not wait
+                    _tell(run, json, "was trained already")
+                    return 0
+            shared["downloading"] = stack.enter_context(downloads(quiet=quiet or json))
+            result = trained(run, progress=False if quiet else None, **shared)
+        if result.interrupted:
+            _tell(run, json, "stopped", f"\nGo on with: advbayes train --resume {run.path}")
+            return stop.code
+        hint = f"\nNext: advbayes evaluate {run.path}    advbayes audit {run.path}"
+        _tell(run, json, "trained", hint)
+    return 0

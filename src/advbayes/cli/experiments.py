@@ -1,8 +1,12 @@
-"""`advbayes reproduce` and `advbayes compare`: every table of the paper from its own records, and
-the same for any data."""
+"""`advbayes demo`, `reproduce`, `compare`, `playground`: a first look, every table of the paper
+from its own records, the same for any data, and small models to attack by hand."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +15,7 @@ import typer
 from advbayes.checks import InputError, choice
 from advbayes.cli import flags
 from advbayes.cli.screen import emit, resumable, say
+from advbayes.cli.signals import watched
 
 Seeds = typer.Option("--seeds", metavar="N or A,B,...", help="How many, or which")
 Out = Annotated[Path, typer.Option("--out", help="Folder of the results")]
@@ -32,6 +37,37 @@ NumTest = Annotated[
 ]
 RESULTS = Path("results")
 HINT = "; the same command goes on with the units that are missing"  # of a signal
+PAGE = Path(__file__).parents[1] / "experiments" / "playground" / "page.py"
+
+
+def demo(
+    out: Annotated[
+        str, typer.Option("--out", metavar="FOLDER", help="Where the report goes")
+    ] = "demo-report",
+    seed: flags.Seed = 0,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="A few seconds: tiny trainings, to see that all is installed"),
+    ] = False,
+    json: flags.Json = False,
+) -> None:
+    """Train an undefended, an adversarially trained and a MIX model on digits, purify, attack,
+    audit, report: two minutes.
+
+    Examples:
+
+    advbayes demo
+
+    advbayes demo --out ./somewhere --seed 1
+    """
+    from advbayes.experiments.demo import run_demo
+
+    with watched():
+        result = run_demo(out, seed=seed, quick=quick, quiet=json)
+    if json:
+        emit(result)
+    else:
+        print(result["report"])
 
 
 def reproduce(
@@ -177,3 +213,72 @@ def _settings(changes: list[str] | None, **of_data: Any) -> dict[str, Any]:
             f"--trust-network` runs, got {', '.join(changes or [])}"
         )
     return values
+
+
+def playground(
+    port: Annotated[int, typer.Option(min=1024, max=65535, help="Of 127.0.0.1")] = 8501,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open the page in a browser")
+    ] = True,
+) -> None:
+    """Attack small models by hand: a page on this machine alone, which sends nothing.
+
+    Choose or draw a digit, or move the features of a wine; choose attack, eps and defenses; see the
+    input, the perturbation and what each defense predicts. The first start trains the models (about
+    a minute) and keeps them in the cache.
+
+    Examples:
+
+    advbayes playground
+
+    advbayes playground --port 9000 --no-browser
+    """
+    if find_spec("streamlit") is None:
+        raise ModuleNotFoundError(
+            "the playground needs streamlit: pip install 'advbayes[playground]'"
+        )
+    from advbayes.experiments.playground import WORLDS, load_world
+
+    with watched():
+        for name in WORLDS:
+            load_world(name, tell=say)
+        say(f"http://127.0.0.1:{port} (Ctrl-C ends it)")
+        server = subprocess.Popen(command(port, browser=browser), env=environment())
+        try:
+            server.wait()
+        finally:
+            server.terminate()
+            server.wait()
+    if server.returncode:
+        raise OSError(f"the playground's server ended with code {server.returncode}")
+
+
+def command(port: int, *, browser: bool) -> list[str]:
+    """The server: this machine alone, no statistics, no watching of files, no waiting for a
+    garbage collection at every move.
+
+    >>> "--server.address=127.0.0.1" in command(8501, browser=False)
+    True
+    """
+    settings = {
+        "server.address": "127.0.0.1",
+        "server.port": str(port),
+        "server.headless": str(not browser).lower(),
+        "server.fileWatcherType": "none",
+        # would collect all of torch's objects before the pictures are sent: longer than the move
+        "runner.postScriptGC": "false",
+        "browser.gatherUsageStats": "false",
+        "browser.serverAddress": "127.0.0.1",
+        "client.toolbarMode": "minimal",
+        "client.showErrorDetails": "none",
+        "logger.level": "error",
+        "theme.primaryColor": "#0072b2",
+    }
+    options = [f"--{name}={value}" for name, value in settings.items()]
+    return [sys.executable, "-m", "streamlit", "run", str(PAGE), *options]
+
+
+def environment() -> dict[str, str]:
+    """Without this process's settings of streamlit, and with one thread."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("STREAMLIT_")}
+    return kept | {"OMP_NUM_THREADS": "1"}
