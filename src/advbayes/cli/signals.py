@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -63,31 +63,6 @@ def importing(frame: FrameType | None) -> bool:
     return False
 
 
-class _Leaving:
-    """Raises `Stopped` once, outside imports; where that was swallowed, the console program ends
-    after `LIMIT` seconds."""
-
-    def __init__(self) -> None:
-        self.number, self.deadline, self.raised = 0, 0.0, False
-
-    def receive(self, number: int, frame: FrameType | None) -> None:
-        if not self.number:
-            self.number, self.deadline = number, time.monotonic() + LIMIT
-        self.look(number, frame)
-
-    def look(self, _: int, frame: FrameType | None) -> None:
-        """The handler of the alarm, too."""
-        late = time.monotonic() >= self.deadline
-        if late and _console:
-            os._exit(128 + self.number)
-        if importing(frame) and not late:
-            signal.setitimer(signal.ITIMER_REAL, AGAIN)
-        elif late or not self.raised:
-            self.raised = True
-            signal.setitimer(signal.ITIMER_REAL, max(self.deadline - time.monotonic(), AGAIN))
-            raise Stopped(self.number)
-
-
 @contextmanager
 def _handlers(by_number: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
     """These handlers for the length of the block; nothing fires afterwards. Only the main thread
@@ -104,16 +79,6 @@ def _handlers(by_number: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextmanager
-def watched() -> Iterator[None]:
-    """Around work with something to save: SIGTERM, and Ctrl-C in the console program, raise
-    `Stopped`."""
-    leaving = _Leaving()
-    numbers = NUMBERS if _console else (signal.SIGTERM,)
-    with _handlers(dict.fromkeys(numbers, leaving.receive) | {signal.SIGALRM: leaving.look}):
-        yield
-
-
 class Finishing:
     """Puts a signal off until the step is done: call it after each step, true means stop.
 
@@ -125,12 +90,12 @@ class Finishing:
     (False, 0)
     """
 
-    def __init__(self, limit: float = LIMIT) -> None:
+    def __init__(self, limit: float = LIMIT, numbers: Sequence[signal.Signals] = NUMBERS) -> None:
         self.limit = limit
         self.code = 0  # 143 or 130 once a signal came
-        self._stepping = False
-        self._leaving = _Leaving()
-        self._set = _handlers(dict.fromkeys(NUMBERS, self._note) | {signal.SIGALRM: self._late})
+        self._stepping = self._raised = False
+        self._number, self._deadline = 0, 0.0  # of the signal that ends all
+        self._set = _handlers(dict.fromkeys(numbers, self._note) | {signal.SIGALRM: self._late})
 
     def __call__(self) -> bool:
         self._stepping = True
@@ -145,13 +110,35 @@ class Finishing:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._stepping or self.code:
-            self._leaving.receive(number, frame)
+            self._leave(number, frame)
         else:
             self.code = 128 + number
             signal.setitimer(signal.ITIMER_REAL, self.limit)
 
-    def _late(self, number: int, frame: FrameType | None) -> None:
-        if self._leaving.number:
-            self._leaving.look(number, frame)
-        else:
-            self._leaving.receive(self.code - 128, frame)
+    def _late(self, _: int, frame: FrameType | None) -> None:
+        """The alarm: a step took too long, an import is over, or `Stopped` was swallowed."""
+        self._leave(self._number or self.code - 128, frame)
+
+    def _leave(self, number: int, frame: FrameType | None) -> None:
+        """Raises `Stopped` once, outside imports; where that was swallowed, the console program
+        ends after `LIMIT` seconds."""
+        if not self._number:
+            self._number, self._deadline = number, time.monotonic() + LIMIT
+        late = time.monotonic() >= self._deadline
+        if late and _console:
+            os._exit(128 + self._number)
+        if importing(frame) and not late:
+            signal.setitimer(signal.ITIMER_REAL, AGAIN)
+        elif late or not self._raised:
+            self._raised = True
+            signal.setitimer(signal.ITIMER_REAL, max(self._deadline - time.monotonic(), AGAIN))
+            raise Stopped(self._number)
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Around work with something to save: SIGTERM, and Ctrl-C in the console program, raise
+    `Stopped`."""
+    numbers = NUMBERS if _console else (signal.SIGTERM,)
+    with Finishing(numbers=numbers):  # of no steps: a signal ends it at once
+        yield
