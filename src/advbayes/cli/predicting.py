@@ -24,6 +24,7 @@ from advbayes.datasets.own import MAX_CSV_BYTES, MAX_NPZ_BYTES
 from advbayes.datasets.tables import parse_table
 from advbayes.likelihoods import predicts_classes
 from advbayes.progress import Progress
+from advbayes.report.text import inert_cell
 from advbayes.runs import Trained
 from advbayes.runs.config import ConfigError
 from advbayes.store import write_bytes
@@ -192,14 +193,9 @@ def as_csv(columns: Columns) -> str:
     """
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow([_inert(name) for name in columns])
-    writer.writerows([_inert(cell) for cell in row] for row in zip(*columns.values(), strict=True))
+    for row in (columns, *zip(*columns.values(), strict=True)):
+        writer.writerow(map(inert_cell, row))
     return text.getvalue()
-
-
-def _inert(cell: Any) -> Any:
-    risky = type(cell) is str and cell.startswith(("=", "+", "-", "@", "\t", "\r", "\n"))
-    return f"'{cell}" if risky else cell
 
 
 def write_columns(path: Path, columns: Columns) -> None:

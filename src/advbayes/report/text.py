@@ -16,7 +16,7 @@ _DEAD = {c: f"\\{c}" for c in "\\`*_{}[]#|~!$"} | {
     "@": "&#64;",
 }
 _SCHEME = re.compile(r"\b([a-z][a-z0-9+.-]*):(?=\S)", re.I)
-_COMPUTED = "=+-@|%＝＋－＠"
+_COMPUTED = "=+-@|%＝＋－＠\t\r\n"
 _LIST = re.compile(r"^(\d*)([-+=.)])(?=[\s=-]|$)")
 
 
