@@ -53,9 +53,8 @@ def attack(
     from advbayes.progress import Progress
     from advbayes.runs import make_attack
 
-    subject = open_run(run, trusted=trust_network)
-    trained = subject.trained
-    x, y = subject.data.x_test[:num], subject.data.y_test[:num]
+    _, trained, data = open_run(run, trusted=trust_network)
+    x, y = data.x_test[:num], data.y_test[:num]
     ball = ball_for(trained, norm, eps, fixed, feature_eps)
     spent = {"steps": steps, "restarts": restarts, "queries": queries}
     method = make_attack(attack, ball, task=trained.task, **spent)

@@ -111,7 +111,8 @@ def audit(
         foreign = load_foreign(model, data, target=target, task=task, classes=names)
         within = foreign.ball(norm, eps, fixed or (), budgets(feature_eps, eps))
         told: dict[str, Any] = {"model": model, "norm": norm, "eps": eps, "report": None}
-        begin = f"{model} on {data} ({foreign.task}), {norm} eps = {eps:g} in the data's own units"
+        kind = foreign.dataset.task
+        begin = f"{model} on {data} ({kind}), {norm} eps = {eps:g} in the data's own units"
         end = ""
         with watched():
             verdict = foreign.audit(within, tier=tier, num=num, seed=seed)
@@ -132,8 +133,7 @@ def audit(
         from advbayes.runs.folder import REACH
         from advbayes.runs.verdict import audit_run
 
-        subject = open_run(run, trusted=trust_network, device=device)
-        folder, trained = subject.folder, subject.trained
+        folder, trained, rows = open_run(run, trusted=trust_network, device=device)
         norm = norm or trained.norm
         control = control_ball = None
         if undefended is not None:
@@ -148,7 +148,7 @@ def audit(
             verdict = audit_run(
                 folder,
                 trained,
-                subject.data,
+                rows,
                 ball,
                 tier=tier,
                 num=num,

@@ -46,12 +46,11 @@ def certify(
     from advbayes.seeds import generator_for
     from advbayes.store import write_document
 
-    subject = open_run(run, trusted=trust_network, device=device)
-    folder, trained = subject.folder, subject.trained
+    folder, trained, data = open_run(run, trusted=trust_network, device=device)
     if trained.task != "classification":
         wanted = "RUN: must be a classifier to be certified by votes"
         raise ConfigError(f"{wanted}, got a run for {trained.task}")
-    x, y = subject.data.x_test[:num], subject.data.y_test[:num]
+    x, y = data.x_test[:num], data.y_test[:num]
     # A theta with every draw of the noise: it is the Bayesian vote that is certified.
     smoothed = Smoothed(FreshPredictive(trained.model, trained.posterior, 1), sigma)
     classes, radii = [], []

@@ -76,8 +76,7 @@ def evaluate(
     from advbayes.runs.attacking import adaptive_attack
     from advbayes.store import write_document
 
-    subject = open_run(run, trusted=trust_network, device=device)
-    trained, data = subject.trained, subject.data
+    folder, trained, data = open_run(run, trusted=trust_network, device=device)
     names = list(dict.fromkeys(attack or DEFAULTS[data.dataset.task]))
     radii = sorted(set(eps)) if eps else [trained.eps]
     norm = norm or trained.norm
@@ -103,13 +102,15 @@ def evaluate(
     if feature_eps or fixed:
         settings += f"-{hashlib.sha256(repr((feature_eps, fixed)).encode()).hexdigest()[:8]}"
     settings += f"-s{steps}-r{restarts}-q{queries}-n{num}-t{thetas}-seed{seed}"
-    place = subject.folder.path / "evaluation" / (name or settings)
+    place = folder.path / "evaluation" / (name or settings)
     attacks = {each: make_attack(each, ball, task=trained.task, **spent) for each in names}
     predict: Predictor = trained.predict(thetas)
     jobs = [(place, {trained.defense: predict}, attacks)]
     if purify is not None:
         # it also meets the attacks made for purifiers: plain ones flatter it
-        purified = {f"{trained.defense} purified {purify}": purifier_for(subject, thetas, purify)}
+        purified = {
+            f"{trained.defense} purified {purify}": purifier_for(trained, data, thetas, purify)
+        }
         adaptive = {"adaptive": adaptive_attack(ball, task=trained.task, steps=steps)}
         beside = place.with_name(f"{place.name}-purified-{purify}")
         jobs.append((beside, purified, attacks | adaptive))
@@ -147,7 +148,7 @@ def evaluate(
         metric: column_of(metric, trained.scaling, trained.target_names, level)
         for metric in metrics
     }
-    title = f"{trained.defense} on {subject.folder.config.data}, "
+    title = f"{trained.defense} on {folder.config.data}, "
     tested = counted(min(num, len(data.x_test)), "test example")
     title += f"{tested}, with 95 % intervals"
     table(evaluation.table(metrics).grid(columns, title))

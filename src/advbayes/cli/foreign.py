@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from advbayes.adapters import from_sklearn, from_torch
 from advbayes.attacks.balls import Ball
 from advbayes.auditing import ThreatModel, Verdict, audit
+from advbayes.datasets import Dataset
 from advbayes.evaluation import evaluate
 from advbayes.report import ReportPaths, write_report
 from advbayes.runs import make_attack, make_ball, prepare
@@ -29,23 +30,21 @@ _OTHERWISE = (
 
 @dataclass(frozen=True, eq=False)
 class Foreign:
-    """A model, as a Predictor, with the rows that it is judged on."""
+    """A model, as a Predictor, with the rows that it is judged on and the data they are from."""
 
     predict: Predictor
     x: Tensor
     y: Tensor
-    task: str
     class_names: tuple[str, ...]
-    feature_names: tuple[str, ...]
-    box: tuple[float, float] | None
-    dataset: str
+    dataset: Dataset
+    title: str
 
     def ball(
         self, norm: str, eps: float, fixed: Sequence[str], budgets: Mapping[str, float]
     ) -> Ball:
         """The ball in the data's own units."""
-        mask, scale = reach_of(self.feature_names, None, eps, fixed, budgets)
-        return make_ball(norm, eps, self.box, mask, scale)
+        mask, scale = reach_of(self.dataset.feature_names, None, eps, fixed, budgets)
+        return make_ball(norm, eps, self.dataset.box, mask, scale)
 
     def audit(self, ball: Ball, *, tier: str, num: int | None, seed: int) -> Verdict:
         """Its audit within the ball."""
@@ -57,17 +56,17 @@ class Foreign:
     ) -> ReportPaths:
         """A report of the usual attacks and of the audit."""
         names = ("pgd", "pgd_plus", "apgd", "square")
-        attacks = {name: make_attack(name, ball, task=self.task) for name in names}
+        attacks = {name: make_attack(name, ball, task=self.dataset.task) for name in names}
         rows = self.x[:num], self.y[:num]
         evaluation = evaluate({"model": self.predict}, rows, attacks=attacks, seed=seed)
         return write_report(
             out,
-            title=f"A model on {self.dataset}",
+            title=self.title,
             evaluation=evaluation,
             audit={"model": verdict},
             threat_model={"norm": type(ball).__name__, "eps": ball.eps, "units": "raw"},
             class_names=self.class_names or None,
-            feature_names=self.feature_names or None,
+            feature_names=self.dataset.feature_names or None,
             reproduce=[command],
         )
 
@@ -103,16 +102,8 @@ def load_foreign(
         wanted = f"model: must answer rows of shape {tuple(x.shape[1:])} for {dataset.task}"
         got = f"{type(error).__name__}: {error!s:.400}"
         raise ConfigError(f"{wanted}, got {got}; {_OTHERWISE}") from error
-    return Foreign(
-        predict,
-        x,
-        _places(y, dataset.class_names, names),
-        dataset.task,
-        names,
-        dataset.feature_names,
-        dataset.box,
-        Path(data).stem,
-    )
+    y = _places(y, dataset.class_names, names)
+    return Foreign(predict, x, y, names, dataset, f"A model on {Path(data).stem}")
 
 
 def _predictor(made: Any, x: Tensor, y: Tensor, task: str) -> Predictor:

@@ -139,9 +139,7 @@ def report(
     with resumable(" before the report was complete; the same command writes it"):
         paths = report_runs(run, place, title=title, trusted=trust_network, num_thetas=thetas)
     if json:
-        names = ("html", "markdown", "json", "csv")
-        files = (paths.html, paths.markdown, paths.json, paths.csv)
-        told = dict(zip(names, map(str, files), strict=True))
-        emit({"runs": run, "sha256": paths.digest, **told})
+        files = {name: str(path) for name, path in vars(paths).items() if name != "digest"}
+        emit({"runs": run, "sha256": paths.digest, **files})
     else:
         say(str(paths.html))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from advbayes.cli.screen import usable
@@ -16,26 +15,16 @@ if TYPE_CHECKING:
     from advbayes.types import Predictor
 
 
-@dataclass(frozen=True, eq=False)
-class Subject:
-    """A finished run and its data, as the commands that judge it want them."""
-
-    folder: Folder
-    trained: Trained
-    data: Prepared
-
-
-def open_run(path: str, *, trusted: bool, device: str = "cpu") -> Subject:
-    """A run with its model and data on a device, and its number of threads in use."""
+def open_run(path: str, *, trusted: bool, device: str = "cpu") -> tuple[Folder, Trained, Prepared]:
+    """A finished run, its model and its data on a device, and its number of threads in use."""
     import torch
 
     from advbayes.runs import Run, load_trained, prepare
 
     folder = Run.open(path)
-    config = folder.config
-    torch.set_num_threads(config.threads)
+    torch.set_num_threads(folder.config.threads)
     trained = load_trained(path, trusted=trusted).to(usable(device))
-    return Subject(folder, trained, prepare(config).to(device))
+    return folder, trained, prepare(folder.config).to(device)
 
 
 def ball_for(
@@ -64,11 +53,10 @@ def budgets(entries: Sequence[str] | None, eps: float) -> dict[str, float]:
         raise ConfigError(str(error)) from None
 
 
-def purifier_for(subject: Subject, num_thetas: int, update: str) -> Predictor:
+def purifier_for(trained: Trained, data: Prepared, num_thetas: int, update: str) -> Predictor:
     """The purified predictive of a run, exact over its training set."""
     from advbayes.purification import Purifier
 
-    trained, data = subject.trained, subject.data
     channel: Any = trained.channel
     if channel is None or not _has_density(channel):
         wanted = "purify: must go with a run whose channel is noisy (os, mix, noise)"
