@@ -725,8 +725,8 @@ THIRD = (
     Bug(
         "the scale of another's regression is taken for its variance",
         "adapters/models.py",
-        "_normal(_as(x, mean), _as(x, _scale_for(mean, scale)))",
-        "_normal(_as(x, mean), _as(x, _scale_for(mean, scale).sqrt()))",
+        "_normal(_as(x, mean), _as(x, _scale_for(mean, _tensor(scale, mean))))",
+        "_normal(_as(x, mean), _as(x, _scale_for(mean, _tensor(scale, mean)).sqrt()))",
         "test_adapters test_sklearn_predictors",
     ),
     # --- store

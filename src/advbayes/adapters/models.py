@@ -55,21 +55,16 @@ class FunctionPredictor:
         output = self.function(
             x.detach().cpu().numpy() if self.numpy else _for_net(self.function, x)
         )
-        if self.kind == "mean_and_scale":
-            match output:
+        if self.kind in ("mean", "mean_and_scale"):
+            match (output, self.scale) if self.kind == "mean" else output:
                 case (mean, scale):
-                    mean, scale = _tensor(mean, x), _tensor(scale, x)
+                    mean = _tensor(mean, x)
                 case _:
                     wanted = "function must give a pair (mean, scale) for this kind"
                     raise checks.InputTypeError(wanted, got=output)
             self._check(mean, x, 1)
-            return _normal(_as(x, mean), _as(x, _scale_for(mean, scale)))
+            return _normal(_as(x, mean), _as(x, _scale_for(mean, _tensor(scale, mean))))
         scores = _tensor(output, x)
-        if self.kind == "mean":
-            self._check(scores, x, 1)
-            scores = _as(x, scores)
-            assert self.scale is not None
-            return _normal(scores, torch.full_like(scores, self.scale))
         self._check(scores, x, 2)
         if self.kind == "probs":
             # log of the smallest normal number, so that p = 0 has a finite log-probability and no
