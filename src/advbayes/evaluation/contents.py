@@ -59,8 +59,11 @@ def _walked(
 ) -> Iterator[tuple[str, str | list[float]]]:
     """`hidden`: within a function, where the repr shows nothing."""
     match value:
-        case Tensor() | np.ndarray() if value.dtype != object:
-            yield path, tensor_hash(torch.as_tensor(value))
+        case Tensor():
+            yield path, tensor_hash(value)
+            return
+        case np.ndarray() if value.dtype != object:
+            yield path, tensor_hash(torch.as_tensor(value, device="cpu"))
             return
         case ModuleType():
             return
