@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -99,7 +100,7 @@ def score(
     total: Columns = {}
     for part, some in parts.items():
         for name in calls[0]:
-            mean = sum((each[name] / len(some) for each in some), start=torch.zeros(()))
+            mean = reduce(torch.add, (each[name] / len(some) for each in some))
             if name == "correct" and not guesses:  # ten tenths are one
                 mean = (mean * len(some)).round() / len(some)
             total[name + part] = mean
