@@ -224,3 +224,20 @@ def test_regression_targets_of_two_outputs() -> None:
         ].status
         == "passed"
     )
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_claimed_scores_in_a_column_are_judged_as_those_in_a_row(wrong: int) -> None:
+    """Compared example by example: as many differ as were changed."""
+    x_adv = pgd(BALL, 10, margin)(predict, X, Y)
+    correct = (predict(x_adv).logits.argmax(1) == Y).double()
+    correct[:wrong] = 1 - correct[:wrong]
+    log_prob = predict(x_adv).log_prob(Y)
+    for shape in ((-1,), (-1, 1)):
+        scores = {
+            "correct": {"a": correct.reshape(shape)},
+            "log_prob": {"a": log_prob.reshape(shape)},
+            "worst": correct.reshape(shape),
+        }
+        verdict = judged({"a": x_adv}, only=("E27",), **scores)
+        assert verdict["E27"].figures["changed"] == wrong
