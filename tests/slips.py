@@ -1563,7 +1563,7 @@ SEVENTH = (
     ),
     Bug(
         "pad swaps row and column",
-        "experiments/playground/drawing.py",
+        "experiments/playground/pad.js",
         "Math.hypot(i % side + 0.5 - column, Math.floor(i / side) + 0.5 - row)",
         "Math.hypot(i % side + 0.5 - row, Math.floor(i / side) + 0.5 - column)",
         "test_playground",
@@ -1675,7 +1675,7 @@ SEVENTH = (
     ),
     Bug(
         "--set checked without the data",
-        "cli/reproduce.py",
+        "cli/experiments.py",
         "make_config({**of_data, **values})",
         "make_config(values)",
         "test_comparisons test_experiments",
@@ -1718,8 +1718,8 @@ SEVENTH = (
     Bug(
         "lone verdict goes to the last predictor",
         "report/gather.py",
-        "audit = {evaluation.predictors[0]: audit}",
-        "audit = {evaluation.predictors[-1]: audit}",
+        "first = evaluation.predictors[0]\n    verdicts",
+        "first = evaluation.predictors[-1]\n    verdicts",
         "test_report",
     ),
     Bug(
@@ -1823,8 +1823,8 @@ SEVENTH = (
     Bug(
         "contract compares x with itself",
         "testing.py",
-        "before = x.clone()\n        attack = self.make(ball)",
-        "before = x\n        attack = self.make(ball)",
+        "assert torch.equal(x, small_data(task, dtype)[0])",
+        "assert torch.equal(x, x)",
         "test_own_parts",
     ),
     Bug(
