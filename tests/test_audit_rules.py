@@ -1309,3 +1309,22 @@ def test_e0_wants_what_was_run(said: dict[str, Any], fault: str) -> None:
     found = looked_at("E0", ball=ball, attacks=attacks, threat_model=model)["E0"]
     assert (found.status == "failed") is bool(fault), found.line()
     assert fault in found.advice
+
+
+@pytest.mark.parametrize(("turn", "said"), [(1, True), (0, False)])
+def test_e22_says_where_the_classes_are_in_another_order(turn: int, said: bool) -> None:
+    def turned(x: Tensor) -> Distribution:
+        return Classes(logits=predict(x).logits.roll(turn, -1))
+
+    found = looked_at("E22", model=turned, data=(X, predict(X).logits.argmax(-1)))["E22"]
+    assert (found.status == "failed") == said
+    assert ("it would be right on 1.000" in found.advice) == said
+
+
+def test_e22_is_silent_about_the_order_where_none_would_help() -> None:
+    labels = torch.ones(len(X), dtype=torch.long)
+    labels[0] = 0
+    always = lambda x: Classes(logits=torch.eye(3)[0].expand(len(x), 3))  # noqa: E731
+    found = looked_at("E22", model=always, data=(X, labels))["E22"]
+    assert "below the majority class" in found.advice
+    assert "another order" not in found.advice

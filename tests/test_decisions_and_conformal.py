@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from advbayes import (
     pgd,
     squared_error,
 )
+from advbayes.checks import InputTypeError
 from advbayes.predictive import (
     Choices,
     ConformalIntervals,
@@ -363,3 +365,9 @@ def test_intervals_of_several_outputs_hold_all_of_them_as_often_as_they_say() ->
         assert bool((inside.any(1) & ~inside.all(1)).any())
         shares.append(float(inside.all(1).double().mean()))
     assert sum(shares) / len(shares) == pytest.approx(0.8 + 0.5 / 61, abs=0.03)
+
+
+@pytest.mark.parametrize("calibrate", [conformal_intervals, conformal_sets])
+def test_what_cannot_be_asked_cannot_be_calibrated(calibrate: Any) -> None:
+    with pytest.raises(InputTypeError, match="of an estimator: its `predictor_`"):
+        calibrate(object(), (torch.zeros(2, 1), torch.zeros(2)))

@@ -150,6 +150,12 @@ def trivial_predictors(case: Case) -> Finding:
             figures |= {f"{name} NLL": loss, f"{name} accuracy": accuracy}
             bad += [f"{name} NLL above ln C = {floor:.3f}"] * (loss > floor)
             bad += [f"{name} accuracy below the majority class' {share:.3f}"] * (accuracy < share)
+        renamed = _renamed_accuracy(case, num_classes)
+        if figures["clean accuracy"] < share < renamed - 0.01:
+            bad.append(
+                f"were its classes in another order, it would be right on {renamed:.3f}: are the "
+                f"labels numbered as its outputs are?"
+            )
         return judged(bool(bad), "; ".join(bad), **figures)
     for name, columns in rows.items():
         error = float(columns["squared_error"].mean().sqrt())
@@ -165,6 +171,14 @@ def trivial_predictors(case: Case) -> Finding:
         figures["largest mass"] = mass
         bad.append(f"a density that integrates to {mass:.3g} or more: it is none")
     return judged(bool(bad), "; ".join(bad), **figures)
+
+
+@torch.no_grad()
+def _renamed_accuracy(case: Case, num_classes: int) -> float:
+    """Clean accuracy, if each answer meant the class that it is given to most."""
+    answers = case.predict(case.x).logits.argmax(-1)  # type: ignore[attr-defined]
+    counts = torch.bincount(answers * num_classes + case.y, minlength=num_classes**2)
+    return float(counts.view(num_classes, num_classes).amax(1).sum() / len(case.x))
 
 
 def _gaussian_floor(case: Case) -> float | None:

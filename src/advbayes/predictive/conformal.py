@@ -146,6 +146,7 @@ def _calibration(
     attack: Attack | None,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor]:
+    checks.function("predict", predict, "a Predictor (of an estimator: its `predictor_`)")
     x, y = data
     if not len(x) or len(x) != len(y):
         raise checks.InputError(
