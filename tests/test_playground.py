@@ -174,6 +174,8 @@ def test_pictures_show_what_they_say() -> None:
     added, taken = rectangles(pictures.difference(torch.tensor([[[0.5, -0.25]]]), 0.5))
     assert (added["fill"], taken["fill"]) == (f"{pictures.ATTACKED}ff", f"{pictures.CLEAN}80")
     ink, paper = rectangles(pictures.image(torch.tensor([[[1.0, 0.0]]])))
+    assert (ink["y"], paper["y"]) == ("0", "0")  # one row, two columns
+    assert int(ink["x"]) < int(paper["x"])
     assert (ink["fill"], paper["fill"]) == ("rgb(0,0,0)", "rgb(255,255,255)")
     up, down = rectangles(pictures.shifts(["a", "b"], torch.tensor([1.0, -0.5]), 1.0))
     assert (float(up["x"]), float(up["width"])) == (180, 55)
@@ -216,7 +218,10 @@ def test_the_page_follows_the_controls(app: Any) -> None:
     assert len([text for text in said() if text.startswith("moved by")]) == 4
     app.radio[0].set_value("wine").run()
     assert "The truth is" in app.markdown[0].value
-    app.slider(key="alcohol-0").set_value(14.0).run()
+    (chosen,) = (each for each in app.slider if each.label == "Test wine")
+    chosen.set_value(int(chosen.max)).run()  # the last one
+    assert "The truth is" in app.markdown[0].value
+    app.slider(key=f"alcohol-{int(chosen.max)}").set_value(14.0).run()
     assert not app.exception
     assert "The truth is" not in app.markdown[0].value  # of a wine that was moved nobody knows it
 

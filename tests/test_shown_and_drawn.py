@@ -20,14 +20,14 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.distributions import Distribution, Normal
 
-from advbayes import L2, PGD, Linf
+from advbayes import L2, PGD, BayesianModel, Categorical, Linf
 from advbayes.attacks import MeanOf
 from advbayes.attacks.parts import is_attack
 from advbayes.cli import main
 from advbayes.cli.screen import downloads
 from advbayes.evaluation.contents import contents_of
 from advbayes.evaluation.tables import Grid
-from advbayes.experiments import views
+from advbayes.experiments import demo, views
 from advbayes.experiments.catalogue import EXPERIMENTS, Experiment, Row
 from advbayes.experiments.defenses import DEFENSES
 from advbayes.experiments.running import MANIFEST, RECORDS, Board, packed
@@ -476,3 +476,15 @@ def test_who_was_not_attacked_is_said_so_and_the_others_follow() -> None:
         f"{name} answers 50.0 % of untouched inputs correctly; it was not attacked at ε = 2 (L2)."
         for name in ("A", "C")
     ]
+
+
+def test_the_demos_attacked_pictures_stay_within_the_box(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: dict[str, Any] = {}
+    monkeypatch.setattr(
+        demo, "make_gallery", lambda predictors, x, y, attacked, eps: shown.update(attacked["PGD"])
+    )
+    data = prepare(make_config({"data": "digits"}))
+    model = BayesianModel(build_net(make_config({"data": "digits"}), data), Categorical())
+    demo._gallery({"a": model.at(model.initial_theta())}, data, 3, 0)
+    low, high = shown["a"].aminmax()
+    assert (float(low), float(high)) == data.box == (0.0, 1.0)

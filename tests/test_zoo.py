@@ -73,3 +73,5 @@ def test_the_figures_say_how_bad_it_is() -> None:
     )  # type: ignore[arg-type]
     memory = zoo.recognises_test_points()["E28"].figures
     assert float(memory["displaced"]) < float(memory["at_x"]) - 0.2  # type: ignore[arg-type]
+    bypassed = zoo.purifier_bypassed()["E23"].figures
+    assert float(bypassed["claimed attacks leave"]) > float(bypassed["exact"])  # type: ignore[arg-type]
