@@ -194,11 +194,11 @@ DEFENSES: dict[str, Defense] = {
         "one-step attack plus noise, eps uniform on four values", channel=prior_over_eps
     ),
     "wide PGD": Defense(
-        "point estimate of the wide net, ten-step PGD within the box, a prior over eps up to 2.2",
+        "point estimate of the wide net, ten-step PGD within the box, a prior over eps up to 2.4",
         {
             "network": "advbayes.networks:wide_conv_net",
             "posterior": "point",
-            "eps": 2.0,
+            "eps": 2.2,
             "sigma": 0.05,
             "attack_steps": 10,
         },
