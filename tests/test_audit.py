@@ -24,6 +24,7 @@ from advbayes import (
     MeanField,
     Mixture,
     Noise,
+    PointMass,
     PosteriorPredictive,
     entropy_pgd,
     margin,
@@ -350,6 +351,18 @@ def bayesian(scale: float = 0.3) -> tuple[BayesianModel, MeanField]:
     with torch.no_grad():
         posterior.mean.copy_(torch.cat([2 * MODEL.weight.flatten(), torch.zeros(3)]))
     return model, posterior
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_e10_of_a_point_estimate_is_asked_only_whether_it_is_that_point(same: bool) -> None:
+    model, posterior = bayesian()
+    point = PointMass(model)
+    with torch.no_grad():
+        point.mean.copy_(posterior.mean)
+    known = PosteriorPredictive(model, point.sample(1) if same else 1.1 * point.sample(1))
+    found = check("E10", known, fresh=FreshPredictive(model, point, 20))
+    assert found.status == "passed"
+    assert found.figures["thetas"] == (1 if same else 20)
 
 
 def test_e14_and_e15_need_both_kinds_of_knowledge() -> None:

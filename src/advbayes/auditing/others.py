@@ -19,6 +19,8 @@ from advbayes.auditing.findings import Finding, check, judged, no_attacks, not_a
 from advbayes.auditing.remembering import ASKED, changed
 from advbayes.auditing.strength import breaks_more
 from advbayes.evaluation.scoring import worst
+from advbayes.posteriors import PointMass
+from advbayes.predictive import FreshPredictive
 from advbayes.types import Attack, Predictor
 
 QUERIES, BEYOND = 5000, 0.002  # of the black box
@@ -148,6 +150,10 @@ def enough_thetas(case: Case) -> Finding:
         return no_attacks()
     if case.target is not case.predict:
         return _enough_in_claim(case) if case.is_bayesian else _through_itself(case)
+    match fresh_of(case):
+        case FreshPredictive(posterior=PointMass()) as fresh if not is_another(fresh, case):
+            # every draw is the evaluated theta
+            return judged(False, "", thetas=1, cost=0.0, **{case.label: case.value(case.worst())})
     num = max(20, case.threat_model.attack_thetas or 20) if case.num_thetas is None else 20
     # noise in the scores is none of the attack's
     by = Frozen(case.predict, case.seed) if case.stochastic else None
