@@ -31,6 +31,7 @@ from advbayes import (
 )
 from advbayes.attacks import default_attacks, succeeded
 from advbayes.attacks.balls import Ball
+from advbayes.attacks.zeroth_order import ZerothOrder, blind_attacks
 from advbayes.auditing.case import TIERS
 from advbayes.seeds import generator_for
 from advbayes.types import Attack, Predictor
@@ -228,6 +229,76 @@ def test_one_output_is_pushed_both_ways() -> None:
         strong_suite(L2(1.0), queries=0),
     ):
         assert torch.allclose(predict(attack(predict, x, y)).mean, torch.full((4,), -2.7))
+
+
+@pytest.mark.parametrize("ball", [L2(0.5), Linf(0.2)], ids=str)
+def test_every_black_box_attack_on_a_regression_has_its_own_goal(ball: Ball) -> None:
+    """A mean along one half of the features and a log standard deviation along the other: each
+    goal has its closed form."""
+    weight, other = torch.tensor([3.0, -4.0, 0.0, 0.0]), torch.tensor([0.0, 0.0, 1.0, 2.0])
+    dual = 2.0 if isinstance(ball, L2) else 1.0
+    reach, spread = (ball.eps * float(each.norm(dual)) for each in (weight, other))
+
+    def predict(x: Tensor) -> Distribution:  # without any gradient
+        return Normal((x @ weight).detach(), (x @ other).exp().detach())
+
+    x = torch.randn(6, 4, generator=generator_for(0, "blind"))
+    mean, y = x @ weight, x @ weight + torch.tensor([1.0, -1, 2, -2, 0.5, -0.5])
+    attacks = blind_attacks(ball, "regression", 10, 30)
+    found = {
+        name: predict(attack(predict, x, y, generator=generator_for(1, name)))
+        for name, attack in attacks.items()
+    }
+    goals = ("squared_error", "nll", "raise_mean", "lower_mean")
+    assert list(found) == [*(f"zeroth-order {goal}" for goal in goals), "Square"]
+    wanted = {
+        "squared_error": mean + reach * (mean - y).sign(),
+        "raise_mean": mean + reach,
+        "lower_mean": mean - reach,
+    }
+    for goal, moved in wanted.items():
+        torch.testing.assert_close(
+            found[f"zeroth-order {goal}"].mean, moved, rtol=0, atol=0.01 * reach, msg=goal
+        )
+
+    for name in ("zeroth-order nll", "Square"):
+        assert bool((found[name].log_prob(y) < predict(x).log_prob(y)).all()), name
+
+    def constant(x: Tensor) -> Distribution:
+        return Normal(torch.zeros(len(x)), (x @ other).exp().detach())
+
+    far = torch.full((6,), 1e4)  # many standard deviations away: least likely where they are least
+    moved = attacks["zeroth-order nll"](constant, x, far, generator=generator_for(2, "nll"))
+    torch.testing.assert_close(
+        constant(moved).stddev.log(), x @ other - spread, rtol=0, atol=0.01 * spread
+    )
+
+
+@pytest.mark.parametrize(
+    ("ball", "width"),
+    [
+        (L2(0.01), 0.1),
+        (L2(3.0), 0.1),
+        (Linf(0.2), 0.5),
+        (L2(0.4, scale=torch.tensor([1.0, 10.0, 0.1])), 0.1),
+        (Linf(0.4, mask=torch.tensor([True, False, True])), 0.1),
+    ],
+    ids=str,
+)
+def test_differences_are_taken_over_a_share_of_the_budget(ball: Ball, width: float) -> None:
+    asked = []
+
+    def predict(x: Tensor) -> Distribution:
+        asked.append(x.detach())
+        return Normal(x.sum(1).detach(), 1.0)
+
+    x, y = torch.zeros(1, 3), torch.full((1,), -1.0)
+    ZerothOrder(one_step(ball, squared_error), width=width)(predict, x, y)
+    around = torch.cat([each for each in asked if len(each) == 3])
+    assert len(around) == 6  # both ways along each feature
+    mask = torch.ones(3) if ball.mask is None else ball.mask.float()
+    step = torch.diag(width * ball.eps * mask * ball.units(x))
+    torch.testing.assert_close(around, torch.cat([step, -step]))
 
 
 def waves(seed: int, features: int = 3) -> tuple[Predictor, Tensor, Tensor]:

@@ -37,7 +37,7 @@ from advbayes.auditing import Budget, Support
 from advbayes.channels import GaussianDensity
 from advbayes.likelihoods import Likelihood
 from advbayes.networks import FullyConnectedGenerator, mlp
-from advbayes.purification import Purifier
+from advbayes.purification import Purifier, SimulatedPurifier
 from advbayes.purification.sweep import sweep
 from advbayes.types import Channel, Predictor
 from tests.oracles import FLOAT, generator, randn
@@ -566,6 +566,30 @@ def test_tables_beyond_the_limit_go_to_a_folder_that_is_cleaned_up() -> None:
     torch.testing.assert_close(purifier(x[:3]).probs, whole(x[:3]).probs)
     del purifier
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("kind", [Purifier, SimulatedPurifier])
+def test_a_folder_of_ones_own_outlives_its_purifier(kind: Any, tmp_path: Path) -> None:
+    model, thetas, x, y = setting(Categorical(), 3, num=20)
+    purifier = kind(model, Noise(0.4), thetas, (x, y), folder=tmp_path / "tables")
+    tables = {path.name: path.read_bytes() for path in (tmp_path / "tables").iterdir()}
+    assert set(tables) == {"values.table", "centres-0.table"}
+    wanted = purifier(x[:3]).probs
+    del purifier
+    assert {path.name: path.read_bytes() for path in (tmp_path / "tables").iterdir()} == tables
+    again = kind(model, Noise(0.4), thetas, (x, y), folder=tmp_path / "tables")
+    assert torch.equal(again(x[:3]).probs, wanted)
+
+
+def test_a_saved_purifier_outlives_its_reader(tmp_path: Path) -> None:
+    model, thetas, x, y = setting(Categorical(), 3, num=20)
+    Purifier(model, Noise(0.4), thetas, (x, y)).save(tmp_path / "a")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    for limit in (1, 10**9):  # read from there, and into memory
+        loaded = Purifier.load(tmp_path / "a", memory_limit=limit)
+        loaded(x[:3])
+        del loaded
+        assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == files
 
 
 def test_noise_centres_are_held_once_and_attacks_once_for_each_theta() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scipy.stats
 import torch
 from torch import Tensor, nn
 
@@ -253,6 +254,14 @@ def test_quantiles_are_the_inverse_of_the_distribution_function() -> None:
     torch.testing.assert_close(
         torch.trapezoid(density, grid, dim=0), torch.ones(9), rtol=1e-4, atol=0
     )
+
+
+@pytest.mark.parametrize("width", [1, 2, 5, 30, 300, 3072])
+def test_the_limit_of_the_support_is_the_quantile_of_chi_square(width: int) -> None:
+    """Never below the exact one, so that no more than a billionth of the noise is out of support,
+    and above it by less than 1 / (2 width) of it."""
+    exact = float(scipy.stats.chi2.isf(scipy.stats.norm.sf(6.0), width))
+    assert 0 < chi_square_limit(width) / exact - 1 < 0.5 / width
 
 
 def test_support_ends_where_the_noise_does() -> None:
