@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import os
 import random
 import signal
@@ -16,6 +17,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -824,6 +826,55 @@ def test_npz_faults_are_named(tmp_path: Path, arrays: dict[str, np.ndarray], wor
     np.savez(tmp_path / "own.npz", **arrays)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=words):
         from_npz(tmp_path / "own.npz")
+
+
+@pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
+def test_the_limit_of_an_npz_is_of_all_its_arrays_unpacked(write: Any, tmp_path: Path) -> None:
+    path = tmp_path / "own.npz"
+    write(path, x=np.zeros((500, 4)), y=np.zeros(500))
+    with zipfile.ZipFile(path) as archive:
+        unpacked = sum(info.file_size for info in archive.infolist())
+    assert unpacked > 500 * 5 * 8
+    assert read_npz(path, ("x", "y"), unpacked)["x"].shape == (500, 4)
+    words = rf"at most {unpacked - 1} bytes unpacked, got {unpacked} bytes"
+    with pytest.raises(DataError, match=words):
+        read_npz(path, ("x", "y"), unpacked - 1)
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 5), (2, 3, 4), (2, 3, 4, 5)])
+def test_arrays_are_read_in_the_order_they_were_written_in(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    values = np.arange(math.prod(shape), dtype=float).reshape(shape)
+    np.savez(tmp_path / "own.npz", x=values, y=np.asfortranarray(values), z=values.T)
+    read = read_npz(tmp_path / "own.npz", ("x", "y", "z"), 10**6)
+    for key, wanted in (("x", values), ("y", values), ("z", values.T)):
+        np.testing.assert_array_equal(read[key], wanted)
+
+
+def test_a_file_may_be_linked_to(wine: bytes, tmp_path: Path) -> None:
+    """Of every kind: a table, arrays, the file of a built-in data set, and their folder."""
+    real, links = tmp_path / "real", tmp_path / "links"
+    real.mkdir()
+    links.mkdir()
+    (real / "t.csv").write_text("a,y\n" + "".join(f"{k},{k % 3}.5\n" for k in range(9)))
+    np.savez(real / "t.npz", x=np.arange(10.0).reshape(5, 2), y=np.arange(5.0))
+    (real / "wine-quality").mkdir()
+    (real / "wine-quality" / "winequality-red.csv").write_bytes(wine)
+    (links / "wine-quality").mkdir()
+    for name in ("t.csv", "t.npz", "wine-quality/winequality-red.csv"):
+        (links / name).symlink_to(real / name)
+    (tmp_path / "folder").symlink_to(real, target_is_directory=True)
+    for place in (links, tmp_path / "folder"):
+        for read in (
+            lambda folder: from_csv(folder / "t.csv", "y"),
+            lambda folder: from_npz(folder / "t.npz"),
+            lambda folder: load_dataset("wine", root=folder),
+        ):
+            assert torch.equal(read(place).x_train, read(real).x_train)
+    (links / "nowhere.csv").symlink_to(tmp_path / "absent.csv")
+    with pytest.raises(DataMissingError, match=r"nowhere\.csv"):
+        from_csv(links / "nowhere.csv", "y")
 
 
 def test_every_bit_flip_of_an_npz_is_refused_or_harmless(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from advbayes.channels import GaussianDensity
 from advbayes.checks import InputTypeError
 from advbayes.runs import create_run, load_trained, train
 from advbayes.runs.config import ConfigError, make_config
-from advbayes.store import StoreError
+from advbayes.store import StoreError, kinds
 from advbayes.types import Predictor
 from tests.contracts import seeded, small_model
 
@@ -82,9 +82,38 @@ def test_a_bundle_keeps_the_settings_and_needs_the_class(channel: object, tmp_pa
             load(place, own=wrong)  # type: ignore[arg-type]
 
 
-def test_what_a_file_says_of_a_class_is_checked(tmp_path: Path) -> None:
-    from advbayes.store import kinds
+@dataclass(frozen=True)
+class Several:
+    """A part that holds others, anywhere."""
 
+    parts: tuple[object, ...]
+    other: object = None
+
+
+@pytest.mark.parametrize(
+    ("value", "needed"),
+    [
+        (Gain(1.5, 0.1), {Gain}),
+        ((0.5, (Gain(1.5, 0.1),)), {Gain}),
+        (Mixture([0.5, 0.5], [Noise(0.1), Gain(1.5, 0.1)]), {Gain}),
+        (AttackChannel(Half(L2(0.5)), 0.1), {Half}),
+        (Several(()), {Several}),
+        (Several((Noise(0.1), (Gain(1.5, 0.1), None)), Half(L2(0.5))), {Several, Gain, Half}),
+        (Several((), Several((Half(L2(0.5)),))), {Several, Half}),
+    ],
+    ids=repr,
+)
+def test_a_class_of_ones_own_is_built_at_any_depth_and_only_if_listed(
+    value: object, needed: set[type]
+) -> None:
+    document = kinds.encode(value, "channel", {})
+    assert kinds.decode(document, "channel", {}, tuple(needed)) == value
+    for missing in needed:
+        with pytest.raises(StoreError, match=rf"own=.*test_own_parts:{missing.__name__}"):
+            kinds.decode(document, "channel", {}, tuple(needed - {missing}))
+
+
+def test_what_a_file_says_of_a_class_is_checked(tmp_path: Path) -> None:
     document = kinds.encode(Gain(1.5, 0.1), "channel", {})
     assert document == {
         "kind": "own",

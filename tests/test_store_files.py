@@ -101,6 +101,25 @@ def test_too_many_open_files_end_a_save_at_once(
     assert not os.listdir(tmp_path)
 
 
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o027, 0o077])
+def test_who_may_read_what_is_written_is_for_the_umask_to_say(tmp_path: Path, mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        for _ in range(2):  # new, then over what is there
+            write_bytes(tmp_path / "bytes", b"x")
+            write_document(tmp_path / "document.json", {"a": 1})
+            faults.small_bundle(tmp_path / "one.advbayes")
+            faults.small_bundle(tmp_path / "folder")
+            RecordLog(tmp_path / "log.jsonl").append({"a": 1})
+    finally:
+        os.umask(before)
+    written = list(tmp_path.rglob("*"))
+    assert len(written) > 8
+    for path in written:
+        wanted = (0o777 if path.is_dir() else 0o666) & ~mask
+        assert path.stat().st_mode & 0o777 == wanted, path
+
+
 def test_other_errors_pass_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full_disk(monkeypatch, "write", errno.EIO)
     with pytest.raises(OSError, match="Input/output") as caught:
