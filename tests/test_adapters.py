@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sklearn.base
 import torch
 from torch import Tensor, nn
 
@@ -153,6 +154,36 @@ def test_pairwise_decision_values_are_not_taken_for_classes() -> None:
     four = np.where(data[:, 0] > 1, "d", labels)
     with pytest.raises(ValueError, match=r"each of its 4 classes, got shape \(150, 6\)"):
         hidden(four)(x)
+
+
+class Disagreeing(sklearn.base.ClassifierMixin, sklearn.base.BaseEstimator):
+    """Predicts class 1 where the second feature says so, and always decides for class 0."""
+
+    def __init__(self) -> None:
+        self.classes_ = np.array([0, 1, 2])
+        self.n_features_in_ = 2
+
+    def decision_function(self, x: Any) -> Any:
+        return np.tile([2.0, -1.0, -1.0], (len(x), 1))
+
+    def predict(self, x: Any) -> Any:
+        return np.asarray(x)[:, 1].astype(int)
+
+
+@pytest.mark.parametrize("batch", [1, 100, 256, 400])
+def test_decision_values_may_differ_on_a_tenth_of_the_rows_compared(batch: int) -> None:
+    """However the rows come: the first 256 are compared, and no more than 1 + 25.6 may differ."""
+
+    def ask(wrong: int) -> None:
+        x = torch.zeros(400, 2)
+        x[256 - wrong :, 1] = 1.0  # from 256 on, nobody looks
+        predict = from_sklearn(Disagreeing())
+        for start in range(0, 400, batch):
+            predict(x[start : start + batch])
+
+    ask(26)
+    with pytest.raises(ValueError, match=r"got another on 27 of 256 examples"):
+        ask(27)
 
 
 @pytest.mark.parametrize("name", ["SVC", "LinearSVC"])

@@ -228,6 +228,25 @@ def test_every_key_is_a_flag_in_one_panel(capsys: pytest.CaptureFixture[str]) ->
     assert set(RunConfig.model_fields) <= named
 
 
+def test_every_default_is_shown_those_that_are_zero_or_false_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    defaults = {key: field.default for key, field in RunConfig.model_fields.items()}
+    wanted = {
+        key: ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        for key, value in defaults.items()
+        if value is not None and value != ()
+    }
+    assert {"seed", "compile", "own_thetas", "hidden"} <= wanted.keys()
+    params = {each.name: each for each in parser_of("train").params}
+    assert {key: params[key].show_default for key in defaults} == {
+        key: wanted.get(key, False) for key in defaults
+    }
+    assert main(["train", "--help"]) == 0
+    text = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
+    assert f"{RunConfig.model_fields['seed'].description} [default: (0)]" in text
+
+
 # --- Training -----------------------------------------------------------------------------------
 
 

@@ -332,6 +332,25 @@ def test_deciding_robustly_pays_under_attack_and_costs_a_little_without() -> Non
     assert careful.value <= clean.value + 0.05
 
 
+@pytest.mark.parametrize("abstain", [None, 0.0, 0.2, -0.2])
+def test_abstaining_is_an_action_whatever_it_costs(abstain: float | None) -> None:
+    x, y, _ = examples(1, 5)
+    near = lambda action, y: -(action - y).abs()  # noqa: E731
+    for choices, predict, target, num in (
+        (Choices(torch.eye(3), abstain=abstain), classes, y, 3),
+        (Choices(near, torch.tensor([0.0, 1.0]), abstain), line, torch.zeros(5), 2),
+    ):
+        assert choices.num_actions == num + (abstain is not None)
+        for worth in (
+            choices.expected(predict(x)),
+            choices.realised(target),
+            worst_case_utility(predict, x, choices, L2(0.1), steps=1),
+        ):
+            assert worth.shape == (5, choices.num_actions)
+            if abstain is not None:
+                torch.testing.assert_close(worth[:, -1], torch.full((5,), -abstain))
+
+
 def test_bad_utilities_are_named() -> None:
     with pytest.raises(ValueError, match="utility must be a matrix"):
         decide(classes, torch.zeros(1, 4), torch.ones(3))

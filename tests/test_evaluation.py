@@ -396,6 +396,18 @@ def test_bad_input_is_named() -> None:
         run({"uniform": MODEL})
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("side", ["x", "y"])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_data_that_is_not_finite_is_named(value: float, side: str, loaded: bool) -> None:
+    x, y = torch.randn(6, 2, generator=generator()), torch.zeros(6)
+    {"x": x[:, 0], "y": y}[side][3] = value
+    got = "1 NaN and 0 infinite" if math.isnan(value) else "0 NaN and 1 infinite"
+    data: Any = DataLoader(TensorDataset(x, y), 4) if loaded else (x, y)
+    with pytest.raises(ValueError, match=rf"^{side} must be finite, got {got} "):
+        evaluate(lambda x: Normal(x[:, 0], 1.0), data, attacks={"PGD": pgd(L2(0.1), 1)})
+
+
 def test_scores_that_become_infinite_under_attack_are_named() -> None:
     def predict(x: Tensor) -> Distribution:
         moved = (x != X[: len(x)]).any(1, keepdim=True)

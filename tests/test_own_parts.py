@@ -18,6 +18,7 @@ from advbayes.checks import InputTypeError
 from advbayes.runs import create_run, load_trained, train
 from advbayes.runs.config import ConfigError, make_config
 from advbayes.store import StoreError, kinds
+from advbayes.testing import AttackContract, check
 from advbayes.types import Predictor
 from tests.contracts import seeded, small_model
 
@@ -80,6 +81,51 @@ def test_a_bundle_keeps_the_settings_and_needs_the_class(channel: object, tmp_pa
     for wrong in (Gain, (Gain(1.0, 0.1),), "Gain"):
         with pytest.raises(InputTypeError, match=r"own must be a tuple of classes.*got .*Gain"):
             load(place, own=wrong)  # type: ignore[arg-type]
+
+
+class Faulty:
+    """Moves nothing, and has one fault."""
+
+    def __init__(self, fault: str, ball: Ball) -> None:
+        self.fault, self.ball = fault, ball
+
+    def __call__(
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        x_adv = x.clone()
+        match self.fault:
+            case "writes into x":
+                x.add_(0.01)
+            case "another shape":
+                return x_adv.unsqueeze(0)
+            case "another dtype":
+                return x_adv.to(torch.float64 if x.dtype == torch.float32 else torch.float32)
+            case "outside":
+                return x_adv + 10 * self.ball.eps
+            case "moves at eps 0":
+                return x_adv + 1e-6 * (self.ball.eps == 0)
+            case "another generator":
+                return x_adv + 1e-9 * torch.rand(()).to(x) * (self.ball.eps > 0)
+            case "keeps the graph":
+                return x_adv.requires_grad_()
+            case "needs labels":
+                assert y is not None
+        return x_adv
+
+
+FAULTS = "writes into x, another shape, another dtype, outside, moves at eps 0, keeps the graph"
+
+
+@pytest.mark.parametrize("fault", [*FAULTS.split(", "), "another generator", "needs labels"])
+def test_the_contract_of_attacks_refuses_each_fault(fault: str) -> None:
+    check(AttackContract, lambda ball: Faulty("", ball))
+    with pytest.raises(AssertionError):
+        check(AttackContract, lambda ball: Faulty(fault, ball))
 
 
 @dataclass(frozen=True)

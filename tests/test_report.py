@@ -38,6 +38,7 @@ from advbayes.report import (
 from advbayes.report.figures import security_curves
 from advbayes.report.gather import MANDATORY
 from advbayes.report.pictures import png
+from advbayes.report.telling import facts
 from advbayes.report.text import clean
 from advbayes.report.text import inert_markdown as markdown
 
@@ -397,6 +398,52 @@ def test_units_are_raw_and_standardised(features: ReportPaths) -> None:
     assert "alcohol1021" in page.replace(" ", "")  # mean 10, standard deviation 2, eps 0.5 of them
     assert "RMSE, in the target's unit" in page
     assert "L∞" in page
+
+
+@pytest.mark.parametrize(
+    ("trained", "threat", "eps"),
+    [
+        ((), None, 1.0),  # the largest of 0.5 and 1
+        ((0.5,), None, 0.5),
+        ((1.0,), None, 1.0),
+        ((0.5, 0.5), None, 0.5),
+        ((0.5, 1.0), None, 1.0),
+        ((0.3,), None, 1.0),
+        ((1.0,), {"eps": 0.5}, 0.5),
+        ((0.5,), {"eps": 0.3}, 1.0),
+    ],
+)
+def test_the_summary_is_about_the_radius_trained_for_or_the_largest(
+    trained: tuple[float, ...], threat: dict[str, float] | None, eps: float
+) -> None:
+    runs = {f"run {k}": {"config": {"eps": each}} for k, each in enumerate(trained)}
+    document = gather(
+        title="t", evaluation=image_evaluation(), run=runs or None, threat_model=threat
+    )
+    assert document["eps"] == eps
+    assert document["threat_model"]["eps"] == (threat or {"eps": eps})["eps"]
+    assert document["threat_model"]["radii"] == [0.5, 1.0]
+    for row in document["summary"]:
+        wanted = image_evaluation().estimate("accuracy", row["predictor"], "worst", eps)
+        assert row["worst"]["value"] == wanted.value
+
+
+def test_a_fact_is_left_out_where_it_is_unknown_and_not_where_it_is_zero() -> None:
+    document = gather(title="t", evaluation=image_evaluation(), run=run("MIX", seconds=1.0))
+    for seed, told in ((0, "0"), (7, "7"), (None, None)):
+        known = dict(facts({**document, "seed": seed}, {"machine": None, "folder": ""}))
+        assert known.get("Seed of the evaluation") == told
+        assert known["Seed of the training"] == "3"
+        assert not {"Machine", "Run"} & known.keys()
+    for each in document["runs"]:
+        each["config"]["seed"] = 0
+    known = dict(facts(document, {"machine": "m", "folder": "f", "commit": "c"}))
+    assert (known["Seed of the training"], known["Machine"], known["Run"], known["Commit"]) == (
+        "0",
+        "m",
+        "f",
+        "c",
+    )
 
 
 def test_only_what_is_there_is_told(tmp_path: Path) -> None:

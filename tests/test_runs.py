@@ -9,6 +9,7 @@ import math
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,8 @@ from advbayes.cli import main
 from advbayes.cli.signals import Finishing, Stopped, watched
 from advbayes.runs import Run, create_run, load_trained, train
 from advbayes.runs.building import prepare
-from advbayes.runs.config import ConfigError, make_config
+from advbayes.runs.config import ConfigError, RunConfig, make_config
+from advbayes.runs.folder import record
 from advbayes.runs.training import read_checkpoint
 from advbayes.training.loop import COLUMNS
 from tests import faults, killing
@@ -50,6 +52,38 @@ def small(**changes: Any) -> Any:
         "epochs": 1,
     }
     return make_config(values | {"lr": 0.01, "checkpoint_every": 5} | changes)
+
+
+def test_the_commit_is_the_packages_wherever_one_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = record(["a"])
+    user = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for command in (["init", "-q"], [*user, "commit", "-q", "--allow-empty", "-m", "another"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    assert record(["a"]) == here
+
+
+@pytest.mark.parametrize("changed", [{}, {"seed": 3}, {"eps": 0.5, "defense": "at"}])
+def test_a_key_that_is_younger_than_a_run_had_its_default(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    config = make_config({"data": "digits", "root": str(tmp_path), **changed})
+    with create_run(config, tmp_path / "run") as run:
+        sealed = config.model_dump(mode="json")
+        assert run.changed(sealed) == {}
+        assert run.changed({**sealed, "root": "elsewhere"}) == {}
+        assert run.changed(None) == {}
+        for key, field in RunConfig.model_fields.items():
+            if type(field.default) is tuple:
+                continue
+            older = {name: value for name, value in sealed.items() if name != key}
+            wanted = {key: (None, sealed[key])} if key in changed else {}
+            assert run.changed(older) == wanted
+        for key, value in changed.items():
+            default = RunConfig.model_fields[key].default
+            assert run.changed({**sealed, key: default}) == {key: (default, value)}
 
 
 # --- The same, again ----------------------------------------------------------------------------

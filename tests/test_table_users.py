@@ -163,6 +163,16 @@ def test_a_constant_column_and_a_class_that_says_missing_are_named(tmp_path: Pat
     ]
 
 
+@pytest.mark.parametrize("word", ["na", "NA", "Na", "N/A", "NaN", "NULL", "None", "none", "?"])
+def test_a_class_that_says_missing_is_named_however_it_is_spelt(word: str) -> None:
+    x, y = torch.tensor([[0.0], [1], [2], [4]]), torch.tensor([0, 1, 0, 1])
+    said = remarks(Dataset("t", "classification", x, y, x, y, ("Nab", word), ("a",)))
+    assert [text for text in said if "taken for a class" in text] == [
+        f"{word!r} is taken for a class like any other; if it means that the class is not known, "
+        "leave those rows out"
+    ]
+
+
 def test_a_target_that_never_changes_is_named() -> None:
     x = torch.arange(8.0).reshape(4, 2) ** 2
     for y, named in ((torch.ones(4), True), (torch.tensor([1.0, 1, 3, 2]), False)):
