@@ -24,6 +24,7 @@ from advbayes import (
     Linf,
     MeanField,
     PosteriorPredictive,
+    audit,
     margin,
     one_step,
     pgd,
@@ -399,13 +400,29 @@ def test_bad_input_is_named() -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("side", ["x", "y"])
 @pytest.mark.parametrize("loaded", [False, True])
-def test_data_that_is_not_finite_is_named(value: float, side: str, loaded: bool) -> None:
+def test_data_that_is_not_finite_is_named_before_the_model_is_asked(
+    value: float, side: str, loaded: bool, tmp_path: Path
+) -> None:
+    asked = []
+
+    def predict(x: Tensor) -> Distribution:
+        asked.append(x)
+        return Normal(x[:, 0], 1.0)
+
     x, y = torch.randn(6, 2, generator=generator()), torch.zeros(6)
-    {"x": x[:, 0], "y": y}[side][3] = value
+    {"x": x[:, 0], "y": y}[side][5] = value
     got = "1 NaN and 0 infinite" if math.isnan(value) else "0 NaN and 1 infinite"
     data: Any = DataLoader(TensorDataset(x, y), 4) if loaded else (x, y)
-    with pytest.raises(ValueError, match=rf"^{side} must be finite, got {got} "):
-        evaluate(lambda x: Normal(x[:, 0], 1.0), data, attacks={"PGD": pgd(L2(0.1), 1)})
+    for judge in (
+        lambda: evaluate(
+            predict, data, attacks={"PGD": pgd(L2(0.1), 1)}, batch_size=2, out=tmp_path / "a"
+        ),
+        lambda: audit(predict, data, ball=L2(0.1)),
+    ):
+        with pytest.raises(ValueError, match=f"^{side} must be finite, got {got} "):
+            judge()
+    assert not asked
+    assert not any(tmp_path.iterdir())
 
 
 def test_scores_that_become_infinite_under_attack_are_named() -> None:
