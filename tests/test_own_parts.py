@@ -147,7 +147,6 @@ class Several:
         (Several((Noise(0.1), (Gain(1.5, 0.1), None)), Half(L2(0.5))), {Several, Gain, Half}),
         (Several((), Several((Half(L2(0.5)),))), {Several, Half}),
     ],
-    ids=repr,
 )
 def test_a_class_of_ones_own_is_built_at_any_depth_and_only_if_listed(
     value: object, needed: set[type]
