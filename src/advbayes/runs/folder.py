@@ -128,11 +128,11 @@ class Run:
         if sealed is None:
             return {}
         before = sealed if type(sealed) is dict else {}
-        now = self.config.model_dump(mode="json")
+        now, default = (each.model_dump(mode="json") for each in (self.config, RunConfig()))
         return {
             key: (before.get(key), now[key])
             for key in sorted(now.keys() - {"root"})
-            if now[key] != before.get(key, RunConfig.model_fields[key].default)
+            if now[key] != before.get(key, default[key])
         }
 
     def check_sealed(self, sealed: object, place: str) -> None:
