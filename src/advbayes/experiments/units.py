@@ -415,6 +415,18 @@ def _pictured(unit: Unit) -> Measured:
     return records, info
 
 
+def control_of(unit: Unit) -> Unit:
+    """The undefended point estimate of the same network.
+
+    >>> from advbayes.experiments.catalogue import EXPERIMENTS
+    >>> control_of(Unit(EXPERIMENTS["mnist-own-audit"], "wide PGD", 0)).config.network
+    'advbayes.networks:wide_conv_net'
+    """
+    same = {"network": unit.config.network, "defense": "none", "posterior": "point"}
+    rows = {"control": Row(Defense("", same), unit.what.settings)}
+    return replace(unit, experiment=replace(unit.experiment, rows=rows), row="control")
+
+
 def _audited(unit: Unit) -> Measured:
     """The audit at tier standard, one record a check; the control is an undefended point estimate.
 
@@ -424,10 +436,7 @@ def _audited(unit: Unit) -> Measured:
     experiment, config = unit.experiment, unit.config
     data, _ = prepared(config)
     predict, info = predictor(unit, data)
-    undefended = Defense("", {"defense": "none", "posterior": "point"})
-    rows_of_control = {"control": Row(undefended, unit.what.settings)}
-    of_control = replace(experiment, rows=rows_of_control)
-    control, _ = predictor(replace(unit, experiment=of_control, row="control"), data)
+    control, _ = predictor(control_of(unit), data)
     model, posterior, _ = trained(unit, data)
     generator = generator_for(unit.seed, "experiments/fresh")
     place = None if unit.models is None else unit.models / "baseline"
