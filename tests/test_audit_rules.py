@@ -44,6 +44,7 @@ from advbayes.auditing.copies import copied, copies_of
 from advbayes.auditing.run import CHECKS, _case
 from advbayes.evaluation import evaluate
 from advbayes.evaluation.files import data_hash
+from advbayes.seeds import GlobalStream
 from tests import zoo
 
 BALL = L2(0.5)
@@ -1328,3 +1329,16 @@ def test_e22_is_silent_about_the_order_where_none_would_help() -> None:
     found = looked_at("E22", model=always, data=(X, labels))["E22"]
     assert "below the majority class" in found.advice
     assert "another order" not in found.advice
+
+
+def test_e22_says_the_same_of_a_random_predictor_at_every_asking() -> None:
+    def random(x: Tensor) -> Distribution:
+        return Classes(logits=torch.randn(len(x), 3))
+
+    labels = torch.arange(len(X)) % 3
+    found = []
+    for seed in range(8):
+        with GlobalStream(seed):
+            found.append(looked_at("E22", model=random, data=(X, labels))["E22"])
+    assert len({each.advice for each in found}) == 1
+    assert "another order" not in found[0].advice

@@ -156,6 +156,17 @@ class Case:
         )
         return joined(list(parts), self.task)
 
+    @torch.no_grad()
+    def classes_of(self, x: Tensor) -> Tensor:
+        """The class answered at each row of x, the same at every asking wherever randomness can be
+        fixed."""
+        fixed = self.calm().predict
+        parts = [
+            fixed(x[part]).logits.argmax(-1)  # type: ignore[attr-defined]
+            for part in batches(len(x), self.budget.batch_size)
+        ]
+        return torch.cat(parts)
+
     def attacks_on(self, predict: Predictor, ball: Ball | None = None) -> dict[str, Attack]:
         """The attacks under audit that are made for a predictor (a purifier's own do not run on its
         controls), in their own ball or another."""

@@ -426,12 +426,7 @@ def _towards_others(case: Case, rows: Tensor) -> list[Tensor]:
     if case.task == "regression":
         return []
     others = torch.cat([case.whole[0][:OTHERS], case.known[:OTHERS]])
-    said = torch.cat(
-        [
-            case.predict(others[part]).logits.argmax(-1)  # type: ignore[attr-defined]
-            for part in batches(len(others), case.budget.batch_size)
-        ]
-    )
+    said = case.classes_of(others)
     x, y, ball = case.x[rows], case.y[rows], replace(case.ball, eps=0.999 * case.ball.eps)
     moved = [x.clone() for _ in range(NEIGHBOURS)]
     for row in range(len(x)):
