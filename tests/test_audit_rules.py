@@ -516,6 +516,14 @@ def test_e20_widens_the_ball_by_itself_until_nearly_all_can_reach_another_answer
     assert found.status == "passed"  # there are witnesses, and the attack finds them
 
 
+def test_e20_says_where_a_control_that_stands_in_the_published_ball_falls() -> None:
+    ball = L2(2.0)
+    found = looked_at("E20", undefended=predict, data=(5 * X, Y), ball=ball, dataset="mnist")["E20"]
+    assert found.status == "failed"
+    assert found.figures["eps"] == 2
+    assert float(found.figures["falls_at_eps"]) > 2  # type: ignore[arg-type]
+
+
 def test_e20_wants_one_net() -> None:
     model, posterior = zoo.trained().model, zoo.trained().posterior
     data = zoo.digits()[2:]

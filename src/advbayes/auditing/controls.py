@@ -78,8 +78,11 @@ def undefended_control(case: Case) -> Finding:
     advice = (
         "an attack that leaves the undefended model standing says nothing about the defended one"
     )
-    if case.support.control_ball is None:
+    if left > LEFT and case.support.control_ball is None:
         advice += "; where a larger ball is meant, give Support(control_ball=...) (--control-eps)"
+        wider, columns = breaking(case, control)
+        if case.value(columns) <= LEFT:
+            figures["falls_at_eps"] = float(wider.eps)
     return judged(left > LEFT, advice, **figures)
 
 

@@ -472,9 +472,9 @@ def _audited(unit: Unit) -> Measured:
             seed=unit.seed,
             progress=False,
         )
-    keys = ("title", "status", "mandatory", "advice")
+    keys = ("title", "status", "mandatory", "advice", "figures")
     records = [
-        {"check": each.id, **{key: vars(each)[key] for key in keys}} for each in verdict.findings
+        {"check": each.id, **{key: each.json()[key] for key in keys}} for each in verdict.findings
     ]
     judged = {"level": verdict.level, "verdict": verdict.line(), "summary": dict(verdict.summary)}
     return records, {**info, **judged}
