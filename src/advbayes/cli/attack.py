@@ -11,7 +11,7 @@ from advbayes.checks import counted
 from advbayes.cli import flags
 from advbayes.cli.screen import check_new, emit, say
 from advbayes.cli.signals import watched
-from advbayes.cli.threat import ball_for, open_run
+from advbayes.cli.threat import ball_for, open_run, remark_spent, remark_thetas
 
 _ROWS = 256
 
@@ -26,11 +26,11 @@ def attack(
     norm: flags.Norm = None,
     feature_eps: flags.FeatureEps = None,
     fixed: flags.Fixed = None,
-    steps: flags.Steps = 50,
-    restarts: flags.Restarts = 1,
-    queries: flags.Queries = 500,
+    steps: flags.Steps = flags.SPENT["steps"],
+    restarts: flags.Restarts = flags.SPENT["restarts"],
+    queries: flags.Queries = flags.SPENT["queries"],
     num: flags.Num = 100,
-    thetas: flags.Thetas = 20,
+    thetas: flags.Thetas = flags.THETAS,
     seed: flags.Seed = 0,
     trust_network: flags.Trust = False,
     json: flags.Json = False,
@@ -57,6 +57,8 @@ def attack(
     x, y = data.x_test[:num], data.y_test[:num]
     ball = ball_for(trained, norm, eps, fixed, feature_eps)
     spent = {"steps": steps, "restarts": restarts, "queries": queries}
+    remark_spent([attack], spent)
+    remark_thetas(trained, thetas)
     method = make_attack(attack, ball, task=trained.task, **spent)
     predict = trained.predict(thetas)
     parts = []

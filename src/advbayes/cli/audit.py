@@ -12,7 +12,7 @@ import typer
 from advbayes.cli import flags
 from advbayes.cli.screen import emit, resumable, say
 from advbayes.cli.signals import watched
-from advbayes.cli.threat import ball_for, budgets, open_run
+from advbayes.cli.threat import ball_for, budgets, open_run, remark_thetas
 from advbayes.runs.config import ConfigError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def audit(
         int | None,
         typer.Option(*flags.NUM, min=2, help="Test examples to draw from (the tier says how many)"),
     ] = None,
-    thetas: flags.Thetas = 20,
+    thetas: flags.Thetas = flags.THETAS,
     require: Annotated[
         str | None, flags.words("A", "B", "C", help="Exit with 3 when the level is worse")
     ] = None,
@@ -134,6 +134,7 @@ def audit(
         from advbayes.runs.verdict import audit_run
 
         folder, trained, rows = open_run(run, trusted=trust_network, device=device)
+        remark_thetas(trained, thetas)
         norm = norm or trained.norm
         control = control_ball = None
         if undefended is not None:

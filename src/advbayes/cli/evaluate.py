@@ -11,7 +11,7 @@ import typer
 from advbayes.checks import counted
 from advbayes.cli import flags
 from advbayes.cli.screen import emit, resumable, say, table
-from advbayes.cli.threat import ball_for, open_run, purifier_for
+from advbayes.cli.threat import ball_for, open_run, purifier_for, remark_spent, remark_thetas
 from advbayes.runs.config import ConfigError
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ def evaluate(
     norm: flags.Norm = None,
     feature_eps: flags.FeatureEps = None,
     fixed: flags.Fixed = None,
-    steps: flags.Steps = 50,
-    restarts: flags.Restarts = 1,
-    queries: flags.Queries = 500,
+    steps: flags.Steps = flags.SPENT["steps"],
+    restarts: flags.Restarts = flags.SPENT["restarts"],
+    queries: flags.Queries = flags.SPENT["queries"],
     num: flags.Num = 500,
-    thetas: flags.Thetas = 20,
+    thetas: flags.Thetas = flags.THETAS,
     purify: Annotated[
         str | None, flags.words("online", "offline", help="Evaluate the purified predictive, too")
     ] = None,
@@ -82,6 +82,8 @@ def evaluate(
     norm = norm or trained.norm
     ball = ball_for(trained, norm, max(radii), fixed, feature_eps)
     spent = {"steps": steps, "restarts": restarts, "queries": queries}
+    remark_spent(names, spent if purify is None else {"queries": queries, "restarts": restarts})
+    remark_thetas(trained, thetas)
     options = {
         "attack": names,
         "eps": radii,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -164,7 +165,7 @@ def compare(
 
     place = str(Path(data).resolve()) if Path(data).suffix in (".csv", ".npz") else data
     given = {"data": place} | ({} if target is None else {"target": target})
-    settings = {"eps": eps, **_settings(changes, **given), **given}
+    settings = {"eps": eps, **_settings(changes, OF_COMPARISONS, **given), **given}
     task = prepare(make_config(settings)).dataset.task
     known = tuple(map(str.lower, DEFENSES))
     rows = tuple(choice("defense", name.lower(), known) for name in defense)
@@ -196,7 +197,14 @@ def _seeds(text: str | None) -> list[int] | None:
     return numbers if "," in text else list(range(numbers[0]))
 
 
-def _settings(changes: list[str] | None, **of_data: Any) -> dict[str, Any]:
+OF_ROWS = {"defense": "the rows, which are told apart by it", "seed": "--seeds"}
+OF_COMPARISONS = OF_ROWS | {"data": "--data", "target": "--target", "eps": "--eps"}
+
+
+def _settings(
+    changes: list[str] | None, elsewhere: Mapping[str, str] = OF_ROWS, **of_data: Any
+) -> dict[str, Any]:
+    """The keys that `--set` gives, without those that are said elsewhere."""
     from advbayes.cli.train import parse
     from advbayes.runs.config import NETWORKS, RunConfig, make_config
 
@@ -205,6 +213,8 @@ def _settings(changes: list[str] | None, **of_data: Any) -> dict[str, Any]:
         key, sign, text = change.partition("=")
         if not sign:
             raise InputError(f"--set must be KEY=VALUE, got {change!r}")
+        if key in elsewhere:
+            raise InputError(f"--set must leave {key} to {elsewhere[key]}, got {change!r}")
         values[key] = parse(key, text) if key in RunConfig.model_fields else text
     config = make_config({**of_data, **values})
     if config.channel or not (config.network in NETWORKS or config.network.startswith("advbayes.")):

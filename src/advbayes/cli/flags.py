@@ -10,6 +10,8 @@ import typer
 from advbayes.checks import nearest
 from advbayes.runs.config import ATTACKS, ConfigError
 
+THETAS = 20  # what is asked for, unless said otherwise
+SPENT = {"steps": 50, "restarts": 1, "queries": 500}
 NUM = ("--num", "--num-test")  # the second for old scripts
 
 

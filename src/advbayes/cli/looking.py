@@ -120,7 +120,7 @@ def report(
         typer.Option("--out", metavar="FOLDER", help="Where to (else the first RUN/report)"),
     ] = None,
     title: Annotated[str | None, typer.Option(help="Of the page")] = None,
-    thetas: flags.Thetas = 20,
+    thetas: flags.Thetas = flags.THETAS,
     trust_network: flags.Trust = False,
     json: flags.Json = False,
 ) -> None:

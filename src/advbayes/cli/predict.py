@@ -11,6 +11,7 @@ import typer
 from advbayes.cli import flags
 from advbayes.cli.screen import check_new, emit, say, usable
 from advbayes.cli.signals import watched
+from advbayes.cli.threat import remark_thetas
 from advbayes.runs.config import ConfigError
 
 
@@ -23,10 +24,11 @@ def predict(
         str | None,
         typer.Option("--out", metavar="FILE", help="A new .csv, .npz or .json file; else a table"),
     ] = None,
-    thetas: flags.Thetas = 20,
+    thetas: flags.Thetas = flags.THETAS,
     level: Annotated[
-        float, typer.Option(min=0.01, max=0.999, help="Of the intervals (regression)")
-    ] = 0.9,
+        float | None,
+        typer.Option(min=0.01, max=0.999, help="Of the intervals (regression)", show_default="0.9"),
+    ] = None,
     threshold: Annotated[
         float | None,
         typer.Option(min=0, max=1, help="Answer --positive from this probability on (two classes)"),
@@ -53,12 +55,22 @@ def predict(
         raise ConfigError("threshold, positive: must be given together, got one of them")
     check_new("out", out, (".csv", ".npz", ".json"))
 
-    from advbayes.cli.predicting import as_csv, decide, read_inputs, tabulate, write_columns
+    from advbayes.cli.predicting import (
+        LEVEL,
+        as_csv,
+        check_task,
+        decide,
+        read_inputs,
+        tabulate,
+        write_columns,
+    )
     from advbayes.runs import load_trained
 
     trained = load_trained(model, trusted=trust_network)
+    check_task(trained, level=level, threshold=threshold)
+    remark_thetas(trained, thetas)
     x = read_inputs(trained, Path(input)).to(usable(device))
-    columns = tabulate(trained.to(device), x, num_thetas=thetas, level=level)
+    columns = tabulate(trained.to(device), x, num_thetas=thetas, level=level or LEVEL)
     if threshold is not None and positive is not None:
         decide(columns, trained.class_names, positive, threshold)
     num = len(next(iter(columns.values())))

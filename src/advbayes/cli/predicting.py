@@ -29,10 +29,22 @@ from advbayes.runs import Trained
 from advbayes.runs.config import ConfigError
 from advbayes.store import write_bytes
 
+LEVEL = 0.9  # of intervals, unless another is asked for
 _ROWS = 500
 _FAR = 10  # standard deviations: at most a hundredth of the training rows is beyond
 
 Columns = dict[str, list[Any]]
+
+
+def check_task(trained: Trained, *, level: float | None, threshold: float | None) -> None:
+    """Refuse what says nothing for the model's task: a level of intervals for classes, a threshold
+    on probabilities for numbers."""
+    if trained.task == "classification" and level is not None:
+        wanted = "level: must be left out for a classifier, which gives probabilities, no intervals"
+        raise ConfigError(f"{wanted}, got {level:g}")
+    if trained.task == "regression" and threshold is not None:
+        wanted = "threshold, positive: must be left out for a regression, which has no classes"
+        raise ConfigError(f"{wanted}, got {threshold:g}")
 
 
 def read_inputs(trained: Trained, path: Path) -> Tensor:  # (N, *event), as the model sees them
@@ -117,7 +129,7 @@ def _read_npz(trained: Trained, path: Path) -> Tensor:
     return x.unsqueeze(1) if x.ndim == len(trained.event) == 3 else x
 
 
-def tabulate(trained: Trained, x: Tensor, *, num_thetas: int = 20, level: float = 0.9) -> Columns:
+def tabulate(trained: Trained, x: Tensor, *, num_thetas: int = 20, level: float = LEVEL) -> Columns:
     """One value for each row: class, confidence, entropy and probabilities, or mean, standard
     deviation and interval."""
     predict = trained.predict(num_thetas)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from advbayes.cli import flags
 from advbayes.cli.screen import usable
-from advbayes.runs.config import ConfigError, parse_feature_eps
+from advbayes.runs.config import SPENDING, ConfigError, parse_feature_eps
 
 if TYPE_CHECKING:
     from advbayes.attacks.balls import Ball
@@ -37,6 +39,35 @@ def ball_for(
     """The ball that is asked for, or the one trained against, within the data's box."""
     eps = trained.eps if eps is None else eps
     return trained.ball(norm, eps, fixed or (), budgets(feature_eps, eps))
+
+
+def remark_thetas(trained: Trained, num: int) -> None:
+    """A warning where another number of thetas than usual is asked of a posterior that has a fixed
+    one."""
+    from advbayes.posteriors import Ensemble, PointMass, Samples
+
+    match trained.posterior:
+        case Ensemble() | PointMass() | Samples() if num != flags.THETAS:
+            of, has = type(trained.posterior).__name__, len(trained.thetas(num))
+            warnings.warn(
+                f"thetas: {num} has no effect on this model, whose posterior ({of}) has {has}",
+                stacklevel=2,
+            )
+
+
+def remark_spent(names: Sequence[str], spent: Mapping[str, int]) -> None:
+    """A warning of each budget, other than the usual one, that none of these attacks spends.
+
+    >>> remark_spent(["pgd", "square"], {"steps": 7, "queries": 9})
+    """
+    for option, value in spent.items():
+        takers = [name for name, takes in SPENDING.items() if option in takes]
+        if value != flags.SPENT[option] and not set(names) & set(takers):
+            warnings.warn(
+                f"{option}: {value} has no effect on {', '.join(names)}; it is for "
+                f"{', '.join(takers)}",
+                stacklevel=2,
+            )
 
 
 def budgets(entries: Sequence[str] | None, eps: float) -> dict[str, float]:

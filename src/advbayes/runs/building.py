@@ -202,6 +202,45 @@ def _odd_columns(dataset: Dataset) -> list[str]:
     return lines
 
 
+def without_effect(config: RunConfig, data: Prepared) -> list[str]:
+    """Keys that were set and change nothing here, each with the reason.
+
+    >>> from advbayes.runs.config import make_config
+    >>> config = make_config({"data": "digits", "noise_scale": 0.1, "rank": 9, "num_train": 10})
+    >>> print(*without_effect(config, prepare(config)), sep="\\n")
+    rank = 9 has no effect: the posterior is 'mean_field'
+    noise_scale = 0.1 has no effect: the task is classification
+    """
+    kind = network_kind(config, tuple(data.x_train.shape[1:]))
+    posterior = f"the posterior is {config.posterior!r}"
+    own = config.channel is not None
+    defense = f"the channel is {config.channel!r}" if own else f"the defense is {config.defense!r}"
+    noisy = own or config.defense in ("noise", "consistency", "os", "os50", "mix", "pgd")
+    iterates = not own and config.defense in ("pgd", "trades", "alp")
+    learns = own or config.defense in ("nn", "nn50")
+    idle = {
+        "root": (config.file is not None, "the data are a file"),
+        "hidden": (kind != "mlp", f"the network is {kind!r}"),
+        "members": (config.posterior != "ensemble", posterior),
+        "rank": (config.posterior != "low_rank", posterior),
+        "init_scale": (config.posterior in ("point", "ensemble"), posterior),
+        "noise_scale": (data.dataset.task == "classification", "the task is classification"),
+        "sigma": (not noisy, defense),
+        "attack_steps": (not iterates, defense),
+        "beta": (
+            config.defense not in ("trades", "alp", "consistency"),
+            f"the defense is {config.defense!r}",
+        ),
+        "adversary_lr": (not learns, defense),
+        "bound": (config.num_channel == 1, "num_channel is 1, where both bounds are the same"),
+    }
+    return [
+        f"{key} = {value!r} has no effect: {why}"
+        for key, (is_idle, why) in idle.items()
+        if is_idle and (value := getattr(config, key)) != RunConfig.model_fields[key].default
+    ]
+
+
 def reach_of(
     names: Sequence[str],
     scaling: Standardize | None,
@@ -252,9 +291,7 @@ def build_net(config: RunConfig, data: Prepared, *, trusted: bool = False) -> nn
     outputs = data.num_outputs
     if data.dataset.task == "regression" and config.noise_scale == "heteroscedastic":
         outputs *= 2  # means, then log-scales
-    kind = config.network
-    if kind == "auto":
-        kind = "conv" if square and event[1] >= 4 else "mlp"
+    kind = network_kind(config, event)
     with GlobalStream(seed_for(config.seed, "network")):
         if kind == "conv":
             if not square:
@@ -265,6 +302,19 @@ def build_net(config: RunConfig, data: Prepared, *, trusted: bool = False) -> nn
             layers = mlp(math.prod(event), outputs, tuple(config.hidden))
             return nn.Sequential(nn.Flatten(), *layers) if len(event) > 1 else layers
         return own_net(kind, trusted=trusted)
+
+
+def network_kind(config: RunConfig, event: tuple[int, ...]) -> str:
+    """conv, mlp or module:factory; auto is conv for square images.
+
+    >>> from advbayes.runs.config import make_config
+    >>> network_kind(make_config({"data": "digits"}), (1, 8, 8))
+    'conv'
+    """
+    if config.network != "auto":
+        return config.network
+    square = len(event) == 3 and event[1] == event[2]
+    return "conv" if square and event[1] >= 4 else "mlp"
 
 
 def own_net(network: str, *, trusted: bool = False) -> nn.Module:

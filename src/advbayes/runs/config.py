@@ -31,6 +31,12 @@ ATTACKS = {
     "hard_label": "by the predicted class alone",
     "random": "random points on the edge of the ball",
 }
+_ITERATES = ("steps", "restarts")
+SPENDING = {  # which of steps, restarts and queries an attack takes
+    **dict.fromkeys(("pgd", "pgd_plus", "ent", "apgd", "minimum_norm"), _ITERATES),
+    **dict.fromkeys(("strong", "strong_nll"), (*_ITERATES, "queries")),
+    **dict.fromkeys(("square", "random"), ("queries",)),
+}
 MAX_TOML_BYTES = 1 << 20
 
 Positive = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]

@@ -225,6 +225,8 @@ def _begin(run: Run, data: Prepared, state: State | None) -> None:
     if state is None:
         for remark in building.remarks(data.dataset) if run.config.file is not None else ():
             warnings.warn(remark, stacklevel=3)
+        for remark in building.without_effect(run.config, data):
+            warnings.warn(remark, stacklevel=3)
         run.write_manifest(status="training", started=record(), versions=versions, data=now)
         run.log("training from the start")
         return
