@@ -42,6 +42,7 @@ from advbayes import (
 from advbayes.cli.app import app
 from advbayes.cli.train import parse
 from advbayes.datasets import (
+    Encoding,
     Standardize,
     class_weights,
     from_csv,
@@ -106,6 +107,11 @@ def read(text: str = "", sep: str = ",", head: str = "a,b,colour,d\n", **setting
         return from_csv(path, **settings)
 
 
+EARLIER = Encoding.fit(
+    ("a", "b", "colour"),
+    np.array([[1.0, np.nan, "red"], [2.0, 1.0, "green"]], object),
+    (True, True, False),
+)
 call(
     read,
     {"target": "d"},
@@ -115,6 +121,7 @@ call(
         "features": ("a", "b"),
         "drop": ("colour",),
         "movable": ("colour",),
+        "encoding": EARLIER,
         "seed": 4,
         "test_fraction": 0.4,
         "head": "p,a,colour,d\n",

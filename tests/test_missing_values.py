@@ -31,8 +31,10 @@ from advbayes.attacks import (
     squared_error,
 )
 from advbayes.channels import AttackChannel, Learned, Mixture, Noise
+from advbayes.checks import InputError
 from advbayes.cli import main
-from advbayes.datasets import from_csv
+from advbayes.datasets import Encoding, from_csv
+from advbayes.datasets.dataset import split_rows
 from advbayes.estimators import (
     RobustClassifier,
     RobustRegressor,
@@ -359,3 +361,108 @@ def test_indicators_of_no_column_are_refused(pair: Any) -> None:
     x, y = rows()
     with pytest.raises(ValueError, match="indicators must hold pairs of columns of X"):
         RobustClassifier(indicators=[pair]).fit(np.nan_to_num(x), y)
+
+
+def late_table(path: Path, gap: str = "") -> tuple[Path, int]:
+    """A table of which one number is missing, in a test row: that row's place among them."""
+    rng = np.random.default_rng(2)
+    rows = [
+        f"{a:.2f},{b:.2f},{c},{3 * a - b:.2f}"
+        for a, b, c in zip(*rng.normal(size=(2, 60)), ["red", "blue"] * 30, strict=True)
+    ]
+    _, test = split_rows(60, seed=0, test_fraction=0.2)
+    row = int(test[4])
+    rows[row] = ",".join([gap, *rows[row].split(",")[1:]])
+    path.write_text("a,b,colour,y\n" + "\n".join(rows))
+    return path, 4
+
+
+TRAINED = ["--target", "y", "--defense", "at", "--epochs", "20", "--lr", "0.05", "--quiet"]
+EVALUATED = [
+    "--attack",
+    "pgd",
+    "--attack",
+    "square",
+    "--queries",
+    "40",
+    "--eps",
+    "1",
+    "--name",
+    "e",
+]
+
+
+def test_what_is_missing_from_test_rows_alone_cannot_be_moved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, place = late_table(tmp_path / "t.csv")
+    data = from_csv(table, "y")
+    assert data.feature_names[:3] == ("a", "b", "a missing")
+    assert data.encoding is not None
+    assert data.encoding.late == ("a",)
+    known = from_csv(late_table(tmp_path / "known.csv", "0.5")[0], "y")
+    assert float(data.x_test[place, 0]) == pytest.approx(np.median(known.x_train[:, 0]), abs=1e-6)
+    with pytest.warns(UserWarning, match="'a' is missing in 1 test rows and in no training row"):
+        assert main(["train", "--data", str(table), *TRAINED, "--out", f"{tmp_path}/run"]) == 0
+    assert main(["evaluate", f"{tmp_path}/run", *EVALUATED]) == 0
+    assert "a 0.9" in (said := capsys.readouterr().out)
+    assert "where known" in said
+    moved = np.zeros((12, 5), bool)
+    folder = tmp_path / "run/evaluation/e/blocks"
+    clean, *attacked = [load_file(each)["x_adv"] for each in sorted(folder.iterdir())[:3]]
+    for x_adv in attacked:
+        moved |= (x_adv != clean).numpy()
+    assert moved[:, 0].tolist() == [row != place for row in range(12)]
+    assert moved[:, 1].all()
+    assert not moved[:, 2:].any()
+
+
+def test_a_mark_that_was_never_seen_is_not_heard(tmp_path: Path) -> None:
+    """The prediction is that of the training median, were it known; files keep it so."""
+    table, place = late_table(tmp_path / "t.csv")
+    with pytest.warns(UserWarning, match="in no training row"):
+        assert main(["train", "--data", str(table), *TRAINED, "--out", f"{tmp_path}/run"]) == 0
+    trained = load_trained(tmp_path / "run")
+    assert trained.encoding is not None
+    assert trained.encoding.late == ("a",)
+    data = prepare(make_config({"data": str(table), "target": "y"}), encoding=trained.encoding)
+    x = data.x_test[place : place + 1]
+    known = x.clone()
+    known[:, 2] = 0.0
+    assert float(x[0, 2]) > 0
+    torch.testing.assert_close(
+        trained.predict()(x).mean, trained.predict()(known).mean, rtol=1e-3, atol=1e-3
+    )
+    (tmp_path / "new.csv").write_text("a,b,colour\n,0.3,red\n")
+    with pytest.warns(UserWarning, match="'a' is missing in 1 of 1 rows, and never was"):
+        assert main(["predict", f"{tmp_path}/run", f"{tmp_path}/new.csv"]) == 0
+
+
+def test_a_model_without_the_mark_is_still_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As earlier versions trained it: the rows are encoded as the model takes them, and it is said
+    that what was filled in counts as known."""
+    table, _ = late_table(tmp_path / "t.csv")
+    fit = Encoding.fit
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoding, "fit", lambda *args, later, **kwargs: fit(*args, **kwargs))
+        assert main(["train", "--data", str(table), *TRAINED, "--out", f"{tmp_path}/run"]) == 0
+    with pytest.warns(UserWarning, match="'a' is missing in 1 of 60 rows, and the encoding does"):
+        assert main(["evaluate", f"{tmp_path}/run", *EVALUATED]) == 0
+
+
+def test_rows_in_an_encoding_of_earlier_ones(tmp_path: Path) -> None:
+    table, _ = late_table(tmp_path / "t.csv")
+    first = from_csv(table, "y")
+    again = from_csv(table, "y", encoding=first.encoding)
+    assert torch.equal(first.x_test, again.x_test)
+    assert again.feature_names == first.feature_names
+    (tmp_path / "few.csv").write_text("a,b,colour,y\n" + "1,2,7,3\n2,1,red,4\n" * 5)
+    few = from_csv(tmp_path / "few.csv", "y", encoding=first.encoding)
+    assert few.x_train.shape[1:] == (5,)
+    assert set(few.x_train[:, 3:].sum(1).tolist()) == {0.0, 1.0}
+    with pytest.raises(InputError, match="encoding must be of the columns"):
+        from_csv(table, "y", drop=["b"], encoding=first.encoding)
+    with pytest.raises(InputError, match="movable must be left out with an encoding"):
+        from_csv(table, "y", movable=["b"], encoding=first.encoding)

@@ -26,7 +26,7 @@ def open_run(path: str, *, trusted: bool, device: str = "cpu") -> tuple[Folder, 
     folder = Run.open(path)
     torch.set_num_threads(folder.config.threads)
     trained = load_trained(path, trusted=trusted).to(usable(device))
-    return folder, trained, prepare(folder.config).to(device)
+    return folder, trained, prepare(folder.config, encoding=trained.encoding).to(device)
 
 
 def ball_for(

@@ -45,6 +45,7 @@ class Encoding:
     numeric: tuple[bool, ...]  # which of them are numbers
     movable: tuple[str, ...]  # columns whose text or imputed numbers may be changed after all
     transformer: Any  # a fitted ColumnTransformer over `columns`
+    late: tuple[str, ...] = ()  # numbers that can be missing, and never were in the rows fitted to
 
     @classmethod
     def fit(
@@ -53,8 +54,15 @@ class Encoding:
         rows: npt.NDArray[Any],  # (N, len(columns)): numbers (NaN where missing) and text
         numeric: Sequence[bool],
         movable: Sequence[str] = (),
+        later: npt.NDArray[Any] | None = None,  # rows to come, for the gaps that they have
     ) -> Encoding:
-        """Medians, indicators and categories of the rows."""
+        """Medians, indicators and categories of the rows; indicators also of what is missing in
+        later rows alone.
+
+        >>> rows, later = np.array([[1.0], [3.0]], object), np.array([[np.nan]], object)
+        >>> Encoding.fit(("size",), rows, (True,), later=later).transform(later)
+        tensor([[2., 1.]])
+        """
         with extra("text columns and missing values need scikit-learn", "data"):
             from sklearn.compose import ColumnTransformer
             from sklearn.impute import SimpleImputer
@@ -67,7 +75,15 @@ class Encoding:
         transformer = ColumnTransformer(
             [part for part in parts if part[2]], sparse_threshold=0
         ).fit(rows)
-        return cls(tuple(columns), tuple(numeric), tuple(movable), transformer)
+        late: list[int] = []
+        if numbers and later is not None:
+            fitted = transformer.named_transformers_["numbers"].indicator_
+            seen = set(fitted.features_.tolist())
+            gaps = np.isnan(later[:, numbers].astype(np.float64)).any(0)
+            late = [place for place in np.flatnonzero(gaps).tolist() if place not in seen]
+            fitted.features_ = np.array(sorted({*seen, *late}), np.int64)
+        without = tuple(columns[numbers[place]] for place in late)
+        return cls(tuple(columns), tuple(numeric), tuple(movable), transformer, without)
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -103,6 +119,16 @@ class Encoding:
             )
             or None
         )
+
+    def unmarked_gaps(self, rows: npt.NDArray[Any]) -> dict[str, int]:  # (N, len(columns))
+        """How many numbers are missing from each column that has no indicator of it."""
+        marked = self.feature_names
+        found = {
+            name: sum(map(_missing, rows[:, index]))
+            for index, name in enumerate(self.columns)
+            if self.numeric[index] and f"{name} missing" not in marked
+        }
+        return {name: num for name, num in found.items() if num}
 
     def _features(self) -> list[tuple[str, bool]]:
         features: list[tuple[str, bool]] = []
@@ -187,10 +213,9 @@ class Encoding:
                 f"predicted as of no known category",
                 stacklevel=2,
             )
-        marked = self.feature_names
-        for column, is_number, values in zip(self.columns, self.numeric, cells, strict=True):
-            num = sum(map(_missing, values)) if is_number else 0
-            if num and f"{column} missing" not in marked:
+        late = {each: sum(map(_missing, cells[self.columns.index(each)])) for each in self.late}
+        for column, num in (self.unmarked_gaps(cells.T) | late).items():
+            if num:
                 warnings.warn(
                     f"{name}: column {column!r} is missing in {num} of {cells.shape[1]} rows, and "
                     f"never was in the training data; the training median stands in for it",
@@ -205,6 +230,7 @@ class Encoding:
             "numeric": list(self.numeric),
             "movable": list(self.movable),
             "transformer": encode(self.transformer, "encoding"),
+            **({"late": list(self.late)} if self.late else {}),
         }
 
     @classmethod
@@ -222,6 +248,7 @@ class Encoding:
                     tuple(map(bool, numeric)),
                     tuple(map(str, movable)),
                     decode(described, place),
+                    tuple(map(str, document.get("late", ()))),
                 )
         wanted = "columns, numeric, movable and a transformer over them"
         raise StoreError(place, wanted, f"{document!r:.80}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,9 @@ _NUMBERED = (
 )
 _FEW = "Check y, class_names and the task."
 _MAX_CLASSES = 10_000
+# The standard deviation given to an indicator that was 0 in every training row: no model has
+# learned what it means, and 1e-4 says it to the attacker's ball alone.
+_UNHEARD = 1e4
 MAX_CSV_BYTES = 1 << 28
 MAX_NPZ_BYTES = 1 << 31
 
@@ -52,6 +57,7 @@ def from_csv(
     movable: Sequence[str] = (),  # columns whose text, or imputed numbers, an attacker may change
     header: Sequence[str] | None = None,  # the columns of a file that does not name them
     delimiter: str | None = None,  # absent: , or ; or tab, whichever divides the header most
+    encoding: Encoding | None = None,  # of earlier rows; absent: fitted to the training rows
     seed: int = 0,
     test_fraction: float = 0.2,
     max_bytes: int = MAX_CSV_BYTES,
@@ -78,17 +84,27 @@ def from_csv(
         raise InputError(f"drop must name neither the target nor a feature, got {both}")
     if both := sorted(set(asked) & set(targets)):
         raise InputError(f"features must not contain the target, got {both}")
+    if encoding is not None and movable:
+        raise InputError(
+            f"movable must be left out with an encoding, which has its own, got {movable}"
+        )
     data = read_plain(path, count("max_bytes", max_bytes))
     parse = functools.partial(parse_table, data, str(path), header=header, delimiter=delimiter)
     others = (*targets, *drop)
     rows: npt.NDArray[Any] | None = None
     is_number: tuple[bool, ...] = ()
+    as_text: dict[str, Any] = {
+        "text": None if features is None else (*others, *asked),
+        "numbers": (),
+    }
     try:
-        table = parse(text=others, numbers=features)
-        columns = table.columns
+        table = parse(**as_text if encoding else {"text": others, "numbers": features})
     except NotANumberError:  # text or missing values
-        table = parse(text=None if features is None else (*others, *asked), numbers=())
-        columns = tuple(name for name in table.text if name not in others)
+        table = parse(**as_text)
+    columns = table.columns or tuple(name for name in table.text if name not in others)
+    if encoding is not None:
+        rows = _rows_for(path, encoding, columns, table.text)
+    elif not table.columns and columns:
         rows, is_number = sort_columns(path, {name: table.text[name] for name in columns})
     if not columns:
         raise DataError(path, "a column besides the target", "none", "Check the delimiter.")
@@ -114,13 +130,19 @@ def from_csv(
     if rows is None:
         for name, column in zip(columns, table.numbers.T, strict=True):
             check_apart(path, name, column)
-        encoding, x = None, float32(path, "the features", table.numbers, columns)
+        x = float32(path, "the features", table.numbers, columns)
     else:
         for name in compress(columns, is_number):
             present = (finite_number(cell) for cell in table.text[name])
             check_apart(path, name, np.array([each for each in present if each is not None]))
-        encoding = Encoding.fit(columns, rows[train], is_number, movable)
-        x = encoding.transform(rows)
+        if encoding is None:
+            encoding = Encoding.fit(columns, rows[train], is_number, movable, later=rows[test])
+        x = encoding.transform(rows, str(path))
+    scaling = Standardize.fit(x[train], y[train] if task == "regression" else None)
+    if encoding is not None and encoding.late:
+        late = {f"{name} missing" for name in encoding.late}
+        idle = torch.tensor([name in late for name in encoding.feature_names])
+        scaling = replace(scaling, std=torch.where(idle, _UNHEARD, scaling.std))
     digest = {path.name: hashlib.sha256(data).hexdigest()}
     return Dataset(
         path.stem,
@@ -129,7 +151,7 @@ def from_csv(
         class_names=class_names,
         feature_names=columns if encoding is None else encoding.feature_names,
         target_names=targets,
-        scaling=Standardize.fit(x[train], y[train] if task == "regression" else None),
+        scaling=scaling,
         encoding=encoding,
         provenance=Provenance(str(path), digest, note="the user's own file"),
     )
@@ -216,6 +238,24 @@ def from_npz(
         scaling=scaling,
         provenance=Provenance(str(path), digest, note="the user's own file"),
     )
+
+
+def _rows_for(
+    path: Path, encoding: Encoding, columns: tuple[str, ...], cells: dict[str, list[str]]
+) -> npt.NDArray[Any]:
+    """The rows as an encoding of earlier ones takes them; gaps that it does not mark are said."""
+    if encoding.columns != columns:
+        wanted = f"encoding must be of the columns of {path}, {', '.join(columns)}"
+        raise InputError(f"{wanted}, got one of {', '.join(encoding.columns)}")
+    rows = np.array([cells[name] for name in columns], object).T
+    for name, num in encoding.unmarked_gaps(rows).items():
+        warnings.warn(
+            f"{path}: column {name!r} is missing in {num} of {len(rows)} rows, and the encoding "
+            f"does not mark it: what is filled in counts as known to an attacker; a model that is "
+            f"trained anew marks it",
+            stacklevel=3,
+        )
+    return rows
 
 
 def _check_words(path: Path, target: str, cells: list[str]) -> None:

@@ -23,7 +23,7 @@ from advbayes.attacks.balls import L2, Ball, Linf
 from advbayes.attacks.parts import is_attack
 from advbayes.channels import AttackChannel, Learned, Mixture, Noise
 from advbayes.datasets import Dataset, Standardize, class_weights, from_csv, from_npz, load_dataset
-from advbayes.datasets.encoding import MISSING
+from advbayes.datasets.encoding import MISSING, Encoding
 from advbayes.evaluation.inputs import warn_units
 from advbayes.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 from advbayes.model import BayesianModel
@@ -81,14 +81,17 @@ class Prepared:
         return replace(self, **{name: vars(self)[name].to(device) for name in names})
 
 
-def prepare(config: RunConfig, *, downloading: Downloading | None = None) -> Prepared:
-    """Load and scale the configuration's data.
+def prepare(
+    config: RunConfig, *, downloading: Downloading | None = None, encoding: Encoding | None = None
+) -> Prepared:
+    """Load and scale the configuration's data; with the encoding of a trained model, as that model
+    takes them.
 
     >>> from advbayes.runs.config import make_config
     >>> prepare(make_config({"data": "digits", "num_train": 100})).x_train.shape
     torch.Size([100, 1, 8, 8])
     """
-    dataset = _load(config, downloading)
+    dataset = _load(config, downloading, encoding)
     num, scaling = config.num_train, dataset.scaling
     x_train, y_train = dataset.x_train[:num], dataset.y_train[:num]
     x_test, y_test = dataset.x_test, dataset.y_test
@@ -103,7 +106,7 @@ def prepare(config: RunConfig, *, downloading: Downloading | None = None) -> Pre
     return Prepared(dataset, x_train, y_train, x_test, y_test, scaling, mask, scale)
 
 
-def _load(config: RunConfig, downloading: Downloading | None) -> Dataset:
+def _load(config: RunConfig, downloading: Downloading | None, encoding: Encoding | None) -> Dataset:
     path, target = config.file, config.target
     if path is None:
         return load_dataset(
@@ -114,7 +117,8 @@ def _load(config: RunConfig, downloading: Downloading | None) -> Dataset:
         return from_npz(path, **how)
     assert target is not None
     targets = target.split(",") if "," in target else target
-    return from_csv(path, targets, features=config.features, drop=config.drop, **how)
+    how |= {"features": config.features, "drop": config.drop, "encoding": encoding}
+    return from_csv(path, targets, **how)
 
 
 def remarks(dataset: Dataset) -> list[str]:
@@ -180,6 +184,13 @@ def remarks(dataset: Dataset) -> list[str]:
 def _odd_columns(dataset: Dataset) -> list[str]:
     """Numbers that may stand for "unknown", and text that may stand for numbers."""
     lines = []
+    for name in () if dataset.encoding is None else dataset.encoding.late:
+        lost = dataset.x_test[:, dataset.feature_names.index(f"{name} missing")]
+        lines.append(
+            f"{name!r} is missing in {int(lost.sum())} test rows and in no training row; the "
+            f"training median stands in, nothing is learned of the gap, and an attacker cannot "
+            f"change what was filled in"
+        )
     for name, column in zip(dataset.feature_names, dataset.x_train.T, strict=True):
         values, counts = column.unique(return_counts=True)
         for place, rest in ((0, values[1:]), (-1, values[:-1])):
