@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution, Independent, Normal, StudentT
+from torch.distributions import Categorical, Distribution, Independent, Laplace, Normal, StudentT
 from torch.utils.data import DataLoader, TensorDataset
 
 from advbayes import (
@@ -35,7 +35,7 @@ from advbayes.attacks import (
     margin,
     nll,
 )
-from advbayes.evaluation import Cell, UnitsWarning, worst
+from advbayes.evaluation import Cell, UnitsWarning, score, worst
 from advbayes.evaluation.result import REDUCTIONS
 from advbayes.evaluation.selective import _point
 from advbayes.store import RecordLog
@@ -409,3 +409,17 @@ def test_training_targets_may_be_arrays_and_lists() -> None:
     assert regression.estimate("rmse", "constant").value == pytest.approx(
         float((TARGETS - 2).square().mean().sqrt()), rel=1e-5
     )
+
+
+def test_intervals_of_several_outputs_without_quantiles_are_those_of_draws() -> None:
+    """Where a target is not at an edge, the rank among draws says what the quantiles say."""
+    means = X[:, :2]
+    edge = float(Laplace(0.0, 0.3).icdf(torch.tensor(0.9)))  # of central intervals at 0.8
+    share = torch.tensor([0.5, 2.0])[
+        torch.randint(2, (100, 2), generator=torch.Generator().manual_seed(3))
+    ]
+    y = means + edge * share
+    columns = score(
+        lambda x: Independent(Laplace(x[:, :2], 0.3), 1), X, y, "regression", interval_level=0.8
+    )
+    assert torch.equal(columns["inside"], (share < 1).double().mean(1))

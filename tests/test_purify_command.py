@@ -57,6 +57,20 @@ def test_a_regression_is_purified(
     )
 
 
+def test_a_regression_of_several_outputs_has_coverage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    x = np.random.default_rng(0).normal(size=(100, 2))
+    lines = [f"{a:.3f},{b:.3f},{a - b:.3f},{a + b:.3f}" for a, b in x]
+    (tmp_path / "t.csv").write_text("a,b,y,z\n" + "\n".join(lines))
+    argv = ["train", "--data", str(tmp_path / "t.csv"), "--target", "y,z", "--noise-scale", "0.5"]
+    argv += ["--defense", "os", "--eps", "0.01", "--epochs", "60", "--lr", "0.05", "--quiet"]
+    assert main([*argv, "--out", str(tmp_path / "run")]) == 0
+    rows = rows_of(capsys, tmp_path / "run", "online")
+    assert rows["os purified online", "clean"]["coverage"]["value"] > 0.9
+    assert {"coverage"} <= rows["os purified online", "worst"].keys()
+
+
 def test_a_class_that_nobody_predicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     x = np.random.default_rng(0).normal(size=(90, 2))
     kinds = np.where(x[:, 0] > 0, "right", "left")

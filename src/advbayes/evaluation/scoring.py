@@ -3,6 +3,7 @@ example by example."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import reduce
@@ -42,6 +43,7 @@ WORSE: dict[Task, dict[str, int]] = {
 }
 
 
+DRAWS = 1000  # of a prediction whose quantiles are not known
 HALVES = ("first", "second")  # of the scorings of a stochastic predictor
 
 
@@ -130,12 +132,24 @@ def _scores(
             columns["entropy"] = metrics.entropy(prediction)
         with suppress(NotImplementedError):  # no closed form and no draws
             columns["crps"] = metrics.crps(prediction, y)
-        with suppress(NotImplementedError, TypeError):  # neither quantiles nor a cdf
-            inside = metrics.interval(prediction, y, level=interval_level).inside
+        with suppress(NotImplementedError, TypeError):  # neither quantiles nor a cdf nor draws
+            inside = _inside(prediction, y, interval_level)
             columns["inside"] = inside.double().reshape(len(y), -1).mean(1)
     for name, values in columns.items():
         finite(f"{what} ({name})", values)
     return {name: values.detach().cpu().double() for name, values in columns.items()}
+
+
+def _inside(prediction: Distribution, y: Tensor, level: float) -> Tensor:  # (B,) or (B, D)
+    """Whether the central interval of each output holds its target; for several outputs whose
+    quantiles are not known (a purified regression), by the target's rank among draws."""
+    try:
+        return metrics.interval(prediction, y, level=level).inside
+    except TypeError:
+        if math.prod(prediction.event_shape) == 1:
+            raise
+    below = (prediction.sample((DRAWS,)) < y).double().mean(0)
+    return (below - 0.5).abs() <= 0.5 * level
 
 
 def worst(columns: Sequence[Columns], task: Task) -> Columns:
