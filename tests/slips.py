@@ -1465,7 +1465,7 @@ SIXTH = (
     Bug(
         "black boxes are asked a tenth as often",
         "cli/attack.py",
-        "queries: flags.Queries = 500",
+        'queries: flags.Queries = flags.SPENT["queries"]',
         "queries: flags.Queries = 50",
         "test_calls",
     ),

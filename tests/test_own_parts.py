@@ -3,6 +3,7 @@ trusted explicitly."""
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,11 @@ from advbayes import L2, AttackChannel, Ball, MeanField, Mixture, Noise, load, n
 from advbayes.attacks import loss_and_gradient
 from advbayes.channels import GaussianDensity
 from advbayes.checks import InputTypeError
+from advbayes.cli import main
+from advbayes.evaluation import load_evaluation
 from advbayes.runs import create_run, load_trained, train
 from advbayes.runs.config import ConfigError, make_config
+from advbayes.runs.folder import command_of
 from advbayes.store import StoreError, kinds
 from advbayes.testing import AttackContract, check
 from advbayes.types import Predictor
@@ -265,3 +269,77 @@ def test_bad_names_and_factories_are_told(module: str, tmp_path: Path) -> None:
             pytest.raises(ConfigError, match=message),
         ):  # type: ignore[arg-type]
             train(run, progress=False, trusted=True)
+
+
+OWN_ATTACK = """
+from dataclasses import dataclass
+import torch
+from advbayes import Ball
+
+
+@dataclass(frozen=True)
+class Push:
+    ball: Ball
+    far: float = 1.0
+
+    def __call__(self, predict, x, y=None, *, generator=None):
+        push = torch.zeros_like(x)
+        push[:, 0] = self.far * self.ball.eps
+        return x + push
+
+
+def too_far(ball):
+    return Push(ball, 3.0)
+
+
+def nothing(ball):
+    return 3
+"""
+
+
+@pytest.fixture
+def attacked_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "pushing.py").write_text(OWN_ATTACK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delitem(sys.modules, "pushing", raising=False)
+    argv = ["train", "--data", "diabetes", "--defense", "none", "--posterior", "point"]
+    assert main([*argv, "--epochs", "1", "--out", "run", "--quiet"]) == 0
+    return tmp_path / "run"
+
+
+EVALUATED = ["evaluate", "run", "--attack", "pgd1", "--num", "6", "--eps", "0.5", "--eps", "1"]
+
+
+def test_an_attack_of_ones_own_is_evaluated_when_trusted(
+    attacked_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*EVALUATED, "--attack", "pushing:Push"]) == 2
+    assert "attack: 'pushing:Push' names code of your own" in capsys.readouterr().err
+    asked = [*EVALUATED, "--attack", "pushing:Push", "--trust-network"]
+    for _ in range(2):  # made, and found again
+        capsys.readouterr()
+        assert main([*asked, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+    folder = Path(told["evaluation"])
+    assert ":" not in folder.name
+    rows = {(row["attack"], row["eps"]): row for row in told["rows"]}
+    assert {("pushing:Push", 0.5), ("pushing:Push", 1.0), ("worst", 1.0)} <= rows.keys()
+    found = load_evaluation(folder)
+    norms = found.columns("none", "pushing:Push", 1.0)["norm"]
+    torch.testing.assert_close(norms, torch.ones(6, dtype=torch.float64))
+    assert command_of(folder)[-1] == "--trust-network"
+    out = ["--attack", "pushing:Push", "--num", "3", "--eps", "1", "--out", "pushed.npz"]
+    assert main(["attack", "run", *out, "--trust-network"]) == 0
+    assert main(["report", "run"]) == 0
+
+
+def test_an_attack_of_ones_own_that_is_none_or_leaves_its_ball(
+    attacked_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*EVALUATED, "--attack", "pushing:nothing", "--trust-network"]) == 2
+    assert "attack: 'pushing:nothing' must return an attack" in capsys.readouterr().err
+    assert main([*EVALUATED, "--attack", "pushing:absent", "--trust-network"]) == 2
+    assert "must be an importable module:factory" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="'pushing:too_far' goes up to 3 times as far"):
+        assert main([*EVALUATED, "--attack", "pushing:too_far", "--trust-network"]) == 0

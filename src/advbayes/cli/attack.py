@@ -11,7 +11,7 @@ from advbayes.checks import counted
 from advbayes.cli import flags
 from advbayes.cli.screen import check_new, emit, say
 from advbayes.cli.signals import watched
-from advbayes.cli.threat import ball_for, open_run, remark_spent, remark_thetas
+from advbayes.cli.threat import attack_for, ball_for, open_run, remark_spent, remark_thetas
 
 _ROWS = 256
 
@@ -51,7 +51,6 @@ def attack(
     from advbayes.evaluation import score
     from advbayes.evaluation.measuring import attacked_in_batches
     from advbayes.progress import Progress
-    from advbayes.runs import make_attack
 
     _, trained, data = open_run(run, trusted=trust_network)
     x, y = data.x_test[:num], data.y_test[:num]
@@ -59,7 +58,7 @@ def attack(
     spent = {"steps": steps, "restarts": restarts, "queries": queries}
     remark_spent([attack], spent)
     remark_thetas(trained, thetas)
-    method = make_attack(attack, ball, task=trained.task, **spent)
+    method = attack_for(attack, ball, trained, spent, trusted=trust_network)
     predict = trained.predict(thetas)
     parts = []
     with Progress("attack", len(x)) as bar:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import warnings
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,8 +12,15 @@ import typer
 from advbayes.checks import counted
 from advbayes.cli import flags
 from advbayes.cli.screen import emit, resumable, say, table
-from advbayes.cli.threat import ball_for, open_run, purifier_for, remark_spent, remark_thetas
-from advbayes.runs.config import ConfigError
+from advbayes.cli.threat import (
+    attack_for,
+    ball_for,
+    open_run,
+    purifier_for,
+    remark_spent,
+    remark_thetas,
+)
+from advbayes.runs.config import ConfigError, names_code
 
 if TYPE_CHECKING:
     from advbayes.types import Predictor
@@ -72,7 +80,6 @@ def evaluate(
     from advbayes.evaluation import evaluate as measure
     from advbayes.report.folders import merged
     from advbayes.report.words import TRIVIAL
-    from advbayes.runs import make_attack
     from advbayes.runs.attacking import adaptive_attack
     from advbayes.store import write_document
 
@@ -100,12 +107,17 @@ def evaluate(
     }
     words = [(f"--{flag}", str(value)) for flag, values in options.items() for value in values]
     command = ["advbayes", "evaluate", run, *(word for pair in words for word in pair)]
-    settings = f"{'-'.join(names)}-{norm}-{'-'.join(f'{r:g}' for r in radii)}"
+    if trust_network:
+        command.append("--trust-network")
+    named = (re.sub(r"[^\w.-]", "_", each) for each in names)
+    settings = f"{'-'.join(named)}-{norm}-{'-'.join(f'{r:g}' for r in radii)}"
     if feature_eps or fixed:
         settings += f"-{hashlib.sha256(repr((feature_eps, fixed)).encode()).hexdigest()[:8]}"
     settings += f"-s{steps}-r{restarts}-q{queries}-n{num}-t{thetas}-seed{seed}"
     place = folder.path / "evaluation" / (name or settings)
-    attacks = {each: make_attack(each, ball, task=trained.task, **spent) for each in names}
+    attacks = {
+        each: attack_for(each, ball, trained, spent, trusted=trust_network) for each in names
+    }
     predict: Predictor = trained.predict(thetas)
     jobs = [(place, {trained.defense: predict}, attacks)]
     if purify is not None:
@@ -134,6 +146,15 @@ def evaluate(
         for where, _, _ in jobs if ranks().is_first else ():
             write_document(where / "command.json", command)
     evaluation = merged(measured)
+    for own in filter(names_code, names):
+        cells = [(cell.eps, rows) for cell, rows in evaluation.cells.items() if cell.attack == own]
+        far = max(float(rows["norm"].max()) / (radius or 1.0) for radius, rows in cells)
+        if far > 1 + 1e-3:
+            warnings.warn(
+                f"attack {own!r} goes up to {far:.4g} times as far as its eps: it leaves its ball, "
+                f"and its rows are no answer to --eps",
+                stacklevel=1,
+            )
     known = trained.scaling, trained.feature_names, ball.mask, ball.scale
     units = [units_of(radius, *known) for radius in radii]
     if json:

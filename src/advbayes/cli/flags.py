@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from advbayes.checks import nearest
-from advbayes.runs.config import ATTACKS, ConfigError
+from advbayes.runs.config import ATTACKS, ConfigError, names_code
 
 THETAS = 20  # what is asked for, unless said otherwise
 SPENT = {"steps": 50, "restarts": 1, "queries": 500}
@@ -31,17 +31,19 @@ def words(*options: str, **settings: Any) -> Any:
 
 
 def known_attacks(names: Sequence[str]) -> Sequence[str]:
-    """Refuse an unknown attack, with the nearest name.
+    """Refuse an unknown attack, with the nearest name; module:factory is one of your own.
 
     >>> known_attacks(["pgd", "pdg"])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    advbayes.runs.config.ConfigError: attack: must be one of ..., got 'pdg'; did you mean 'pgd'?
-    """
+    advbayes.runs.config.ConfigError: attack: must be one of ... or module:factory, got 'pdg'; did you mean 'pgd'?
+    """  # noqa: E501
     for name in names:
-        if name not in ATTACKS:
+        if name not in ATTACKS and not names_code(name):
             known, hint = ", ".join(ATTACKS), nearest(name, ATTACKS)
-            raise ConfigError(f"attack: must be one of {known}, got {name!r}{hint}")
+            raise ConfigError(
+                f"attack: must be one of {known} or module:factory, got {name!r}{hint}"
+            )
     return names
 
 
@@ -57,7 +59,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 Trust = Annotated[
     bool,
     typer.Option(
-        "--trust-network", help="Run the code of a network or channel of your own (module:factory)"
+        "--trust-network",
+        help="Run the code of a network, channel or attack of your own (module:factory)",
     ),
 ]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run folder made by `advbayes train`")]
@@ -69,10 +72,15 @@ Thetas = Annotated[int, typer.Option(min=1, help="Thetas in the predictive")]
 Seed = Annotated[int, typer.Option(min=0, help="Keys all randomness")]
 Num = Annotated[int, typer.Option(*NUM, min=1, help="How many test examples, from the first")]
 
-One = Annotated[str, _attacks("One of {}", lambda name: known_attacks([name])[0])]
+One = Annotated[
+    str, _attacks("One of {}, or module:factory of your own", lambda name: known_attacks([name])[0])
+]
 Many = Annotated[
     list[str] | None,
-    _attacks("Any of {}; repeat it for several", lambda names: known_attacks(names or ())),
+    _attacks(
+        "Any of {}, or module:factory of your own; repeat it for several",
+        lambda names: known_attacks(names or ()),
+    ),
 ]
 Eps = Annotated[
     float | None,

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from advbayes.cli import flags
-from advbayes.cli.screen import usable
-from advbayes.runs.config import SPENDING, ConfigError, parse_feature_eps
+from advbayes.cli.screen import fault, usable
+from advbayes.runs.config import SPENDING, ConfigError, names_code, parse_feature_eps
 
 if TYPE_CHECKING:
     from advbayes.attacks.balls import Ball
     from advbayes.runs import Prepared, Trained
     from advbayes.runs import Run as Folder
-    from advbayes.types import Predictor
+    from advbayes.types import Attack, Predictor
 
 
 def open_run(path: str, *, trusted: bool, device: str = "cpu") -> tuple[Folder, Trained, Prepared]:
@@ -42,32 +41,43 @@ def ball_for(
 
 
 def remark_thetas(trained: Trained, num: int) -> None:
-    """A warning where another number of thetas than usual is asked of a posterior that has a fixed
+    """A line where another number of thetas than usual is asked of a posterior that has a fixed
     one."""
     from advbayes.posteriors import Ensemble, PointMass, Samples
 
     match trained.posterior:
         case Ensemble() | PointMass() | Samples() if num != flags.THETAS:
             of, has = type(trained.posterior).__name__, len(trained.thetas(num))
-            warnings.warn(
-                f"thetas: {num} has no effect on this model, whose posterior ({of}) has {has}",
-                stacklevel=2,
+            fault(
+                f"warning: thetas: {num} has no effect on this model, whose posterior ({of}) has "
+                f"{has}"
             )
 
 
 def remark_spent(names: Sequence[str], spent: Mapping[str, int]) -> None:
-    """A warning of each budget, other than the usual one, that none of these attacks spends.
+    """A line for each budget, other than the usual one, that none of these attacks spends.
 
     >>> remark_spent(["pgd", "square"], {"steps": 7, "queries": 9})
     """
     for option, value in spent.items():
         takers = [name for name, takes in SPENDING.items() if option in takes]
         if value != flags.SPENT[option] and not set(names) & set(takers):
-            warnings.warn(
-                f"{option}: {value} has no effect on {', '.join(names)}; it is for "
-                f"{', '.join(takers)}",
-                stacklevel=2,
+            fault(
+                f"warning: {option}: {value} has no effect on {', '.join(names)}; it is for "
+                f"{', '.join(takers)}"
             )
+
+
+def attack_for(
+    name: str, ball: Ball, trained: Trained, spent: Mapping[str, int], *, trusted: bool
+) -> Attack:
+    """A named attack on a run, or one of the user's own if `trusted`."""
+    from advbayes.runs import make_attack
+    from advbayes.runs.building import own_attack
+
+    if names_code(name):
+        return own_attack(name, ball, trusted=trusted)
+    return make_attack(name, ball, task=trained.task, **spent)
 
 
 def budgets(entries: Sequence[str] | None, eps: float) -> dict[str, float]:

@@ -136,7 +136,7 @@ def from_csv(
             present = (finite_number(cell) for cell in table.text[name])
             check_apart(path, name, np.array([each for each in present if each is not None]))
         if encoding is None:
-            encoding = Encoding.fit(columns, rows[train], is_number, movable, later=rows[test])
+            encoding = Encoding.fit(columns, rows[train], is_number, movable, later=rows)
         x = encoding.transform(rows, str(path))
     scaling = Standardize.fit(x[train], y[train] if task == "regression" else None)
     if encoding is not None and encoding.late:

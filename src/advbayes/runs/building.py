@@ -32,7 +32,7 @@ from advbayes.objectives import ChannelELBO, Consistency, LogitPairing, Penalty,
 from advbayes.posteriors import Ensemble, LowRank, MeanField, PointMass, Posterior
 from advbayes.runs.config import ConfigError, RunConfig, parse_feature_eps
 from advbayes.seeds import GlobalStream, seed_for
-from advbayes.types import Channel
+from advbayes.types import Attack, Channel
 
 FEW, ENOUGH = 5, 50  # training rows of a class that is remarked on, of a table that is no sketch
 _AMOUNT = re.compile(r"[$€£¥]?\s*[-+]?\d[\d.,' ]*\s*[%$€£¥]?")
@@ -352,6 +352,15 @@ def own_channel(name: str, ball: Ball, sigma: float, *, trusted: bool = False) -
         return AttackChannel(made, sigma)
     wanted = f"channel: {name!r} must return a channel or an attack"
     raise ConfigError(f"{wanted}, got {type(made).__name__}")
+
+
+def own_attack(name: str, ball: Ball, *, trusted: bool = False) -> Attack:
+    """The attack within the ball that the user's `module:factory` makes."""
+    made = import_factory("attack", name, ball, trusted=trusted)
+    if not is_attack(made):
+        wanted = f"attack: {name!r} must return an attack, attack(predict, x, y, generator=...)"
+        raise ConfigError(f"{wanted}, got {type(made).__name__}")
+    return made  # type: ignore[no-any-return]
 
 
 def own_classes(name: str, *, trusted: bool = False) -> list[type]:

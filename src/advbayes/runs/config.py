@@ -164,10 +164,10 @@ class RunConfig(BaseModel):
         if self.file is None and self.task is not None:
             wanted = f"task: must be left out for the built-in {self.data!r}"
             raise InputError(f"{wanted}, got {self.task!r}")
-        if self.network not in NETWORKS and not _names_code(self.network):
+        if self.network not in NETWORKS and not names_code(self.network):
             wanted = "network: must be auto, conv, mlp or module:factory"
             raise InputError(f"{wanted}, got {self.network!r:.60}")
-        if self.channel is not None and not _names_code(self.channel):
+        if self.channel is not None and not names_code(self.channel):
             raise InputError(f"channel: must be module:factory, got {self.channel!r:.60}")
         if self.network == "conv" and (self.data in TABLE_SETS or suffix == ".csv"):
             wanted = "network: must be auto or mlp for a table"
@@ -201,7 +201,8 @@ def parse_feature_eps(entries: tuple[str, ...]) -> dict[str, float]:
     return budgets
 
 
-def _names_code(name: str) -> bool:
+def names_code(name: str) -> bool:
+    """Whether it is `module:factory`, code of the user's own."""
     parts = name.split(":")
     return len(parts) == 2 and all(map(str.strip, parts))
 
