@@ -124,3 +124,53 @@ def test_a_factory_is_told_what_it_may_return(
     said = foreign.predict(foreign.x)
     residuals = said.mean.detach() - foreign.y
     assert float(said.stddev[0]) == pytest.approx(float(residuals.square().mean().sqrt()), rel=1e-5)
+
+
+BLACK_BOXES = """
+import numpy as np
+import torch
+
+
+def probabilities(x):
+    p = 1 / (1 + np.exp(-4 * np.asarray(x)[:, 0]))
+    return np.stack([p, 1 - p], 1)  # up, then down
+
+
+class Box:
+    def predict_proba(self, x):
+        return probabilities(x)
+
+
+class Labelled(Box):
+    classes_ = np.array(["up", "down"])
+
+
+box, labelled = Box, Labelled
+function = lambda: probabilities
+distributions = lambda: lambda x: torch.distributions.Categorical(
+    probs=torch.as_tensor(probabilities(x.numpy()))
+)
+"""
+
+
+@pytest.mark.parametrize("name", ["box", "labelled", "function", "distributions"])
+def test_a_black_box_that_gives_probabilities_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """However it is asked, with a gradient wanted or not, it says what it says; the classes are in
+    its order where it has one, else as --classes says, else (which is told) as the data's."""
+    (tmp_path / "black_boxes.py").write_text(BLACK_BOXES)
+    rows = [f"{a},{b},{'up' if a > 0 else 'down'}" for a, b in X[:, :2].tolist()]
+    (tmp_path / "t.csv").write_text("a,b,kind\n" + "\n".join(rows))
+    monkeypatch.syspath_prepend(tmp_path)
+    order: tuple[tuple[str, ...], ...] = (("up", "down"), ())
+    for classes in order:
+        model = f"black_boxes:{name}"
+        data = str(tmp_path / "t.csv")
+        foreign = load_foreign(model, data, target="kind", task=None, classes=classes)
+        with_gradient = foreign.predict(foreign.x.clone().requires_grad_())
+        assert torch.equal(with_gradient.probs, foreign.predict(foreign.x).probs)
+        right = with_gradient.probs.argmax(1) == foreign.y
+        known = name == "labelled" or bool(classes)
+        assert bool(right.all()) if known else not bool(right.any())
+        assert foreign.assumed == (not known)

@@ -88,8 +88,9 @@ def audit(
     advbayes audit --model nets:make --data test.npz --eps 0.03
 
     The third one ends with exit code 3 when the level is below B. The last one judges a model of
-    your own: `make()` gives a torch network, a fitted scikit-learn estimator or a Predictor; eps
-    is then in the data's own units.
+    your own: `make()` gives a torch network, a fitted scikit-learn estimator, anything that
+    answers an array with probabilities (by predict_proba or when called; --classes names their
+    order) or a Predictor; eps is then in the data's own units.
     """
     if model is None and run is None:
         wanted = "RUN: must be a run folder, or --model and --data must be given"
@@ -113,6 +114,9 @@ def audit(
         told: dict[str, Any] = {"model": model, "norm": norm, "eps": eps, "report": None}
         kind = foreign.dataset.task
         begin = f"{model} on {data} ({kind}), {norm} eps = {eps:g} in the data's own units"
+        if foreign.assumed:
+            order = ", ".join(foreign.class_names[:10])
+            begin += f"\noutputs taken to be in the order of the classes {order} (else --classes)"
         end = ""
         with watched():
             verdict = foreign.audit(within, tier=tier, num=num, seed=seed)

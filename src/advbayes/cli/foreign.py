@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from sklearn.base import BaseEstimator, is_classifier
 from torch import Tensor, nn
 
-from advbayes.adapters import from_sklearn, from_torch
+from advbayes.adapters import from_function, from_sklearn, from_torch
 from advbayes.attacks.balls import Ball
 from advbayes.auditing import ThreatModel, Verdict, audit
 from advbayes.datasets import Dataset
@@ -38,6 +39,7 @@ class Foreign:
     class_names: tuple[str, ...]
     dataset: Dataset
     title: str
+    assumed: bool = False  # whether the order of its outputs is that of the data's classes
 
     def ball(
         self, norm: str, eps: float, fixed: Sequence[str], budgets: Mapping[str, float]
@@ -95,7 +97,8 @@ def load_foreign(
     names = tuple(classes) or dataset.class_names
     try:
         predict = _predictor(made, x, y, dataset.task)
-        if kind == "classification":
+        says = kind == "classification" or hasattr(made, "classes_")
+        if says:
             names = tuple(map(str, made.classes_))
         predict(x[:2])
     except Exception as error:  # whatever the user's code raises is the user's to mend
@@ -103,7 +106,8 @@ def load_foreign(
         got = f"{type(error).__name__}: {error!s:.400}"
         raise ConfigError(f"{wanted}, got {got}; {_OTHERWISE}") from error
     y = _places(y, dataset.class_names, names)
-    return Foreign(predict, x, y, names, dataset, f"A model on {Path(data).stem}")
+    assumed = bool(names) and not (says or classes)
+    return Foreign(predict, x, y, names, dataset, f"A model on {Path(data).stem}", assumed)
 
 
 def _predictor(made: Any, x: Tensor, y: Tensor, task: str) -> Predictor:
@@ -118,7 +122,45 @@ def _predictor(made: Any, x: Tensor, y: Tensor, task: str) -> Predictor:
         case BaseEstimator():
             scale = _rmse(made.predict, x.numpy(), y) if regression else None
             return from_sklearn(made, scale=scale)
+    if _answers(made):
+        return from_function(made.predict_proba, "probs", numpy=True)
+    return _called(made, x[:2])
+
+
+def _answers(made: Any) -> bool:
+    """Whether it gives probabilities by the name that scikit-learn gave them."""
+    return callable(getattr(made, "predict_proba", None))
+
+
+def _called(made: Any, x: Tensor) -> Predictor:
+    """A function that gives distributions is a Predictor, one that gives an array of probabilities
+    becomes one; what refuses a tensor with a gradient is asked without."""
+    try:
+        answer = made(x.clone().requires_grad_())
+    except RuntimeError as error:
+        if "requires grad" not in str(error):
+            raise
+        answer, made = made(x), Ungraded(made)
+    match answer:
+        case np.ndarray() | Tensor() if _are_probabilities(torch.as_tensor(answer)):
+            return from_function(made, "probs")
     return made  # type: ignore[no-any-return]
+
+
+def _are_probabilities(answer: Tensor) -> bool:
+    answer = answer.detach().double()
+    sums = answer.ndim == 2 and bool(((answer.sum(1) - 1).abs() < 1e-3).all())
+    return sums and bool((answer >= 0).all())
+
+
+@dataclass(frozen=True)
+class Ungraded:
+    """A function asked for answers alone, whose input asks for no gradient."""
+
+    function: Any
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.function(x.detach())
 
 
 def _kind(model: Any) -> str | None:
@@ -129,9 +171,12 @@ def _kind(model: Any) -> str | None:
             raise ConfigError(f"{wanted}, got a {type(model).__name__} without classes_")
         case BaseEstimator():
             return "classification" if is_classifier(model) else "regression"
-        case _ if callable(model):
+        case _ if callable(model) or _answers(model):
             return None
-    wanted = "model: must give a torch.nn.Module, a fitted estimator or a Predictor"
+    wanted = (
+        "model: must give a torch.nn.Module, a fitted estimator, what has predict_proba, or a "
+        "Predictor"
+    )
     raise ConfigError(f"{wanted}, got {type(model).__name__}")
 
 
