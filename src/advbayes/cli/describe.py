@@ -196,12 +196,16 @@ def why_task(config: RunConfig, task: str) -> str:
     >>> from advbayes.runs.config import make_config
     >>> why_task(make_config({"data": "digits"}), "classification")
     'classification'
+    >>> why_task(make_config({"data": "t.csv", "target": "y,z"}), "regression")
+    'regression, since there are several targets'
     """
     if config.file is None:
         return task
     if config.task is not None:
         return f"{task}, as asked for by --task"
     classes = task == "classification"
+    if config.target is not None and "," in config.target:
+        return f"{task}, since there are several targets"
     if config.file.suffix.lower() == ".csv":
         text = "text" if classes else "numbers; --task classification makes classes of them"
         return f"{task}, since column {config.target!r} holds {text}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from advbayes.cli import flags
-from advbayes.cli.screen import downloads, emit, say, usable
+from advbayes.cli.screen import downloads, emit, fault, say, usable
 from advbayes.cli.signals import Finishing
 from advbayes.runs.config import DATA_SETS, NETWORKS, ConfigError, RunConfig, make_config, read_toml
 
@@ -49,6 +49,10 @@ def _tell(run: Run, as_json: bool, what: str, hint: str = "") -> None:
         emit(described_run(run))
     else:
         say(f"{run.path}: {what}\n{lines_of_run(run)}{hint}")
+
+
+def _warn(line: str) -> None:
+    fault(f"warning: {line}")
 
 
 def parse(key: str, text: Any) -> Any:
@@ -211,7 +215,8 @@ def train(
                     _tell(run, json, "was trained already")
                     return 0
             shared["downloading"] = stack.enter_context(downloads(quiet=quiet or json))
-            result = trained(run, progress=False if quiet else None, **shared)
+            shown = {"progress": False if quiet else None, "tell": _warn}
+            result = trained(run, **shown, **shared)
         if result.interrupted:
             _tell(run, json, "stopped", f"\nGo on with: advbayes train --resume {run.path}")
             return stop.code

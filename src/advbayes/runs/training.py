@@ -49,9 +49,11 @@ def train(
     stop: Callable[[], bool] | None = None,
     downloading: Downloading | None = None,
     device: str = "cpu",
+    tell: Callable[[str], None] | None = None,
 ) -> FitResult:
     """Train a run, from its last checkpoint if it has one; the caller holds the folder's lock.
-    What is saved does not depend on the device, but for rounding and its random numbers.
+    What is saved does not depend on the device, but for rounding and its random numbers. Keys that
+    have no effect go to the log, and to `tell`.
 
     >>> import tempfile
     >>> from advbayes.runs.config import make_config
@@ -66,6 +68,10 @@ def train(
     state = read_checkpoint(run)
     parts = _parts(config, data, trusted)
     _begin(run, data, state)
+    for remark in building.without_effect(config, data) if state is None else ():
+        run.log(remark)
+        if tell is not None:
+            tell(remark)
     history = run.history
     history.keep(0 if state is None else state.step)
     written = 0 if state is None else state.step
@@ -224,8 +230,6 @@ def _begin(run: Run, data: Prepared, state: State | None) -> None:
     versions = store.versions()
     if state is None:
         for remark in building.remarks(data.dataset) if run.config.file is not None else ():
-            warnings.warn(remark, stacklevel=3)
-        for remark in building.without_effect(run.config, data):
             warnings.warn(remark, stacklevel=3)
         run.write_manifest(status="training", started=record(), versions=versions, data=now)
         run.log("training from the start")
