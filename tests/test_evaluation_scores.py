@@ -423,3 +423,20 @@ def test_intervals_of_several_outputs_without_quantiles_are_those_of_draws() -> 
         lambda x: Independent(Laplace(x[:, :2], 0.3), 1), X, y, "regression", interval_level=0.8
     )
     assert torch.equal(columns["inside"], (share < 1).double().mean(1))
+
+
+def test_intervals_end_where_their_score_does() -> None:
+    """No Brier score, CRPS or NLL of classes is negative, and no Brier score is above 2: of three
+    sure answers, one of them wrong or two, a normal interval goes beyond."""
+    sure = torch.tensor([[9.0, 0.0], [9.0, 0.0], [9.0, 0.0]])
+    for y in ([0, 0, 1], [0, 1, 1]):
+        columns = score(lambda x: Categorical(logits=x), sure, torch.tensor(y), "classification")
+        brier, surprise = (REDUCTIONS["classification"][name](columns) for name in ("brier", "nll"))
+        assert 0.0 <= brier.low <= brier.value == pytest.approx(2 * sum(y) / 3, abs=1e-3)
+        assert brier.value <= brier.high <= 2.0
+        assert (surprise.low == 0.0) == (sum(y) == 1)
+    far = torch.tensor([0.0, 0.0, 50.0])
+    columns = score(lambda x: Normal(0 * x, 1.0), far, far, "regression")
+    crps = REDUCTIONS["regression"]["crps"](columns)
+    assert crps.low == 0.0 < crps.value < crps.high
+    assert REDUCTIONS["regression"]["nll"](columns).low < 0  # of a density

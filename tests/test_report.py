@@ -38,7 +38,7 @@ from advbayes.report import (
 from advbayes.report.figures import security_curves
 from advbayes.report.gather import MANDATORY
 from advbayes.report.pictures import png
-from advbayes.report.telling import facts
+from advbayes.report.telling import facts, headline
 from advbayes.report.text import clean
 from advbayes.report.text import inert_markdown as markdown
 
@@ -924,3 +924,30 @@ def test_predictions_that_cannot_say_everything_are_reported(tmp_path: Path) -> 
         row["values"]["coverage"]["value"] is None and row["values"]["rmse"]["value"] > 0
         for row in ours
     )
+
+
+def test_a_headline_says_where_a_constant_is_no_worse() -> None:
+    """Untouched, under attack alone, or nowhere: a classifier and a regression."""
+    x = torch.tensor([[2.0], [-0.5], [3.0], [4.0]])
+    y = torch.tensor([0, 1, 0, 0])
+
+    def classes(sign: float, x: Tensor) -> Any:
+        return Classes(logits=sign * torch.stack([x[:, 0], -x[:, 0]], 1))
+
+    predictors = {"good": lambda x: classes(1.0, x), "bad": lambda x: classes(-1.0, x)}
+    attacks = {"PGD": pgd(L2(1.0), steps=5)}
+    good, bad = headline(
+        gather(title="t", evaluation=evaluate(predictors, (x, y), attacks=attacks))
+    )
+    assert good.endswith(
+        "Under attack it is no better than majority, which never looks at the input (75.0 %)."
+    )
+    assert bad.endswith(
+        ") under the worst attack at ε = 1 (L2). It is no better than majority, which never looks "
+        "at the input (75.0 %)."
+    )
+    line = {"line": lambda x: Normal(x[:, 0], 1.0)}
+    (said,) = headline(gather(title="t", evaluation=evaluate(line, (x, x[:, 0]), attacks=attacks)))
+    assert "no better" not in said
+    (said,) = headline(gather(title="t", evaluation=evaluate(line, (x, -x[:, 0]), attacks=attacks)))
+    assert "It is no better than constant, which never looks at the input (1.6" in said

@@ -215,8 +215,7 @@ def train(
                     _tell(run, json, "was trained already")
                     return 0
             shared["downloading"] = stack.enter_context(downloads(quiet=quiet or json))
-            shown = {"progress": False if quiet else None, "tell": _warn}
-            result = trained(run, **shown, **shared)
+            result = trained(run, progress=False if quiet else None, tell=_warn, **shared)
         if result.interrupted:
             _tell(run, json, "stopped", f"\nGo on with: advbayes train --resume {run.path}")
             return stop.code

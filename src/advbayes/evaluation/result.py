@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,19 @@ from advbayes.metrics.intervals import proportion
 CLEAN, WORST = "clean", "worst"
 
 
+def _within(estimate: Estimate, most: float = math.inf) -> Estimate:
+    """The interval without what the mean of a score from 0 to `most` cannot be; a value that
+    rounding or a few draws put outside stays in it."""
+    value = estimate.value
+    low, high = max(estimate.low, min(0.0, value)), min(estimate.high, max(most, value))
+    return replace(estimate, low=low, high=high)
+
+
 REDUCTIONS: dict[Task, dict[str, Callable[[Columns], Estimate]]] = {
     "classification": {
         "accuracy": lambda rows: proportion(rows["correct"]),
-        "nll": lambda rows: metrics.mean(-rows["log_prob"]),
-        "brier": lambda rows: metrics.mean(rows["brier"]),
+        "nll": lambda rows: _within(metrics.mean(-rows["log_prob"])),
+        "brier": lambda rows: _within(metrics.mean(rows["brier"]), 2.0),
         "ece": lambda rows: metrics.ece(rows["confidence"], rows["correct"]),
         "selective_accuracy": lambda rows: metrics.selective_accuracy(
             rows["correct"], -rows["entropy"], coverage=0.5
@@ -34,7 +42,7 @@ REDUCTIONS: dict[Task, dict[str, Callable[[Columns], Estimate]]] = {
     "regression": {
         "rmse": lambda rows: metrics.rmse(rows["squared_error"]),
         "nll": lambda rows: metrics.mean(-rows["log_prob"]),
-        "crps": lambda rows: metrics.mean(rows["crps"]),
+        "crps": lambda rows: _within(metrics.mean(rows["crps"])),
         "coverage": lambda rows: proportion(rows["inside"]),
         "aurc": lambda rows: metrics.aurc(rows["squared_error"], -rows["entropy"]),
     },

@@ -216,12 +216,15 @@ def gallery_of(
         if not images:
             example["features"] = _features(gallery, row, units)
         examples.append(example)
+    several = ""
+    if gallery.task == "regression" and gallery.y[0].numel() > 1:
+        several = f"; of the {gallery.y[0].numel()} targets, the first"
     return {
         "kind": "images" if images else "features",
         "task": gallery.task,
         "shape": list(event),
         "norm": clean(threat.get("norm", "L2")),
-        "how_chosen": clean(gallery.how_chosen),
+        "how_chosen": clean(gallery.how_chosen) + several,
         "classes": classes,
         "examples": examples,
         "raw_units": bool(scaling and scaling.get("std")),

@@ -117,12 +117,33 @@ def headline(document: Document) -> Iterator[str]:
             where = f" ({unit.partition(', ')[2]})" if ", " in unit else ""
             line = f"{row['predictor']} has an RMSE of {clean}{where} on untouched inputs"
         if row["worst"] is None:
-            yield f"{line}; it was not attacked {at}."
+            yield f"{line}; it was not attacked {at}.{_no_better(document, row)}"
             continue
         worst = f"{shown(document, metric, row['worst']['value'])}{percent_sign}"
         within = f"(95 % interval {interval(document, metric, row['worst'])})"
         mark = "" if row["believed"] else "†"
-        yield f"{line}, and {worst}{mark} {within} under the worst attack {at}."
+        line += f", and {worst}{mark} {within} under the worst attack {at}."
+        yield line + _no_better(document, row)
+
+
+def _no_better(document: Document, row: Mapping[str, Any]) -> str:
+    """What a predictor that never looks at the input makes of the same examples, where that is no
+    worse."""
+    metric, sign = document["metric"], -1 if document["metric"] == "accuracy" else 1
+    trivial = [
+        (sign * float(each["clean"]["value"]), each)
+        for each in document["summary"]
+        if each["trivial"]
+    ]
+    if not trivial:
+        return ""
+    least, best = min(trivial, key=lambda pair: pair[0])
+    value = f"{shown(document, metric, best['clean']['value'])}{' %' if sign < 0 else ''}"
+    than = f"than {best['predictor']}, which never looks at the input ({value})"
+    for begin, each in ((" It is", row["clean"]), (" Under attack it is", row["worst"])):
+        if each is not None and sign * float(each["value"]) >= least:
+            return f"{begin} no better {than}."
+    return ""
 
 
 def verdicts(document: Document) -> Iterator[dict[str, Any]]:

@@ -59,7 +59,8 @@ LEVELS = {
     "D": (
         "Some checks did not run",
         "A check that did not run never counts as passed, so nothing is known about what it would "
-        "have found. Treat the numbers marked † as upper bounds until the audit is complete.",
+        "have found. Treat the numbers marked † as the best to hope for until the audit is "
+        "complete.",
     ),
 }
 FIRST_LOOK = (
@@ -71,13 +72,13 @@ PARTIAL = (
     "Only part of the audit was asked for",
     "The checks that ran say level {level}, but {missing} mandatory checks were never asked for, "
     "and a check that did not run "
-    "never counts as passed. Treat the numbers marked † as upper bounds until the audit is "
+    "never counts as passed. Treat the numbers marked † as the best to hope for until the audit is "
     "complete.",
 )
 UNAUDITED = (
     "Not audited",
-    "Nobody has checked whether the attacks were strong enough. Numbers under attack are upper "
-    "bounds at best: treat those marked † as not known.",
+    "Nobody has checked whether the attacks were strong enough. Numbers under attack are the best "
+    "to hope for: treat those marked † as not known.",
 )
 
 DEFENSES = {
