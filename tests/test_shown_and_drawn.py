@@ -473,7 +473,8 @@ def test_who_was_not_attacked_is_said_so_and_the_others_follow() -> None:
     document: Any = {"metric": "accuracy", "summary": rows, "eps": 2.0}
     document |= {"threat_model": {"norm": "L2"}, "task": "classification"}
     assert list(headline(document)) == [
-        f"{name} answers 50.0 % of untouched inputs correctly; it was not attacked at ε = 2 (L2)."
+        f"{name} answers 50.0 % of untouched inputs correctly; it was not attacked at ε = 2 (L2). "
+        "It is no better than B, which never looks at the input (50.0 %)."
         for name in ("A", "C")
     ]
 
