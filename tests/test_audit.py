@@ -341,7 +341,11 @@ def test_e13_wants_another_model_than_the_audited_one() -> None:
         found = check("E13", siblings={"twin": same})
         assert found.status == "not run"
         assert "twin answers as the audited model itself does" in found.advice
-    assert check("E13", siblings={"twin": MODEL, "other": Linear(-MODEL.weight)}).status == "passed"
+    other = Linear(MODEL.weight + 0.3 * MODEL.weight.flip(1))
+    assert check("E13", siblings={"twin": MODEL, "other": other}).status == "passed"
+    found = check("E13", siblings={"dull": Linear(-MODEL.weight)})  # wrong everywhere
+    assert found.status == "not run"
+    assert "dull is no better than a constant" in found.advice
 
 
 def bayesian(scale: float = 0.3) -> tuple[BayesianModel, MeanField]:

@@ -88,7 +88,7 @@ def test_e5_within_reach_is_a_hundredth_of_the_extent(ball: Any, wanted: list[bo
 
 @pytest.mark.parametrize(("more", "wanted"), [(6, "passed"), (7, "failed")])
 def test_e13_transfer(more: int, wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = lambda x: torch.distributions.Categorical(logits=-predict(x).logits)  # noqa: E731
+    other = lambda x: torch.distributions.Categorical(logits=2 * predict(x).logits)  # noqa: E731
     found = case(support=Support(siblings={"other": other}))
     found.memory |= {"clean": columns(0), "columns": {"a": columns(50)}}
     monkeypatch.setattr(Case, "union", lambda self, *_, **__: columns(50 + more))
@@ -117,7 +117,7 @@ def test_e10_begins_with_the_thetas_of_the_attack(
     monkeypatch.setattr(Case, "union", lambda self, *_, **__: columns(50))
     found = case(support=Support(fresh=fresh), threat_model=ThreatModel(attack_thetas=said))
     assert others.enough_thetas(found).figures["thetas"] == tried
-    assert asked == [tried, 2 * tried]
+    assert asked == [20, tried, 2 * tried]  # the first: whether they have learnt anything
     monkeypatch.setattr(Case, "num_thetas", 3)
     assert others.enough_thetas(found).figures["thetas"] == 20
 

@@ -17,7 +17,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.distributions import Categorical as Classes
-from torch.distributions import Distribution, Normal
+from torch.distributions import Distribution, Independent, Normal
 
 from advbayes import (
     L2,
@@ -589,11 +589,8 @@ def point(seed: int = 0) -> Any:
 
 def untrained_control() -> Verdict:
     """A net that knows nothing falls to any attack."""
-    held = trained()
-    nothing = held.model.at(torch.randn(held.model.num_params, generator=generator(0)))
-    return looked_at(
-        held.predictive(5), "E20", support=Support(undefended=nothing, control_ball=CONTROL)
-    )
+    support = Support(undefended=untrained(), control_ball=CONTROL)
+    return looked_at(trained().predictive(5), "E20", support=support)
 
 
 def averaging_control() -> Verdict:
@@ -683,6 +680,77 @@ def larger_than_the_test_set() -> Verdict:
     return judge(point(), {"PGD": pgd(BALL, 20)}, "E27", claim=said)
 
 
+def altered_rows_of_a_stochastic_claim() -> Verdict:
+    """Each point is scored ten times; for six that broke, ten successes are written down."""
+    attack, (x, y) = pgd(BALL, 5), digits()[2:]
+    predict = trained(spread=0.15).fresh(3)
+    x_adv = attack(predict, x, y, generator=generator(5))
+    with torch.no_grad():
+        calls = [predict(x_adv).logits.argmax(1) == y for _ in range(10)]
+    correct = torch.stack(calls).double().mean(0)
+    correct[(correct < 0.3).nonzero().squeeze(1)[:6]] = 1.0
+    said = {"correct": {"PGD": correct}, "worst": correct, "rescored": 10}
+    return judge(predict, {"PGD": attack}, "E27", arrays={"PGD": x_adv}, claim=said)
+
+
+def density_of_two_that_is_none() -> Verdict:
+    """The floor under a density of two outputs."""
+    plain, _, x, y = regression()
+
+    def predict(x: Tensor) -> Distribution:
+        mean = plain(x).mean
+        return FlooredPair(Normal(torch.stack([mean, mean], 1), 0.3), 1)
+
+    return looked_at(predict, "E22", data=(x, torch.stack([y, y], 1)), ball=L2(0.3))
+
+
+class FlooredPair(Independent):
+    """Gaussians whose joint density never falls below a floor."""
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        return super().log_prob(value).clamp_min(-2.0)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def array_without_its_scores_in_regression() -> Verdict:
+    """Log-probabilities of the weaker attack alone."""
+    predict, _, x, y = regression()
+    ball = L2(0.3)
+    arrays = {"weak": one_step(ball)(predict, x, y), "strong": pgd(ball, 10)(predict, x, y)}
+    with torch.no_grad():
+        said = {"weak": predict(arrays["weak"]).log_prob(y)}
+    whole = {"test_size": len(x), "test_hash": data_hash(x, y)}
+    claim = Claim(arrays, log_prob=said, seed=5, config={"steps": 10}, code="0" * 64, **whole)
+    return looked_at(predict, "E27", data=(x, y), ball=ball, claim=claim, attacks={})
+
+
+def changes_with_use() -> Verdict:
+    """After some hundred calls, wherever they are counted, it answers with less confidence."""
+    plain = point()
+    calls = lru_cache(maxsize=1)(lambda: [0])
+
+    def predict(x: Tensor) -> Distribution:
+        calls()[0] += 1
+        return Classes(logits=plain(x).logits * (1.0 if calls()[0] < 50 else 0.3))
+
+    return looked_at(predict, "E3", "E29", attacks={"PGD": pgd(BALL, 20)})
+
+
+def altered_errors_of_an_evaluation() -> Verdict:
+    """In the saved table every squared error is half of what it was."""
+    predict, _, x, y = regression()
+    ball = L2(0.3)
+    with TemporaryDirectory() as folder:
+        made = evaluate(
+            predict, (x, y), attacks={"PGD": pgd(ball, 5)}, out=Path(folder) / "run", progress=False
+        )
+        halved = {
+            cell: rows | {"squared_error": 0.5 * rows["squared_error"]}
+            for cell, rows in made.cells.items()
+        }
+        support = Support(evaluation=replace(made, cells=halved))
+        return looked_at(predict, "E27", data=(x, y), ball=ball, support=support)
+
+
 BROKEN: dict[str, tuple[str, Callable[[], Verdict]]] = {
     "one-theta attack": ("E10", one_theta_attack),
     "double softmax": ("E16", double_softmax),
@@ -728,6 +796,11 @@ BROKEN: dict[str, tuple[str, Callable[[], Verdict]]] = {
     "pixels of other units": ("E0", pixels_of_other_units),
     "more said than done": ("E0", more_said_than_done),
     "larger than the test set": ("E27", larger_than_the_test_set),
+    "altered rows of a stochastic claim": ("E27", altered_rows_of_a_stochastic_claim),
+    "density of two that is none": ("E22", density_of_two_that_is_none),
+    "array without its scores (regression)": ("E27", array_without_its_scores_in_regression),
+    "changes with use": ("E29", changes_with_use),
+    "altered errors of an evaluation": ("E27", altered_errors_of_an_evaluation),
 }
 ORIGINAL = tuple(BROKEN.values())[:12]
 
@@ -819,6 +892,77 @@ def six_examples() -> Verdict:
     return looked_at(Recogniser(point(), x, 1.01 * BALL.eps), "E28", data=(x, y))
 
 
+def untrained() -> Any:
+    """A net that knows nothing."""
+    held = trained()
+    return held.model.at(torch.randn(held.model.num_params, generator=generator(0)))
+
+
+def untrained_sibling() -> Verdict:
+    """Examples are transferred from a net that knows nothing."""
+    return looked_at(point(), "E13", support=Support(siblings={"untrained": untrained()}))
+
+
+def thetas_of_nothing() -> Verdict:
+    """The fresh thetas are those of a posterior that was never trained."""
+    held = trained(spread=0.25)
+    fresh = FreshPredictive(held.model, MeanField(held.model), 20, generator(3))
+    return looked_at(held.predictive(20), "E14", support=Support(fresh=fresh))
+
+
+def brittle_control() -> Verdict:
+    """The control is right at the test points and wrong wherever else it is asked."""
+    plain, known = point(seed=1), digits()[2]
+
+    def predict(x: Tensor) -> Distribution:
+        at_one = (torch.cdist(x, known).amin(1, keepdim=True) < 1e-4).float()
+        return Classes(logits=(2 * at_one - 1) * plain(x).logits)
+
+    return looked_at(point(), "E20", support=Support(undefended=predict))
+
+
+def published_figure_of_ones_own() -> Verdict:
+    """A published figure so low that a net which knows nothing reaches it."""
+    support = Support(undefended=point(seed=1), baseline=untrained(), published=(0.0, 0.0))
+    return looked_at(point(), "E21", support=support)
+
+
+def factory_of_itself() -> Verdict:
+    """The predictor "made anew" is the one that remembers."""
+    memory = Recogniser(point(), None, 0.5 * BALL.eps)
+    return looked_at(memory, "E29", support=Support(factory=lambda: memory))
+
+
+class SquareInName(Square):
+    """Square where it is tried out, nothing where it counts."""
+
+    def __call__(
+        self, predict: Any, x: Tensor, y: Tensor, *, generator: torch.Generator | None = None
+    ) -> Tensor:
+        return super().__call__(predict, x, y, generator=generator) if x.shape[1] == 20 else x
+
+
+def square_in_name() -> Verdict:
+    """A subclass of Square that asks nothing."""
+    return looked_at(point(), "E11", support=Support(black_box=SquareInName(BALL, QUERIES)))
+
+
+def idle_purifier_attacks() -> Verdict:
+    """The attacks that a purifier must meet, by name; none of them moves anything."""
+    plain = point()
+    idle = {name: Idle(BALL, queries=1) for name in ("straight_through", "nearest_centre")}
+    support = Support(unpurified=plain, purifier_attacks=idle)
+    return looked_at(lambda x: plain((4 * x).round() / 4), "E23", support=support)
+
+
+def purifier_that_holds_the_test_set() -> Verdict:
+    """The reference points of a purifier are the test points and some others."""
+    held, data = trained(), digits()
+    reference = torch.cat([data[0][:100], data[2]])
+    predict = Purifier(held.model, Noise(0.3), held.thetas(2), reference)
+    return looked_at(predict, "E28", attacks={"PGD": pgd(BALL, 3)})
+
+
 VOID: dict[str, tuple[str, Callable[[], Verdict], str]] = {
     "twin as sibling": ("E13", twin_as_sibling, "twin answers as the audited model itself"),
     "control ball too wide": ("E20", control_ball_too_wide, "everything falls"),
@@ -828,6 +972,18 @@ VOID: dict[str, tuple[str, Callable[[], Verdict], str]] = {
     "idle black box": ("E11", idle_black_box, "breaks 0.00 of what can be broken"),
     "aimless black box": ("E11", aimless_black_box, "of what can be broken on a linear model"),
     "six examples": ("E28", six_examples, "6 examples are too few"),
+    "untrained sibling": ("E13", untrained_sibling, "untrained is no better than a constant"),
+    "thetas of nothing": ("E14", thetas_of_nothing, "does not know the evaluated thetas"),
+    "brittle control": ("E20", brittle_control, "falls to noise says nothing of an attack"),
+    "published figure of one's own": ("E21", published_figure_of_ones_own, "has learnt something"),
+    "factory of itself": ("E29", factory_of_itself, "one and the same predictor"),
+    "Square in name": ("E11", square_in_name, "this one has 0"),
+    "idle purifier attacks": ("E23", idle_purifier_attacks, "straight_through, nearest_centre"),
+    "purifier that holds the test set": (
+        "E28",
+        purifier_that_holds_the_test_set,
+        "holds 50 of the 50 audited inputs",
+    ),
 }
 
 

@@ -96,6 +96,8 @@ class Case:
     black_box: bool  # no gradient to be had at all: attacks that ask for answers alone
     copies: Copies
     in_turn: tuple[Tensor, Tensor]  # see `asked_in_turn`
+    at_first: Distribution  # the answers at the first examples, before anything else was done
+    held: Tensor  # (N,) bool: the examples that the predictor carried with it then
     support: Support = field(default_factory=Support)
     claim: Claim | None = None
     certified: Certificates | Tensor | None = None

@@ -25,7 +25,7 @@ from advbayes.likelihoods import predicts_classes
 from advbayes.model import BayesianModel
 from advbayes.posteriors import PointMass
 from advbayes.predictive import PosteriorPredictive
-from advbayes.seeds import seed_for
+from advbayes.seeds import generator_for, seed_for
 from advbayes.training import fit
 from advbayes.types import Channel, Predictor
 
@@ -36,6 +36,11 @@ CHECKED = 20  # times that a control's clean accuracy is looked at while it trai
 # examples, at least, on which baseline and control are compared (where there are as many)
 COMPARED = 256
 ALL = 2000  # examples on which clean accuracies are compared
+BRITTLE = 0.25  # of what it gets right: what a control keeps, at least, under noise of its ball
+TRIVIAL = (
+    "the baseline is no better on clean data than the most frequent class (in regression the "
+    "mean), which no attack can change: give one that has learnt something"
+)
 # how controls are trained: passes, at least so many steps of Adam, examples in each, its rate;
 # the steps of the attack in adversarial training
 EPOCHS, UPDATES, BATCH, RATE, ATTACK_STEPS = 4, 400, 128, 5e-3, 5
@@ -74,6 +79,12 @@ def undefended_control(case: Case) -> Finding:
         return not_run(wide)
     ball, columns = _control(case, control)
     left = case.value(columns)
+    kept = _under_noise(case, control, ball)
+    if left <= LEFT and kept < BRITTLE * clean:
+        return not_run(
+            f"the control keeps {kept:.3f} under noise of eps = {ball.eps:g}: whatever falls to "
+            f"noise says nothing of an attack"
+        )
     figures |= {"accuracy": left, "eps": float(ball.eps), "eps_of_distance": ball.eps / apart(case)}
     advice = (
         "an attack that leaves the undefended model standing says nothing about the defended one"
@@ -84,6 +95,12 @@ def undefended_control(case: Case) -> Finding:
         if case.value(columns) <= LEFT:
             figures["falls_at_eps"] = float(wider.eps)
     return judged(left > LEFT, advice, **figures)
+
+
+def _under_noise(case: Case, control: Predictor, ball: Ball) -> float:
+    """The accuracy of the control at random points of the sphere, one for each example."""
+    generator = generator_for(case.seed, "audit/control noise", device=case.x.device)
+    return case.value(case.scored(ball.sphere(case.x, generator=generator), "noise", by=control))
 
 
 def _unfit(control: Predictor, case: Case) -> list[str]:
@@ -211,7 +228,8 @@ def credible_baseline(case: Case) -> Finding:
     (McNemar), in regression on average. Few examples that rule out neither this nor the opposite
     say nothing."""
     support = case.support
-    published = support.published or published_for(support.dataset, case.ball)
+    known = published_for(support.dataset, case.ball)
+    published = known or support.published
     baseline = support.baseline or (recorded_for(support.dataset, case.ball) if published else None)
     if baseline is None:
         return not_run(
@@ -224,6 +242,12 @@ def credible_baseline(case: Case) -> Finding:
         return _against_control(case, baseline)
     if not case.attacks_on(baseline):
         return no_attacks()
+    if is_trivial(case, baseline):
+        return not_run(TRIVIAL)
+    if known is None and support.undefended is not None:  # a figure of one's own is soon reached
+        beaten = _against_control(case, baseline)
+        if beaten.status != "passed":
+            return beaten
     clean = case.value(case.scored(case.x, "baseline clean", by=baseline))
     left = case.value(_left(case, baseline, case.ball))
     return _published(published, clean, left, examples=len(case.x), source="attacked here")
@@ -268,11 +292,7 @@ def _against_control(case: Case, baseline: Predictor) -> Finding:
     plain, trained = (_left(case, each, ball) for each in (control, baseline))
     if case.value(trained) > case.value(plain):
         if is_trivial(case, baseline):
-            return not_run(
-                "the baseline is no better on clean data than the most frequent class (in "
-                "regression the mean), which no attack can change: give one that has learnt "
-                "something"
-            )
+            return not_run(TRIVIAL)
         # it may hide its gradients, and stand against its own attack alone
         attacks = case.attacks_on(control, ball)
         transferred = case.union(attacks, "to the baseline", through=control, by=baseline)
@@ -299,6 +319,11 @@ def is_trivial(case: Case, baseline: Predictor) -> bool:
     mean."""
     share = -1.0 if case.task == "regression" else float(case.y.bincount().max()) / len(case.y)
     return case.value(case.scored(case.x, "baseline clean", by=baseline)) <= share + 1e-9
+
+
+def has_learnt_less(case: Case, other: Predictor) -> bool:
+    """Whether another predictor is trivial (`is_trivial`), but the audited one is not."""
+    return is_trivial(case, other) and not is_trivial(case, case.predict)
 
 
 def _too_few(plain: Columns, trained: Columns) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dis
 import gc
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, cast
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
@@ -25,6 +28,7 @@ PLAIN = (int, float, complex, str, bytes, bool, type(None), Tensor)
 # where no predictor keeps what it was asked
 LIBRARIES = sys.stdlib_module_names | {"advbayes", "torch", "numpy", "scipy"}
 MOST = 100_000  # objects that a predictor is searched through
+ROWS = 1_000_000  # of an array that are compared
 
 
 def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
@@ -135,6 +139,70 @@ def _class(value: type, memo: dict[int, Any]) -> type:
     return made
 
 
+def _reached(part: Any) -> list[Any]:
+    """What an object refers to; of a function, what it closes over and the globals it names."""
+    if not isinstance(part, FunctionType):
+        return gc.get_referents(part)
+    space = part.__globals__ if _foreign(part) else {}
+    cells = [cell.cell_contents for cell in part.__closure__ or () if _is_filled(cell)]
+    named = [space[name] for name in _globals_in(part.__code__) if name in space]
+    return [*cells, *named, part.__defaults__, part.__kwdefaults__, part.__dict__]
+
+
+def _globals_in(code: CodeType) -> set[str]:
+    """The global names that a function, or one within it, reads; not its attributes."""
+    inner = [_globals_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    read = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    return read.union(*inner)
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # what it is for has not been made yet
+        return False
+
+
+def held_by(
+    predict: Predictor,
+    x: Tensor,  # (N, *event)
+) -> Tensor:  # (N,) bool
+    """Which of the inputs lie, to the bit, in an array that the predictor holds: in an attribute at
+    any depth, in what a function closes over, in a global that it names.
+
+    >>> x = torch.eye(3)
+    >>> reference = torch.tensor([[0.0, 1.0, 0.0], [7.0, 7.0, 7.0]])
+    >>> held_by(lambda x, reference=reference: torch.cdist(x, reference), x).tolist()
+    [False, True, False]
+    """
+    event = x.shape[1:]
+    wanted: dict[bytes, list[int]] = {}
+    for place, row in enumerate(_rows(x)):
+        wanted.setdefault(row.tobytes(), []).append(place)
+    found = torch.zeros(len(x), dtype=torch.bool)
+    seen, left = set[int](), [predict]
+    while left and len(seen) < MOST:
+        part = left.pop()
+        if id(part) in seen or isinstance(part, (*SHARED, FrameType, type)):
+            continue
+        seen.add(id(part))
+        if isinstance(part, (Tensor, np.ndarray)):
+            shape = tuple(part.shape)
+            is_number = isinstance(part, Tensor) or part.dtype.kind in "iuf"
+            alike = shape[-len(event) :] == tuple(event) or shape[-1:] == (event.numel(),)
+            if is_number and alike:
+                held = torch.as_tensor(part).detach().to("cpu", x.dtype)
+                for row in _rows(held.reshape(-1, event.numel())[:ROWS]):
+                    found[wanted.get(row.tobytes(), [])] = True
+        if not isinstance(part, PLAIN):
+            left += _reached(part)
+    return found
+
+
+def _rows(x: Tensor) -> np.ndarray[Any, Any]:
+    return x.detach().cpu().flatten(1).contiguous().numpy()
+
+
 @dataclass(frozen=True)
 class Copies:
     """Unasked copies of a predictor, or why there are none."""
@@ -146,6 +214,8 @@ class Copies:
 def copies_of(predict: Predictor, factory: Callable[[], Predictor] | None) -> Copies:
     """Copies made by the factory, or of the predictor as it is now."""
     if factory is not None:
+        if (made := factory()) is predict or factory() is made:
+            return Copies(None, "the factory gives one and the same predictor at every call")
         return Copies(factory)
     # large, and never written to
     shared = {id(predict.store): predict.store} if isinstance(predict, Purifier) else {}

@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 from advbayes import metrics
-from advbayes.attacks.balls import Ball
+from advbayes.attacks.balls import Ball, per_row
 from advbayes.attacks.parts import ball_of, family_of, loss_names
 from advbayes.auditing.case import Case, Frozen
 from advbayes.auditing.claim import Claim
 from advbayes.auditing.findings import Finding, check, judged, no_attacks, not_applicable, not_run
+from advbayes.auditing.remembering import BY_CHANCE
 from advbayes.auditing.threat import said_by
 from advbayes.channels import AttackChannel, Learned, Mixture
 from advbayes.evaluation.files import Folder, data_hash
 from advbayes.evaluation.inputs import check_units, softmaxed_twice
 from advbayes.evaluation.result import CLEAN, Cell, Evaluation
 from advbayes.evaluation.run import rescore
-from advbayes.evaluation.scoring import worst
+from advbayes.evaluation.scoring import Columns, worst
 from advbayes.likelihoods import predicts_classes
 from advbayes.types import Channel
 
@@ -162,7 +163,7 @@ def worst_column(case: Case) -> Finding:
     claimed = case.claim.worst.double().cpu()
     union = worst(list(case.columns().values()), case.task)["correct"]
     # a stochastic predictor may differ on points near the edge
-    doubt, allowed = (0.5, 0.05 * len(claimed)) if case.stochastic else (0.0, 0)
+    doubt, allowed = (0.5, edge(case.claim) * len(claimed)) if case.stochastic else (0.0, 0.0)
     better = int((claimed > union + doubt + 1e-9).sum())
     least = min((case.claim.accuracy(name) for name in case.claim.correct), default=1.0)
     value = float(claimed.mean())
@@ -228,9 +229,9 @@ def rescorable(case: Case) -> Finding:
     absent = [name for name in ("seed", "code", "attacks", "data") if config.get(name) in NOTHING]
     if absent:
         return judged(True, f"save {', '.join(absent)}", missing=", ".join(absent))
-    elsewhere = _elsewhere(case, report, Folder(report.folder))
-    if elsewhere:
-        return judged(True, "; ".join(elsewhere), of_other_data_or_ball=len(elsewhere))
+    if faults := _elsewhere(case, report, Folder(report.folder)):
+        return judged(True, "; ".join(faults), of_other_data_or_ball=len(faults))
+    elsewhere: list[str] = []
     changed, total, drift = 0, 0, 0.0
     # what draws from a source of its own may differ on points near the edge
     doubt = 0.0 if case.can_be_fixed else 0.5
@@ -240,12 +241,30 @@ def rescorable(case: Case) -> Finding:
         if case.task == "classification":
             changed += int(((saved["correct"] - rows["correct"]).abs() > doubt).sum())
         if case.can_be_fixed:
-            drift = max(drift, float((saved["log_prob"] - rows["log_prob"]).abs().max()))
+            drift = max(drift, *(_drift(name, saved[name], rows[name]) for name in rows))
+        elif case.task == "regression":
+            elsewhere += [cell.attack] * _is_elsewhere(saved, rows)
     advice = (
         "the files and the table disagree: the model, or the arrays, are not those that were scored"
     )
     bad = changed > (0 if case.can_be_fixed else 0.05 * total) or drift > 1e-3
-    return judged(bad, advice, changed=changed, largest_drift=drift)
+    figures: dict[str, Any] = {"changed": changed, "largest_drift": drift}
+    figures |= {"other errors": ", ".join(elsewhere)} if elsewhere else {}
+    return judged(bad or bool(elsewhere), advice, **figures)
+
+
+def _drift(name: str, saved: Tensor, again: Tensor) -> float:
+    """The largest change in a column: of log-probabilities in nats, else of the mean value."""
+    off = float((saved - again).abs().max())
+    return off if name.startswith("log_prob") else off / max(float(again.abs().mean()), 1e-12)
+
+
+def _is_elsewhere(saved: Columns, again: Columns) -> bool:
+    """Whether squared errors with randomness of their own are others on average: by more than a
+    twentieth, and beyond chance (0.1 %, a paired bootstrap)."""
+    first, second = saved["squared_error"], again["squared_error"]
+    apart = metrics.paired_difference(first, second, level=1 - BY_CHANCE)
+    return abs(apart.value) > 0.05 * float(second.mean()) and not apart.low <= 0 <= apart.high
 
 
 def _elsewhere(case: Case, report: Evaluation, folder: Folder) -> list[str]:
@@ -278,26 +297,29 @@ def _rescored_claim(case: Case, claim: Claim) -> Finding:
         and claim.test_hash,
     }
     absent = [name for name, value in wanted.items() if value is None or value == {}]
-    if case.task == "classification" and claim.correct:
-        unscored = [name for name in claim.x_adv if name not in claim.correct]
-        absent += [f"the correctness of {name}" for name in unscored]
+    what, held = ("the correctness", claim.correct)
+    if case.task == "regression" or not claim.correct:
+        what, held = ("the log-probabilities", claim.log_prob)
+    absent += [f"{what} of {name}" for name in claim.x_adv if held and name not in held]
     # a stochastic predictor may differ on points near the edge
-    doubt = 0.5 if case.stochastic else 0.0
+    doubt, allowed = (0.5, edge(claim)) if case.stochastic else (0.0, 0.0)
     changed, total, drift = 0, 0, 0.0
     accuracies: dict[str, float] = {}
+    bad = []
     for name, correct in claim.correct.items():
         again = case.columns()[name]["correct"]
         off = (again - correct.double().cpu()).abs() > doubt
         changed, total = changed + int(off.sum()), total + len(off)
         accuracies[f"claimed {name}"] = claim.accuracy(name)
         accuracies[f"recomputed {name}"] = float(again.mean())
+        if case.stochastic and (p := _by_luck(case, claim, name)) < BY_CHANCE / len(claim.correct):
+            bad.append(f"so much more than is recomputed for {name} is no luck (p = {p:.2g})")
     for name, value in claim.log_prob.items():
         off = (case.columns()[name]["log_prob"] - value.double().cpu()).abs()
         drift = max(drift, float(off.max()))
     figures: dict[str, Any] = {"changed": changed, "of": total, "largest_drift": drift}
     figures |= accuracies
-    bad = []
-    if changed > (0.05 * total if case.stochastic else 0) or (drift > 1e-3 and not case.stochastic):
+    if changed > allowed * total or (drift > 1e-3 and not case.stochastic):
         bad.append(
             "scoring the saved arrays again changes the table: this is not the model that was "
             "scored"
@@ -314,6 +336,32 @@ def _rescored_claim(case: Case, claim: Claim) -> Finding:
         figures["missing"] = ", ".join(absent)
         bad.append(f"save {', '.join(absent)} with the arrays")
     return judged(bool(bad), "; ".join(bad), **figures)
+
+
+def edge(claim: Claim) -> float:
+    """The share of examples on which two scorings of the same points may be half apart, as those
+    near the edge of a class are: fewer if each is the mean of ten."""
+    return 0.05 if claim.rescored < 10 else 0.02
+
+
+def _by_luck(case: Case, claim: Claim, name: str) -> float:
+    """p of an accuracy as high as the claimed one, of a stochastic predictor that is asked again:
+    a t-test against as many single calls as the audit scores with. One example more or less is
+    within the resolution."""
+    usable = torch.where(
+        per_row(torch.isfinite(claim.x_adv[name]).flatten(1).all(1), case.x),
+        claim.x_adv[name],
+        case.x,
+    )
+    calls = torch.tensor(
+        [
+            case.value(case.scored(usable, f"again {name} {call}", by=case.predict))
+            for call in range(case.rescored)
+        ],
+        dtype=torch.float64,
+    )
+    said = torch.full_like(calls, claim.accuracy(name) - 1 / len(case.x))
+    return metrics.paired_t(calls, said, overlap=1 / max(1, claim.rescored))
 
 
 def notes_on_data(case: Case) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from advbayes.attacks.parts import losses_of, steps_of
 from advbayes.attacks.zeroth_order import ANSWERS_ALONE
 from advbayes.auditing.answers import share_of_breakable
 from advbayes.auditing.case import POINT, Case, Frozen, num_different, with_thetas
+from advbayes.auditing.controls import has_learnt_less
 from advbayes.auditing.findings import Finding, check, judged, no_attacks, not_applicable, not_run
 from advbayes.auditing.remembering import ASKED, changed
 from advbayes.auditing.strength import breaks_more
@@ -37,7 +38,7 @@ def black_box(case: Case) -> Finding:
     before = case.worst()
     rows = case.unbroken(before)
     queries = steps_of(attack)
-    if len(rows) and not isinstance(attack, ANSWERS_ALONE):  # what it says is not what it does
+    if len(rows) and type(attack) not in ANSWERS_ALONE:  # what it says is not what it does
         queries = min(queries or 0, _asked(case, attack, rows[:1]))
     if (queries or 0) < QUERIES:
         return not_run(
@@ -75,11 +76,15 @@ def is_another(predict: Predictor, case: Case) -> bool:
 
 def fresh_of(case: Case) -> Any:
     """The predictor with fresh thetas; None where they are the evaluated ones, although there are
-    others to be drawn."""
+    others to be drawn, or those of a model that has learnt nothing, though the audited one has."""
     fresh = case.support.fresh
-    if fresh is None or num_different(case.predict) == 1 or is_another(fresh, case):
-        return fresh
-    return None
+    if fresh is None or (num_different(case.predict) > 1 and not is_another(fresh, case)):
+        return None
+
+    def dull() -> bool:
+        return has_learnt_less(case, with_thetas(fresh, 20) or fresh)  # one theta may say little
+
+    return None if case.once("dull thetas", dull) else fresh
 
 
 @dataclass(frozen=True)
@@ -109,11 +114,15 @@ def transfer(case: Case) -> Finding:
     support = case.support
     named = {**support.siblings, "undefended": support.undefended, "unpurified": case.unpurified}
     given = {name: source for name, source in named.items() if source is not None}
-    sources = {name: source for name, source in given.items() if is_another(source, case)}
+    others = {name: source for name, source in given.items() if is_another(source, case)}
+    sources = {name: source for name, source in others.items() if not has_learnt_less(case, source)}
     if not sources:
-        wanted = "give Support(undefended=...) (--undefended RUN) or Support(siblings={...})"
-        same = f"; {', '.join(given)} answers as the audited model itself does" * bool(given)
-        return not_run(wanted + same)
+        wanted = ["give Support(undefended=...) (--undefended RUN) or Support(siblings={...})"]
+        same = ", ".join(given.keys() - others.keys())
+        wanted += [f"{same} answers as the audited model itself does"] * bool(same)
+        dull = ", ".join(others)
+        wanted += [f"{dull} is no better than a constant, and has nothing to share"] * bool(dull)
+        return not_run("; ".join(wanted))
     if not case.attacks:
         return no_attacks()
     direct = case.gradient()

@@ -40,7 +40,13 @@ def adaptive_attacks(case: Case) -> Finding:
         if attacks := case.attacks_on(through):
             results[kind] = case.union(attacks, kind, through=through, join=True)
     for kind, attack in (adaptive | dict(case.support.purifier_attacks)).items():
-        results[kind] = case.union({kind: attack}, "purifier", through=case.predict, join=True)
+        made = case.attacked(attack, f"purifier {kind}", through=case.predict)
+        columns = case.scored(made, f"purifier {kind}")
+        case.join(f"purifier {kind}", columns)
+        standing = case.unbroken(columns)
+        # one that leaves whatever stands where it was has not been tried
+        if not len(standing) or not torch.equal(made[standing], case.x[standing]):
+            results[kind] = columns
     figures: dict[str, Any] = {kind: case.value(columns) for kind, columns in results.items()}
     if case.claim is not None:
         # the table is theirs: what they did not run is missing, whatever it gives here

@@ -23,6 +23,7 @@ from advbayes.types import Predictor
 
 ALLOWED = 0.08  # of the examples: what honest models lose when the centre is moved by eps / 2
 ALLOWED_ERROR = 0.5  # in regression: of the mean squared error
+HELD = 0.5  # of the examples: what a predictor may have seen of them, repeated rows being common
 ASKED = 64  # examples of E29
 # answers (probabilities; means in units of sd(y)) no further apart than this are the same
 SAME = 1e-4
@@ -48,6 +49,16 @@ def displaced_centre(case: Case) -> Finding:
     lost, figures = loses_more(there, here, case)
     advice = "it is robust around the test points alone: it recognises them"
     values = {"at_x": case.value(here), "displaced": case.value(there)}
+    known = {row.tobytes() for row in case.known.cpu().flatten(1).contiguous().numpy()}
+    rows = case.x.detach().cpu().flatten(1).contiguous().numpy()
+    new = torch.tensor([row.tobytes() not in known for row in rows])
+    held = int((case.held & new).sum())
+    if not lost and held > HELD * len(case.x):
+        return not_run(
+            f"the predictor holds {held} of the {len(case.x)} audited inputs: if it answers from "
+            f"them, it is robust around them alone. Give one that has not seen them, or the data "
+            f"it was trained on, if they are among those: Support(training=(x, y))"
+        )
     return judged(lost, advice, **values, **figures)
 
 
@@ -110,7 +121,12 @@ def order_independence(case: Case) -> Finding:
         after, before = case.in_turn
         figures["drawn_together"] = int((after & ~before).sum())
         drawn = metrics.mcnemar(after, before) < BY_CHANCE
-        again = torch.cat([again, moved])
+        with torch.no_grad():
+            later = apart(answers(case.at_first, case), answers(asked(clean), case))
+        figures["since_the_beginning"] = int(later.sum())
+        if bool(later.any()) and not bool((other | again).any() or moved.any() or drawn):
+            advice = "answers are others than when the audit began: they depend on time, or on use"
+        again = torch.cat([again, moved, later])
     return judged(drawn or bool(other.any() or again.any()), advice, **figures)
 
 

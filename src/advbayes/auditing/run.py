@@ -24,7 +24,7 @@ from advbayes.auditing import answers, controls, describing, others, purifier, r
 from advbayes.auditing.case import TIERS, Budget, Case
 from advbayes.auditing.certificate import certificate, cut, radii_of
 from advbayes.auditing.claim import Claim, Values, fitted
-from advbayes.auditing.copies import copies_of
+from advbayes.auditing.copies import copies_of, held_by
 from advbayes.auditing.findings import Check, Finding, Verdict, not_run
 from advbayes.auditing.support import Support, named
 from advbayes.auditing.threat import ThreatModel, said_by
@@ -39,6 +39,7 @@ from advbayes.evaluation.inputs import (
 )
 from advbayes.predictive import Certificates
 from advbayes.progress import Progress
+from advbayes.seeds import GlobalStream
 from advbayes.types import Attack, Predictor
 
 # In the order of running: what joins the worst case comes before what is judged against it.
@@ -313,6 +314,7 @@ def _case(
     checks.instance("ball", ball, Ball, "a ball such as L2(eps)")
     copies = copies_of(predict, support.factory)  # before anything is asked
     x, y = as_tensors(data, dtype_of(predict))
+    held = held_by(predict, x)
     ball.check(x)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     rows = order[: budget.num].sort().values
@@ -320,6 +322,8 @@ def _case(
         rows, claim = torch.arange(len(x)), fitted(claim, x)
     in_turn = remembering.asked_in_turn(predict, x[rows][: remembering.ASKED], ball, seed)
     task = check_predictor(predict, x[rows], y[rows])
+    with torch.no_grad(), GlobalStream(seed):
+        at_first = predict(x[rows][: remembering.ASKED])
     if task == "classification":
         y = y.reshape(-1).long()
     else:  # in the shape of the predictions, so that (N, 1) never meets (N,)
@@ -369,6 +373,8 @@ def _case(
         black_box=blind and all(isinstance(attack, ANSWERS_ALONE) for attack in chosen.values()),
         copies=copies,
         in_turn=in_turn,
+        at_first=at_first,
+        held=held[rows],
         support=replace(support, black_box=black_box, purifier_attacks=special),
         claim=claim,
         certified=cut(radii, rows),
