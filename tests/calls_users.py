@@ -21,6 +21,7 @@ from advbayes import (
     Linf,
     MeanField,
     Noise,
+    PosteriorPredictive,
     Purifier,
     RandomSearch,
     audit,
@@ -46,6 +47,7 @@ from advbayes.adapters import PredictorModule, Scaled, with_estimators
 from advbayes.auditing import Baseline, Budget, Claim, Support, ThreatModel
 from advbayes.evaluation import score, worst
 from advbayes.evaluation.inputs import check_units, extent_of, softmaxed_twice
+from advbayes.posteriors import Samples
 from advbayes.testing import seeded
 
 from .calls import call
@@ -246,14 +248,20 @@ def of_audit(verdict: Any) -> Any:
     return verdict.json()
 
 
+def near(thetas: torch.Tensor, num: int) -> torch.Tensor:
+    """Thetas near those that are evaluated: of a model that has learnt what they have."""
+    return thetas.repeat(num // len(thetas), 1) + 0.1 * gaussian(num, thetas.shape[1], seed=15)
+
+
 CONTROLS = {
     "undefended": ONE["classification"],
     "baseline": MODEL.at(THETAS[1]),
-    "siblings": {"sibling": MODEL.at(THETAS[2])},
-    "fresh": FreshPredictive(MODEL, MeanField(MODEL, 0.4), 4),
+    "siblings": {"sibling": PosteriorPredictive(MODEL, near(THETAS, 3))},
+    "fresh": FreshPredictive(MODEL, Samples(near(THETAS, 30)), 4),
     "channel": AttackChannel(one_step(BALL), 0.1),
     "num_seeds": 6,
 }
+ELSEWHERE = torch.rand(40, 4, generator=seeded(14), dtype=D)
 CHEAP = tuple(
     f"E{number}" for number in (0, 1, 2, 3, 9, 12, 13, 16, 17, 18, 20, 21, 22, 25, 26, 28, 30)
 )
@@ -294,7 +302,9 @@ call(
         "tier": SMALL,
         "progress": False,
         "support": Support(
-            undefended=ONE["regression"], baseline=NUMBERS.at(OTHER[1]), channel=Noise(0.0)
+            undefended=PosteriorPredictive(NUMBERS, near(OTHER, 3)),
+            baseline=NUMBERS.at(OTHER[1]),
+            channel=Noise(0.0),
         ),
     },
     look=of_audit,
@@ -304,7 +314,7 @@ call(
     audit,
     AUDIT
     | {
-        "predict": Purifier(MODEL, Noise(0.15), THETAS, WIDE),
+        "predict": Purifier(MODEL, Noise(0.15), THETAS, ELSEWHERE),
         "ball": L2(0.1),
         "tier": dataclasses.replace(SMALL, num=10, left_out=("E10", "E11", "E6", "E7")),
     },
@@ -341,7 +351,7 @@ call(
     audit,
     AUDIT
     | {
-        "predict": CONTROLS["fresh"],
+        "predict": FreshPredictive(MODEL, MeanField(MODEL, 0.4), 4),
         "tier": dataclasses.replace(TINY, left_out=("E10", "E11", "E14", "E15", "E19")),
     },
     look=of_audit,
