@@ -16,7 +16,7 @@ from torch.distributions import Normal
 
 from advbayes import L2, Linf, pgd
 from advbayes.auditing import Budget, Claim, Verdict, audit, others
-from advbayes.auditing.certificate import broken_at_their_radius, certified_again
+from advbayes.auditing.certificate import beyond_votes, broken_at_their_radius, certified_again
 from advbayes.auditing.run import _case
 from advbayes.auditing.support import Support
 from advbayes.predictive import Certificates, Smoothed, certify
@@ -105,6 +105,29 @@ def test_a_single_impossible_radius_is_found() -> None:
     radii[row] = 3 * radii[row]
     again = certified_again(case(replace(HELD, radii=radii)), SMOOTHED, replace(HELD, radii=radii))
     assert again.why == "1 radii are larger than the votes allow"
+
+
+def test_a_radius_that_is_not_certified_again_is_looked_at_too() -> None:
+    """Larger than the bound of its own vote; and, where that bound was altered as well, than a vote
+    of the audit's own allows."""
+    assert beyond_votes(case(HELD), SMOOTHED, HELD) == ""
+    radii, lower = HELD.radii.clone(), HELD.lower.clone()
+    row = int((HELD.radii - 0.4).abs().argmin())
+    radii[row] = 0.6
+    held = replace(HELD, radii=radii)
+    said = beyond_votes(case(held), SMOOTHED, held)
+    assert said == "1 radii are larger than the bounds of their own votes say"
+    lower[row] = 0.9
+    held = replace(HELD, radii=radii, lower=lower)
+    said = beyond_votes(case(held), SMOOTHED, held)
+    assert said == "1 radii are larger than a vote of 2000 allows"
+
+
+def test_no_level_a_where_any_radius_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("advbayes.auditing.certificate.beyond_votes", lambda *_: "too large")
+    found = audited(HELD)
+    assert found.level != "A"
+    assert found.summary["certificate"] == "too large"
 
 
 def test_examples_are_attacked_at_their_own_radius() -> None:

@@ -22,6 +22,7 @@ from advbayes.auditing import (
     Support,
     answers,
     controls,
+    copies,
     describing,
     others,
     remembering,
@@ -474,3 +475,50 @@ def test_l2_radii_must_cover_the_ball() -> None:
     wanted = (held.radii >= 0.2 * 5**0.5) & (held.classes == Y)
     assert share == pytest.approx(float(wanted.double().mean()), abs=1e-12)
     assert float(((held.radii >= 0.2) & (held.classes == Y)).double().mean()) > float(share) + 0.1
+
+
+def columns_of(errors: Tensor) -> dict[str, Tensor]:
+    return {"squared_error": errors.double()}
+
+
+@pytest.mark.parametrize(("factor", "wanted"), [(1.0, False), (1.04, False), (0.9, True)])
+def test_e27_errors_with_randomness_of_their_own_are_compared_on_average(
+    factor: float, wanted: bool
+) -> None:
+    errors = 1 + torch.rand(NUM, generator=torch.Generator().manual_seed(3))
+    noise = 0.01 * torch.randn(NUM, generator=torch.Generator().manual_seed(4))
+    said, again = columns_of(factor * errors + noise), columns_of(errors)
+    assert describing._is_elsewhere(said, again) is wanted
+
+
+@pytest.mark.parametrize(("raised", "wanted"), [(0, False), (2, False), (60, True)])
+def test_e27_a_stochastic_claim_is_no_better_than_chance_allows(raised: int, wanted: bool) -> None:
+    """Some rows a third higher: no row is half apart, the accuracy is."""
+
+    def noisy(x: Tensor) -> Classes:
+        return Classes(logits=x @ WEIGHT.T + torch.randn(len(x), 3))
+
+    with torch.no_grad():
+        calls = [noisy(X).logits.argmax(1) == Y for _ in range(10)]
+    correct = torch.stack(calls).double().mean(0)
+    lowest = correct.argsort()[:raised]
+    correct[lowest] = (correct[lowest] + 0.34).clamp_max(1.0)
+    claim = Claim({"a": X}, correct={"a": correct}, rescored=10)
+    found = case(noisy, claim=claim)
+    assert (describing._by_luck(found, claim, "a") < remembering.BY_CHANCE) is wanted
+
+
+def test_a_predictor_that_holds_its_training_data_is_let_be() -> None:
+    """Repeated rows of a training set that is given, or fewer than half of the examples."""
+    known = X[: NUM // 2 + 20]
+
+    def nearest(x: Tensor) -> Classes:
+        return Classes(logits=predict(known[torch.cdist(x, known).argmin(1)]).logits + 0 * x[:, :3])
+
+    some = known[: NUM // 4].clone()
+    few = lambda x: Classes(logits=predict(x).logits + 0 * some.sum())  # noqa: E731
+    assert int(copies.held_by(nearest, X).sum()) == len(known)
+    assert remembering.displaced_centre(case(nearest)).status == "not run"
+    training = Support(training=(known, Y[: len(known)]))
+    assert remembering.displaced_centre(case(nearest, support=training)).status != "not run"
+    assert remembering.displaced_centre(case(few)).status != "not run"

@@ -104,7 +104,8 @@ def certificate(
                     "broken at their radius": broken,
                 }
                 contradicted = f"{broken} examples were broken within their own radius"
-                why = again.why or contradicted * bool(broken)
+                why = again.why or beyond_votes(case, smoothed, claimed)
+                why = why or contradicted * bool(broken)
         case _:
             why = (
                 "no level A under `only`"
@@ -203,6 +204,30 @@ def certified_again(case: Case, smoothed: Smoothed, claimed: Certificates) -> Ag
     elif p <= CONFIDENCE:
         why = f"{above} of {len(rows)} radii are larger than when certified again (p = {p:.2g})"
     return Again(len(rows), above, why)
+
+
+def beyond_votes(case: Case, smoothed: Smoothed, claimed: Certificates) -> str:
+    """What is wrong with any of the radii, those that were not certified again included: larger
+    than the bound of its own vote says, or than a vote of fewer draws allows (0.1 % shared among
+    the examples)."""
+    bounds = [_quantile(float(bound)) for bound in claimed.lower]
+    own = smoothed.sigma * torch.tensor(bounds, dtype=torch.float64)
+    if unlike := int(((claimed.radii > 0) & (claimed.radii > own + 1e-6)).sum()):
+        return f"{unlike} radii are larger than the bounds of their own votes say"
+    draws = max(1, min(claimed.n, DRAWS // len(case.x)))
+    generator = generator_for(case.seed, "audit/votes of all", device=case.x.device)
+    votes = torch.cat(
+        [
+            smoothed.votes(case.x[part], draws, generator=generator).cpu()
+            for part in batches(len(case.x), case.budget.batch_size)
+        ]
+    )
+    classes = claimed.classes.cpu().clamp_min(0).unsqueeze(1)
+    counts = votes.gather(1, classes).squeeze(1).tolist()
+    most = [_quantile(_upper(count, draws, len(case.x))) for count in counts]
+    over = claimed.radii > smoothed.sigma * torch.tensor(most, dtype=torch.float64) + 1e-9
+    impossible = int(((claimed.radii > 0) & over).sum())
+    return f"{impossible} radii are larger than a vote of {draws} allows" * bool(impossible)
 
 
 def _upper(votes: int, num: int, shared: int) -> float:

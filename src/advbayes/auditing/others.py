@@ -118,7 +118,7 @@ def transfer(case: Case) -> Finding:
     sources = {name: source for name, source in others.items() if not has_learnt_less(case, source)}
     if not sources:
         wanted = ["give Support(undefended=...) (--undefended RUN) or Support(siblings={...})"]
-        same = ", ".join(given.keys() - others.keys())
+        same = ", ".join(name for name in given if name not in others)
         wanted += [f"{same} answers as the audited model itself does"] * bool(same)
         dull = ", ".join(others)
         wanted += [f"{dull} is no better than a constant, and has nothing to share"] * bool(dull)
