@@ -170,6 +170,56 @@ def test_the_program_before_it_is_compiled_is_an_eager_step(
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
+class Standardised(nn.Module):
+    """With a buffer and a frozen parameter: what a program holds beside its arguments."""
+
+    shift: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.linspace(-1.0, 1.0, 5))
+        self.scale = nn.Parameter(torch.linspace(0.5, 2.0, 5), requires_grad=False)
+        self.layer = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(((x - self.shift) / self.scale).tanh())
+        return y
+
+
+def test_what_nets_and_balls_hold_is_part_of_the_traced_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch._inductor.compile", lambda graph, examples, options: graph)
+    x, y = (rows.double() for rows in ROWS)
+    of_features: dict[str, Any] = {
+        "scale": torch.tensor([0.5, 1.0, 2.0, 1.0, 1.0]),
+        "mask": torch.tensor([True, True, False, True, True]),
+    }
+    balls = (
+        L2(0.5, box=(x.amin(0) - 0.1, x.amax(0) + 0.1), **of_features),
+        Linf(0.3, indicators=((0, 3, 0.2),)),
+    )
+    attacks = [AttackChannel(one_step(ball, squared_error), 0.1) for ball in balls]
+    model = BayesianModel(Standardised().double(), Gaussian(0.5))
+    ends = []
+    for compile in (False, True):
+        posterior = MeanField(model, 0.1)
+        fit(
+            model,
+            posterior,
+            Mixture([0.3, 0.3, 0.4], [Noise(0.1), *attacks]),
+            (x, y),
+            steps=3,
+            batch_size=9,
+            lr=1e-2,
+            progress=False,
+            compile=compile,
+        )
+        ends.append(posterior)
+    for one, other in zip(*(posterior.parameters() for posterior in ends), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
 class Root(nn.Module):
     """|w x| by a root, which has no derivative at 0."""
 

@@ -25,6 +25,9 @@ Program = Callable[..., tuple[Tensor, ...]]
 
 MAX_LOOP = 1 << 16  # multiplications up to which a loop is faster than the library
 MAX_SUM = 1 << 10  # terms up to which single precision is enough for a sum
+# By shapes alone. What a net or a ball holds beside the arguments (buffers, frozen parameters, the
+# scale, box and mask of features) becomes a constant of the program.
+_TRACING: dict[str, Any] = {"tracing_mode": "fake", "_allow_non_fake_inputs": True}
 _ONE_AT_A_TIME = threading.Lock()  # torch's compiler is not made for several threads
 
 
@@ -72,13 +75,13 @@ def _program(function: Program, examples: tuple[Tensor, ...], num_changed: int) 
         table = _decompositions()
     except (ImportError, AttributeError, KeyError):
         _warn_once("torch.compile")
-        graph = make_fx(function, tracing_mode="fake")(*examples)
+        graph = make_fx(function, **_TRACING)(*examples)
         return torch.compile(graph, dynamic=False)
     # Not several worker processes, which would outlive the call. The C++ wrapper calls kernels
     # without Python in between. Theta is read once for each example where products are loops:
     # better to compute it once and store it.
     with config.patch(compile_threads=1):
-        graph = make_fx(function, decomposition_table=table, tracing_mode="fake")(*examples)
+        graph = make_fx(function, table, **_TRACING)(*examples)
         options = {"cpp_wrapper": True, "realize_reads_threshold": 1}
         program: Program = compile_graph(graph, list(examples), options=options)
         # The first call compiles what was left for it, and fails here if it fails.
