@@ -187,6 +187,66 @@ def test_classification_is_brute_force_with_every_channel(
             torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-11)
 
 
+class Doubtful:
+    """Gaussian noise of one's own, of which the named parts depend on what theta says at x."""
+
+    def __init__(self, depends: str, bar: float) -> None:
+        self.depends, self.bar = depends, bar
+
+    def sample(
+        self,
+        predict: Predictor,
+        x: Tensor,
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        raise NotImplementedError
+
+    def density(self, predict: Predictor, x: Tensor, y: Tensor | None = None) -> GaussianDensity:
+        entropy: Tensor = predict(x).entropy()  # type: ignore[no-untyped-call]
+        doubt = entropy.unsqueeze(1)  # (N, 1)
+        share = float(predict(torch.ones_like(x[:1])).probs[0, 0])
+        match self.depends:
+            case "the scale of a point":
+                return GaussianDensity((0.0,), (x,), (0.2 + doubt,))
+            case "the scale of a feature":
+                return GaussianDensity((0.0,), (x,), (0.2 + doubt * torch.arange(WIDTH),))
+            case "one scale":
+                return GaussianDensity((0.0,), (x,), (0.2 + share,))
+            case "weights":
+                log_weights = math.log(share), math.log1p(-share)
+                return GaussianDensity(log_weights, (x, x + 1), (0.5, 0.3))
+            case "some centres":  # not the first one
+                moves = x[:, :1] > self.bar
+                moved = torch.where(moves, x + doubt, x) if bool(moves.any()) else x
+                return GaussianDensity((0.0,), (moved,), (0.5,))
+            case _:
+                return GaussianDensity((0.0,), (x,), (torch.linspace(0.2, 1.0, WIDTH).double(),))
+
+
+@pytest.mark.parametrize("update", ["online", "offline"])
+@pytest.mark.parametrize(
+    "depends",
+    ["the scale of a point", "the scale of a feature", "one scale", "weights", "some centres", ""],
+)
+def test_whatever_a_channel_of_one_s_own_makes_of_theta_is_in_the_answer(
+    depends: str, update: str, tmp_path: Path
+) -> None:
+    model, thetas, x, y = setting(Categorical(), 3)
+    channel, x_adv = Doubtful(depends, float(x[0, 0])), randn(5, WIDTH, seed=3).requires_grad_()
+    wanted = brute_force(model, channel, thetas, x, y, x_adv, update)
+    target = torch.tensor([0, 1, 2, 0, 1])
+    for folder in (None, tmp_path / "tables"):
+        found = Purifier(model, channel, thetas, (x, y), update, folder=folder)(x_adv)
+        torch.testing.assert_close(found.probs, wanted.probs, rtol=1e-10, atol=1e-14)
+        gradients = [
+            torch.autograd.grad(nll(p, target).sum(), x_adv, retain_graph=True)[0]
+            for p in (found, wanted)
+        ]
+        torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-11)
+
+
 @pytest.mark.parametrize("update", ["online", "offline"])
 @pytest.mark.parametrize("name", list(CHANNELS))
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ class GaussianDensity:
 
     log_weights: tuple[float, ...]
     centres: tuple[Tensor, ...]  # K times (N, *event)
-    scales: tuple[float | Tensor, ...]  # K times a number or (N, *event)
+    # K times a number, or a tensor that broadcasts against (N, *event)
+    scales: tuple[float | Tensor, ...]
 
     def log_prob(self, x_adv: Tensor) -> Tensor:  # (B, *event) -> (N, B)
         components = zip(self.log_weights, self.centres, self.scales, strict=True)
@@ -46,7 +47,8 @@ def log_normal(
     blocks = torch.split(middle.unsqueeze(1), rows)
     wide: Sequence[float | Tensor] = [scale] * len(blocks)
     if isinstance(scale, Tensor):
-        wide = torch.split(scale.flatten(1).unsqueeze(1), rows)
+        each = torch.broadcast_to(scale, centres.shape).flatten(1)
+        wide = torch.split(each.unsqueeze(1), rows)
     pairs = zip(blocks, wide, strict=True)
     return torch.cat([gaussian_log_density(points, *pair).sum(-1) for pair in pairs])
 

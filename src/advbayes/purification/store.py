@@ -49,6 +49,10 @@ def _refuse(x: Tensor) -> Distribution:
     raise _ThetaAskedError
 
 
+class _OtherPartsError(Exception):
+    """A density whose weights, single scales or untouched centres are not those of the first."""
+
+
 @dataclass(frozen=True, eq=False)
 class Store:
     """The reference side of Eq. 4 and 5, all of it constant.
@@ -147,6 +151,20 @@ def _values(prediction: Distribution) -> tuple[Tensor, int]:
     return moments, moments.shape[1] // 2
 
 
+def _is_one(scale: float | Tensor) -> bool:
+    """Whether a component has one scale for all reference points and features."""
+    return not isinstance(scale, Tensor) or scale.ndim == 0
+
+
+def _weights_and_scales(density: object) -> list[tuple[float, float | None]] | None:
+    """What a table of centres holds once for all thetas and reference points: the log-weight of
+    each component, and its scale where that is a single one."""
+    if not isinstance(density, GaussianDensity):
+        return None
+    pairs = zip(density.log_weights, density.scales, strict=True)
+    return [(float(w), float(scale) if _is_one(scale) else None) for w, scale in pairs]
+
+
 @dataclass(frozen=True, eq=False)
 class Builder:
     """Centres and predictions at all reference points, computed block by block."""
@@ -194,18 +212,26 @@ class Builder:
 
     @torch.no_grad()
     def store(self) -> Store:
-        if self._shared():
-            with suppress(_ThetaAskedError):  # needed at another point, as in a mixture of channels
-                return self._built(shared=True)
-        return self._built(shared=False)
+        with suppress(_OtherPartsError):
+            if self._shared():
+                with suppress(_ThetaAskedError):  # needed at another point, as in a mixture
+                    return self._built(shared=True)
+            return self._built(shared=False)
+        if self.ranks.size > 1:
+            raise checks.InputError(
+                "channel must have the same weights and single scales for all thetas and reference "
+                "points of a sharded reference, got others"
+            )
+        return self._built(shared=False, tabled=False)
 
-    def _built(self, *, shared: bool) -> Store:
-        """The tables and what reads them; `shared`: the density is that of any theta."""
+    def _built(self, *, shared: bool, tabled: bool = True) -> Store:
+        """The tables and what reads them; `shared`: the density is that of any theta. `tabled`: a
+        Gaussian one by its centres, whose weights and single scales are one for all."""
         num, num_thetas, dtype = len(self.x), len(self.thetas), self.x.dtype
         first, x = self._density(_refuse if shared else self.model.at(self.thetas[0]), slice(0, 1))
         sample, num_outputs = _values(self.model.at(self.thetas[0])(self.x[:1]))
         parts: tuple[tuple[float, Tensor, float | Tensor], ...] = ()
-        gaussian = isinstance(first, GaussianDensity)
+        gaussian = tabled and isinstance(first, GaussianDensity)
         if gaussian:
             parts = tuple(zip(first.log_weights, first.centres, first.scales, strict=True))
         elif self.features is not None:
@@ -215,9 +241,9 @@ class Builder:
         width = self._flat(self.x[:1]).shape[1]
         shapes = {"values": (1, num, num_thetas * sample.shape[1])}
         for k, (_, centres, scale) in enumerate(parts):
-            groups = 1 if shared or centres is x else num_thetas
+            groups = 1 if shared or (centres is x and _is_one(scale)) else num_thetas
             shapes[f"centres-{k}"] = (groups, num, width)
-            if isinstance(scale, Tensor) and scale.ndim > 0:
+            if not _is_one(scale):
                 shapes[f"scales-{k}"] = (groups, num, width)
         total = sum(num_bytes(shape, dtype) for shape in shapes.values())
         columns = 2 * width + shapes["values"][2] + 2 * FEWEST_ROWS
@@ -242,8 +268,6 @@ class Builder:
         tables = {name: table(name, shape) for name, shape in shapes.items()}
         if folder is not None and self.folder is None:
             weakref.finalize(tables["values"], shutil.rmtree, folder, True)
-        # whether all banks are the same for all thetas
-        once = gaussian and all(shape[0] == 1 for shape in shapes.values())
         origin = torch.zeros(width, dtype=torch.float64, device=self.x.device)
         densities: list[list[ChannelDensity]] = [[] for _ in self.thetas]
         middle = torch.zeros(num_outputs, dtype=torch.float64, device=self.x.device)
@@ -259,19 +283,23 @@ class Builder:
                     middle = self.ranks.same(predictions[:, :outputs].mean(0))
                 predictions[:, :outputs] -= middle
                 values.append(predictions)
-                if s > 0 and once:
+                if s > 0 and shared:
                     continue
-                density, _ = self._density(_refuse if shared else predict, slice(start, stop))
+                density, x = self._density(_refuse if shared else predict, slice(start, stop))
                 if not gaussian:
                     densities[s].append(density)
+                elif _weights_and_scales(density) != _weights_and_scales(first):
+                    raise _OtherPartsError
                 for k in range(len(parts)):
+                    if s and shapes[f"centres-{k}"][0] == 1 and density.centres[k] is not x:
+                        raise _OtherPartsError
                     if s < shapes[f"centres-{k}"][0]:
                         flat = self._flat(density.centres[k].detach())
                         checks.finite("the channel's centres", flat)
                         tables[f"centres-{k}"].write(s, start, flat)
                         if f"scales-{k}" in tables:
-                            scale = density.scales[k].detach().flatten(1)
-                            tables[f"scales-{k}"].write(s, start, scale)
+                            scale = torch.broadcast_to(density.scales[k], density.centres[k].shape)
+                            tables[f"scales-{k}"].write(s, start, scale.flatten(1))
             tables["values"].write(0, start, torch.cat(values, 1))
         counts = self.ranks.gathered(torch.tensor([num], device=self.x.device)).flatten().tolist()
         origin = self.ranks.sum(origin * (num / sum(counts)))
