@@ -146,6 +146,26 @@ def test_a_radius_in_regression_needs_a_loss_that_says_what_broken_means(loss: L
         )
 
 
+@pytest.mark.parametrize("outputs", [1, 2])
+@pytest.mark.parametrize("y", [0.01, -0.01])
+@pytest.mark.parametrize("make", [L2, Linf])
+def test_a_radius_in_regression_is_that_of_the_nearer_side_of_y(
+    make: type[L2 | Linf], y: float, outputs: int
+) -> None:
+    """The prediction rises slowly and falls fast; an ascent from x goes up where it is above y."""
+
+    def predict(x: Tensor) -> Distribution:
+        steep = torch.where(x[:, :1] > 0, 0.2 * x[:, :1], 3 * x[:, :1])
+        mean = steep if outputs == 1 else torch.cat([x[:, 1:] * 1e-3, steep], 1)
+        return Independent(Normal(mean, 1.0), 1)
+
+    x, target = torch.zeros(1, 2), torch.full((1, outputs), y)
+    for eps in (2.0, 20.0):  # on one side alone, and on both
+        attack = MinimumNorm(make(eps), Exceeding(squared_error, 1.0))
+        radius = attack.radius(predict, x, target, generator=seeded())
+        assert float(radius) == pytest.approx((1 - y) / 3, rel=1e-2)
+
+
 def test_a_radius_of_classes_needs_one_too() -> None:
     predict = linear(torch.eye(2))
     with pytest.raises(TypeError, match="loss must say when an example is broken"):

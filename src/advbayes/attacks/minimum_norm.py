@@ -4,6 +4,7 @@ minimum-norm attack)."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,7 @@ from advbayes.attacks.losses import (
     DivergenceFrom,
     HasSuccess,
     MarginTo,
+    MeanOf,
     PerExample,
     Toward,
     margin,
@@ -38,9 +40,10 @@ class MinimumNorm(Search):
     x ends it. `loss` must be positive exactly where the example is broken: `margin`, or
     `Exceeding(squared_error, t)` in regression. With `margin` the `targets` likeliest wrong classes
     are tried one by one as well: the class that comes nearest in probability need not be the
-    nearest in distance. What is still whole then meets PGD in the whole ball, and a search from the
-    point that it breaks. Where nothing breaks, the call returns the point of largest loss and
-    `radius` says infinity.
+    nearest in distance. In regression a search begins where each of as many outputs is largest, and
+    where it is least: an ascent from x stays on the side of y on which the prediction is. What is
+    still whole then meets PGD in the whole ball, and a search from the point that it breaks. Where
+    nothing breaks, the call returns the point of largest loss and `radius` says infinity.
 
     >>> predict = lambda x: torch.distributions.Categorical(logits=torch.cat([x, -x], 1))
     >>> from advbayes import L2
@@ -53,7 +56,7 @@ class MinimumNorm(Search):
     loss: Loss = margin
     steps: int = 100
     restarts: int = 1
-    targets: int = 9  # at most; there are no more than the wrong classes
+    targets: int = 9  # at most; there are no more than the wrong classes, or outputs
     shrink: float = 0.05  # how fast the radius follows, first; falls to a fiftieth of it
 
     def __post_init__(self) -> None:
@@ -93,6 +96,9 @@ class MinimumNorm(Search):
             # compared by this attack's loss
             reached = whole.score(self._run(replace(whole, loss=loss), whole.x).x)
             best = best.put(rows, _nearer(best.pick(rows), reached, whole))
+        for start in self._directed_starts(whole):
+            reached = self._back(whole, whole.score(start))
+            best = best.put(rows, _nearer(best.pick(rows), reached, whole))
         return self._from_far(problem, best).x
 
     def _refuse_unbreakable(self, predict: Predictor, x: Tensor) -> None:
@@ -118,10 +124,13 @@ class MinimumNorm(Search):
             best = best.put(rows, _nearer(best.pick(rows), far, whole))
             rows = rows[far.broken]
             if len(rows):
-                broken = problem.rows(rows)
-                near = self._bisect(broken, best.pick(rows))
-                best = best.put(rows, _nearer(near, self._run(broken, near.x), broken))
+                best = best.put(rows, self._back(problem.rows(rows), best.pick(rows)))
         return best
+
+    def _back(self, problem: Problem, far: Best) -> Best:
+        """A search from where a point that is broken is nearest on the line to x."""
+        near = self._bisect(problem, far)
+        return _nearer(near, self._run(problem, near.x), problem)
 
     def _directed_losses(self, problem: Problem) -> list[MarginTo]:
         """Margins to the likeliest wrong classes; with two classes that is the margin itself."""
@@ -133,6 +142,19 @@ class MinimumNorm(Search):
         if prediction.logits.shape[1] == 2:
             return []
         return margins_to_wrong_classes(prediction, problem.y, self.targets)
+
+    def _directed_starts(self, problem: Problem) -> Iterator[Tensor]:
+        """Points of the ball where an output is largest, or least, in regression."""
+        if not self.targets or not len(problem):
+            return
+        with torch.no_grad():
+            prediction = problem.predict(problem.x)
+        if predicts_classes(prediction):
+            return
+        for output in range(min(self.targets, prediction.mean[0].numel())):
+            for sign in (1, -1):
+                attack = pgd(self.ball, max(1, self.steps // 4), MeanOf(output, sign))
+                yield attack(problem.predict, problem.x, problem.y, generator=problem.generator)
 
     def _run(self, problem: Problem, start: Tensor) -> Best:
         """One search; the smallest broken point, or the one of largest loss."""
