@@ -13,6 +13,7 @@ from torch.distributions import Distribution, Independent, Normal
 from advbayes import (
     APGD,
     L2,
+    GaussianMixture,
     HardLabel,
     Linf,
     MinimumNorm,
@@ -406,3 +407,26 @@ def test_an_attack_does_the_same_in_other_units(attack: str, ball: str) -> None:
         return chosen(predict, x * unit, y, generator=generator_for(1, "attack")) / unit
 
     torch.testing.assert_close(attacked(UNITS), attacked(torch.ones_like(UNITS)))
+
+
+@pytest.mark.parametrize("make", [L2, Linf])
+def test_a_likelihood_of_several_modes_is_climbed_without_gradients_too(
+    make: type[L2 | Linf],
+) -> None:
+    """Two thetas that differ predict two modes, of which two moments know nothing."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(2, 3, dtype=torch.float64, generator=generator)
+    x = torch.randn(30, 3, dtype=torch.float64, generator=generator)
+    y = torch.randn(30, dtype=torch.float64, generator=generator)
+
+    def predict(z: Tensor) -> Distribution:
+        means = weight @ z.T
+        return GaussianMixture(means, torch.full_like(means, 0.1))
+
+    attack = APGD(make(0.3, scale=torch.tensor([0.5, 1.0, 2.0])), nll, 20)
+    reached = []
+    for each in (attack, ZerothOrder(attack)):
+        seeded = torch.Generator().manual_seed(1)
+        reached.append(nll(predict(each(predict, x, y, generator=seeded)), y))
+    assert bool((reached[1] >= nll(predict(x), y) - 1e-9).all())  # x is never given up for less
+    assert float(((reached[0] - reached[1]) / reached[0].abs()).median()) < 1e-3

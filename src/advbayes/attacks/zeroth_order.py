@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +14,21 @@ from advbayes import checks
 from advbayes.attacks.apgd import APGD
 from advbayes.attacks.balls import L2, Ball, per_row
 from advbayes.attacks.black_box import RandomSearch, Square
+from advbayes.attacks.gradients import value_of
 from advbayes.attacks.hard_label import HardLabel
-from advbayes.attacks.losses import lower_mean, margin, nll, raise_mean, squared_error
+from advbayes.attacks.losses import (
+    for_rows,
+    lower_mean,
+    margin,
+    nll,
+    raise_mean,
+    squared_error,
+    success,
+)
 from advbayes.attacks.parts import ball_of
 from advbayes.likelihoods import predicts_classes
 from advbayes.seeds import normal_like
-from advbayes.types import Attack, Predictor
+from advbayes.types import Attack, Loss, Predictor
 
 _ROWS = 4096  # inputs asked about in one call
 
@@ -88,6 +98,41 @@ class Differences:
             return prediction.logits
         return torch.stack([prediction.mean, 0.5 * prediction.variance.log()], -1)
 
+    def loss_and_gradient(self, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss and success of the answers as they are. In regression the differences are those of
+        the loss: the two moments do not say what a mixture's likelihood is."""
+        with torch.no_grad():
+            prediction = self.predict(x)
+            value, broken = value_of(loss, prediction, y), success(loss, prediction, y)
+        if predicts_classes(prediction):
+            with torch.enable_grad():
+                leaf = x.detach().requires_grad_()
+                (gradient,) = torch.autograd.grad(value_of(loss, self(leaf), y).sum(), leaf)
+            return value, broken, gradient
+        rows = torch.arange(len(x), device=x.device)
+
+        def losses(points: Tensor) -> Tensor:  # (K, B, *event) -> (K, B)
+            index = rows.repeat(len(points))
+            with torch.no_grad():
+                answers = self.predict(points.flatten(0, 1))
+                return value_of(for_rows(loss, index), answers, y[index]).view(len(points), -1)
+
+        return value, broken, self.gradient(losses, x)
+
+    def gradient(self, ask: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """By central differences of what `ask` says of points: (K, B, *event) -> (K, B)."""
+        moves, unit = self.moves(x), self.ball.units(x)
+        gradient = torch.zeros_like(x)
+        together = max(1, _ROWS // len(x))
+        for start in range(0, len(moves), together):
+            part = moves[start : start + together].unsqueeze(1)  # (K, 1, *event)
+            length = per_row(part.flatten(1).norm(dim=1).clamp_min(torch.finfo(x.dtype).tiny), part)
+            step = self.width * unit * (part / length)
+            slope = (ask(x + step) - ask(x - step)) / (2 * self.width)  # (K, B)
+            slope = slope.view(len(part), len(x), *[1] * (x.ndim - 1))
+            gradient += (slope * part * length / unit).sum(0)
+        return gradient
+
     def moves(self, x: Tensor) -> Tensor:
         """(K, *event): directions, scaled so that differences along them sum to the gradient."""
         size = x[0].numel()
@@ -109,21 +154,12 @@ class _Estimated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,), owner = ctx.saved_tensors, ctx.owner
-        moves, unit = owner.moves(x), owner.ball.units(x)
-        gradient = torch.zeros_like(x)
-        together = max(1, _ROWS // len(x))
-        for start in range(0, len(moves), together):
-            part = moves[start : start + together].unsqueeze(1)  # (K, 1, *event)
-            length = per_row(part.flatten(1).norm(dim=1).clamp_min(torch.finfo(x.dtype).tiny), part)
-            step = owner.width * unit * (part / length)
-            up, down = (
-                owner.answers((x + sign * step).flatten(0, 1)).view(len(part), *grads[0].shape)
-                for sign in (1, -1)
-            )
-            slope = ((up - down) * grads[0]).flatten(2).sum(2) / (2 * owner.width)  # (K, B)
-            slope = slope.view(len(part), len(x), *[1] * (x.ndim - 1))
-            gradient += (slope * part * length / unit).sum(0)
-        return gradient, None
+
+        def weighed(points: Tensor) -> Tensor:  # (K, B, *event) -> (K, B)
+            answers: Tensor = owner.answers(points.flatten(0, 1))
+            return (answers.view(len(points), *grads[0].shape) * grads[0]).flatten(2).sum(2)
+
+        return owner.gradient(weighed, x), None
 
 
 def blind_attacks(ball: Ball, task: str, steps: int, queries: int) -> dict[str, Attack]:
