@@ -80,7 +80,7 @@ class MinimumNorm(Search):
         return self.ball.norm(x_adv - x.detach()).masked_fill(~broken, math.inf)
 
     def _search(self, problem: Problem) -> Tensor:
-        self._refuse_unbreakable(problem.predict, problem.x)
+        outputs = self._num_outputs(problem.predict, problem.x)
         best, gradient = problem.climb(problem.x)
         rows = best.unbroken  # what is broken as it stands has radius 0
         whole = problem.rows(rows)
@@ -96,21 +96,24 @@ class MinimumNorm(Search):
             # compared by this attack's loss
             reached = whole.score(self._run(replace(whole, loss=loss), whole.x).x)
             best = best.put(rows, _nearer(best.pick(rows), reached, whole))
-        for start in self._directed_starts(whole):
+        for start in self._directed_starts(whole, outputs):
             reached = self._back(whole, whole.score(start))
             best = best.put(rows, _nearer(best.pick(rows), reached, whole))
         return self._from_far(problem, best).x
 
-    def _refuse_unbreakable(self, predict: Predictor, x: Tensor) -> None:
-        """A loss by which nothing is ever broken would call every example safe."""
+    def _num_outputs(self, predict: Predictor, x: Tensor) -> int:
+        """Of a regression; 0 for classes. A loss by which nothing is ever broken is refused: it
+        would call every example safe."""
         with torch.no_grad():
             prediction = predict(x[:1])
-        if not _can_break(self.loss, predicts_classes(prediction)):
+        classes = predicts_classes(prediction)
+        if not _can_break(self.loss, classes):
             raise checks.InputTypeError(
                 f"loss must say when an example is broken, such as Exceeding(squared_error, 1.0), "
                 f"got {checks.describe(self.loss)} for a prediction of type "
                 f"{type(prediction).__name__}"
             )
+        return 0 if classes else prediction.mean[0].numel()
 
     def _from_far(self, problem: Problem, best: Best) -> Best:
         """What no search broke is tried with the whole budget, then followed back from there."""
@@ -143,15 +146,9 @@ class MinimumNorm(Search):
             return []
         return margins_to_wrong_classes(prediction, problem.y, self.targets)
 
-    def _directed_starts(self, problem: Problem) -> Iterator[Tensor]:
+    def _directed_starts(self, problem: Problem, outputs: int) -> Iterator[Tensor]:
         """Points of the ball where an output is largest, or least, in regression."""
-        if not self.targets or not len(problem):
-            return
-        with torch.no_grad():
-            prediction = problem.predict(problem.x)
-        if predicts_classes(prediction):
-            return
-        for output in range(min(self.targets, prediction.mean[0].numel())):
+        for output in range(min(self.targets, outputs) if len(problem) else 0):
             for sign in (1, -1):
                 attack = pgd(self.ball, max(1, self.steps // 4), MeanOf(output, sign))
                 yield attack(problem.predict, problem.x, problem.y, generator=problem.generator)
