@@ -1350,3 +1350,20 @@ def test_e22_says_the_same_of_a_random_predictor_at_every_asking() -> None:
             found.append(looked_at("E22", model=random, data=(X, labels))["E22"])
     assert len({each.advice for each in found}) == 1
     assert "another order" not in found[0].advice
+
+
+def test_a_function_over_a_forest_can_be_copied() -> None:
+    from sklearn.ensemble import RandomForestClassifier
+
+    forest = RandomForestClassifier(3, random_state=0).fit(X.numpy(), Y.numpy())
+    asked = []
+
+    def probabilities(x: Tensor) -> Any:
+        asked.append(len(x))
+        return forest.predict_proba(x.numpy())
+
+    made = copies_of(probabilities, None)  # type: ignore[arg-type]
+    assert made.make is not None, made.why
+    twin: Any = made.make()
+    assert (twin(X) == probabilities(X)).all()
+    assert asked == [len(X)]  # the copy counts for itself

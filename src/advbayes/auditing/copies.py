@@ -19,14 +19,16 @@ from torch.distributions import Distribution
 
 from advbayes import checks
 from advbayes.attacks import loss_and_gradient
-from advbayes.evaluation.contents import names_in
 from advbayes.purification import Purifier
 from advbayes.types import Loss, Predictor
 
 SHARED = (ModuleType, BuiltinFunctionType)
 PLAIN = (int, float, complex, str, bytes, bool, type(None), Tensor)
 # where no predictor keeps what it was asked
-LIBRARIES = sys.stdlib_module_names | {"advbayes", "torch", "numpy", "scipy"}
+LIBRARIES = sys.stdlib_module_names | {
+    *("advbayes", "torch", "numpy", "scipy", "sklearn", "joblib", "pandas"),
+    *("xgboost", "lightgbm", "catboost", "statsmodels"),
+}
 MOST = 100_000  # objects that a predictor is searched through
 ROWS = 1_000_000  # of an array that are compared
 
@@ -103,7 +105,7 @@ def _function(value: FunctionType, memo: dict[int, Any]) -> FunctionType:
     made = FunctionType(value.__code__, space, value.__name__, None, cells)
     made.__module__ = value.__module__
     memo[id(value)] = made
-    for name in names_in(value.__code__):
+    for name in _globals_in(value.__code__):
         if name in space:
             space[name] = copied(space[name], memo)
     closed_over = zip(value.__code__.co_freevars, value.__closure__ or (), cells, strict=True)
