@@ -4,8 +4,6 @@ and can be switched off."""
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +32,7 @@ from advbayes import (
 )
 from advbayes.networks import conv_net
 from advbayes.seeds import generator_for
+from tests import forking
 from tests.test_threads import Own, Residual
 
 
@@ -454,13 +453,7 @@ else:
 
 
 def test_without_the_folder_everything_but_compiling_works() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", BLOCKED],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = forking.ran(BLOCKED, anew=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -30,6 +30,8 @@ PUBLIC = (
     *(advbayes, adapters, attacks, auditing, datasets),
     *(evaluation, metrics, predictive, purification),
 )
+# both tests of a call in turn: in one process, which makes it once
+EACH = pytest.mark.parametrize("name", CALLS, scope="module")
 
 
 @lru_cache(None)
@@ -43,7 +45,7 @@ def recorded() -> dict[str, Any]:
     return json.loads(FILE.read_text())  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", CALLS)
+@EACH
 def test_a_keyword_has_its_effect(name: str) -> None:
     """Each other value of `changed` gives another answer, those of `kept` the same."""
     each = CALLS[name]
@@ -54,7 +56,7 @@ def test_a_keyword_has_its_effect(name: str) -> None:
         assert differences(each(**{keyword: value}), found(name)[""]) == [], keyword
 
 
-@pytest.mark.parametrize("name", CALLS)
+@EACH
 def test_a_call_gives_what_it_gave(name: str) -> None:
     """Whatever the state of the global generator."""
     if recorded()[MACHINE] != machine():

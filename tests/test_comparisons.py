@@ -7,8 +7,6 @@ import copy
 import errno
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from advbayes.cli import main
 from advbayes.datasets.errors import DataError
 from advbayes.experiments import running
 from advbayes.runs.config import ConfigError
+from tests import forking
 from tests.test_missing_values import table
 
 RECORDS = "compare-t/records.jsonl.gz"
@@ -91,9 +90,7 @@ def test_ctrl_c_says_how_to_go_on_and_loses_nothing(
         f"sys.argv = ['advbayes', *{argv!r}]\n"
         "sys.exit(main())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = forking.ran(script)
     assert (done.returncode, done.stdout) == (130, "")
     line = "stopped; the same command goes on with the units that are missing"
     assert done.stderr.strip() == f"advbayes: {line}"
@@ -200,9 +197,7 @@ def test_a_report_that_is_stopped_says_so(tmp_path: Path) -> None:
         f"sys.argv = ['advbayes', 'report', {str(run)!r}]\n"
         "sys.exit(main())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = forking.ran(script)
     assert (done.returncode, done.stdout) == (130, "")
     line = "stopped before the report was complete; the same command writes it"
     assert done.stderr.strip() == f"advbayes: {line}"

@@ -16,6 +16,7 @@ import torch
 from advbayes.cli import main
 from advbayes.cli.app import memory_wanted
 from advbayes.store import Lock
+from tests import forking
 
 ESCAPES = "\x1b]0;owned\x07\x1b[31m\u202e\x9b2J"
 
@@ -133,9 +134,7 @@ def test_a_net_too_wide_for_the_machine_is_no_bug(tmp_path: Path) -> None:
         f"'65536,65536', '--epochs', '0.1',\n"
         f"    '--out', {str(tmp_path / 'run')!r}]))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120
-    )
+    done = forking.ran(script)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("advbayes: out of memory: wanted 17.18 GB at once")
 

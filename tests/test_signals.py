@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from advbayes.cli.signals import Stopped, importing, watched
-from tests import killing
+from tests import forking, killing
 
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130}
 
@@ -66,9 +66,7 @@ def test_ctrl_c_in_the_middle_of_the_demo_is_no_mistake_of_the_user(tmp_path: Pa
         f"{str(tmp_path / 'out')!r}]\n"
         "sys.exit(main())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = forking.ran(script)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
     assert not list((tmp_path / "out").glob("*/.lock"))
 

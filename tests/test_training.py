@@ -7,10 +7,7 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -40,6 +37,7 @@ from advbayes import (
 from advbayes.networks import FullyConnectedGenerator
 from advbayes.training import SkippedStepWarning, State
 from advbayes.types import Predictor
+from tests import forking
 from tests.contracts import seeded, small_model
 
 X = torch.rand(60, 4, generator=seeded(1))
@@ -279,22 +277,22 @@ print(json.dumps({**said, "finite": finite}))
 """
 
 
-def test_ctrl_c_keeps_what_is_trained(tmp_path: Path) -> None:
+def test_ctrl_c_keeps_what_is_trained() -> None:
     """A real process, a real SIGINT."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True, env=env, cwd=tmp_path
-    )
-    assert process.stdout is not None
+    reads, writes = os.pipe()
+    pid = forking.start(SCRIPT, writes, 2)
+    os.close(writes)
     try:
-        assert process.stdout.readline().strip() == "ready"
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=30)
+        with open(reads) as output, forking.limited(pid, 30):
+            assert output.readline().strip() == "ready"
+            time.sleep(0.5)
+            os.kill(pid, signal.SIGINT)
+            out = output.read()
     finally:
-        process.kill()  # a process that goes on is not left behind
+        os.kill(pid, signal.SIGKILL)  # a process that goes on is not left behind
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code == 0
     answer = json.loads(out)
-    assert process.returncode == 0
     assert answer["interrupted"]
     assert answer["finite"]
     assert answer["steps"] == answer["entries"] > 0
