@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from advbayes.auditing.case import TIERS
 from advbayes.cli import main
 from advbayes.cli.app import app, is_mistake
 from advbayes.cli.train import PANELS
@@ -99,6 +101,12 @@ def refused(capsys: pytest.CaptureFixture[str], argv: list[str], *words: str) ->
     assert "Traceback" not in err
     for word in words:
         assert word in err, err
+
+
+def spend_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a quick audit finds is not the question here: every check it makes, in few steps."""
+    quick = replace(TIERS["quick"], steps=3, random_points=3)
+    monkeypatch.setitem(TIERS, "quick", quick)
 
 
 # --- Starting -----------------------------------------------------------------------------------
@@ -559,8 +567,9 @@ def test_evaluate_purified_and_in_regression(
 
 
 def test_audit_certify_and_report_keep_their_findings_in_the_run(
-    run: str, capsys: pytest.CaptureFixture[str]
+    run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    spend_little(monkeypatch)
     verdict = told(
         capsys, ["audit", run, "--tier", "quick", "--num", "16", "--thetas", "2", "--eps", "0.5"]
     )
@@ -630,6 +639,7 @@ def test_the_demo_ends_with_a_report_and_goes_on_from_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    spend_little(monkeypatch)
     assert main(["demo", "--quick"]) == 0
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[-1] == "demo-report/report.html"

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,25 +16,17 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = ("write-a-channel", "write-an-attack", "write-a-posterior")
 
 
-def test_the_pages_run_as_they_stand(tmp_path: Path) -> None:
-    """Each as a test file of its own, with warnings as errors."""
-    for page in PAGES:
-        blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
-        assert sum(block.count("def test_") for block in blocks) == 1
-        (tmp_path / f"test_{page.replace('-', '_')}.py").write_text("\n".join(blocks))
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-W",
-        "error",
-        "-p",
-        "no:cacheprovider",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
-    assert "3 passed" in done.stdout, done.stdout[-3000:]
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_runs_as_it_stands(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a test file of its own, with warnings as errors."""
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
+    name = f"test_{page.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text("\n".join(blocks))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (test,) = (each for key, each in vars(import_module(name)).items() if key.startswith("test_"))
+    test()
 
 
 @pytest.mark.parametrize("page", PAGES)

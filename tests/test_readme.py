@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
+from tests import forking
 from tests.test_docs import blocks, same
 
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_quickstart_runs_as_printed(tmp_path: Path) -> None:
+def test_quickstart_runs_as_printed() -> None:
     ((block, promised),) = blocks(README.read_text())
     assert len([line for line in block.splitlines() if line]) <= 6
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", block],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=600,
-    )
+    done = forking.ran(block, anew=True)
     assert done.returncode == 0, done.stderr
     assert promised is not None
     assert same(done.stdout, promised), done.stdout

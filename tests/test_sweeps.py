@@ -3,6 +3,7 @@ more, then told with their log, and everything else is done and can be read mean
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -39,12 +40,14 @@ def unit(spec: Spec, folder: Path, models: Path, row: str, seed: int) -> float:
 def test_failures_are_tried_again_and_then_told(
     jobs: int, cluster: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    forked = multiprocessing.get_context("fork")  # which has torch already
+    monkeypatch.setattr(multiprocessing, "get_context", lambda kind: forked)
     monkeypatch.setattr(running, "work", unit)
     monkeypatch.setenv("PYTHONPATH", f"{MODULES.parent}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     spec = Spec("wine", "quick")
     rows = ["BL", "MIX"] if jobs == 2 else ["BL"]  # nobody may kill this process
-    seeds = [1, 2] if cluster else [0, 1, 2]  # a job is two processes
+    seeds = [0, 2] if cluster else [0, 1, 2]  # a job is two processes
     options = {"rows": rows, "seeds": seeds, "jobs": jobs, "cluster": cluster, "quiet": True}
     total = len(seeds) * len(rows)
     with pytest.raises(UnitsFailedError, match=f"^{len(rows)} of {total} units failed"):
@@ -55,7 +58,7 @@ def test_failures_are_tried_again_and_then_told(
     assert (folder / "manifest.json").exists()
     for row in rows:
         tries = [(folder / f"tries-{row}-{seed}").read_text() for seed in seeds]
-        assert tries == ["1", "2", "2"][-len(seeds) :]
+        assert tries == ["1" if seed == 0 else "2" for seed in seeds]
     assert "try 1 of seed 2" in (folder / "failed" / "BL.2.log").read_text()
     assert (folder / "failed" / "MIX.2.log").exists() == ("MIX" in rows)
     if jobs == 1:  # the same command does what is left, and that alone
