@@ -14,7 +14,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-import sklearn.datasets  # loaded before the fork, so that a child's time is its own  # noqa: F401
+# loaded before the fork, so that a child's time is its own; the second is what Adam loads
+import sklearn.datasets  # noqa: F401
+import torch._dynamo  # noqa: F401
 
 import advbayes.runs  # noqa: F401
 from advbayes.cli import main

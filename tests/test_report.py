@@ -143,13 +143,7 @@ def image_case(**names: Any) -> dict[str, Any]:
     )
     first, second = names.get("attacks", ("one step", "PGD"))
     ball = L2(1.0, box=(0, 1))
-    attacks = {first: one_step(ball), second: pgd(ball, steps=4)}
-    found = evaluate(
-        {"a": slope(8.0), "b": slope(3.0)},
-        (x, y),
-        attacks={"c": attacks[first], "d": attacks[second]},
-        radii=(0.5, 1.0),
-    )
+    attack, found = pgd(ball, steps=4), image_evaluation()
     told = dict(zip("abcd", (*predictors, first, second), strict=True))
     cells = {
         Cell(told.get(c.predictor, c.predictor), told.get(c.attack, c.attack), c.eps): rows
@@ -157,9 +151,7 @@ def image_case(**names: Any) -> dict[str, Any]:
     }
     config = {**found.config, "attacks": {told[k]: v for k, v in found.config["attacks"].items()}}
     attacked = {
-        second: {
-            name: attacks[second](predict, x[:3], y[:3]) for name, predict in predictors.items()
-        }
+        second: {name: attack(predict, x[:3], y[:3]) for name, predict in predictors.items()}
     }
     return {
         "title": names.get("title", "Two predictors"),
@@ -177,6 +169,11 @@ def image_case(**names: Any) -> dict[str, Any]:
         "class_names": names.get("classes", ("low", "high", "odd")),
         "reproduce": [names.get("command", "advbayes demo --seed 0")],
     }
+
+
+@lru_cache
+def image_case_once() -> dict[str, Any]:
+    return image_case()
 
 
 def run(name: str, *, seconds: float) -> dict[str, Any]:
@@ -336,7 +333,7 @@ def test_the_numbers_are_those_of_the_evaluation(images: ReportPaths) -> None:
     ],
 )
 def test_a_dagger_stands_at_what_is_not_to_be_believed(audit: Any, daggers: set[str]) -> None:
-    document = gather(title="t", evaluation=image_case()["evaluation"], audit=audit)
+    document = gather(title="t", evaluation=image_case_once()["evaluation"], audit=audit)
     marked = {row["predictor"] for row in document["table"] if row["dagger"]}
     assert marked == daggers
     for row in document["table"]:
@@ -350,7 +347,7 @@ def test_a_dagger_stands_at_what_is_not_to_be_believed(audit: Any, daggers: set[
 def test_a_mandatory_check_that_was_never_asked_for_did_not_pass(left_out: str) -> None:
     asked = verdict("B", failed=())
     asked["findings"] = [each for each in asked["findings"] if each["id"] != left_out]
-    document = gather(title="t", evaluation=image_case()["evaluation"], audit={"MIX": asked})
+    document = gather(title="t", evaluation=image_case_once()["evaluation"], audit={"MIX": asked})
     assert document["audit"]["MIX"]["never_asked"] == [left_out]
     assert not any(row["believed"] for row in document["summary"] if row["predictor"] == "MIX")
 
@@ -486,7 +483,7 @@ def test_bad_galleries_and_audits_are_refused() -> None:
     with pytest.raises(ValueError, match="prediction must have one row"):
         View("a", "PGD", x, torch.zeros(1, 3))
     with pytest.raises(ValueError, match="audit must be a Verdict"):
-        gather(title="t", evaluation=image_case()["evaluation"], audit={"MIX": {"level": "B"}})
+        gather(title="t", evaluation=image_case_once()["evaluation"], audit={"MIX": {"level": "B"}})
 
 
 # --- the same twice -----------------------------------------------------------------------------
