@@ -271,8 +271,11 @@ def test_a_killed_rank_ends_the_run_which_goes_on_exactly(tmp_path: Path) -> Non
 
 def test_torchrun_trains_what_one_process_trains(tmp_path: Path) -> None:
     """The command as users give it, with ranks that torchrun starts itself."""
-    settings = killing.SMALL | {"epochs": "1", "defense": "mix"}
-    argv = ["train", *killing.flags(settings), "--quiet", "--out"]
+    data = tmp_path / "data.csv"  # for which the ranks need not load scikit-learn
+    rows = torch.randn(320, 4, generator=generator_for(0, "rows")).tolist()
+    data.write_text("a,b,c,y\n" + "\n".join(",".join(f"{v:.4f}" for v in row) for row in rows))
+    settings = killing.SMALL | {"data": str(data), "epochs": "1", "defense": "mix"}
+    argv = ["train", *killing.flags(settings), "--target", "y", "--quiet", "--out"]
     command = ["--standalone", "--nproc-per-node=2", "-m", "advbayes", *argv, str(tmp_path / "two")]
     done = forking.ran(
         "import warnings\n"

@@ -137,7 +137,10 @@ def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(
 
 
 def test_side_by_side_gives_the_same_records(tmp_path: Path) -> None:
-    spec = sketch("BL")
+    rows = np.random.default_rng(0).normal(size=(80, 3))
+    file = tmp_path / "t.csv"  # for which the workers need not load scikit-learn
+    file.write_text("a,b,y\n" + "\n".join(",".join(f"{v:.4f}" for v in row) for row in rows))
+    spec = dataclasses.replace(sketch("BL"), settings={**SKETCH, "data": str(file), "target": "y"})
     one = run(spec, tmp_path / "one", quiet=True)
     two = run(spec, tmp_path / "two", jobs=2, quiet=True)
     assert (one / "records.jsonl.gz").read_bytes() == (two / "records.jsonl.gz").read_bytes()

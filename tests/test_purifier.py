@@ -462,7 +462,7 @@ def test_kept_blocks_give_the_gradient_of_blocks_computed_again(
     monkeypatch.setattr("advbayes.purification.banks._TILE", 0)
     monkeypatch.setattr("advbayes.purification.banks.FEWEST_ROWS", 32)
     for likelihood, outputs in ((Categorical(), 3), (Gaussian(0.3), 1)):
-        model, thetas, x, y = setting(likelihood, outputs, num=300, dtype=dtype)
+        model, thetas, x, y = setting(likelihood, outputs, num=130, dtype=dtype)
         x = x[x.norm(dim=1).argsort(descending=True)]
         channel = CHANNELS[name](learned(num_classes=3 if outputs == 3 else None, dtype=dtype))
         for given in (channel, Unstructured(channel)):
