@@ -4,7 +4,8 @@ recorded numbers.
 
 Tests that fork many times come first: a fork takes 65 ms then, and three times as long when all
 others have left something in memory. Temporary files are kept in memory where there is room: a
-disk takes 10 ms for each that is to survive a power cut, which no test waits for."""
+disk takes 10 ms for each that is to survive a power cut, which no test waits for. Each worker has
+one thread, whoever starts them: two workers of two threads each wait for one another."""
 
 from __future__ import annotations
 
@@ -14,9 +15,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch as it is loaded
+gc.disable()  # until all tests are collected: nothing of it is garbage
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
 
 SHIFT = int(os.environ.get("ADVBAYES_TEST_SEED", "0"))
 MEMORY = Path("/dev/shm")
@@ -38,6 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # half a million objects that no collection has to walk through again
+    gc.enable()
 
 
 class _Shifted(torch.Generator):

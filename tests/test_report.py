@@ -490,6 +490,7 @@ def test_bad_galleries_and_audits_are_refused() -> None:
 
 
 def test_two_runs_of_one_seed_have_the_same_json(images: ReportPaths, tmp_path: Path) -> None:
+    image_evaluation.cache_clear()  # attacked and scored again
     again = image_case()
     again["run"] = run("MIX", seconds=2.0)  # another machine, another folder, another duration
     again["reproduce"] = ["advbayes demo --seed 0 --out elsewhere"]
