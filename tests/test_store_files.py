@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import platform
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +28,7 @@ from advbayes.store import (
 )
 from advbayes.store import documents as strict
 from advbayes.store.files import read_bytes
-from tests import faults
+from tests import faults, forking
 
 # Atomic files
 
@@ -391,18 +389,19 @@ def test_a_forked_child_leaves_its_parents_lock_alone(tmp_path: Path) -> None:
 
 def test_lock_waits(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from advbayes.store import Lock\nwith Lock(sys.argv[1]): "
+        f"import time; from advbayes.store import Lock\nwith Lock({str(tmp_path)!r}): "
         "print(flush=True); time.sleep(0.3)"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE
-    ) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        with pytest.raises(LockedError, match=f"pid {child.pid} "), Lock(tmp_path):
+    reads, writes = os.pipe()
+    child = forking.start(program, writes, 2)
+    os.close(writes)
+    with open(reads) as output, forking.limited(child):
+        output.readline()
+        with pytest.raises(LockedError, match=f"pid {child} "), Lock(tmp_path):
             pass
         with Lock(tmp_path, wait=20):
             pass
+        assert os.waitpid(child, 0)[1] == 0
     with pytest.raises(ValueError, match="wait must be"):
         Lock(tmp_path, wait=-1)
 
