@@ -293,14 +293,14 @@ def test_the_net_and_the_data_may_differ_in_dtype(
 
 
 class Trained:
-    """Digits in [0, 1], three small predictors trained on them, and 200 test points."""
+    """Digits in [0, 1], three small predictors trained on them, and 500 test points."""
 
     def __init__(self) -> None:
         digits = importlib.import_module("sklearn.datasets").load_digits()
         order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
         x = torch.tensor(digits.images, dtype=torch.float32).div(16).unsqueeze(1)[order]
         y = torch.tensor(digits.target)[order]
-        self.x, self.y, train = x[:200], y[:200], (x[500:], y[500:])
+        self.x, self.y, train = x[:500], y[:500], (x[500:], y[500:])
         dense = nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
         robust = nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
         with torch.random.fork_rng():
