@@ -369,6 +369,17 @@ def test_e10_of_a_point_estimate_is_asked_only_whether_it_is_that_point(same: bo
     assert found.figures["thetas"] == (1 if same else 20)
 
 
+@pytest.mark.parametrize("id", ["E10", "E14"])
+def test_fresh_thetas_have_learnt_something(id: str) -> None:
+    model, posterior = bayesian()
+    known = PosteriorPredictive(model, posterior.sample(20, generator=generator(1)))
+    untrained = FreshPredictive(model, MeanField(model), 20, generator(2))
+    found = check(id, known, fresh=untrained)
+    assert found.status == "not run"
+    assert "have learnt nothing" in found.advice
+    assert "have learnt nothing" not in check(id, known).advice
+
+
 def test_e14_and_e15_need_both_kinds_of_knowledge() -> None:
     model, posterior = bayesian()
     known = PosteriorPredictive(model, posterior.sample(20, generator=generator(1)))

@@ -789,7 +789,8 @@ def test_with_thetas_needs_the_posterior_of_the_model() -> None:
 
 def test_the_audit_draws_thetas_from_it() -> None:
     model, thetas, x, y = setting(Categorical(), 3)
-    posterior = MeanField(model, init_scale=0.3)
+    posterior = MeanField(model, init_scale=0.05, init=thetas[0])
+    thetas = posterior.sample(3, generator=generator(2))
     purifier = Purifier(model, Noise(1.0), thetas, (x, y), posterior=posterior)
     at = randn(24, WIDTH, seed=3)
     verdict = audit(

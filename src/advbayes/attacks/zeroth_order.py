@@ -101,14 +101,16 @@ class Differences:
     def loss_and_gradient(self, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Loss and success of the answers as they are. In regression the differences are those of
         the loss: the two moments do not say what a mixture's likelihood is."""
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            answers = self(leaf)
+            if predicts_classes(answers):
+                value = value_of(loss, answers, y)
+                (gradient,) = torch.autograd.grad(value.sum(), leaf)
+                return value.detach(), success(loss, answers, y), gradient
         with torch.no_grad():
             prediction = self.predict(x)
             value, broken = value_of(loss, prediction, y), success(loss, prediction, y)
-        if predicts_classes(prediction):
-            with torch.enable_grad():
-                leaf = x.detach().requires_grad_()
-                (gradient,) = torch.autograd.grad(value_of(loss, self(leaf), y).sum(), leaf)
-            return value, broken, gradient
         rows = torch.arange(len(x), device=x.device)
 
         def losses(points: Tensor) -> Tensor:  # (K, B, *event) -> (K, B)

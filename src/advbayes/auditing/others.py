@@ -87,6 +87,11 @@ def fresh_of(case: Case) -> Any:
     return None if case.once("dull thetas", dull) else fresh
 
 
+def _wants_fresh(case: Case, what: str) -> Finding:
+    why = "; the thetas of the one given have learnt nothing, unlike the audited model's"
+    return not_run(f"give Support(fresh=...), {what}{why * case.memory.get('dull thetas', False)}")
+
+
 @dataclass(frozen=True)
 class _Counted:
     """A predictor that counts the inputs it is asked about."""
@@ -176,9 +181,8 @@ def enough_thetas(case: Case) -> Finding:
 
     before = left(num, join=False)
     if before is None:
-        return not_run(
-            "give Support(fresh=...), a FreshPredictive (or a predictor with `with_thetas`) to "
-            "draw more thetas from"
+        return _wants_fresh(
+            case, "a FreshPredictive (or a predictor with `with_thetas`) to draw more thetas from"
         )
     while True:
         num *= 2
@@ -201,7 +205,7 @@ def _enough_in_claim(case: Case) -> Finding:
     if wide is None and known is not None and known >= 20 and not case.stochastic:
         wide, num = case.predict, known
     if wide is None:
-        return not_run("give Support(fresh=...), a FreshPredictive to draw more thetas from")
+        return _wants_fresh(case, "a FreshPredictive to draw more thetas from")
     after = case.value(case.union(case.attacks, f"thetas {num}", through=wide))
     cost = case.value(case.gradient()) - after
     advice = f"attack through at least {num} thetas, not {used}"
@@ -242,9 +246,7 @@ def fixed_randomness(case: Case) -> Finding:
     if blind is None and case.stochastic:
         blind = case.predict
     if blind is None:
-        return not_run(
-            "give Support(fresh=...), a FreshPredictive that does not know the evaluated thetas"
-        )
+        return _wants_fresh(case, "a FreshPredictive that does not know the evaluated thetas")
     known = case.value(case.union(case.attacks, "thetas known", through=scorer, by=scorer))
     unknown = case.value(case.union(case.attacks, "thetas fresh", through=blind, by=scorer))
     case.memory["knowledge"] = dict(zip(LEVELS, (known, unknown), strict=True))
