@@ -430,3 +430,18 @@ def test_a_likelihood_of_several_modes_is_climbed_without_gradients_too(
         reached.append(nll(predict(each(predict, x, y, generator=seeded)), y))
     assert bool((reached[1] >= nll(predict(x), y) - 1e-9).all())  # x is never given up for less
     assert float(((reached[0] - reached[1]) / reached[0].abs()).median()) < 1e-3
+
+
+def test_the_two_best_directions_are_followed_for_all_steps() -> None:
+    weight = torch.randn(5, 6, generator=torch.Generator().manual_seed(0))
+    asked = []
+
+    def predict(x: Tensor) -> Distribution:
+        asked.append(len(x))
+        return torch.distributions.Categorical(logits=10 * x @ weight.T)
+
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    y = (x @ weight.T).argmax(-1)
+    APGD(L2(1e-3), margin, 12, 0, 4)(predict, x, y)
+    short, whole = 4 * (12 // 3 + 1), 2 * (12 + 1)
+    assert len(asked) >= short + whole

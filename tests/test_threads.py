@@ -33,6 +33,7 @@ from advbayes import (
     one_step,
     pgd,
 )
+from advbayes.attacks import through_attacks
 from advbayes.networks import with_group_norm
 
 THREADS = 8
@@ -318,3 +319,24 @@ def test_a_model_that_has_run_can_be_copied_and_pickled() -> None:
     wanted = model.output(thetas[0], x)[0]
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
         assert torch.equal(other.output(thetas[0], x)[0], wanted)
+
+
+def test_gradients_go_through_the_attacks_of_the_thread_that_asked_for_it() -> None:
+    model, thetas, x, y = make("layer norm")
+    predict = PosteriorPredictive(model, thetas)
+    inside, done = threading.Event(), threading.Event()
+
+    def elsewhere() -> None:
+        with through_attacks():
+            inside.set()
+            done.wait(60)
+
+    other = threading.Thread(target=elsewhere)
+    other.start()
+    assert inside.wait(60)
+    attacked = one_step(L2(0.5))(predict, x.requires_grad_(), y)
+    done.set()
+    other.join()
+    assert not attacked.requires_grad
+    with through_attacks():
+        assert one_step(L2(0.5))(predict, x, y).requires_grad
