@@ -314,6 +314,7 @@ def test_e9_counts_flat_and_infinite_gradients() -> None:
     assert check("E9", lambda x: MODEL(x.detach()), attacks=BOTH).figures["unusable"] == 1.0
     steep = check("E9", lambda x: MODEL(x + (x - x.detach()).abs().sqrt()))
     assert steep.figures["unusable"] == 1.0
+    assert steep.advice.startswith("gradients are masked")  # there is something to touch
 
 
 def test_e11_and_e12_fail_an_attack_that_noise_beats(monkeypatch: pytest.MonkeyPatch) -> None:

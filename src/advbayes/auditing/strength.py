@@ -348,7 +348,8 @@ def usable_gradients(case: Case) -> Finding:
     reach = case.ball.within_reach(torch.ones_like(case.x, dtype=torch.bool), case.x)
     # An example of which all is missing has nothing to move; where that is all of them, say so.
     movable = reach.flatten(1).any(1).cpu()
-    flat = movable if bool(movable.any()) else ~movable
+    nothing = not bool(movable.any())
+    flat = ~movable if nothing else movable
     broken, foreign = torch.zeros_like(flat), torch.zeros_like(flat)
     comparable = case.target is case.predict and not case.stochastic
     for loss in losses:
@@ -366,7 +367,7 @@ def usable_gradients(case: Case) -> Finding:
         "gradients are masked: attack through a differentiable stand-in (straight-through), "
         "and with black-box attacks"
     )
-    if not bool(movable.any()):
+    if nothing:
         advice = NOTHING
     counts = {"zero": flat, "not_finite": broken, "of_other_answers": foreign}
     figures = {name: int(rows.sum()) for name, rows in counts.items()}
