@@ -823,8 +823,8 @@ THIRD = (
     Bug(
         "an experiment's interval has the biased spread over seeds",
         "experiments/scores.py",
-        "float(np.std(values, ddof=1)) / math.sqrt(len(values))",
-        "float(np.std(values)) / math.sqrt(len(values))",
+        "float(np.std(values, ddof=1)) * math.sqrt(1 / len(values)",
+        "float(np.std(values)) * math.sqrt(1 / len(values)",
         "test_experiments test_written_out test_interval_coverage",
     ),
     Bug(

@@ -35,7 +35,7 @@ class Summary:
     """Mean and standard deviation over seeds, and a 95 % interval.
 
     Of an accuracy it is Wilson's over examples (their answers averaged over seeds), of the others
-    the spread over seeds.
+    Student's over seeds, with Nadeau and Bengio's correction where each seed divides the data anew.
     """
 
     values: tuple[float, ...]
@@ -89,6 +89,10 @@ class Scores:
         """The manifest's line of the row's first unit."""
         return next(unit for unit in self.manifest["units"].values() if unit["row"] == row)
 
+    def overlap(self, row: str) -> float:
+        """Test rows for each training row where every seed divides the data anew, else 0."""
+        return float(self.about(row).get("overlap", 0.0))
+
     def of(self, row: str) -> list[dict[str, Any]]:
         """The records of a row."""
         return [each for each in self.records if each["row"] == row]
@@ -135,7 +139,9 @@ class Scores:
             return Summary(values, *metrics.wilson(float(share.sum()), len(share)))
         if len(values) < 2:
             return Summary(values, math.nan, math.nan)
-        half = _t_quantile(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+        # redrawn splits share most of their rows: their spread alone would make it too narrow
+        spread = float(np.std(values, ddof=1)) * math.sqrt(1 / len(values) + self.overlap(row))
+        half = _t_quantile(len(values) - 1) * spread
         return Summary(values, float(np.mean(values)) - half, float(np.mean(values)) + half)
 
     def text(self, metric: str, row: str, cell: Cell, *, bold: bool) -> str:
@@ -153,7 +159,7 @@ class Scores:
         if len(seeds) < 2:
             return 1.0
         sign = 1 if METRICS[metric].better == "lower" else -1
-        overlap = float(self.about(row).get("overlap", 0.0))
+        overlap = self.overlap(row)
         both = [
             [sign * self.value(metric, name, seed, cell) for seed in seeds] for name in (row, other)
         ]

@@ -110,6 +110,9 @@ def attack_table(experiment: Experiment, scores: Scores, folder: Path) -> View:
     over = "of an accuracy over examples, of the others over seeds"
     if "rmse" in experiment.metrics:
         over, rule = "over seeds", f"{rule} RMSE and NLL are those of the standardised target."
+    if any(scores.overlap(row) and len(scores.seeds(row)) > 1 for row in scores.rows):
+        rule += " Each seed divides the data anew; intervals and tests over seeds allow for the "
+        rule += "rows that the splits share."
     yield (
         f"Mean (standard deviation over seeds) [95 % interval, {over}]. `worst` is the worst "
         f"attack for each example. {rule}"
