@@ -216,8 +216,8 @@ FIRST = (
     Bug(
         "balanced accuracy's interval forgets that classes are averaged",
         "metrics/reductions.py",
-        "        / len(parts) ** 2\n",
-        "        / len(parts)\n",
+        "each.value - each.low for each in recalls)) / num",
+        "each.value - each.low for each in recalls))",
         "test_interval_coverage test_metrics test_class_weight",
     ),
     # --- evaluation

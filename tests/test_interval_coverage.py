@@ -118,6 +118,27 @@ def test_intervals_of_samples_cover_as_they_say(name: str) -> None:
         assert share == pytest.approx(level, abs=bias + 3.5 * math.sqrt(level * (1 - level) / num))
 
 
+def test_the_balanced_accuracy_of_many_small_classes_is_held() -> None:
+    """Ten of ten examples each: Wilson's centres are all drawn towards 1/2, and an interval around
+    their mean held the truth in 60 % of the samples."""
+    num, labels = 400, torch.arange(100) % 10
+    held = 0
+    for seed in range(num):
+        right = torch.rand(100, generator=generator_for(seed, "many classes")) < 0.95
+        found = metrics.balanced_accuracy(right, labels)
+        held += found.low <= 0.95 <= found.high
+    assert held / num > 0.93
+
+
+@pytest.mark.parametrize("hits", [0, 3, 49])
+def test_the_balanced_accuracy_of_one_class_is_its_recall(hits: int) -> None:
+    right, labels = torch.arange(49) < hits, torch.zeros(49)
+    found, wanted = metrics.balanced_accuracy(right, labels), metrics.recall(right, labels, of=0)
+    assert (found.value, found.low, found.high) == pytest.approx(
+        (wanted.value, wanted.low, wanted.high), abs=1e-12
+    )
+
+
 # --- scores and tables --------------------------------------------------------------------------
 
 

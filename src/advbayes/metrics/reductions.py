@@ -24,6 +24,7 @@ from advbayes.metrics.intervals import (
     resamples,
     same_length,
     shares,
+    wilson,
 )
 
 
@@ -64,25 +65,26 @@ def balanced_accuracy(
     *,
     level: float = 0.95,
 ) -> Estimate:
-    """The mean of the recalls of the classes that occur; the interval has the variance of a mean of
-    Wilson's proportions.
+    """The mean of the recalls of the classes that occur; each end of the interval is the further
+    of two.
 
-    Each recall enters with (k + z^2/2) / (n + z^2), Wilson's centre, so that a class without an
-    error has a variance too.
+    One adds the distances of each recall from its own Wilson bounds in quadrature, and is right
+    where recalls differ; but a class without an error says nothing there about the upper end. The
+    other is Wilson's for as many examples as give this variance where all recalls are alike. For
+    one class both are Wilson's.
 
     >>> balanced_accuracy([1, 1, 1, 0], [0, 0, 0, 1]).value
     0.5
     """
-    parts, z2 = _by_class(correct, labels).values(), normal_quantile(level) ** 2
-    value = sum(float(hits.mean()) for hits in parts) / len(parts)
-    centres = [(float(hits.sum()) + z2 / 2) / (len(hits) + z2) for hits in parts]
-    variance = (
-        sum(p * (1 - p) / (len(hits) + z2) for p, hits in zip(centres, parts, strict=True))
-        / len(parts) ** 2
-    )
-    centre, half = sum(centres) / len(parts), math.sqrt(z2 * variance)
-    low, high = max(0.0, centre - half), min(1.0, centre + half)
-    return Estimate(value, min(low, value), max(high, value), sum(map(len, parts)), level)
+    recalls = [proportion(hits, level) for hits in _by_class(correct, labels).values()]
+    num = len(recalls)
+    value = sum(each.value for each in recalls) / num
+    below = math.hypot(*(each.value - each.low for each in recalls)) / num
+    above = math.hypot(*(each.high - each.value for each in recalls)) / num
+    alike = int(num**2 / sum(1 / each.num for each in recalls) + 1e-9)
+    low, high = wilson(value * alike, alike, level=level)
+    ends = max(0.0, min(low, value - below)), min(1.0, max(high, value + above))
+    return Estimate(value, *ends, sum(each.num for each in recalls), level)
 
 
 def _by_class(correct: Any, labels: Any) -> dict[int, Tensor]:
