@@ -27,8 +27,8 @@ PAIRS = [
 ]
 _FRONT = (
     "## One defense for each eps\n\nChosen on validation rows: the lowest attacked RMSE among "
-    "those whose clean RMSE there is within 10 % of BL's. The random forest has no gradient: its "
-    "attacked RMSE (by queries and transfer) is a lower bound.\n\n"
+    "those whose clean RMSE there is within 10 % of BL's, or among all where none is. The random "
+    "forest has no gradient: its attacked RMSE (by queries and transfer) is a lower bound.\n\n"
 )
 
 
