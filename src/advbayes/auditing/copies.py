@@ -143,12 +143,13 @@ def _class(value: type, memo: dict[int, Any]) -> type:
 
 def _reached(part: Any) -> list[Any]:
     """What an object refers to; of a function, what it closes over and the globals it names."""
-    if not isinstance(part, FunctionType):
-        return gc.get_referents(part)
-    space = part.__globals__ if _foreign(part) else {}
-    cells = [cell.cell_contents for cell in part.__closure__ or () if _is_filled(cell)]
-    named = [space[name] for name in _globals_in(part.__code__) if name in space]
-    return [*cells, *named, part.__defaults__, part.__kwdefaults__, part.__dict__]
+    match part:
+        case FunctionType():
+            space = part.__globals__ if _foreign(part) else {}
+            cells = [cell.cell_contents for cell in part.__closure__ or () if _is_filled(cell)]
+            named = [space[name] for name in _globals_in(part.__code__) if name in space]
+            return [*cells, *named, part.__defaults__, part.__kwdefaults__, part.__dict__]
+    return gc.get_referents(part)
 
 
 def _globals_in(code: CodeType) -> set[str]:
@@ -182,22 +183,29 @@ def held_by(
     for place, row in enumerate(_rows(x)):
         wanted.setdefault(row.tobytes(), []).append(place)
     found = torch.zeros(len(x), dtype=torch.bool)
-    seen, left = set[int](), [predict]
+    seen, left = set[int](), list[Any]([predict])
     while left and len(seen) < MOST:
         part = left.pop()
-        if id(part) in seen or isinstance(part, (*SHARED, FrameType, type)):
+        if id(part) in seen:
             continue
         seen.add(id(part))
-        if isinstance(part, (Tensor, np.ndarray)):
-            shape = tuple(part.shape)
-            is_number = isinstance(part, Tensor) or part.dtype.kind in "iuf"
-            alike = shape[-len(event) :] == tuple(event) or shape[-1:] == (event.numel(),)
-            if is_number and alike:
-                held = torch.as_tensor(part).detach().to("cpu", x.dtype)
-                for row in _rows(held.reshape(-1, event.numel())[:ROWS]):
-                    found[wanted.get(row.tobytes(), [])] = True
-        if not isinstance(part, PLAIN):
-            left += _reached(part)
+        match part:
+            case ModuleType() | BuiltinFunctionType() | FrameType() | type():
+                continue
+            case int() | float() | complex() | str() | bytes() | None:
+                continue
+            case Tensor():
+                array = part
+            case np.ndarray() if part.dtype.kind in "iuf":
+                array = torch.as_tensor(part)
+            case _:
+                left += _reached(part)
+                continue
+        shape = tuple(array.shape)
+        if shape[-len(event) :] == tuple(event) or shape[-1:] == (event.numel(),):
+            held = array.detach().to("cpu", x.dtype)
+            for row in _rows(held.reshape(-1, event.numel())[:ROWS]):
+                found[wanted.get(row.tobytes(), [])] = True
     return found
 
 

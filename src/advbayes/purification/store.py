@@ -153,7 +153,10 @@ def _values(prediction: Distribution) -> tuple[Tensor, int]:
 
 def _is_one(scale: float | Tensor) -> bool:
     """Whether a component has one scale for all reference points and features."""
-    return not isinstance(scale, Tensor) or scale.ndim == 0
+    match scale:
+        case Tensor():
+            return scale.ndim == 0
+    return True
 
 
 def _weights_and_scales(density: object) -> list[tuple[float, float | None]] | None:

@@ -248,7 +248,7 @@ def without_effect(config: RunConfig, data: Prepared) -> list[str]:
     return [
         f"{key} = {value!r} has no effect: {why}"
         for key, (is_idle, why) in idle.items()
-        if is_idle and (value := getattr(config, key)) != RunConfig.model_fields[key].default
+        if is_idle and (value := vars(config)[key]) != RunConfig.model_fields[key].default
     ]
 
 
