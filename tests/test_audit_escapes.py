@@ -11,11 +11,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Categorical as Classes
 from torch.distributions import Distribution, Normal, StudentT
 
-from advbayes import L2, Claim, Linf, Noise, Square, certify, margin, nll, pgd
+from advbayes import (
+    L2,
+    AttackChannel,
+    BayesianModel,
+    Claim,
+    Gaussian,
+    Linf,
+    Noise,
+    PosteriorPredictive,
+    Square,
+    certify,
+    margin,
+    nll,
+    pgd,
+)
 from advbayes.attacks import APGD, HardLabel
 from advbayes.auditing import (
     Budget,
@@ -240,6 +254,22 @@ def test_a_baseline_in_regression_has_learnt_something(slope: float, wanted: boo
     data = X, X[:, 0]
     mean = lambda x: Normal(slope * x[:, 0] + X[:, 0].mean(), 1.0)  # noqa: E731
     assert controls.is_trivial(case(gaussian, data), mean) is wanted
+
+
+def test_a_baseline_trained_for_a_wide_ball_has_learnt_something() -> None:
+    """Under a budget beyond the spread of the data a constant is the best worst-case answer, and
+    adversarial training finds it."""
+    ball, data = L2(3.0), (X, X @ torch.tensor([1.0, 0.5, 0.0, 0.0, 0.0]))
+    model = BayesianModel(nn.Linear(5, 1), Gaussian(0.5))
+    audited = PosteriorPredictive(model, model.initial_theta().unsqueeze(0))
+    found = case(audited, data, ball, support=Support(training=data))
+    wide = controls.trained_control(
+        model, AttackChannel(pgd(ball, 5), 0.0), data, None, seed=0, progress=False
+    )
+    assert controls.is_trivial(found, wide)
+    support = controls.with_controls(found, progress=False)
+    assert not controls.is_trivial(found, support.baseline)
+    assert controls.credible_baseline(replace(found, support=support)).status == "passed"
 
 
 @pytest.mark.parametrize(("share", "wanted"), [(0.89, True), (0.91, False)])

@@ -44,6 +44,7 @@ TRIVIAL = (
 # how controls are trained: passes, at least so many steps of Adam, examples in each, its rate;
 # the steps of the attack in adversarial training
 EPOCHS, UPDATES, BATCH, RATE, ATTACK_STEPS = 4, 400, 128, 5e-3, 5
+SMALLEST = 1 / 8  # of the audited eps, down to which adversarial training is tried
 
 
 @check("E20", "undefended control", cost=lambda case: 3 * case.passes * (case.sources > 0))
@@ -369,10 +370,10 @@ def with_controls(case: Case, *, progress: bool | None = None) -> Support:
         while True:
             channel = AttackChannel(pgd(ball, ATTACK_STEPS), 0.0)
             baseline = trained_control(model, channel, (x, y), None, **options)
-            if ball.eps <= case.ball.eps or not is_trivial(case, baseline):
+            if ball.eps <= SMALLEST * case.ball.eps or not is_trivial(case, baseline):
                 break
-            # too far for anything to be learnt
-            ball = replace(ball, eps=max(case.ball.eps, 0.5 * ball.eps))
+            # too far for anything to be learnt: a constant is nearly the best answer there
+            ball = replace(ball, eps=0.5 * ball.eps)
     return replace(support, undefended=control, baseline=baseline)
 
 
