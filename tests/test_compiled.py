@@ -18,8 +18,10 @@ from advbayes import (
     BayesianModel,
     Categorical,
     ChannelELBO,
+    Consistency,
     Gaussian,
     Linf,
+    LogitPairing,
     LowRank,
     MeanField,
     Mixture,
@@ -215,6 +217,25 @@ def test_what_nets_and_balls_hold_is_part_of_the_traced_program(
             progress=False,
             compile=compile,
         )
+        ends.append(posterior)
+    for one, other in zip(*(posterior.parameters() for posterior in ends), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+PENALTIES = (Trades(2.0), Trades(2.0, likelihood="clean"), LogitPairing(0.5), Consistency(3.0, 0.5))
+
+
+@pytest.mark.parametrize("penalty", PENALTIES, ids=repr)
+def test_every_penalty_can_be_traced(penalty: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.compile", lambda graph, examples, options: graph)
+    model = classifier().to(dtype=torch.float64)
+    objective = ChannelELBO(70, num_channel=2, penalty=penalty)
+    data = IMAGES[0].double(), IMAGES[1]
+    ends = []
+    for compile in (False, True):
+        posterior = MeanField(model, 0.1)
+        settings: Any = {"objective": objective, "steps": 2, "batch_size": 7, "lr": 1e-2}
+        fit(model, posterior, Noise(0.3), data, **settings, progress=False, compile=compile)
         ends.append(posterior)
     for one, other in zip(*(posterior.parameters() for posterior in ends), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)

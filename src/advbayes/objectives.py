@@ -287,8 +287,8 @@ class ChannelELBO:
         for theta, inputs in zip(thetas, x_adv, strict=True):
             attacked = [Outputs(*model.output(theta, one)) for one in inputs]
             if isinstance(self.penalty, Consistency):  # outputs that predict the samples' mean
-                each = CategoricalDistribution(logits=torch.stack([one.output for one in attacked]))
-                mean = mix(each)
+                logits = torch.stack([one.output for one in attacked])
+                mean = mix(CategoricalDistribution(logits=logits, validate_args=False))
                 assert predicts_classes(mean)
                 clean = Outputs(mean.logits, attacked[0].extra)
             else:
