@@ -1755,8 +1755,8 @@ SEVENTH = (
     Bug(
         "auprc is auroc",
         "evaluation/result.py",
-        '"auprc": lambda rows: metrics.auprc(rows["positive"], rows["label"])',
-        '"auprc": lambda rows: metrics.auroc(rows["positive"], rows["label"])',
+        '"auprc": lambda rows: metrics.auprc(rows["positive"], _labels(rows))',
+        '"auprc": lambda rows: metrics.auroc(rows["positive"], _labels(rows))',
         "test_interval_coverage",
     ),
     Bug(

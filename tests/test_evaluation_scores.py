@@ -182,6 +182,30 @@ def test_attacks_that_do_nothing_cost_a_stochastic_predictor_nothing() -> None:
 
 
 @IDLE
+def test_scores_by_class_of_a_stochastic_predictor_are_those_of_its_records() -> None:
+    """However often it was asked: the mean of ten labels is not quite the label."""
+    label = torch.arange(60) % 3
+    for classes, asked in ((2, 10), (3, 10), (3, 7)):
+
+        def shaky(x: Tensor, classes: int = classes) -> Distribution:
+            return Categorical(logits=2 * torch.randn(len(x), classes) + x[:, :1])
+
+        y = label % classes
+        x = torch.randn(60, 3, generator=generator(4))
+        report = evaluate(shaky, (x, y), attacks={"null": null}, rescore=asked)
+        for attack in ("clean", "null", "worst"):
+            rows = report.columns(attack=attack)
+            assert torch.equal(rows["label"], y.double())
+            recalls = [float(rows["correct"][y == c].mean()) for c in range(classes)]
+            balanced = report.estimate("balanced_accuracy", attack=attack).value
+            assert balanced == pytest.approx(sum(recalls) / classes)
+            assert report.estimate("recall", attack=attack).value == pytest.approx(recalls[1])
+        if classes == 2:
+            expected = metrics.auroc(rows["positive"], y).value
+            assert report.estimate("auroc", attack="worst").value == expected
+
+
+@IDLE
 def test_a_folder_gives_the_worst_of_a_stochastic_predictor_again(tmp_path: Path) -> None:
     report = evaluate(
         coin, (X, torch.zeros(100).long()), attacks={"a": null, "b": null}, out=tmp_path

@@ -899,6 +899,12 @@ Y = torch.zeros(4, dtype=torch.long)
         (lambda: metrics.accuracy([0.5, 1.0]), ValueError, "correct must hold True and False"),
         (lambda: metrics.accuracy("yes"), TypeError, "correct must be a tensor or an array"),
         (lambda: metrics.accuracy([True], level=1.0), ValueError, "level must be"),
+        (
+            lambda: metrics.balanced_accuracy([1, 0], [0, 0.9999]),
+            ValueError,
+            "labels must hold whole numbers",
+        ),
+        (lambda: metrics.recall([1, 0], [0, 1.5], of=1), ValueError, "whole numbers"),
         (lambda: metrics.coverage(torch.zeros(0, 2)), ValueError, "N >= 1"),
         (lambda: metrics.coverage(torch.full((2, 2), 0.5)), ValueError, "inside must hold"),
         (

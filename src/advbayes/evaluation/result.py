@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from advbayes import checks, metrics
 from advbayes.evaluation.inputs import Task
@@ -26,6 +27,11 @@ def _within(estimate: Estimate, most: float = math.inf) -> Estimate:
     value = estimate.value
     low, high = max(estimate.low, min(0.0, value)), min(estimate.high, max(most, value))
     return replace(estimate, low=low, high=high)
+
+
+def _labels(rows: Columns) -> Tensor:
+    """The classes; in records of earlier versions they may be the mean of ten, not quite whole."""
+    return rows["label"].round()
 
 
 REDUCTIONS: dict[Task, dict[str, Callable[[Columns], Estimate]]] = {
@@ -50,10 +56,10 @@ REDUCTIONS: dict[Task, dict[str, Callable[[Columns], Estimate]]] = {
 
 ON_REQUEST: dict[Task, dict[str, Callable[[Columns], Estimate]]] = {  # not in a table unless named
     "classification": {
-        "balanced_accuracy": lambda rows: metrics.balanced_accuracy(rows["correct"], rows["label"]),
-        "recall": lambda rows: metrics.recall(rows["correct"], rows["label"], of=1),
-        "auroc": lambda rows: metrics.auroc(rows["positive"], rows["label"]),
-        "auprc": lambda rows: metrics.auprc(rows["positive"], rows["label"]),
+        "balanced_accuracy": lambda rows: metrics.balanced_accuracy(rows["correct"], _labels(rows)),
+        "recall": lambda rows: metrics.recall(rows["correct"], _labels(rows), of=1),
+        "auroc": lambda rows: metrics.auroc(rows["positive"], _labels(rows)),
+        "auprc": lambda rows: metrics.auprc(rows["positive"], _labels(rows)),
     },
     "regression": {},
 }

@@ -89,6 +89,7 @@ def balanced_accuracy(
 
 def _by_class(correct: Any, labels: Any) -> dict[int, Tensor]:
     correct, labels = shares("correct", correct), column("labels", labels)
+    holding("labels", labels, labels == labels.round(), "hold whole numbers")
     same_length(correct=correct, labels=labels)
     return {int(label): correct[labels == label] for label in labels.unique().tolist()}
 
