@@ -1580,8 +1580,8 @@ SEVENTH = (
     Bug(
         "mnist without its pairs",
         "experiments/catalogue.py",
-        '        _rows(*_MNIST_ROWS),\n        views=("attack_table", "pairs"),',
-        '        _rows(*_MNIST_ROWS),\n        views=("attack_table",),',
+        '        _mnist_rows(),\n        views=("attack_table", "pairs"),',
+        '        _mnist_rows(),\n        views=("attack_table",),',
         "test_calls",
     ),
     Bug(

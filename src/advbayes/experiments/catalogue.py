@@ -199,6 +199,13 @@ _MNIST_ROWS = (
     *("BL", "AT", "OS50", "MIX", "PGD channel", "OS", "NN", "NN50", "multi-step AT", "onPure"),
     *("offPure", "eps prior", "Gibbs", "TRADES", "ALP", "uniform", "majority"),
 )
+
+
+def _mnist_rows() -> dict[str, Row]:
+    """With the noise that `validation-mnist` prefers: the other rows have what was taken first."""
+    return {**_rows(*_MNIST_ROWS), **_tried("MIX", "sigma", 0.2)}
+
+
 _CURVE_ROWS = ("BL", "AT", "OS50", "MIX", "NN50", "PGD channel", "onPure", "offPure")
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -210,14 +217,14 @@ EXPERIMENTS: dict[str, Experiment] = {
     "mnist": Experiment(
         "MNIST, L2, eps 2 (Tables 1 and 2)",
         MNIST,
-        _rows(*_MNIST_ROWS),
+        _mnist_rows(),
         views=("attack_table", "pairs"),
         reported="mnist",
     ),
     "mnist-strong": Experiment(
         "MNIST, L2, eps 2: the same models under the strong suite",
         MNIST,
-        _rows(*_MNIST_ROWS, "full purifier"),
+        {**_mnist_rows(), **_rows("full purifier")},
         attacks=("strong",),
         num_test=200,
     ),
