@@ -153,7 +153,7 @@ def reported(task: str = "classification", **settings: Any) -> list[Any]:
 def shown(task: str) -> Gallery:
     x, y = DATA[task]
     attacked = (x + 0.1 * gaussian(40, 4, seed=9)).clamp(0, 1)
-    return make_gallery({"MIX": ALL[task]}, x, y, {"PGD": attacked}, eps=0.3, num=2)
+    return make_gallery({"MIX": ALL[task]}, x, y, {"PGD": {"MIX": attacked}}, eps=0.3, num=2)
 
 
 COLUMNS = Standardize(
@@ -169,12 +169,12 @@ HISTORY = {
 }
 OPTIONS = {
     "title": "Of mine",
-    "audit": VERDICT,
+    "audit": {"MIX": VERDICT},
     "threat_model": ThreatModel(
         eps=0.1, norm="L2", units="raw", attack_thetas=3, evaluation_thetas=4, steps=5, loss="nll"
     ),
-    "run": RUN,
-    "history": HISTORY,
+    "run": {"mix": RUN},
+    "history": {"MIX": HISTORY},
     "feature_names": ("age", "size", "a|b", "<d>"),
     "scaling": COLUMNS,
     "reproduce": {
@@ -195,7 +195,7 @@ call(
 call(
     reported,
     {"task": "regression", "gallery": lambda: shown("regression"), "scaling": COLUMNS},
-    {"audit": VERDICT | {"level": "B"}, "scaling": None, "run": {"one": RUN, "two": RUN}},
+    {"audit": {"MIX": VERDICT | {"level": "B"}}, "scaling": None, "run": {"one": RUN, "two": RUN}},
     name="a report on numbers",
     brief=True,
 )
@@ -219,7 +219,13 @@ def documented(task: str = "classification", num: int = 200, **sources: Any) -> 
 for task in ("classification", "regression"):
     call(
         documented,
-        {"task": task, "audit": VERDICT, "run": RUN, "history": HISTORY, "scaling": COLUMNS},
+        {
+            "task": task,
+            "audit": {"MIX": VERDICT},
+            "run": {"mix": RUN},
+            "history": {"MIX": HISTORY},
+            "scaling": COLUMNS,
+        },
         {"num": 150},
         name=f"the document of a report, {task}",
         brief=True,

@@ -1043,7 +1043,7 @@ _through = _Shared()""",
     Bug(
         "a saved purifier answers without purifying",
         "estimators.py",
-        "estimator.predictor_ = estimator._purified(trained_on, estimator.thetas_)",
+        'estimator._purify(trained_on, _Reference(channel=loaded.channel, **kept["reference"]))',
         "pass",
         "test_saved_estimators",
     ),

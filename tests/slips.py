@@ -1718,13 +1718,6 @@ SEVENTH = (
         "test_datasets",
     ),
     Bug(
-        "lone verdict goes to the last predictor",
-        "report/gather.py",
-        "first = evaluation.predictors[0]\n    verdicts",
-        "first = evaluation.predictors[-1]\n    verdicts",
-        "test_report",
-    ),
-    Bug(
         "headline at the smallest radius",
         "report/gather.py",
         "min(trained) if len(trained) == 1 else max(radii)",
@@ -1804,8 +1797,8 @@ SEVENTH = (
     Bug(
         "weights of the reference lost on load",
         "estimators.py",
-        'reference.get("weights")',
-        'reference.get("weight")',
+        '_Reference(channel=loaded.channel, **kept["reference"])',
+        '_Reference(channel=loaded.channel, **kept["reference"] | {"weights": None})',
         "test_sample_weight",
     ),
     Bug(

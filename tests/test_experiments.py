@@ -15,7 +15,6 @@ import pytest
 import torch
 from scipy import stats
 
-from advbayes import L2
 from advbayes.attacks import Suite, Transfer
 from advbayes.channels import AttackChannel, Mixture, Noise
 from advbayes.experiments import running
@@ -41,7 +40,7 @@ def sketch(*defenses: str) -> Spec:
 def test_mixed_channels_hold_the_noisy_identity() -> None:
     """SM-5: rho N(x, sigma^2) + (1 - rho) one step plus noise; AT alone is without noise."""
     config = make_config({"data": "digits", "sigma": 0.2})
-    data, _ = prepared(config)
+    data = prepared(config)["test"]
     for name in ("OS50", "NN50"):
         make = DEFENSES[name].channel
         assert make is not None
@@ -60,7 +59,7 @@ def test_mixed_channels_hold_the_noisy_identity() -> None:
 
 def test_the_mix_channel_has_the_papers_weights() -> None:
     config = make_config({"data": "digits", **DEFENSES["MIX"].settings})
-    channel, _ = build_defense(config, prepared(config)[0])
+    channel, _ = build_defense(config, prepared(config)["test"])
     assert isinstance(channel, Mixture)
     assert [round(weight, 9) for weight in channel.weights] == [0.4, 0.2, 0.2, 0.2]
     losses = [part.attack.stages[0][0].__name__ for part in channel.channels[1:]]  # type: ignore[attr-defined]
@@ -75,10 +74,9 @@ def test_every_reported_row_is_a_row_of_its_experiment() -> None:
 
 def test_validation_rows_come_out_of_the_training_rows() -> None:
     config = make_config({"data": "diabetes", "seed": 3})
-    whole, none = prepared(config)
-    data, held_out = prepared(config, validation=True)
-    assert none is None
-    assert held_out is not None
+    alone, both = prepared(config), prepared(config, validation=True)
+    assert alone.keys() == {"test"}
+    whole, data, held_out = alone["test"], both["test"], both["validation"]
     assert torch.equal(data.x_test, whole.x_test)
     together = torch.cat([data.x_train, held_out.x_test])
     assert len(together) == len(whole.x_train)
@@ -90,7 +88,7 @@ def test_validation_rows_come_out_of_the_training_rows() -> None:
 def test_least_squares_of_dependent_columns_has_small_weights() -> None:
     """Rounded to float32, dependent columns look independent: any weights would do on the data, and
     none beside it."""
-    data, _ = prepared(make_config({"data": "diabetes"}))
+    data = prepared(make_config({"data": "diabetes"}))["test"]
     doubled = torch.cat([data.x_train, data.x_train[:, :1] * 3 + data.x_train[:, 1:2]], 1)
     reference = DEFENSES["least squares"].reference
     assert reference is not None
@@ -100,7 +98,7 @@ def test_least_squares_of_dependent_columns_has_small_weights() -> None:
 
 
 def test_min_max_units_are_those_of_the_training_rows() -> None:
-    data, _ = prepared(make_config({"data": "diabetes"}), "min-max")
+    data = prepared(make_config({"data": "diabetes"}), "min-max")["test"]
     assert torch.allclose(data.x_train.amin(0), torch.zeros(10))
     assert torch.allclose(data.x_train.amax(0), torch.ones(10))
 
@@ -280,10 +278,9 @@ def test_a_purifier_meets_the_attacks_that_know_it() -> None:
     experiment = Experiment("", settings, rows, attacks=("PGD", "strong"), steps=2, thetas=2)
     for row, kinds in (("BL", set()), ("onPure", {Transfer, NearestCentre, Annealed})):
         unit = Unit(experiment, row, 0)
-        data, _ = prepared(unit.config)
-        predict, _ = predictor(unit, data)
-        attacks = attacks_on(unit, data, L2(1.0), predict)
-        strong = attacks["strong"]
+        data = unit.data
+        predict, _ = predictor(unit)
+        strong = attacks_on(unit, predict)["strong"]
         assert isinstance(strong, Suite)
         assert {type(each) for each in strong.attacks} >= kinds
         assert any(isinstance(each, NearestCentre) for each in strong.attacks) == bool(kinds)

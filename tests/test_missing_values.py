@@ -279,7 +279,7 @@ def test_a_comparison_has_the_reach_of_a_run(tmp_path: Path) -> None:
     """The same columns, the same mask, the same budgets as `train` with these settings."""
     values: dict[str, Any] = {"data": str(table(tmp_path / "t.csv")), "target": "outcome"}
     config = make_config({**values, "drop": ["sex"], "fixed": ["age"], "feature_eps": ["dose=2"]})
-    mine, _ = prepared(config)
+    mine = prepared(config)["test"]
     own = prepare(config)
     assert mine.dataset.feature_names == own.dataset.feature_names
     assert mine.ball("l2", 0.3) == own.ball("l2", 0.3)

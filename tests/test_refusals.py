@@ -65,7 +65,6 @@ from advbayes.predictive import conformal_sets
 from advbayes.purification import Simulated, StraightThrough
 from advbayes.purification.attacks import nearest_centre_radius
 from advbayes.report import Gallery, View
-from advbayes.report.gather import _scaling
 from advbayes.runs import make_attack
 from advbayes.runs.building import reach_of
 from advbayes.runs.config import make_config
@@ -379,10 +378,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a view of other inputs": (
         lambda: Gallery(X, Y, (View("a", "clean", X[:, :2], torch.rand(8, 2)),)),
         "a view's x must have shape (8, 3), got a torch.float32 tensor of shape (8, 2)",
-    ),
-    "half a scaling": (
-        lambda: _scaling({"mean": X[0]}, None),
-        "scaling must have mean and std, got ['mean']",
     ),
     # --- runs and commands
     "features that are not there": (

@@ -24,6 +24,7 @@ from torch.distributions import Categorical as Classes
 from torch.distributions import Normal
 
 from advbayes import L2, Linf, one_step, pgd, squared_error
+from advbayes.datasets import Standardize
 from advbayes.evaluation import Cell, Evaluation, evaluate
 from advbayes.report import (
     Gallery,
@@ -167,7 +168,7 @@ def image_case(**names: Any) -> dict[str, Any]:
         "history": {name: {"bound": [-9.0, -5.0, math.nan, -4.0]} for name in predictors},
         "gallery": make_gallery(predictors, x, y, attacked, eps=1.0, num=3),
         "class_names": names.get("classes", ("low", "high", "odd")),
-        "reproduce": [names.get("command", "advbayes demo --seed 0")],
+        "reproduce": {"commands": [names.get("command", "advbayes demo --seed 0")]},
     }
 
 
@@ -233,17 +234,17 @@ def table_case(features: tuple[str, ...] = ("alcohol", "acidity", "sugar")) -> d
     return {
         "title": "Wine",
         "evaluation": table_evaluation(),
-        "audit": verdict("B", failed=()),
+        "audit": {"wine": verdict("B", failed=())},
         "gallery": make_gallery(
-            {"wine": line}, x, y, {"PGD": attack(line, x[:2], y[:2])}, eps=0.5, num=2
+            {"wine": line}, x, y, {"PGD": {"wine": attack(line, x[:2], y[:2])}}, eps=0.5, num=2
         ),
         "feature_names": features,
-        "scaling": {
-            "mean": [10.0, 0.5, 2.0],
-            "std": [2.0, 0.1, 4.0],
-            "target_mean": 5.0,
-            "target_std": 3.0,
-        },
+        "scaling": Standardize(
+            torch.tensor([10.0, 0.5, 2.0], dtype=torch.float64),
+            torch.tensor([2.0, 0.1, 4.0], dtype=torch.float64),
+            torch.tensor(5.0),
+            torch.tensor(3.0),
+        ),
     }
 
 
@@ -322,12 +323,11 @@ def test_the_numbers_are_those_of_the_evaluation(images: ReportPaths) -> None:
 @pytest.mark.parametrize(
     ("audit", "daggers"),
     [
-        (None, {"plain", "MIX"}),
+        ({}, {"plain", "MIX"}),
         ({"MIX": verdict("B", failed=())}, {"plain"}),
         ({"MIX": verdict("A", failed=()), "plain": verdict("B", failed=())}, set()),
         ({"MIX": verdict("C")}, {"plain", "MIX"}),
         ({"MIX": verdict("D")}, {"plain", "MIX"}),
-        (verdict("B", failed=()), {"MIX"}),  # of the first predictor
         # most was never asked for
         ({"MIX": {**verdict("B"), "findings": verdict("B")["findings"][:3]}}, {"plain", "MIX"}),
     ],
@@ -413,10 +413,8 @@ def test_units_are_raw_and_standardised(features: ReportPaths) -> None:
 def test_the_summary_is_about_the_radius_trained_for_or_the_largest(
     trained: tuple[float, ...], threat: dict[str, float] | None, eps: float
 ) -> None:
-    runs = {f"run {k}": {"config": {"eps": each}} for k, each in enumerate(trained)}
-    document = gather(
-        title="t", evaluation=image_evaluation(), run=runs or None, threat_model=threat
-    )
+    runs = {f"run {k}": {"config": {"eps": each}, "manifest": {}} for k, each in enumerate(trained)}
+    document = gather(title="t", evaluation=image_evaluation(), run=runs, threat_model=threat or {})
     assert document["eps"] == eps
     assert document["threat_model"]["eps"] == (threat or {"eps": eps})["eps"]
     assert document["threat_model"]["radii"] == [0.5, 1.0]
@@ -482,7 +480,7 @@ def test_bad_galleries_and_audits_are_refused() -> None:
         Gallery(x, y[:1])
     with pytest.raises(ValueError, match="prediction must have one row"):
         View("a", "PGD", x, torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="audit must be a Verdict"):
+    with pytest.raises(ValueError, match="audit must be a Verdict or its JSON"):
         gather(title="t", evaluation=image_case_once()["evaluation"], audit={"MIX": {"level": "B"}})
 
 
@@ -493,7 +491,7 @@ def test_two_runs_of_one_seed_have_the_same_json(images: ReportPaths, tmp_path: 
     image_evaluation.cache_clear()  # attacked and scored again
     again = image_case()
     again["run"] = run("MIX", seconds=2.0)  # another machine, another folder, another duration
-    again["reproduce"] = ["advbayes demo --seed 0 --out elsewhere"]
+    again["reproduce"] = {"commands": ["advbayes demo --seed 0 --out elsewhere"]}
     paths = write_report(tmp_path, **again)
     assert (
         hashlib.sha256(paths.json.read_bytes()).hexdigest()

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -50,6 +50,17 @@ from advbayes.types import Attack, Channel, Predictor
 
 DEFENSES = ("proactive", "reactive", "both", "none")
 CHANNELS = ("none", "noise", "at", "os", "os50", "mix", "pgd")
+
+
+class _Reference(NamedTuple):
+    """What the reactive defense purifies with, in the units that the net is trained in."""
+
+    x: Tensor
+    y: Tensor
+    channel: Channel
+    shift: Tensor
+    spread: Tensor | None = None  # None: X as it is
+    weights: Tensor | None = None  # None: all alike
 
 
 @dataclass(eq=False, repr=False)
@@ -103,15 +114,12 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         channel = self._channel(shift, spread)
         # Trained on standardised inputs where the channel is in those units; the same thetas then
         # answer for X as it is.
-        model, seen = BayesianModel(inner, likelihood, self.prior_scale), x
-        self.model_ = model
+        self.model_ = model = BayesianModel(inner, likelihood, self.prior_scale)
+        seen = x
         if spread is not None:
             seen = (x - shift) / spread
-            self.model_ = BayesianModel(
-                nn.Sequential(_affine(1 / spread, -shift / spread), inner),
-                likelihood,
-                self.prior_scale,
-            )
+            whole = nn.Sequential(_affine(1 / spread, -shift / spread), inner)
+            self.model_ = BayesianModel(whole, likelihood, self.prior_scale)
         self.posterior_ = named_posterior(
             self.posterior, model, seed=seed, init_scale=self.init_scale
         )
@@ -136,19 +144,22 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         self.predictor_: Predictor = PosteriorPredictive(self.model_, thetas)
         if self.defense in ("reactive", "both"):
             counted = weights > 0
-            self._reference = (seen[counted], y[counted], channel, shift, spread)
-            alike = bool((weights[counted] == weights[counted][0]).all())
-            self._reference_weights = None if alike else weights[counted]
-            self.predictor_ = self._purified(model, thetas)
+            each = weights[counted]
+            unequal = each if bool((each != each[0]).any()) else None
+            reference = _Reference(seen[counted], y[counted], channel, shift, spread, unequal)
+            self._purify(model, reference)
         if self.result_.interrupted:
             raise KeyboardInterrupt
 
-    def _purified(self, model: BayesianModel, thetas: Tensor) -> Predictor:
-        seen, y, channel, shift, spread = self._reference
-        purifier = Purifier(model, channel, thetas, (seen, y), "online")
-        if self._reference_weights is not None:
-            purifier = purifier._weighed(self._reference_weights)
-        return purifier if spread is None else Scaled(purifier, 1 / spread, -shift / spread)
+    def _purify(self, model: BayesianModel, reference: _Reference) -> None:
+        self._reference = reference
+        x, y, channel, shift, spread, weights = reference
+        purifier = Purifier(model, channel, self.thetas_, (x, y), "online")
+        if weights is not None:
+            purifier = purifier._weighed(weights)
+        self.predictor_ = (
+            purifier if spread is None else Scaled(purifier, 1 / spread, -shift / spread)
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the fitted estimator as a bundle, without pickle; `load` gives it back.
@@ -182,22 +193,17 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         if np.ndim(self.eps) == 0:
             eps = float(self.eps)  # type: ignore[arg-type]
             return make_ball(self.norm, eps, scale=unit, indicators=missing)
-        each = torch.as_tensor(
-            np.asarray(self.eps), dtype=torch.float64 if spread is None else spread.dtype
-        )
+        dtype = torch.float64 if spread is None else spread.dtype
+        each = torch.as_tensor(np.asarray(self.eps), dtype=dtype)
         if each.shape != (self.n_features_in_,):
             raise checks.InputError(
                 f"eps must be a number or hold one for each of {self.n_features_in_} features, "
                 f"got {self.eps!r}"
             )
         each = each if unit is None else each * unit
-        return make_ball(
-            self.norm,
-            1.0,
-            mask=None if bool((each > 0).all()) else each > 0,
-            scale=torch.where(each > 0, each, 1.0),
-            indicators=missing,
-        )
+        mask = None if bool((each > 0).all()) else each > 0
+        scale = torch.where(each > 0, each, 1.0)
+        return make_ball(self.norm, 1.0, mask=mask, scale=scale, indicators=missing)
 
     def _missing(self, x: Tensor) -> tuple[tuple[int, int, float], ...] | None:
         """Each imputed column, its indicator, and halfway between the two values of that."""
@@ -236,11 +242,10 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             return self._own_channel
         name = checks.choice("channel", self.channel, CHANNELS)
         scale = self.ball_.scale
-        if spread is not None:
-            scale = (torch.ones_like(spread) if scale is None else scale) / spread
         missing = self.ball_.indicators
-        if spread is not None and missing is not None:
-            missing = tuple(
+        if spread is not None:
+            scale = (1.0 if scale is None else scale) / spread
+            missing = missing and tuple(
                 (feature, indicator, float((above - shift[indicator]) / spread[indicator]))
                 for feature, indicator, above in missing
             )
@@ -290,10 +295,10 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             )
         return x.view(len(x), *self.event_shape)
 
+    @torch.no_grad()
     def _predicted(self, X: ArrayLike) -> Distribution:
         x = self._checked(X)
-        with torch.no_grad():
-            return self.predictor_(x)
+        return self.predictor_(x)
 
     def _checked(self, X: ArrayLike) -> Tensor:
         check_is_fitted(self, "predictor_")
@@ -430,10 +435,8 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         likelihood: Likelihood
         if self.noise_scale == "heteroscedastic":  # means and log-scales
             likelihood = HeteroscedasticGaussian(unit=unit)
-            last = _affine(
-                torch.cat([spread, torch.ones_like(spread)]),
-                torch.cat([shift, torch.zeros_like(shift)]),
-            )
+            ones, zeros = torch.ones_like(spread), torch.zeros_like(shift)
+            last = _affine(torch.cat([spread, ones]), torch.cat([shift, zeros]))
         elif self.noise_scale == "learned":
             likelihood = Gaussian(unit, learned=True, num_outputs=num, unit=unit)
         else:
@@ -442,10 +445,8 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         self._train(x, targets, len(last.bias), likelihood, weights, last)
         return self
 
-    def predict(
-        self, X: ArrayLike, return_std: bool = False
-    ) -> Any:  # (B,) or (B, D); with return_std a pair of them
-        """The predictive mean, and its standard deviation: of noise and thetas."""
+    def predict(self, X: ArrayLike, return_std: bool = False) -> Any:
+        """The predictive mean, (B,) or (B, D), and its standard deviation: of noise and thetas."""
         prediction = self._predicted(X)
         mean, std = self._shaped(prediction.mean), self._shaped(prediction.variance.sqrt())
         if self.abstain is not None:
@@ -570,12 +571,12 @@ def robust_scorer(
         checks.choice(f"metric for a {type(last).__name__}", metric, known)
         x, target = last.as_tensors(Pipeline(before).transform(X) if before else X, y)
         ball: Ball = last.ball_
-        if eps is not None and np.ndim(last.eps) > 0:
-            raise checks.InputError(
-                f"eps of robust_scorer must be left out for an estimator with a budget for each "
-                f"feature, got {eps!r} for {last.eps!r}"
-            )
         if eps is not None:
+            if np.ndim(last.eps) > 0:
+                raise checks.InputError(
+                    f"eps of robust_scorer must be left out for an estimator with a budget for "
+                    f"each feature, got {eps!r} for {last.eps!r}"
+                )
             ball = replace(ball, eps=float(eps))
         attack: Attack = pgd(ball, steps, margin)
         if last._task == "regression":
@@ -633,28 +634,23 @@ def save_pipeline(
         raise checks.InputError(
             f"feature_names must name the {pipeline.n_features_in_} columns of X, got {len(names)}"
         )
-    settings = {
-        name: value
-        for name, value in last.get_params(deep=False).items()
-        if name not in ("channel", "net")
-    }
+    settings = last.get_params(deep=False).items()
     own_channel, classes = last._own_channel, getattr(last, "classes_", None)
     kind, state = bundle.encode_posterior(last.posterior_, last.model_, "estimator")
     tensors = {f"posterior/{name}": value for name, value in state.items()}
     reference = last._reference if last.defense in ("reactive", "both") else None
+    channel = own_channel
     if reference is not None:
-        x, y, _, shift, spread = reference
-        tensors |= {"reference/x": x, "reference/y": y, "reference/shift": shift}
-        tensors |= {} if spread is None else {"reference/spread": spread}
-        if last._reference_weights is not None:
-            tensors["reference/weights"] = last._reference_weights
+        parts = reference._asdict()
+        channel = parts.pop("channel")
+        tensors |= {f"reference/{name}": part for name, part in parts.items() if part is not None}
     ball = last.ball_
     bundle.save(
         path,
         model=last.model_,
         # what it predicts with, so that everything that reads bundles gives its numbers
         posterior=Samples(last.thetas_),
-        channel=own_channel if reference is None else reference[2],
+        channel=channel,
         class_names=None if classes is None else [str(name) for name in classes],
         threat_model={
             "norm": last.norm,
@@ -673,7 +669,9 @@ def save_pipeline(
                 "class": type(last).__name__,
                 "step": step,
                 "settings": {
-                    name: preprocessing.plain(value, name) for name, value in settings.items()
+                    name: preprocessing.plain(value, name)
+                    for name, value in settings
+                    if name not in ("channel", "net")
                 },
                 # its name, or whether it came as such
                 "channel": (last.channel or False) if own_channel is None else True,
@@ -717,9 +715,8 @@ def load_pipeline(path: str | os.PathLike[str], *, net: nn.Module | None = None)
 
 def _restored(path: str | os.PathLike[str], said: dict[str, Any], net: nn.Module | None) -> Any:
     front, back = said["layout"]
-    whole = net
+    dtype, whole = torch.float64 if said["double"] else torch.float32, net
     if net is not None:
-        dtype = torch.float64 if said["double"] else torch.float32
         whole = copy.deepcopy(net).to(dtype)
 
         def layer(size: int) -> nn.Linear:
@@ -727,14 +724,10 @@ def _restored(path: str | os.PathLike[str], said: dict[str, Any], net: nn.Module
 
         whole = nn.Sequential(whole, layer(back)) if back else whole
         whole = nn.Sequential(layer(said["num_features"]), whole) if front else whole
-    loaded = bundle.load(path, net=whole)
+    loaded: Any = bundle.load(path, net=whole)
     settings = {name: preprocessing.array(value, name) for name, value in said["settings"].items()}
-    estimator = _KINDS[said["class"]](
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in settings.items()
-        }
-    )
+    lists = {name: tuple(value) for name, value in settings.items() if type(value) is list}
+    estimator = _KINDS[said["class"]](**settings | lists)
     if said["channel"]:
         estimator.channel = loaded.channel if said["channel"] is True else said["channel"]
     model = loaded.model
@@ -744,8 +737,8 @@ def _restored(path: str | os.PathLike[str], said: dict[str, Any], net: nn.Module
     inner = inner[1] if front else inner
     if said["net"]:
         estimator.net = net if net is not None else inner[0] if back else inner
-    estimator._dtype = torch.float64 if said["double"] else torch.float32
-    estimator._columns, estimator._layout = bool(said["columns"]), (bool(front), int(back))
+    estimator._dtype, estimator._columns = dtype, bool(said["columns"])
+    estimator._layout = bool(front), int(back)
     estimator.n_features_in_ = int(said["num_features"])
     if said["names"]:
         estimator.feature_names_in_ = np.array(said["names"], object)
@@ -764,17 +757,8 @@ def _restored(path: str | os.PathLike[str], said: dict[str, Any], net: nn.Module
     )
     estimator.predictor_ = PosteriorPredictive(model, estimator.thetas_)
     if said["purified"]:
-        reference = kept["reference"]
-        estimator._reference = (
-            reference["x"],
-            reference["y"],
-            loaded.channel,
-            reference["shift"],
-            reference.get("spread"),
-        )
-        estimator._reference_weights = reference.get("weights")
         trained_on = BayesianModel(inner, model.likelihood, model.prior_scale)
-        estimator.predictor_ = estimator._purified(trained_on, estimator.thetas_)
+        estimator._purify(trained_on, _Reference(channel=loaded.channel, **kept["reference"]))
     return estimator
 
 

@@ -18,7 +18,7 @@ import typer
 from advbayes import __version__
 from advbayes.checks import AdvBayesError, inert
 from advbayes.cli import attack, audit, certify, evaluate, experiments, looking, predict, train
-from advbayes.cli.screen import fault
+from advbayes.cli.screen import fault, warn
 from advbayes.cli.signals import Stopped, watched
 from advbayes.runs.config import ConfigError
 
@@ -66,7 +66,7 @@ for command in COMMANDS:  # in the list of commands: the first sentence, on one 
 def run(argv: Sequence[str] | None = None) -> int:
     """Parse and run; the exit code."""
     if argv is None:  # a library's warning as one line, without the source line that gave it
-        warnings.showwarning = lambda message, *_, **__: fault(f"warning: {message}")
+        warnings.showwarning = lambda message, *_, **__: warn(str(message))
     try:
         # the console program leaves at once until there is work
         words = list(sys.argv[1:] if argv is None else argv)

@@ -85,8 +85,8 @@ def attack(
         emit({**result, "threat_model": units})
     else:
         say(f"{attack} within {norm} {said_units(units)}")
-        scores = f"{column.name} {before:.4g} before, {after:.4g} after"
-        say(f"{counted(len(x))}: {scores}; arrays in {out}")
+        change = f"{column.name} {before:.4g} before, {after:.4g} after"
+        say(f"{counted(len(x))}: {change}; arrays in {out}")
 
 
 def _write(path: Path, arrays: dict[str, Any]) -> None:

@@ -67,9 +67,9 @@ class Foreign:
             evaluation=evaluation,
             audit={"model": verdict},
             threat_model={"norm": type(ball).__name__, "eps": ball.eps, "units": "raw"},
-            class_names=self.class_names or None,
-            feature_names=self.dataset.feature_names or None,
-            reproduce=[command],
+            class_names=self.class_names,
+            feature_names=self.dataset.feature_names,
+            reproduce={"commands": [command]},
         )
 
 

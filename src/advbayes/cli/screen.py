@@ -78,6 +78,11 @@ def table(grid: Grid) -> None:
     console().print(grid.rich())
 
 
+def warn(message: str) -> None:
+    """A remark on standard error, on what has no effect."""
+    fault(f"warning: {message}")
+
+
 def fault(message: str) -> None:
     """One clean message on standard error."""
     print(inert(f"advbayes: {message}"), file=sys.stderr, flush=True)

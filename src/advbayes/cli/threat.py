@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from advbayes.cli import flags
-from advbayes.cli.screen import fault, usable
+from advbayes.cli.screen import usable, warn
 from advbayes.runs.config import SPENDING, ConfigError, names_code, parse_feature_eps
 
 if TYPE_CHECKING:
@@ -41,17 +41,13 @@ def ball_for(
 
 
 def remark_thetas(trained: Trained, num: int) -> None:
-    """A line where another number of thetas than usual is asked of a posterior that has a fixed
-    one."""
+    """A line where a number of thetas is asked of a posterior that has a fixed one."""
     from advbayes.posteriors import Ensemble, PointMass, Samples
 
     match trained.posterior:
         case Ensemble() | PointMass() | Samples() if num != flags.THETAS:
             of, has = type(trained.posterior).__name__, len(trained.thetas(num))
-            fault(
-                f"warning: thetas: {num} has no effect on this model, whose posterior ({of}) has "
-                f"{has}"
-            )
+            warn(f"thetas: {num} has no effect on this model, whose posterior ({of}) has {has}")
 
 
 def remark_spent(names: Sequence[str], spent: Mapping[str, int]) -> None:
@@ -62,10 +58,8 @@ def remark_spent(names: Sequence[str], spent: Mapping[str, int]) -> None:
     for option, value in spent.items():
         takers = [name for name, takes in SPENDING.items() if option in takes]
         if value != flags.SPENT[option] and not set(names) & set(takers):
-            fault(
-                f"warning: {option}: {value} has no effect on {', '.join(names)}; it is for "
-                f"{', '.join(takers)}"
-            )
+            idle = f"{option}: {value} has no effect on {', '.join(names)}"
+            warn(f"{idle}; it is for {', '.join(takers)}")
 
 
 def attack_for(

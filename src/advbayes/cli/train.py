@@ -5,20 +5,21 @@ from __future__ import annotations
 import inspect
 import typing
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from advbayes.cli import flags
-from advbayes.cli.screen import downloads, emit, fault, say, usable
+from advbayes.cli.screen import downloads, emit, say, usable, warn
 from advbayes.cli.signals import Finishing
 from advbayes.runs.config import DATA_SETS, NETWORKS, ConfigError, RunConfig, make_config, read_toml
 
 if TYPE_CHECKING:
     from advbayes.runs import Run
 
-RUN = "Run"
+_of_run = partial(typer.Option, rich_help_panel="Run")
 PANELS = {
     "Data": "data root target task features drop num_train",
     "Model": "network hidden posterior members rank prior_scale init_scale noise_scale",
@@ -30,16 +31,14 @@ PANELS = {
 
 def _with_files(config: RunConfig) -> RunConfig:
     """Files must exist; by their absolute paths, the run can be resumed from any folder."""
-    update: dict[str, Any] = {}
-    if config.file is not None:
-        if not config.file.is_file():
-            raise ConfigError(f"data: must be a file that is there, got {config.data!r}")
-        update["data"] = str(config.file.resolve())
-    if config.root is not None:
-        if not Path(config.root).is_dir():
-            raise ConfigError(f"root: must be a folder that is there, got {config.root!r}")
-        update["root"] = str(Path(config.root).resolve())
-    return config.model_copy(update=update)
+    root = None if config.root is None else Path(config.root)
+    if config.file is not None and not config.file.is_file():
+        raise ConfigError(f"data: must be a file that is there, got {config.data!r}")
+    if root is not None and not root.is_dir():
+        raise ConfigError(f"root: must be a folder that is there, got {config.root!r}")
+    places = {"data": config.file, "root": root}
+    found = {key: str(path.resolve()) for key, path in places.items() if path is not None}
+    return config.model_copy(update=found)
 
 
 def _tell(run: Run, as_json: bool, what: str, hint: str = "") -> None:
@@ -49,10 +48,6 @@ def _tell(run: Run, as_json: bool, what: str, hint: str = "") -> None:
         emit(described_run(run))
     else:
         say(f"{run.path}: {what}\n{lines_of_run(run)}{hint}")
-
-
-def _warn(line: str) -> None:
-    fault(f"warning: {line}")
 
 
 def parse(key: str, text: Any) -> Any:
@@ -126,15 +121,13 @@ def _key_option(key: str, panel: str) -> Any:
 def _with_keys(command: Any) -> Any:
     """A command with a flag for each key of the configuration in place of its `**keys`."""
     signature = inspect.signature(command, eval_str=True)
-    parameters = {name: each for name, each in signature.parameters.items() if name != "keys"}
-    for title, names in PANELS.items():
+    *own, keys = signature.parameters.values()
+    for panel, names in PANELS.items():
         for name in names.split():
-            option = _key_option(name, title)
-            parameters[name] = inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, annotation=option, default=None
-            )
-    command.__signature__ = signature.replace(parameters=list(parameters.values()))
-    command.__annotations__ = {name: each.annotation for name, each in parameters.items()}
+            option = _key_option(name, panel)
+            own.append(keys.replace(name=name, kind=own[0].kind, annotation=option, default=None))
+    command.__signature__ = signature.replace(parameters=own)
+    command.__annotations__ = {each.name: each.annotation for each in own}
     return command
 
 
@@ -142,20 +135,13 @@ def _with_keys(command: Any) -> Any:
 def train(
     *,
     config: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE", help="A TOML file of these keys; flags override it", rich_help_panel=RUN
-        ),
+        str | None, _of_run(metavar="FILE", help="A TOML file of these keys; flags override it")
     ] = None,
     out: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RUN", help="New run folder (else runs/DATA-DEFENSE-N)", rich_help_panel=RUN
-        ),
+        str | None, _of_run(metavar="RUN", help="New run folder (else runs/DATA-DEFENSE-N)")
     ] = None,
     resume: Annotated[
-        str | None,
-        typer.Option(metavar="RUN", help="Go on with a run, bit for bit", rich_help_panel=RUN),
+        str | None, _of_run(metavar="RUN", help="Go on with a run, bit for bit")
     ] = None,
     trust_network: flags.Trust = False,
     json: flags.Json = False,
@@ -215,7 +201,7 @@ def train(
                     _tell(run, json, "was trained already")
                     return 0
             shared["downloading"] = stack.enter_context(downloads(quiet=quiet or json))
-            result = trained(run, progress=False if quiet else None, tell=_warn, **shared)
+            result = trained(run, progress=False if quiet else None, tell=warn, **shared)
         if result.interrupted:
             _tell(run, json, "stopped", f"\nGo on with: advbayes train --resume {run.path}")
             return stop.code

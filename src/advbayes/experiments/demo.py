@@ -25,7 +25,7 @@ from advbayes.evaluation.tables import Column, Grid
 from advbayes.experiments.catalogue import BASE
 from advbayes.purification import Purifier
 from advbayes.report import make_gallery, write_report
-from advbayes.report.folders import merged
+from advbayes.report.folders import histories, merged
 from advbayes.report.words import sentence
 from advbayes.runs import Prepared, Run, Trained, create_run, load_trained, prepare, record, train
 from advbayes.runs.attacking import adaptive_attack
@@ -132,7 +132,7 @@ def run_demo(
             "knowledge": "all thetas known",
         },
         run={name: one.described() for name, one in runs.items()},
-        history={name: one.history.read() for name, one in runs.items()},
+        history=histories(runs),
         gallery=_gallery(predictors, data, steps, seed),
         class_names=data.dataset.class_names,
         reproduce={

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import stdtrit
 
 from advbayes import metrics, store
 from advbayes.experiments.running import MANIFEST, RECORDS
@@ -56,6 +57,11 @@ class Summary:
         return f"{self.mean:.3f}{sd}{inside}"
 
 
+def _sign(metric: str) -> int:
+    """What makes less of a metric better."""
+    return 1 if METRICS[metric].better == "lower" else -1
+
+
 class Scores:
     """All records of an experiment's folder."""
 
@@ -69,12 +75,10 @@ class Scores:
         columns: dict[Any, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for each in self.records:
             if "eps" in each:
-                cell = columns[
-                    each["row"], each["seed"], Cell(each["split"], each["attack"], each["eps"])
-                ]
+                cell = Cell(each["split"], each["attack"], each["eps"])
                 for name in ("correct", "log_prob", "entropy", "squared_error"):
                     if name in each:
-                        cell[name].append(each[name])
+                        columns[each["row"], each["seed"], cell][name].append(each[name])
         self.cells: dict[tuple[str, int, Cell], dict[str, Array]] = {
             key: {name: np.asarray(values) for name, values in cell.items()}
             for key, cell in columns.items()
@@ -110,10 +114,8 @@ class Scores:
                 if (name, number, other.split) == (row, seed, cell.split)
                 and (other.attack == "clean" or other.eps == cell.eps)
             ]
-            worst: Array = (
-                np.min(records, axis=0) if metric == "accuracy" else np.max(records, axis=0)
-            )
-            return worst
+            worst = np.min if metric == "accuracy" else np.max
+            return np.asarray(worst(records, axis=0))
         columns = self.cells[row, seed, cell]
         if metric == "accuracy":
             return columns["correct"]
@@ -141,8 +143,8 @@ class Scores:
             return Summary(values, math.nan, math.nan)
         # redrawn splits share most of their rows: their spread alone would make it too narrow
         spread = float(np.std(values, ddof=1)) * math.sqrt(1 / len(values) + self.overlap(row))
-        half = _t_quantile(len(values) - 1) * spread
-        return Summary(values, float(np.mean(values)) - half, float(np.mean(values)) + half)
+        mean, half = float(np.mean(values)), float(stdtrit(len(values) - 1, 0.975)) * spread
+        return Summary(values, mean - half, mean + half)
 
     def text(self, metric: str, row: str, cell: Cell, *, bold: bool) -> str:
         """Mean, spread and interval, as Markdown."""
@@ -158,8 +160,7 @@ class Scores:
         seeds = sorted(set(self.seeds(row)) & set(self.seeds(other)))
         if len(seeds) < 2:
             return 1.0
-        sign = 1 if METRICS[metric].better == "lower" else -1
-        overlap = self.overlap(row)
+        sign, overlap = _sign(metric), self.overlap(row)
         both = [
             [sign * self.value(metric, name, seed, cell) for seed in seeds] for name in (row, other)
         ]
@@ -175,7 +176,7 @@ class Scores:
     def best(self, metric: str, rows: Sequence[str], cell: Cell) -> str | None:
         """The row with the best mean, if it is significantly better than every other one with
         enough seeds (Holm, 5 %); None if there is none, or it has too few seeds itself."""
-        sign = 1 if METRICS[metric].better == "lower" else -1
+        sign = _sign(metric)
         first = min(rows, key=lambda row: sign * self.summary(metric, row, cell).mean)
         enough = [row for row in rows if len(self.seeds(row)) >= MIN_SEEDS]
         if first not in enough or len(enough) < 2:
@@ -184,19 +185,3 @@ class Scores:
             [self.p_better(metric, first, other, cell) for other in enough if other != first]
         )
         return first if max(p_values) < 0.05 else None
-
-
-def _t_quantile(degrees: int, level: float = 0.95) -> float:
-    """t with P(|T| <= t) = level, by bisection.
-
-    >>> round(_t_quantile(4), 3)
-    2.776
-    """
-    low, high = 0.0, 1e4
-    while high - low > 1e-9 * max(1.0, low):
-        middle = 0.5 * (low + high)
-        inside = 1 - metrics.incomplete_beta(
-            degrees / (degrees + middle * middle), degrees / 2, 0.5
-        )
-        low, high = (middle, high) if inside < level else (low, middle)
-    return low

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -82,28 +82,47 @@ class Unit:
     def what(self) -> Row:
         return self.experiment.rows[self.row]
 
-    @property
+    @cached_property
     def config(self) -> RunConfig:
         row = self.what
         return make_config(
             {**self.experiment.settings, **row.defense.settings, **row.settings, "seed": self.seed}
         )
 
+    @cached_property
+    def parts(self) -> dict[str, Prepared]:
+        """The data that it is trained and tested on, and what is held out for validation."""
+        held_out = "validation" in self.experiment.splits
+        return prepared(self.config, self.what.units, validation=held_out)
+
+    @property
+    def data(self) -> Prepared:
+        return self.parts["test"]
+
+    @property
+    def ball(self) -> Ball:
+        """The attacker at the last radius."""
+        return self.data.ball(self.config.norm, self.experiment.radii[-1], self.data.box)
+
+    @property
+    def content(self) -> dict[str, str]:
+        """SHA-256 of a file of one's own, which may be another one tomorrow."""
+        return {} if self.config.file is None else dict(self.data.dataset.provenance.sha256)
+
+    def rows(self, split: str = "test") -> tuple[Tensor, Tensor]:
+        """The same test rows for every row and seed of an official split."""
+        part, generator = self.parts[split], generator_for(0, "experiments/test")
+        index = torch.randperm(len(part.x_test), generator=generator)[: self.experiment.num_test]
+        return part.x_test[index], part.y_test[index]
+
 
 def made_from(unit: Unit) -> dict[str, Any]:
     """What the records of a comparison depend on: settings, test rows, the content of the data."""
-    config = unit.config
-    data = prepared(config)[0]
     return {
-        **config.model_dump(mode="json", exclude_none=True),
-        "num_test": min(unit.experiment.num_test, len(data.x_test)),
-        "content": _content(config, data),
+        **unit.config.model_dump(mode="json", exclude_none=True),
+        "num_test": min(unit.experiment.num_test, len(unit.data.x_test)),
+        "content": unit.content,
     }
-
-
-def _content(config: RunConfig, data: Prepared) -> dict[str, str]:
-    """SHA-256 of a file of one's own, which may be another one tomorrow."""
-    return {} if config.file is None else dict(data.dataset.provenance.sha256)
 
 
 def run_unit(unit: Unit) -> Measured:
@@ -146,8 +165,8 @@ def _images() -> Tensor:
 
 def prepared(
     config: RunConfig, units: str = "standardised", *, validation: bool = False
-) -> tuple[Prepared, Prepared | None]:
-    """The data in the units of eps, and a held-out fifth of the training rows."""
+) -> dict[str, Prepared]:
+    """The data in the units of eps, with a fifth of the training rows held out for validation."""
     written = 0 if config.file is None else config.file.stat().st_mtime_ns
     data = _loaded(config.model_dump_json(include=_OF_DATA | _OF_REACH), written)
     x_train, x_test = data.dataset.x_train, data.dataset.x_test
@@ -157,30 +176,24 @@ def prepared(
         low, high = x_train.amin(0), x_train.amax(0)
         span = (high - low).clamp_min(1e-12)
         data = replace(data, x_train=(x_train - low) / span, x_test=(x_test - low) / span)
-    held_out = None
+    parts = {}
     if validation:
         train, other = split_rows(len(data.x_train), seed=config.seed)
-        held_out = replace(data, x_test=data.x_train[other], y_test=data.y_train[other])
+        parts["validation"] = replace(data, x_test=data.x_train[other], y_test=data.y_train[other])
         data = replace(data, x_train=data.x_train[train], y_train=data.y_train[train])
     num = config.num_train
-    return replace(data, x_train=data.x_train[:num], y_train=data.y_train[:num]), held_out
-
-
-def test_rows(data: Prepared, num: int) -> tuple[Tensor, Tensor]:
-    """The same `num` test rows for every row and seed of an official split."""
-    index = torch.randperm(len(data.x_test), generator=generator_for(0, "experiments/test"))[:num]
-    return data.x_test[index], data.y_test[index]
+    return parts | {"test": replace(data, x_train=data.x_train[:num], y_train=data.y_train[:num])}
 
 
 # --- Predictors ---------------------------------------------------------------------------------
 
 
-def predictor(unit: Unit, data: Prepared) -> tuple[Predictor, dict[str, Any]]:
-    """The row's predictor."""
-    defense = unit.what.defense
+def predictor(unit: Unit) -> tuple[Predictor, dict[str, Any]]:
+    """The row's predictor, and what the manifest says of its training."""
+    defense, data = unit.what.defense, unit.data
     if defense.reference is not None:
         return defense.reference(data, unit.seed), {}
-    model, posterior, info = trained(unit, data)
+    model, posterior, info = trained(unit)
     how = defense.purify
     if how is None:
         thetas = thetas_of(posterior, unit.experiment.thetas, unit.seed)
@@ -193,20 +206,20 @@ def predictor(unit: Unit, data: Prepared) -> tuple[Predictor, dict[str, Any]]:
     return Purifier(model, channel, thetas, reference, how.update, posterior=posterior), info
 
 
-def _channel(unit: Unit, data: Prepared) -> tuple[Channel, ChannelELBO]:
+def _channel(unit: Unit) -> tuple[Channel, ChannelELBO]:
     """The row's channel and objective; the defense's own channel where it has one."""
-    channel, objective = build_defense(unit.config, data)
+    channel, objective = build_defense(unit.config, unit.data)
     make = unit.what.defense.channel
-    return channel if make is None else make(unit.config, data), objective
+    return channel if make is None else make(unit.config, unit.data), objective
 
 
-def trained(unit: Unit, data: Prepared) -> tuple[BayesianModel, Posterior, dict[str, Any]]:
+def trained(unit: Unit) -> tuple[BayesianModel, Posterior, dict[str, Any]]:
     """The row's model and posterior: from `models`, or trained now and put there."""
-    config = unit.config
+    config, data = unit.config, unit.data
     model, posterior = build_model(config, data, trusted=config.network.startswith("advbayes."))
-    channel, objective = _channel(unit, data)
+    channel, objective = _channel(unit)
     text = f"{config!r} {channel!r} {objective!r} {unit.what.units} {len(data.x_train)}"
-    text += "".join(_content(config, data).values())
+    text += "".join(unit.content.values())
     key = hashlib.sha256(text.encode()).hexdigest()[:20]
     place = None if unit.models is None else unit.models / key
     info: Any
@@ -229,30 +242,30 @@ def trained(unit: Unit, data: Prepared) -> tuple[BayesianModel, Posterior, dict[
     return model, posterior, {"model": key, **info}
 
 
-def attacks_on(unit: Unit, data: Prepared, ball: Ball, predict: Predictor) -> dict[str, Attack]:
+def attacks_on(unit: Unit, predict: Predictor) -> dict[str, Attack]:
     """The experiment's attacks by the paper's names; queries and transfer without gradients.
 
     Against a purifier the strong suite holds the attacks that know it, too.
     """
-    names, steps, task = unit.experiment.attacks, unit.experiment.steps, data.dataset.task
-    if unit.what.defense.has_gradient:
-        as_asked = {name: name.lower().replace("+", "_plus").replace(" ", "_") for name in names}
-        attacks = {
-            name: make_attack(known, ball, task=task, steps=steps, queries=2 * steps)
-            for name, known in as_asked.items()
-        }
-        if isinstance(predict, Purifier) and "strong" in attacks:
-            attacks["strong"] = Suite((attacks["strong"], *_adaptive(predict, ball, steps)))
-        return attacks
-    linear = DEFENSES["least squares"].reference
-    assert linear is not None
-    source = linear(data, unit.seed)
-    parts = (
-        Square(ball, 2 * steps, nll),
-        RandomSearch(ball, steps, squared_error),
-        Transfer(pgd(ball, steps, squared_error), (source,), rank=squared_error),
-    )
-    return {name: Suite(parts, parts) for name in names}
+    ball, steps = unit.ball, unit.experiment.steps
+    if not unit.what.defense.has_gradient:
+        linear = DEFENSES["least squares"].reference
+        assert linear is not None
+        parts = (
+            Square(ball, 2 * steps, nll),
+            RandomSearch(ball, steps, squared_error),
+            Transfer(
+                pgd(ball, steps, squared_error), (linear(unit.data, unit.seed),), rank=squared_error
+            ),
+        )
+        return {name: Suite(parts, parts) for name in unit.experiment.attacks}
+    attacks, task = {}, unit.data.dataset.task
+    for name in unit.experiment.attacks:
+        known = name.lower().replace("+", "_plus").replace(" ", "_")
+        attacks[name] = make_attack(known, ball, task=task, steps=steps, queries=2 * steps)
+    if isinstance(predict, Purifier) and "strong" in attacks:
+        attacks["strong"] = Suite((attacks["strong"], *_adaptive(predict, ball, steps)))
+    return attacks
 
 
 def _adaptive(purified: Purifier, ball: Ball, steps: int) -> tuple[Attack, ...]:
@@ -269,27 +282,22 @@ def _adaptive(purified: Purifier, ball: Ball, steps: int) -> tuple[Attack, ...]:
 
 def _attacked(unit: Unit) -> Measured:
     """Clean and under every attack at every radius, on every split."""
-    experiment, config = unit.experiment, unit.config
-    data, held_out = prepared(config, unit.what.units, validation="validation" in experiment.splits)
-    predict, info = predictor(unit, data)
-    ball = data.ball(config.norm, experiment.radii[-1], data.box)
-    attacks = attacks_on(unit, data, ball, predict)
+    experiment, data = unit.experiment, unit.data
+    predict, info = predictor(unit)
+    attacks = attacks_on(unit, predict)
     records: list[Record] = []
     for split in experiment.splits:
-        part = held_out if split == "validation" else data
-        assert part is not None
-        rows = test_rows(part, experiment.num_test)
-        records += _scored(unit, predict, rows, attacks, data, split)
+        records += _scored(unit, predict, unit.rows(split), attacks, split)
     if data.dataset.task == "regression":
         raw = data.dataset.y_train
         info |= {"y_sd": float(raw.std(correction=0)), "y_range": float(raw.max() - raw.min())}
     num = min(experiment.num_test, len(data.x_test))
-    resplit = config.data not in OFFICIAL_SPLIT  # then every seed divides the same rows anew
+    resplit = unit.config.data not in OFFICIAL_SPLIT  # then every seed divides the same rows anew
     info |= {
         "num_train": len(data.x_train),
         "num_test": num,
         "overlap": num / len(data.x_train) if resplit else 0.0,
-        "content": _content(config, data),
+        "content": unit.content,
     }
     return records, info
 
@@ -299,7 +307,6 @@ def _scored(
     predict: Predictor,
     rows: tuple[Tensor, Tensor],
     attacks: Mapping[str, Attack],
-    data: Prepared,
     split: str,
 ) -> Iterator[Record]:
     with warnings.catch_warnings():
@@ -311,43 +318,38 @@ def _scored(
             rows,
             attacks=attacks,
             radii=unit.experiment.radii,
-            train_y=data.y_train,
+            train_y=unit.data.y_train,
             seed=unit.seed,
             progress=False,
         )
-    columns = _COLUMNS[data.dataset.task]
+    keys = ("attack", "eps", "index", *_COLUMNS[unit.data.dataset.task])
     for each in result.records():
         if each["predictor"] == "predict":
-            keys = ("attack", "eps", "index", *columns)
             yield {"split": split, **{key: each[key] for key in keys if key in each}}
 
 
 def _selective(unit: Unit) -> Measured:
     """Known images under PGD+, foreign ones under a PGD that lowers the entropy."""
-    experiment, config = unit.experiment, unit.config
-    data, _ = prepared(config)
-    predict, info = predictor(unit, data)
-    ball = data.ball(config.norm, experiment.radii[-1], data.box)
-    known = test_rows(data, experiment.num_test)
+    predict, info = predictor(unit)
+    known, steps = unit.rows(), unit.experiment.steps
     foreign = _images()[: len(known[0])]
     nobody = torch.zeros(len(foreign), dtype=torch.long)
-    inside = make_attack("pgd_plus", ball, steps=experiment.steps)
-    outside = PGD(ball, stages=((ByLoss(certainty), experiment.steps),))
-    records = [*_scored(unit, predict, known, {"both": inside}, data, "known")]
-    records += _scored(unit, predict, (foreign, nobody), {"both": outside}, data, "foreign")
+    inside = make_attack("pgd_plus", unit.ball, steps=steps)
+    outside = PGD(unit.ball, stages=((ByLoss(certainty), steps),))
+    records = [*_scored(unit, predict, known, {"both": inside}, "known")]
+    records += _scored(unit, predict, (foreign, nobody), {"both": outside}, "foreign")
     return records, info
 
 
 def _certified(unit: Unit) -> Measured:
     """Certified radii of the Bayesian vote: every draw of noise has a theta of its own."""
-    experiment, config = unit.experiment, unit.config
-    data, _ = prepared(config)
-    model, posterior, info = trained(unit, data)
+    config, data, draws = unit.config, unit.data, unit.experiment.draws
+    model, posterior, info = trained(unit)
     generator = generator_for(unit.seed, "experiments/certified")
     fresh = FreshPredictive(model, posterior, 1, generator=generator)
-    every = len(data.x_test) // experiment.num_test
+    every = len(data.x_test) // unit.experiment.num_test
     x, y = data.x_test[::every], data.y_test[::every]
-    draws, lower = experiment.draws, config.precision == "bfloat16"
+    lower = config.precision == "bfloat16"
     with torch.autocast(x.device.type, torch.bfloat16, enabled=lower):
         certificates = certify(
             Smoothed(fresh, config.sigma), x, n=draws, alpha=0.001, generator=generator
@@ -363,12 +365,11 @@ def _certified(unit: Unit) -> Measured:
 
 def _timed(unit: Unit) -> Measured:
     """100 training steps (first ten dropped) without and with MIX; 100 answers."""
-    config = unit.config
-    data, _ = prepared(config)
+    data = unit.data
     rows, repeats = (data.x_train, data.y_train), max(10, 2 * unit.experiment.steps)
     clock: dict[str, list[float]] = {}  # the seconds after each step or answer
     for kind, name in (("MIX", "robust training"), ("BL", "standard training")):
-        chosen = config.model_copy(update={**DEFENSES[kind].settings})
+        chosen = unit.config.model_copy(update={**DEFENSES[kind].settings})
         model, posterior = build_model(chosen, data)
         channel, objective = build_defense(chosen, data)
         steps: Any = {"objective": objective, "steps": repeats + 10, "progress": False}
@@ -394,14 +395,10 @@ def _timed(unit: Unit) -> Measured:
 
 def _pictured(unit: Unit) -> Measured:
     """Images and class probabilities, clean and under each attack; pixels in hexadecimal."""
-    experiment, config = unit.experiment, unit.config
-    data, _ = prepared(config)
-    predict, info = predictor(unit, data)
-    x, y = test_rows(data, experiment.num_test)
-    ball = data.ball(config.norm, experiment.radii[-1], data.box)
-    attacks = attacks_on(unit, data, ball, predict)
+    predict, info = predictor(unit)
+    x, y = unit.rows()
     records: list[Record] = []
-    for name, attack in {"clean": None, **attacks}.items():
+    for name, attack in {"clean": None, **attacks_on(unit, predict)}.items():
         generator = generator_for(unit.seed, f"experiments/examples/{name}")
         moved = x if attack is None else attack(predict, x, y, generator=generator)
         with torch.no_grad():
@@ -433,24 +430,21 @@ def _audited(unit: Unit) -> Measured:
     MNIST's baseline (E21) is the run or bundle `baseline` beside the trained models, where there is
     one.
     """
-    experiment, config = unit.experiment, unit.config
-    data, _ = prepared(config)
-    predict, info = predictor(unit, data)
-    control, _ = predictor(control_of(unit), data)
-    model, posterior, _ = trained(unit, data)
+    data, rows, num_thetas = unit.data, unit.rows(), unit.experiment.thetas
+    predict, info = predictor(unit)
+    control, _ = predictor(control_of(unit))
+    model, posterior, _ = trained(unit)
     generator = generator_for(unit.seed, "experiments/fresh")
     place = None if unit.models is None else unit.models / "baseline"
     baseline = None
     if place is not None and place.exists():
-        baseline = load_trained(place).predict(experiment.thetas)
-    ball = data.ball(config.norm, experiment.radii[-1], data.box)
-    rows = test_rows(data, experiment.num_test)
+        baseline = load_trained(place).predict(num_thetas)
     threat = ThreatModel.in_units_of(None if data.scaling is None else data.scaling.std)
     with TemporaryDirectory() as folder:
         evaluate(
             predict,
             rows,
-            attacks=attacks_on(unit, data, ball, predict),
+            attacks=attacks_on(unit, predict),
             train_y=data.y_train,
             out=folder,
             progress=False,
@@ -458,15 +452,15 @@ def _audited(unit: Unit) -> Measured:
         verdict = audit(
             predict,
             rows,
-            ball=ball,
+            ball=unit.ball,
             threat_model=threat,
             support=Support(
                 undefended=control,
                 baseline=baseline,
-                dataset=config.data,
+                dataset=unit.config.data,
                 evaluation=folder,
-                fresh=FreshPredictive(model, posterior, experiment.thetas, generator=generator),
-                channel=_channel(unit, data)[0],
+                fresh=FreshPredictive(model, posterior, num_thetas, generator=generator),
+                channel=_channel(unit)[0],
                 training=(data.x_train, data.y_train),
             ),
             seed=unit.seed,

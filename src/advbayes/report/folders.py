@@ -91,12 +91,10 @@ def report_runs(
         for name, run in names.items()
         if (run.path / "audit.json").is_file()
     }
-    threat: dict[Any, Any] = {}
+    threat: dict[Any, Any] = {} if example is None else _reach(example, evaluation)
     match list(audits.values()):
         case [{"threat_model": {**beside_the_verdict}}, *_]:
-            threat |= beside_the_verdict
-    if example is not None:
-        threat |= _reach(example, evaluation)
+            threat = beside_the_verdict | threat
     if len(runs) == 1 and audits:
         audits = {evaluation.predictors[0]: next(iter(audits.values()))}
     return write_report(
@@ -107,13 +105,19 @@ def report_runs(
         audit=audits,
         threat_model=threat,
         run={name: run.described() for name, run in names.items()},
-        history={name: run.history.read() for name, run in names.items()},
+        history=histories(names),
         gallery=_gallery(evaluations, trained, evaluation, num_thetas),
-        class_names=example.class_names or None if example else None,
-        feature_names=example.feature_names or None if example else None,
+        class_names=example.class_names if example else (),
+        feature_names=example.feature_names if example else (),
         scaling=example.scaling if example else None,
         reproduce={"commands": _commands(names), "folder": ", ".join(str(r.path) for r in runs)},
     )
+
+
+def histories(runs: Mapping[str, Run]) -> dict[str, dict[str, list[Any]]]:
+    """The bound at each step of each run, as `write_report` takes it."""
+    read = {name: run.history.read() for name, run in runs.items()}
+    return {name: {"bound": [row.get("bound") for row in rows]} for name, rows in read.items()}
 
 
 def _reach(trained: Trained, evaluation: Evaluation) -> dict[str, Any]:
@@ -184,12 +188,13 @@ def _evaluations(run: Run, name: str, *, alone: bool) -> list[Evaluation]:
 
 
 def _renamed(evaluation: Evaluation, old: str, new: str) -> Evaluation:
-    def name(predictor: str) -> str:
-        return predictor if predictor in evaluation.trivial else predictor.replace(old, new, 1)
+    def renamed(cell: Cell) -> Cell:
+        if cell.predictor in evaluation.trivial:
+            return cell
+        return replace(cell, predictor=cell.predictor.replace(old, new, 1))
 
-    cells = evaluation.cells.items()
-    renamed = {Cell(name(cell.predictor), cell.attack, cell.eps): rows for cell, rows in cells}
-    return replace(evaluation, cells=renamed)
+    cells = {renamed(cell): rows for cell, rows in evaluation.cells.items()}
+    return replace(evaluation, cells=cells)
 
 
 def merged(evaluations: Sequence[Evaluation]) -> Evaluation:
@@ -197,9 +202,11 @@ def merged(evaluations: Sequence[Evaluation]) -> Evaluation:
 
     A cell that two of them have is that of the later one.
     """
-    largest = max(
-        evaluations, key=lambda one: (int(one.config.get("num", 0)), not any(_asked(one)))
-    )
+
+    def size(one: Evaluation) -> tuple[int, bool]:
+        return int(one.config.get("num", 0)), not any(_asked(one))
+
+    largest = max(evaluations, key=size)
     same = [one for one in evaluations if _comparable(one, largest)]
     cells: dict[Cell, Any] = {}
     trivial: dict[str, None] = {}
@@ -209,9 +216,8 @@ def merged(evaluations: Sequence[Evaluation]) -> Evaluation:
         for key in ("attacks", "losses", "iterations", "rescored"):
             config[key] = {**config.get(key, {}), **one.config.get(key, {})}
         cells |= one.cells
-    ordered = {
-        cell: cells[cell] for cell in sorted(cells, key=lambda cell: cell.predictor in trivial)
-    }
+    order = sorted(cells, key=lambda cell: cell.predictor in trivial)
+    ordered = {cell: cells[cell] for cell in order}
     return Evaluation(largest.task, ordered, tuple(trivial), config, largest.folder)
 
 

@@ -12,8 +12,9 @@ import torch
 
 from advbayes import metrics
 from advbayes.attacks.parts import settings
-from advbayes.auditing import CHECKS, Verdict
+from advbayes.auditing import CHECKS, ThreatModel, Verdict
 from advbayes.checks import InputError
+from advbayes.datasets import Standardize
 from advbayes.evaluation.result import CLEAN, REDUCTIONS, WORST, Evaluation, gives, risk_coverage_of
 from advbayes.evaluation.scoring import Columns
 from advbayes.metrics import Estimate
@@ -46,16 +47,16 @@ _SETTINGS = ("code", "versions", "data", "rescored", "batch_size")  # of the eva
 
 
 class Sources(TypedDict, total=False):
-    """What a report is made from besides its title and the evaluation (see `write_report`)."""
+    """What a report is made from besides its title and the evaluation; each may be left out."""
 
-    audit: Any
-    threat_model: Any
-    run: Mapping[str, Any] | None
-    history: Any
+    audit: Mapping[str, Verdict | Mapping[str, Any]]  # by predictor; or its JSON
+    threat_model: ThreatModel | Mapping[str, Any]
+    run: Mapping[str, Mapping[str, Any]]  # by name: config and manifest (`Run.described`)
+    history: Mapping[str, Mapping[str, Any]]  # by predictor: that of `fit`
     gallery: Gallery | None
-    class_names: Sequence[str] | None
-    feature_names: Sequence[str] | None
-    scaling: Any
+    class_names: Sequence[str]
+    feature_names: Sequence[str]
+    scaling: Standardize | None
 
 
 def gather(
@@ -79,13 +80,11 @@ def gather(
     >>> document["summary"][0]["worst"]["value"], document["summary"][0]["believed"]
     (0.5, False)
     """
-    run, classes = sources.get("run"), sources.get("class_names")
-    first = evaluation.predictors[0]
-    verdicts = by_name(sources.get("audit"), first, "findings")
-    audits = {name: _verdict(each) for name, each in verdicts.items() if each is not None}
-    threat = _threat(sources.get("threat_model"), evaluation, run)
-    scale = _scaling(sources.get("scaling"), sources.get("feature_names"))
-    gallery = sources.get("gallery")
+    runs, classes = sources.get("run", {}), sources.get("class_names", ())
+    audits = {name: _verdict(each) for name, each in sources.get("audit", {}).items()}
+    threat = _threat(sources.get("threat_model", {}), evaluation, runs)
+    scale = _scaling(sources.get("scaling"), sources.get("feature_names", ()))
+    gallery, images = sources.get("gallery"), {} if pictures is None else pictures
     names = [name for name in evaluation.predictors if name not in evaluation.trivial]
     believed = {name: _believed(audits.get(name)) for name in names}
     believed |= dict.fromkeys(evaluation.trivial, True)
@@ -112,28 +111,12 @@ def gather(
         "audit": {clean(name): _plain(verdict) for name, verdict in audits.items()},
         "threat_model": threat,
         "scaling": scale,
-        "gallery": None
-        if gallery is None
-        else gallery_of(gallery, classes, scale, threat, {} if pictures is None else pictures),
-        "training": [*_training(by_name(sources.get("history"), first, "bound"))],
-        "runs": [*_runs(run)],
-        "class_names": None if classes is None else [clean(name) for name in classes],
+        "gallery": gallery and gallery_of(gallery, classes, scale, threat, images),
+        "training": [*_training(sources.get("history", {}))],
+        "runs": [*_runs(runs)],
+        "class_names": [clean(name) for name in classes] or None,
         "evaluation": _plain({key: config[key] for key in config if key in _SETTINGS}),
     }
-
-
-def by_name(given: Any, name: str, *keys: str) -> dict[str, Any]:
-    """What is given by name; one alone, which is no mapping or has one of the keys, is `name`'s.
-
-    >>> by_name({"MIX": {"bound": [1.0]}}, "first", "bound"), by_name({"bound": []}, "a", "bound")
-    ({'MIX': {'bound': [1.0]}}, {'a': {'bound': []}})
-    """
-    match given:
-        case None:
-            return {}
-        case Mapping() if given.keys().isdisjoint(keys):
-            return {str(key): each for key, each in given.items()}
-    return {name: given}
 
 
 # --- who may be believed ------------------------------------------------------------------------
@@ -146,7 +129,7 @@ def _verdict(verdict: Any) -> dict[str, Any]:
         case {"findings": [*findings], "level": _}:
             pass
         case _:
-            wanted = "audit must be a Verdict, its JSON, or a mapping of predictors to them"
+            wanted = "each audit must be a Verdict or its JSON"
             raise InputError(f"{wanted}, got {type(verdict).__name__}")
     known = [{key: each.get(key, _UNSAID[key]) for key in _UNSAID} for each in findings]
     asked = {finding["id"] for finding in known}
@@ -281,12 +264,10 @@ def _attacks(evaluation: Evaluation) -> list[dict[str, Any]]:
 # --- threat model and units ---------------------------------------------------------------------
 
 
-def _threat(threat: Any, evaluation: Evaluation, run: Mapping[str, Any] | None) -> dict[str, Any]:
+def _threat(threat: Any, evaluation: Evaluation, runs: Mapping[str, Any]) -> dict[str, Any]:
     """The threat model; what it leaves open is read from the attacks and the configuration."""
-    said = settings(threat) or dict(threat or {})
-    document = {
-        str(key): value for key, value in said.items() if key != "scale" and value is not None
-    }
+    said = settings(threat) or threat
+    document = {k: value for k, value in said.items() if k != "scale" and value is not None}
     texts = " ".join(str(text) for text in evaluation.config.get("attacks", {}).values())
     norms = sorted(set(re.findall(r"\b(L2|Linf)\(", texts)))
     boxes = sorted(set(re.findall(r"box=(\([^()]*\))", texts)))
@@ -296,57 +277,43 @@ def _threat(threat: Any, evaluation: Evaluation, run: Mapping[str, Any] | None) 
         document.setdefault("box", " and ".join(boxes) or "none")
     radii = [eps for eps in evaluation.radii if eps is not None]
     if "eps" not in document and radii:
-        used = [dict(one.get("config") or {}).get("eps") for one in each_run(run).values()]
+        used = [one["config"].get("eps") for one in runs.values()]
         trained = {eps for eps in radii if eps in used}
         document["eps"] = min(trained) if len(trained) == 1 else max(radii)
     return _plain({**document, "radii": radii})  # type: ignore[no-any-return]
 
 
-def _scaling(scaling: Any, feature_names: Sequence[str] | None) -> dict[str, Any] | None:
+def _scaling(scaling: Standardize | None, names: Sequence[str]) -> dict[str, Any] | None:
     """Means and standard deviations of the features, with their names, and of the target."""
-    features = [clean(name) for name in (() if feature_names is None else feature_names)]
-    moments: Mapping[str, Any] = {}
-    if scaling is not None:
-        moments = scaling if isinstance(scaling, Mapping) else scaling.to_dict()
-        moments = {name: value for name, value in moments.items() if value is not None}
-        if not {"mean", "std"} <= moments.keys():
-            raise InputError(f"scaling must have mean and std, got {sorted(moments)}")
-    elif not features:
+    if scaling is None and not names:
         return None
     document: dict[str, Any] = dict.fromkeys(("mean", "std", "target_mean", "target_std"))
-    for name in document.keys() & moments.keys():
-        document[name] = torch.as_tensor(moments[name], dtype=torch.float64).reshape(-1).tolist()
+    for name, value in {} if scaling is None else scaling.to_dict().items():
+        document[name] = value.double().reshape(-1).tolist()
     numbered = [f"feature {i}" for i in range(len(document["mean"] or ()))]
-    return {"features": features or numbered, **document}
+    return {"features": [clean(name) for name in names] or numbered, **document}
 
 
 # --- runs and their history ---------------------------------------------------------------------
 
 
-def each_run(run: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
-    """Name -> {config, manifest}; one run alone has the name of its defense."""
-    config = (run or {}).get("config") or {}
-    return by_name(run, str(config.get("defense", "run")), "config", "manifest")
-
-
-def _runs(run: Mapping[str, Any] | None) -> Entries:
-    for name, one in each_run(run).items():
-        manifest = dict(one.get("manifest") or {})
+def _runs(runs: Mapping[str, Any]) -> Entries:
+    for name, one in runs.items():
+        manifest = one["manifest"]
         started = manifest.get("started") or {}
         yield {
             "name": clean(name),
-            "config": _plain(dict(one.get("config") or {})),
+            "config": _plain(one["config"]),
             "commit": clean(started["commit"]) if "commit" in started else None,
-            "data": _plain((manifest.get("data") or {}).get("sha256")),
+            "data": _plain(manifest.get("data", {}).get("sha256")),
             **{key: _plain(manifest.get(key)) for key in _OF_MANIFEST},
         }
 
 
 def _training(histories: Mapping[str, Any]) -> Entries:
     """The bound over the steps, thinned by averaging."""
-    for name, one in histories.items():
-        columns = one if isinstance(one, Mapping) else {"bound": [row.get("bound") for row in one]}
-        rows = columns.get("bound", [])
+    for name, columns in histories.items():
+        rows = columns["bound"]
         values = [
             (step, float(value))
             for step, value in enumerate(rows, 1)

@@ -67,11 +67,10 @@ class Gallery:
 
 @torch.no_grad()
 def make_gallery(
-    predictors: Predictor | Mapping[str, Predictor],
+    predictors: Mapping[str, Predictor],
     x: Tensor,  # (N, *event)
     y: Tensor,  # (N,)
-    # attack -> x_adv, or attack -> predictor -> x_adv
-    attacked: Mapping[str, Tensor | Mapping[str, Tensor]],
+    attacked: Mapping[str, Mapping[str, Tensor]],  # attack -> predictor -> x_adv
     *,
     eps: float | None = None,
     num: int = 6,
@@ -80,21 +79,19 @@ def make_gallery(
 
     >>> from torch.distributions import Categorical
     >>> x = torch.tensor([[2.0, 0.0]])
-    >>> gallery = make_gallery(
-    ...     lambda x: Categorical(logits=x), x, torch.tensor([0]), {"PGD": x - 3}
-    ... )
+    >>> predictors = {"linear": lambda x: Categorical(logits=x)}
+    >>> gallery = make_gallery(predictors, x, torch.tensor([0]), {"PGD": {"linear": x - 3}})
     >>> [view.label for view in gallery.views]
     ['untouched', 'PGD']
     """
-    named = dict(predictors) if isinstance(predictors, Mapping) else {"predict": predictors}
     x, y = x[:num].detach().cpu(), y[:num].detach().cpu()
     views, task = [], "classification"
-    for name, predict in named.items():
-        states: dict[str, Tensor] = {UNTOUCHED: x}
-        for attack, arrays in attacked.items():
-            x_adv = arrays.get(name) if isinstance(arrays, Mapping) else arrays
-            if x_adv is not None:
-                states[attack] = x_adv[: len(x)].detach().cpu()
+    for name, predict in predictors.items():
+        states = {UNTOUCHED: x} | {
+            attack: arrays[name][: len(x)].detach().cpu()
+            for attack, arrays in attacked.items()
+            if name in arrays
+        }
         for label, state in states.items():
             prediction = predict(state)
             if predicts_classes(prediction):
@@ -169,7 +166,7 @@ class Units(NamedTuple):
 
 def gallery_of(
     gallery: Gallery,
-    class_names: Sequence[str] | None,
+    class_names: Sequence[str],
     scaling: Mapping[str, Any] | None,
     threat: Mapping[str, Any],
     pictures: dict[str, str],
@@ -204,12 +201,11 @@ def gallery_of(
                 **_answer(gallery, view, row, classes, units),
             }
             grouped.setdefault(clean(view.predictor), []).append(shown)
-        truth = gallery.y[row]
+        truth = float(gallery.y[row].reshape(-1)[0])
+        is_class = gallery.task == "classification"
         example: dict[str, Any] = {
             "index": int(gallery.index[row]),
-            "truth": _class(int(truth), class_names)
-            if gallery.task == "classification"
-            else units.target(float(truth.reshape(-1)[0])),
+            "truth": _class(int(truth), class_names) if is_class else units.target(truth),
             "picture": picture(x, box, pictures) if images else None,
             "predictors": [{"name": name, "views": views} for name, views in grouped.items()],
         }
@@ -231,11 +227,11 @@ def gallery_of(
     }
 
 
-def _class(label: int, names: Sequence[str] | None) -> str:
-    return clean(names[label], 60) if names is not None and label < len(names) else str(label)
+def _class(label: int, names: Sequence[str]) -> str:
+    return clean(names[label], 60) if label < len(names) else str(label)
 
 
-def _classes(gallery: Gallery, names: Sequence[str] | None) -> list[str] | None:
+def _classes(gallery: Gallery, names: Sequence[str]) -> list[str] | None:
     if gallery.task == "regression" or not gallery.views:
         return None
     return [_class(label, names) for label in range(gallery.views[0].prediction.shape[1])]

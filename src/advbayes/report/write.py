@@ -9,11 +9,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Unpack
 
 from advbayes.evaluation import Evaluation
 from advbayes.report import rendering
-from advbayes.report.gather import Sources, each_run, gather
+from advbayes.report.gather import Sources, gather
 from advbayes.report.text import clean
 from advbayes.store import write_bytes
 
@@ -35,20 +36,18 @@ def write_report(
     *,
     title: str,
     evaluation: Evaluation,
-    reproduce: str | Sequence[str] | Mapping[str, Any] | None = None,
+    reproduce: Mapping[str, Any] = MappingProxyType({}),
     left_out: Sequence[str] = (),
     **sources: Unpack[Sources],  # audit, threat_model, run, history, gallery, class_names, ...
 ) -> ReportPaths:
     """Write report.html, report.md, report.json and report.csv into the folder `out`.
 
-    The evaluation may hold any number of predictors. `audit` is a Verdict (or its JSON) of the
-    first of them, or a mapping from predictors to verdicts; values under attack of a predictor
-    without a verdict of level A or B carry a dagger. `threat_model` is a ThreatModel or a
-    dictionary; `run` holds `config` and `manifest` of a run, or maps names to such; `history` is
-    that of `fit` or of a run, or maps predictors to such; `scaling` a Standardize or its
-    dictionary. `reproduce` holds commands, or a dictionary with `commands`, `commit`, `versions`,
-    `machine`. None of it, and nothing else that differs between two runs of one seed, is in the
-    JSON file. `left_out` names evaluations that the report does not show.
+    The evaluation may hold any number of predictors. `audit` maps them to their verdicts; values
+    under attack of a predictor without a verdict of level A or B carry a dagger. `run` maps names
+    to `config` and `manifest` of a run, `history` predictors to that of `fit`. `reproduce` may hold
+    `commands`, `commit`, `versions`, `machine` and `folder`; none of it, and nothing else that
+    differs between two runs of one seed, is in the JSON file. `left_out` names evaluations that the
+    report does not show.
 
     >>> import tempfile, torch
     >>> from torch.distributions import Categorical
@@ -68,7 +67,7 @@ def write_report(
     results = json.dumps(document, sort_keys=True, indent=1, allow_nan=False)
     results = results.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026") + "\n"
     digest = hashlib.sha256(results.encode()).hexdigest()
-    provenance = provenance_of(reproduce, sources.get("run"))
+    provenance = provenance_of(reproduce, sources.get("run", {}))
     provenance["left_out"] = [clean(name) for name in left_out]
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,26 +82,23 @@ def write_report(
     return ReportPaths(page, text, data, table, digest)
 
 
-def provenance_of(reproduce: Any, run: Mapping[str, Any] | None) -> dict[str, Any]:
+def provenance_of(given: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, Any]:
     """Where and how it was made: commands, commit, machine, as given or from the runs' manifests.
 
-    >>> provenance_of("advbayes demo", None)["commands"]
+    >>> provenance_of({"commands": ["advbayes demo"]}, {})["commands"]
     ['advbayes demo']
     """
-    named = dict(reproduce) if isinstance(reproduce, Mapping) else {"commands": reproduce or []}
-    commands = named.get("commands", named.get("command", []))
-    lines = [commands] if isinstance(commands, str) else list(commands)
-    manifests = [one.get("manifest") or {} for one in each_run(run).values()]
-    started = [dict(manifest.get("started") or {}) for manifest in manifests]
-    if not lines:
-        lines = [command_line(one["command"]) for one in started if one.get("command")]
+    started = [run["manifest"].get("started") or {} for run in runs.values()]
+    lines = given.get("commands") or [
+        command_line(one["command"]) for one in started if one.get("command")
+    ]
     document: dict[str, Any] = {"commands": [clean(line, 2000) for line in lines]}
     for key in ("commit", "machine"):
         values = dict.fromkeys(clean(one[key]) for one in started if one.get(key))
-        document[key] = clean(named.get(key) or ", ".join(values))
-    versions = dict(named.get("versions") or {})
+        document[key] = clean(given.get(key) or ", ".join(values))
+    versions = given.get("versions", {})
     document["versions"] = {clean(name): clean(version) for name, version in versions.items()}
-    document["folder"] = clean(named.get("folder") or "")
+    document["folder"] = clean(given.get("folder", ""))
     return {key: value for key, value in document.items() if value or key == "commands"}
 
 
