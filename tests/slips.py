@@ -1076,7 +1076,7 @@ FOURTH = (
 FIFTH = (
     Bug(
         "a threat model without restarts is taken to say nothing of them",
-        "auditing/threat.py",
+        "auditing/claim.py",
         'for name, value in vars(self).items() if value is None and name != "scale"]',
         'for name, value in vars(self).items() if not value and name != "scale"]',
         "test_audit_rules test_audit_inputs test_audit_thresholds",
@@ -1551,7 +1551,7 @@ SEVENTH = (
     ),
     Bug(
         "what claimed attacks leave includes ours",
-        "auditing/purifier.py",
+        "auditing/others.py",
         'figures["claimed attacks leave"] = case.value(case.gradient())',
         'figures["claimed attacks leave"] = case.value(case.worst())',
         "test_zoo",
@@ -1741,8 +1741,8 @@ SEVENTH = (
     Bug(
         "targets not checked for NaN",
         "evaluation/inputs.py",
-        'return checks.finite("x", x), checks.finite("y", y)',
-        'return checks.finite("x", x), y',
+        'return finite("x", x), finite("y", y)',
+        'return finite("x", x), y',
         "test_evaluation",
     ),
     Bug(

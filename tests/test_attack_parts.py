@@ -54,7 +54,7 @@ from advbayes.attacks.balls import Ball
 from advbayes.attacks.losses import success
 from advbayes.attacks.parts import family_of, loss_names, settings, text_of
 from advbayes.auditing import Support
-from advbayes.auditing.threat import said_by
+from advbayes.auditing.claim import said_by
 from advbayes.purification import Purifier
 from advbayes.purification.attacks import Annealed, NearestCentre
 from advbayes.seeds import generator_for

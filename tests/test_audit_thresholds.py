@@ -25,7 +25,6 @@ from advbayes.auditing import (
     answers,
     describing,
     others,
-    purifier,
     strength,
 )
 from advbayes.auditing.case import Case
@@ -207,7 +206,7 @@ def test_e24_effective_sample_size(few: int, ess: float, silent: int, wanted: st
     found = case(Purifies(), support=Support(unpurified=predict))
     found.predict.diagnose = diagnose  # type: ignore[attr-defined]
     found.memory["arrays"] = {"a": X}
-    assert purifier.effective_sample_size(found).status == wanted
+    assert others.effective_sample_size(found).status == wanted
 
 
 @pytest.mark.parametrize(

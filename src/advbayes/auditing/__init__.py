@@ -4,11 +4,10 @@ level from A to D."""
 from __future__ import annotations
 
 from advbayes.auditing.case import TIERS, Budget, Case
-from advbayes.auditing.claim import Claim
+from advbayes.auditing.claim import Claim, ThreatModel
 from advbayes.auditing.findings import Check, Finding, Verdict, is_first_look
 from advbayes.auditing.run import CHECKS, Cost, audit, audit_cost, audit_records
 from advbayes.auditing.support import Baseline, Support
-from advbayes.auditing.threat import ThreatModel
 
 __all__ = [
     "CHECKS",

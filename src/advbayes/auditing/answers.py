@@ -125,10 +125,7 @@ def attack_itself(case: Case) -> Finding:
     clear = slack.abs() > 1e-3 * ball.eps * _dual(ball, linear.weight).max()
     mismatches = int(((slack < 0) != broken)[clear].sum())
     rate = float(reached.double().mean())
-    advice = (
-        "the attack misses what is there on models whose answer is known: repair it before "
-        "anything else"
-    )
+    advice = "the attack misses what is there on models whose answer is known: repair it first"
     figures = {"mismatches": mismatches, "of": int(clear.sum()), "planted_found": rate}
     return judged(mismatches > 0 or rate < 0.95, advice, **figures)
 
@@ -151,7 +148,10 @@ def trivial_predictors(case: Case) -> Finding:
             figures |= {f"{name} NLL": loss, f"{name} accuracy": accuracy}
             bad += [f"{name} NLL above ln C = {floor:.3f}"] * (loss > floor)
             bad += [f"{name} accuracy below the majority class' {share:.3f}"] * (accuracy < share)
-        renamed = _renamed_accuracy(case, num_classes)
+        pairs = case.classes_of(case.x) * num_classes + case.y  # of an answer and a label
+        counts = torch.bincount(pairs, minlength=num_classes**2).view(num_classes, num_classes)
+        # right, if each answer meant the class that it is given to most
+        renamed = float(counts.amax(1).sum() / len(case.x))
         by_chance = 2 / math.sqrt(len(case.x))  # what choosing the best name may add
         if figures["clean accuracy"] < share < renamed - by_chance:
             bad.append(
@@ -173,14 +173,6 @@ def trivial_predictors(case: Case) -> Finding:
         figures["largest mass"] = mass
         bad.append(f"a density that integrates to {mass:.3g} or more: it is none")
     return judged(bool(bad), "; ".join(bad), **figures)
-
-
-def _renamed_accuracy(case: Case, num_classes: int) -> float:
-    """Clean accuracy, if each answer meant the class that it is given to most."""
-    counts = torch.bincount(
-        case.classes_of(case.x) * num_classes + case.y, minlength=num_classes**2
-    )
-    return float(counts.view(num_classes, num_classes).amax(1).sum() / len(case.x))
 
 
 def _gaussian_floor(case: Case) -> float | None:

@@ -16,10 +16,9 @@ from torch.distributions import Distribution
 from advbayes.attacks import applies_to, with_ball
 from advbayes.attacks.balls import Ball, per_row
 from advbayes.attacks.parts import on_rows, settings, steps_of
-from advbayes.auditing.claim import Claim
+from advbayes.auditing.claim import Claim, ThreatModel
 from advbayes.auditing.copies import Copies, Forgetful
 from advbayes.auditing.support import Support
-from advbayes.auditing.threat import ThreatModel
 from advbayes.distributed import ranks
 from advbayes.evaluation.inputs import Task, is_stochastic
 from advbayes.evaluation.measuring import attacked_in_batches, batches, scored, with_generator
@@ -224,17 +223,19 @@ class Case:
         )
 
     def columns(self) -> dict[str, Columns]:
-        """The scores of every attack's array, made here. A point that is not finite has none: E1
-        fails, x stands in for it."""
+        """The scores of every attack's array, made here."""
+        return self.once(
+            "columns",
+            lambda: {
+                name: self.scored(self.usable(x_adv), f"attack {name}")
+                for name, x_adv in self.arrays().items()
+            },
+        )
 
-        def make() -> dict[str, Columns]:
-            columns = {}
-            for name, x_adv in self.arrays().items():
-                usable = per_row(torch.isfinite(x_adv).flatten(1).all(1), x_adv)
-                columns[name] = self.scored(torch.where(usable, x_adv, self.x), f"attack {name}")
-            return columns
-
-        return self.once("columns", make)
+    def usable(self, x_adv: Tensor) -> Tensor:
+        """The points, x in place of those that are not finite: they have no score, and E1 fails."""
+        finite = torch.isfinite(x_adv).flatten(1).all(1)
+        return torch.where(per_row(finite, x_adv), x_adv, self.x)
 
     def gradient(self) -> Columns:
         """The union of clean and the attacks under audit."""
@@ -378,12 +379,11 @@ def num_thetas(predict: Predictor | None) -> int | None:
 
 def num_different(predict: Predictor | None) -> int:
     """How many different thetas there are, of those that a predictor lists; 1 where it has none."""
-    different = num_thetas(predict) or 1
-    for inner in reversed(layers_of(predict)):
+    for inner in layers_of(predict):
         match inner:
             case object(thetas=Tensor() as thetas):
-                different = len(torch.unique(thetas, dim=0))
-    return different
+                return len(torch.unique(thetas, dim=0))
+    return num_thetas(predict) or 1
 
 
 def with_thetas(fresh: Any, num: int) -> Predictor | None:

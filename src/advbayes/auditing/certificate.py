@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from advbayes import checks
 from advbayes.attacks.balls import L2, Ball
 from advbayes.auditing.case import Case
 from advbayes.auditing.findings import Figure, Finding
+from advbayes.checks import InputError, InputTypeError, finite
 from advbayes.evaluation.inputs import Task
 from advbayes.evaluation.measuring import batches
 from advbayes.metrics.intervals import clopper_pearson
@@ -40,7 +39,7 @@ def radii_of(certified: Any, num: int, task: Task) -> Certificates | Tensor:
     advbayes.checks.InputError: certified must be finite, got 1 NaN and 0 infinite values in a torch.float64 tensor of shape (2,) on cpu
     """  # noqa: E501
     if task != "classification":
-        raise checks.InputError(
+        raise InputError(
             f"certified radii say that a class does not change: they have no meaning in {task}"
         )
     match certified:
@@ -49,19 +48,19 @@ def radii_of(certified: Any, num: int, task: Task) -> Certificates | Tensor:
         case Tensor() | np.ndarray():
             radii = torch.as_tensor(certified)
         case _:
-            raise checks.InputTypeError(
+            raise InputTypeError(
                 "certified must be what certify(...) gives, or a tensor or an array of radii",
                 got=certified,
             )
     if radii.dtype == torch.bool or radii.is_complex():
-        raise checks.InputTypeError("certified must hold radii", got=radii)
+        raise InputTypeError("certified must hold radii", got=radii)
     if tuple(radii.shape) not in ((num,), (num, 1)):
-        raise checks.InputError(
+        raise InputError(
             f"certified must hold one radius for each of the {num} examples of x", got=radii
         )
-    radii = checks.finite("certified", radii.detach().cpu().double().reshape(num))
+    radii = finite("certified", radii.detach().cpu().double().reshape(num))
     if bool((radii < 0).any()):
-        raise checks.InputError(
+        raise InputError(
             f"certified must hold radii >= 0, got a smallest one of {float(radii.min()):g}"
         )
     return replace(certified, radii=radii) if isinstance(certified, Certificates) else radii
@@ -182,13 +181,10 @@ def certified_again(case: Case, smoothed: Smoothed, claimed: Certificates) -> Ag
     new = certify(smoothed, x, n0=claimed.n0, n=claimed.n, alpha=claimed.alpha, generator=generator)
     votes = smoothed.votes(x, claimed.n, generator=generator)
     said, classes = claimed.radii[rows], claimed.classes[rows].clamp_min(0)  # abstained: radius 0
-    counts = votes.gather(1, classes.unsqueeze(1).to(votes.device)).squeeze(1).tolist()
-    bounds = [_quantile(_upper(count, claimed.n, len(rows))) for count in counts]
-    most = smoothed.sigma * torch.tensor(bounds, dtype=torch.float64)
-    cap = smoothed.sigma * _quantile(
-        clopper_pearson(claimed.n, claimed.n, level=1 - claimed.alpha, side="lower")[0]
-    )
-    impossible = int(((said > 0) & (said > torch.clamp(most, max=cap) + 1e-9)).sum())
+    every = clopper_pearson(claimed.n, claimed.n, level=1 - claimed.alpha, side="lower")[0]
+    cap = float(_radii(smoothed, every))
+    most = _allowed(smoothed, votes, classes, claimed.n)
+    impossible = int(((said > 0) & (said > most.clamp(max=cap) + 1e-9)).sum())
     excess = said - new.radii.cpu()
     # the same whichever of the two is the old one
     middle = (said + new.radii.cpu()) / (2 * smoothed.sigma)
@@ -210,22 +206,14 @@ def beyond_votes(case: Case, smoothed: Smoothed, claimed: Certificates) -> str:
     """What is wrong with any of the radii, those that were not certified again included: larger
     than the bound of its own vote says, or than a vote of fewer draws allows (0.1 % shared among
     the examples)."""
-    bounds = [_quantile(float(bound)) for bound in claimed.lower]
-    own = smoothed.sigma * torch.tensor(bounds, dtype=torch.float64)
+    own = _radii(smoothed, claimed.lower)
     if unlike := int(((claimed.radii > 0) & (claimed.radii > own + 1e-6)).sum()):
         return f"{unlike} radii are larger than the bounds of their own votes say"
     draws = max(1, min(claimed.n, DRAWS // len(case.x)))
     generator = generator_for(case.seed, "audit/votes of all", device=case.x.device)
-    votes = torch.cat(
-        [
-            smoothed.votes(case.x[part], draws, generator=generator).cpu()
-            for part in batches(len(case.x), case.budget.batch_size)
-        ]
-    )
-    classes = claimed.classes.cpu().clamp_min(0).unsqueeze(1)
-    counts = votes.gather(1, classes).squeeze(1).tolist()
-    most = [_quantile(_upper(count, draws, len(case.x))) for count in counts]
-    over = claimed.radii > smoothed.sigma * torch.tensor(most, dtype=torch.float64) + 1e-9
+    parts = torch.split(case.x, case.budget.batch_size)
+    votes = torch.cat([smoothed.votes(x, draws, generator=generator) for x in parts])
+    over = claimed.radii > _allowed(smoothed, votes, claimed.classes.clamp_min(0), draws) + 1e-9
     impossible = int(((claimed.radii > 0) & over).sum())
     return f"{impossible} radii are larger than a vote of {draws} allows" * bool(impossible)
 
@@ -235,8 +223,22 @@ def _upper(votes: int, num: int, shared: int) -> float:
     return clopper_pearson(votes, num, level=1 - CONFIDENCE / max(1, shared), side="upper")[1]
 
 
-def _quantile(bound: float) -> float:
-    return float("inf") if bound >= 1 else NormalDist().inv_cdf(max(bound, 1e-300))
+def _allowed(
+    smoothed: Smoothed,
+    votes: Tensor,  # (B, C), of `num` each
+    classes: Tensor,  # (B,)
+    num: int,
+) -> Tensor:  # (B,)
+    """The largest radii that the votes for the classes allow."""
+    counts = votes.gather(1, classes.to(votes.device).unsqueeze(1)).squeeze(1).tolist()
+    return _radii(smoothed, [_upper(count, num, len(votes)) for count in counts])
+
+
+def _radii(smoothed: Smoothed, bounds: Any) -> Tensor:
+    """sigma Phi^-1(p) for bounds p of a class's probability under the noise."""
+    p = torch.as_tensor(bounds, dtype=torch.float64, device="cpu").clamp(0, 1)
+    radii: Tensor = smoothed.sigma * torch.special.ndtri(p)
+    return radii
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
-from advbayes import checks
 from advbayes.attacks import loss_and_gradient
+from advbayes.checks import InputTypeError
+from advbayes.evaluation.contents import content_of
 from advbayes.purification import Purifier
 from advbayes.types import Loss, Predictor
 
@@ -64,7 +65,7 @@ def copied(value: Any, memo: dict[int, Any] | None = None) -> Any:
     for part in parts:
         twin = memo.get(id(part), part)
         if _is_shared(part, twin):
-            raise checks.InputTypeError(f"a copy of a {type(part).__name__} is not another one")
+            raise InputTypeError(f"a copy of a {type(part).__name__} is not another one")
         if twin is not part and type(twin) is type(part) and _foreign(type(part)):
             object.__setattr__(twin, "__class__", _class(type(part), memo))
     return made
@@ -146,7 +147,7 @@ def _reached(part: Any) -> list[Any]:
     match part:
         case FunctionType():
             space = part.__globals__ if _foreign(part) else {}
-            cells = [cell.cell_contents for cell in part.__closure__ or () if _is_filled(cell)]
+            cells = map(content_of, part.__closure__ or ())
             named = [space[name] for name in _globals_in(part.__code__) if name in space]
             return [*cells, *named, part.__defaults__, part.__kwdefaults__, part.__dict__]
     return gc.get_referents(part)
@@ -157,13 +158,6 @@ def _globals_in(code: CodeType) -> set[str]:
     inner = [_globals_in(each) for each in code.co_consts if isinstance(each, CodeType)]
     read = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
     return read.union(*inner)
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:  # what it is for has not been made yet
-        return False
 
 
 def held_by(
@@ -180,8 +174,8 @@ def held_by(
     """
     event = x.shape[1:]
     wanted: dict[bytes, list[int]] = {}
-    for place, row in enumerate(_rows(x)):
-        wanted.setdefault(row.tobytes(), []).append(place)
+    for place, row in enumerate(rows_of(x)):
+        wanted.setdefault(row, []).append(place)
     found = torch.zeros(len(x), dtype=torch.bool)
     seen, left = set[int](), list[Any]([predict])
     while left and len(seen) < MOST:
@@ -204,13 +198,18 @@ def held_by(
         shape = tuple(array.shape)
         if shape[-len(event) :] == tuple(event) or shape[-1:] == (event.numel(),):
             held = array.detach().to("cpu", x.dtype)
-            for row in _rows(held.reshape(-1, event.numel())[:ROWS]):
-                found[wanted.get(row.tobytes(), [])] = True
+            for row in rows_of(held.reshape(-1, event.numel())[:ROWS]):
+                found[wanted.get(row, [])] = True
     return found
 
 
-def _rows(x: Tensor) -> np.ndarray[Any, Any]:
-    return x.detach().cpu().flatten(1).contiguous().numpy()
+def rows_of(x: Tensor) -> Iterator[bytes]:
+    """The rows of x as bytes, to be compared to the bit.
+
+    >>> len(set(rows_of(torch.tensor([[1.0, 2.0], [1.0, 2.0], [3.0, 4.0]]))))
+    2
+    """
+    return (row.tobytes() for row in x.detach().cpu().flatten(1).contiguous().numpy())
 
 
 @dataclass(frozen=True)

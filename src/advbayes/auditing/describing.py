@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from advbayes import metrics
-from advbayes.attacks.balls import Ball, per_row
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import ball_of, family_of, loss_names
 from advbayes.auditing.case import Case, Frozen
-from advbayes.auditing.claim import Claim
+from advbayes.auditing.claim import Claim, said_by
+from advbayes.auditing.copies import rows_of
 from advbayes.auditing.findings import Finding, check, judged, no_attacks, not_applicable, not_run
 from advbayes.auditing.remembering import BY_CHANCE
-from advbayes.auditing.threat import said_by
 from advbayes.channels import AttackChannel, Learned, Mixture
 from advbayes.evaluation.files import Folder, data_hash
 from advbayes.evaluation.inputs import check_units, softmaxed_twice
@@ -57,10 +57,7 @@ def _contradictions(case: Case) -> list[str]:
             faults.append(f"{name} stays in {other}, the ball is {ball}")
         elif (reaches := _reaches(other, ball, case.x[0])) is not None:
             there, here = reaches
-            faults.append(
-                f"{name} reaches {there:.3g} in the units of x, eps = {ball.eps:g} reaches "
-                f"{here:.3g}"
-            )
+            faults.append(f"{name} reaches {there:.3g} in the units of x, the ball {here:.3g}")
         elif _is_kept_from(other, ball, case.x):
             faults.append(f"{name} is kept from what the ball allows by its box or its mask")
     if said.box == "none" and ball.box is not None:
@@ -77,8 +74,7 @@ def _contradictions(case: Case) -> list[str]:
         largest = max(float(norm.nan_to_num(torch.inf).max()) for norm in norms)
         if largest < 0.5 * ball.eps:
             faults.append(
-                f"no scored point comes nearer to the edge than {largest:.3g} of eps = "
-                f"{ball.eps:g}; other units?"
+                f"no scored point moves beyond {largest:.3g} of eps = {ball.eps:g}; other units?"
             )
     return faults
 
@@ -131,9 +127,7 @@ def two_losses(case: Case) -> Finding:
     if predicts_classes(prediction):
         top = float(prediction.probs.max())
         if softmaxed_twice(prediction.logits, case.y):
-            advice = (
-                "give logits or log-probabilities to Categorical(logits=...), not probabilities"
-            )
+            advice = "give logits or log-probabilities to Categorical(logits=...), no probabilities"
             return judged(True, advice, largest_confidence=top)
     said = (case.threat_model.loss or "").split(",")
     names = _losses(case) | {name.strip() for name in said if name.strip()}
@@ -244,9 +238,7 @@ def rescorable(case: Case) -> Finding:
             drift = max(drift, *(_drift(name, saved[name], rows[name]) for name in rows))
         elif case.task == "regression":
             elsewhere += [cell.attack] * _is_elsewhere(saved, rows)
-    advice = (
-        "the files and the table disagree: the model, or the arrays, are not those that were scored"
-    )
+    advice = "the files and the table disagree: model or arrays are not those that were scored"
     bad = changed > (0 if case.can_be_fixed else 0.05 * total) or drift > 1e-3
     figures: dict[str, Any] = {"changed": changed, "largest_drift": drift}
     figures |= {"other errors": ", ".join(elsewhere)} if elsewhere else {}
@@ -277,7 +269,7 @@ def _elsewhere(case: Case, report: Evaluation, folder: Folder) -> list[str]:
         faults.append(f"no attack of the evaluation stays in a ball of the norm {norm}")
     first = Cell(report.predictors[0], CLEAN, 0.0)
     clean = [block for block, _ in folder.saved() if block.cell == first]
-    here = rows_of(case.whole[0])
+    here = set(rows_of(case.whole[0]))
     there = {row for block in clean for row in rows_of(folder.read_array(block)[0])}
     if not there <= here and not here <= there:
         faults.append(
@@ -321,8 +313,7 @@ def _rescored_claim(case: Case, claim: Claim) -> Finding:
     figures |= accuracies
     if changed > allowed * total or (drift > 1e-3 and not case.stochastic):
         bad.append(
-            "scoring the saved arrays again changes the table: this is not the model that was "
-            "scored"
+            "scoring the saved arrays again changes the table: the model is not the one scored"
         )
     if claim.test_size is not None and claim.test_size < len(case.x):
         said = f"the test set is said to hold {claim.test_size} examples"
@@ -348,28 +339,22 @@ def _by_luck(case: Case, claim: Claim, name: str) -> float:
     """p of an accuracy as high as the claimed one, of a stochastic predictor that is asked again:
     a t-test against as many single calls as the audit scores with. One example more or less is
     within the resolution."""
-    usable = torch.where(
-        per_row(torch.isfinite(claim.x_adv[name]).flatten(1).all(1), case.x),
-        claim.x_adv[name],
-        case.x,
-    )
-    calls = torch.tensor(
-        [
-            case.value(case.scored(usable, f"again {name} {call}", by=case.predict))
-            for call in range(case.rescored)
-        ],
-        dtype=torch.float64,
-    )
-    said = torch.full_like(calls, claim.accuracy(name) - 1 / len(case.x))
-    return metrics.paired_t(calls, said, overlap=1 / max(1, claim.rescored))
+    points = case.usable(claim.x_adv[name])
+    calls = [
+        case.value(case.scored(points, f"again {name} {call}", by=case.predict))
+        for call in range(case.rescored)
+    ]
+    again = torch.tensor(calls, dtype=torch.float64)
+    said = torch.full_like(again, claim.accuracy(name) - 1 / len(case.x))
+    return metrics.paired_t(again, said, overlap=1 / max(1, claim.rescored))
 
 
 def notes_on_data(case: Case) -> tuple[str, ...]:
     """What a reader should know of the examples: repeated ones, a selection, none that is wrong."""
-    repeated = len(case.whole[0]) - len(rows_of(case.whole[0]))
-    notes = [f"{repeated} of {len(case.whole[0])} rows are duplicates"] * bool(repeated)
-    seen = len(rows_of(case.whole[0]) & rows_of(case.known)) if len(case.known) else 0
-    notes += [f"{seen} of {len(case.whole[0])} rows are among the training data"] * bool(seen)
+    num, rows = len(case.whole[0]), set(rows_of(case.whole[0]))
+    repeated, seen = num - len(rows), len(rows.intersection(rows_of(case.known)))
+    notes = [f"{repeated} of {num} rows are duplicates"] * bool(repeated)
+    notes += [f"{seen} of {num} rows are among the training data"] * bool(seen)
     if case.task == "classification" and float(case.clean["correct"].mean()) == 1.0:
         notes.append("a clean accuracy of exactly 1: were the examples chosen?")
     size = None if case.claim is None else case.claim.test_size
@@ -394,15 +379,6 @@ def unseen_family(case: Case) -> Finding:
     )
     advice = "add an attack whose loss or step rule the training never used"
     return judged(not used - seen, advice, unseen=len(used - seen), used=len(used))
-
-
-def rows_of(x: Tensor) -> set[bytes]:
-    """The different rows of x, as bytes.
-
-    >>> len(rows_of(torch.tensor([[1.0, 2.0], [1.0, 2.0], [3.0, 4.0]])))
-    2
-    """
-    return {row.tobytes() for row in x.detach().cpu().contiguous().flatten(1).numpy()}
 
 
 def _attacks_in(channel: Channel) -> list[object]:

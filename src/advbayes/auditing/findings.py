@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from advbayes import checks
 from advbayes.auditing.case import Case
+from advbayes.checks import choice
 
 Status = Literal["passed", "failed", "not run", "not applicable"]
 Figure = float | int | str | bool | None
@@ -32,7 +32,7 @@ class Finding:
     mandatory: bool = True
 
     def __post_init__(self) -> None:
-        checks.choice("status", self.status, tuple(_SIGN))
+        choice("status", self.status, tuple(_SIGN))
 
     def line(self) -> str:
         """One line of text."""

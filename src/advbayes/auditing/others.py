@@ -1,11 +1,12 @@
 """Checks against other attackers: the black box (E11), transfer (E13), more thetas (E10), knowledge
-of them (E14, E15)."""
+of them (E14, E15), those made for a purifier (E23), and whether it can be believed (E24)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
@@ -22,11 +23,15 @@ from advbayes.auditing.strength import breaks_more
 from advbayes.evaluation.scoring import worst
 from advbayes.posteriors import PointMass
 from advbayes.predictive import FreshPredictive
+from advbayes.purification import Purifier
+from advbayes.purification.attacks import Annealed, NearestCentre, StraightThrough
 from advbayes.types import Attack, Predictor
 
 QUERIES, BEYOND = 5000, 0.002  # of the black box
 FOUND = 0.9  # the share that one of the user's own finds on a linear model
 LEVELS = ("thetas known", "thetas fresh")
+# what a purifier must be attacked by
+KINDS = ("exact", "straight_through", "transfer", "nearest_centre")
 
 
 @check("E11", "black box not better", cost=lambda case: case.budget.queries)
@@ -142,10 +147,7 @@ def transfer(case: Case) -> Finding:
         columns = case.union(attacks, f"transfer {name}", through=source, join=True)
         figures[f"from {name}"] = case.value(columns)
         worse += [name] * breaks_more(case, columns, direct)[0]
-    advice = (
-        f"examples made for {', '.join(worse)} do more harm than the attack itself: its "
-        f"gradients are no use"
-    )
+    advice = f"examples made for {', '.join(worse)} do more harm: the attack's gradients are no use"
     return judged(bool(worse), advice, **figures)
 
 
@@ -164,30 +166,27 @@ def enough_thetas(case: Case) -> Finding:
         return no_attacks()
     if case.target is not case.predict:
         return _enough_in_claim(case) if case.is_bayesian else _through_itself(case)
-    match fresh_of(case):
-        case FreshPredictive(posterior=PointMass()) as fresh if not is_another(fresh, case):
+    fresh = fresh_of(case)
+    match fresh:
+        case FreshPredictive(posterior=PointMass()) if not is_another(fresh, case):
             # every draw is the evaluated theta
             return judged(False, "", thetas=1, cost=0.0, **{case.label: case.value(case.worst())})
     num = max(20, case.threat_model.attack_thetas or 20) if case.num_thetas is None else 20
-    # noise in the scores is none of the attack's
-    by = Frozen(case.predict, case.seed) if case.stochastic else None
-
-    def left(num: int, join: bool) -> float | None:
-        wide = with_thetas(fresh_of(case), num)
-        if wide is None:
-            return None
-        columns = case.union(case.attacks, f"thetas {num}", through=wide, by=by, join=join)
-        return case.value(columns)
-
-    before = left(num, join=False)
-    if before is None:
+    wide = with_thetas(fresh, num)
+    if wide is None:
         return _wants_fresh(
             case, "a FreshPredictive (or a predictor with `with_thetas`) to draw more thetas from"
         )
+    # noise in the scores is none of the attack's
+    by = Frozen(case.predict, case.seed) if case.stochastic else None
+
+    def left(wide: Predictor | None, join: bool) -> float:
+        return case.value(case.union(case.attacks, f"thetas {num}", through=wide, by=by, join=join))
+
+    before = left(wide, join=False)
     while True:
         num *= 2
-        after = left(num, join=by is None)
-        assert after is not None
+        after = left(with_thetas(fresh, num), join=by is None)
         cost = before - after
         if cost <= POINT + 1e-9 or num >= case.budget.max_thetas:
             break
@@ -231,10 +230,7 @@ def fixed_randomness(case: Case) -> Finding:
         return not_applicable("the predictor has no randomness to know")
     scorer = Frozen(case.predict, case.seed) if case.stochastic else case.predict
     if case.claim is not None and case.threat_model.randomness == "fixed" and case.stochastic:
-        advice = (
-            "the thetas are said to be fixed, but are drawn anew at each call: fix them for "
-            "attack and score alike"
-        )
+        advice = "thetas said to be fixed are drawn anew at each call: fix them in attack and score"
         figures = {"claimed arrays leave": case.value(case.gradient())}
         if case.attacks:
             fixed = case.union(case.attacks, "thetas fixed", through=scorer, by=scorer)
@@ -250,10 +246,7 @@ def fixed_randomness(case: Case) -> Finding:
     known = case.value(case.union(case.attacks, "thetas known", through=scorer, by=scorer))
     unknown = case.value(case.union(case.attacks, "thetas fresh", through=blind, by=scorer))
     case.memory["knowledge"] = dict(zip(LEVELS, (known, unknown), strict=True))
-    advice = (
-        "the attack that knows the thetas must be at least as strong: they were redrawn "
-        "between attack and score"
-    )
+    advice = "knowing thetas must not weaken an attack: they were redrawn between attack and score"
     bad = known - unknown > 2 * POINT + 1e-9
     return judged(bad, advice, thetas_known=known, thetas_fresh=unknown)
 
@@ -271,3 +264,68 @@ def two_knowledge_levels(case: Case) -> Finding:
     if levels is None:
         return not_run("give Support(fresh=...), so that both columns can be made")
     return judged(False, "", **levels)
+
+
+@check("E23", "adaptive attack on a purifier", mandatory=lambda case: case.is_purifier)
+def adaptive_attacks(case: Case) -> Finding:
+    """E23: exact and straight-through gradients, transfer from the unpurified model, and the
+    nearest-centre attack."""
+    if not case.is_purifier:
+        return not_applicable("the predictor does not purify")
+    if case.task == "regression":
+        return not_run(
+            "the purifier's attacks are made for classes; give Support(purifier_attacks=...)"
+        )
+    # what the ordinary attacks go through, and the attacks that are made for a purifier
+    ways: dict[str, Predictor] = {"exact": case.predict}
+    adaptive: dict[str, Attack] = {}
+    if isinstance(case.predict, Purifier):
+        if case.unpurified is not None:
+            ways["straight_through"] = StraightThrough(case.predict, case.unpurified)
+        adaptive = {"nearest_centre": NearestCentre(case.ball), "annealed": Annealed(case.ball)}
+    if case.unpurified is not None:
+        ways["transfer"] = case.unpurified
+    results = {}
+    for kind, through in ways.items():
+        if attacks := case.attacks_on(through):
+            results[kind] = case.union(attacks, kind, through=through, join=True)
+    for kind, attack in (adaptive | dict(case.support.purifier_attacks)).items():
+        made = case.attacked(attack, f"purifier {kind}", through=case.predict)
+        columns = case.scored(made, f"purifier {kind}")
+        case.join(f"purifier {kind}", columns)
+        standing = case.unbroken(columns)
+        # one that leaves whatever stands where it was has not been tried
+        if not len(standing) or not torch.equal(made[standing], case.x[standing]):
+            results[kind] = columns
+    figures: dict[str, Any] = {kind: case.value(columns) for kind, columns in results.items()}
+    if case.claim is not None:
+        # the table is theirs: what they did not run is missing, whatever it gives here
+        absent = [kind for kind in KINDS if kind not in case.claim.purifier_attacks]
+        figures["claimed attacks leave"] = case.value(case.gradient())
+        return judged(bool(absent), f"add {', '.join(absent)}", **figures)
+    absent = [kind for kind in KINDS if kind not in results]
+    if absent:
+        return not_run(
+            f"give Support(unpurified=...), or {', '.join(absent)} as Support(purifier_attacks=...)"
+        )
+    return judged(False, "", **figures)
+
+
+@check("E24", "effective sample size", mandatory=lambda case: case.is_purifier)
+def effective_sample_size(case: Case) -> Finding:
+    """E24: at most 5 % of the queries rest on fewer than two points, and underflow is flagged."""
+    if not case.is_purifier:
+        return not_applicable("the predictor does not purify")
+    diagnose = getattr(case.predict, "diagnose", None)
+    if diagnose is None:
+        return not_run("the purifier does not report its weights (a method `diagnose`)")
+    few, silent, total = 0, 0, 0
+    for points in (case.x, *case.arrays().values()):
+        seen = diagnose(points)
+        few += int((seen.ess_reference < 2).sum())
+        silent += int((~torch.isfinite(seen.log_evidence) & ~seen.out_of_support).sum())
+        total += len(points)
+    nearest = "widen the channel's noise: the answer is that of the nearest reference point"
+    figures = {"few": few / total, "underflow_not_flagged": silent}
+    bad = few > 0.05 * total or silent > 0
+    return judged(bad, "flag underflow" if silent else nearest, **figures)

@@ -12,7 +12,7 @@ from torch.distributions import Distribution
 from advbayes import metrics
 from advbayes.attacks.balls import Ball, per_row
 from advbayes.auditing.case import Case, Frozen
-from advbayes.auditing.copies import Forgetful
+from advbayes.auditing.copies import Forgetful, rows_of
 from advbayes.auditing.findings import Finding, check, judged, not_run
 from advbayes.auditing.strength import SIGNIFICANT, further
 from advbayes.evaluation.inputs import numbers_of
@@ -49,9 +49,8 @@ def displaced_centre(case: Case) -> Finding:
     lost, figures = loses_more(there, here, case)
     advice = "it is robust around the test points alone: it recognises them"
     values = {"at_x": case.value(here), "displaced": case.value(there)}
-    known = {row.tobytes() for row in case.known.cpu().flatten(1).contiguous().numpy()}
-    rows = case.x.detach().cpu().flatten(1).contiguous().numpy()
-    new = torch.tensor([row.tobytes() not in known for row in rows])
+    known = set(rows_of(case.known))
+    new = torch.tensor([row not in known for row in rows_of(case.x)])
     held = int((case.held & new).sum())
     if not lost and held > HELD * len(case.x):
         return not_run(

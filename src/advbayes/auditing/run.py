@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from advbayes import checks, distributed
+from advbayes import distributed
 from advbayes.adapters import with_estimators
 from advbayes.attacks import default_attacks, loss_and_gradient, nll
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import NoGradientWarning
 from advbayes.attacks.parts import ball_of, check_rows, on_rows
 from advbayes.attacks.zeroth_order import ANSWERS_ALONE, blind_attacks, gives_gradient
-from advbayes.auditing import answers, controls, describing, others, purifier, remembering, strength
+from advbayes.auditing import answers, controls, describing, others, remembering, strength
 from advbayes.auditing.case import TIERS, Budget, Case
 from advbayes.auditing.certificate import certificate, cut, radii_of
-from advbayes.auditing.claim import Claim, Values, fitted
+from advbayes.auditing.claim import Claim, ThreatModel, Values, fitted, said_by
 from advbayes.auditing.copies import copies_of, held_by
 from advbayes.auditing.findings import Check, Finding, Verdict, not_run
 from advbayes.auditing.support import Support, named
-from advbayes.auditing.threat import ThreatModel, said_by
+from advbayes.checks import InputError, InputTypeError, choice, count, instance
 from advbayes.evaluation.inputs import (
     Data,
     as_tensors,
@@ -59,8 +59,8 @@ CHECKS: tuple[Check, ...] = (
     others.fixed_randomness,
     others.two_knowledge_levels,
     others.enough_thetas,
-    purifier.adaptive_attacks,
-    purifier.effective_sample_size,
+    others.adaptive_attacks,
+    others.effective_sample_size,
     others.black_box,
     describing.two_losses,
     describing.worst_column,
@@ -133,7 +133,7 @@ def audit(
     )
     known = {check.id for check in CHECKS}
     if only is not None and not set(only) <= known:
-        raise checks.InputError(f"only must hold ids among {sorted(known, key=_order)}, got {only}")
+        raise InputError(f"only must hold ids among {sorted(known, key=_order)}, got {only}")
     if only is None or {"E13", "E20", "E21"} & set(only):
         with distributed.alone():  # to the bit what one process trains
             case.support = controls.with_controls(case, progress=progress)
@@ -174,11 +174,11 @@ def _renamed(
     """The tier's name, its budget and the support, after the keywords of the version before:
     `budget` is a tier, `batch_size` the tier's, the rest is the support's."""
     support = support or Support()
-    checks.instance("support", support, Support, "a Support(...)")
+    instance("support", support, Support, "a Support(...)")
     names = {field.name for field in fields(Support)}
     unknown = sorted(deprecated.keys() - names - {"budget", "batch_size"})
     if unknown:
-        raise checks.InputTypeError(
+        raise InputTypeError(
             f"audit takes no argument {', '.join(unknown)}; what helps it is "
             f"Support({', '.join(sorted(names))})"
         )
@@ -194,10 +194,10 @@ def _renamed(
     if isinstance(tier, Budget):  # of one's own: its figures say what is spent
         spent, budget = "custom", tier
     else:
-        spent = checks.choice("tier", tier, tuple(TIERS))
+        spent = choice("tier", tier, tuple(TIERS))
         budget = TIERS[spent]
     if "batch_size" in deprecated:
-        size = checks.count("batch_size", deprecated["batch_size"])
+        size = count("batch_size", deprecated["batch_size"])
         spent, budget = "custom", replace(budget, batch_size=size)
     present = {name: value for name, value in deprecated.items() if value is not None}
     changes = {name: value for name, value in present.items() if name in names}
@@ -311,7 +311,7 @@ def _case(
     seed: int,
 ) -> Case:
     """The case: some rows of the data, or those of a claim's arrays."""
-    checks.instance("ball", ball, Ball, "a ball such as L2(eps)")
+    instance("ball", ball, Ball, "a ball such as L2(eps)")
     copies = copies_of(predict, support.factory)  # before anything is asked
     x, y = as_tensors(data, dtype_of(predict))
     held = held_by(predict, x)
@@ -340,7 +340,7 @@ def _case(
         if blind:
             chosen = blind_attacks(ball, task, budget.steps, budget.blind_queries or budget.queries)
     if not chosen and claim is None:
-        raise checks.InputError("attacks must hold at least one named attack, got none")
+        raise InputError("attacks must hold at least one named attack, got none")
 
     def here(name: str, attack: Attack) -> Attack:
         """An attack on the examples audited; its losses may hold entries for all of the data."""
@@ -349,9 +349,7 @@ def _case(
 
     for name, attack in chosen.items():
         if ball_of(attack) is None:
-            raise checks.InputTypeError(
-                f"attacks[{name!r}] must be a dataclass with a `ball`", got=attack
-            )
+            raise InputTypeError(f"attacks[{name!r}] must be a dataclass with a `ball`", got=attack)
         chosen[name] = here(f"attacks[{name!r}]", attack)
     special = {
         name: here(f"support.purifier_attacks[{name!r}]", attack)
@@ -378,7 +376,7 @@ def _case(
         support=replace(support, black_box=black_box, purifier_attacks=special),
         claim=claim,
         certified=cut(radii, rows),
-        seed=checks.count("seed", seed, low=0),
+        seed=count("seed", seed, low=0),
     )
     case.threat_model = _filled(case)
     return case

@@ -12,8 +12,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from advbayes import checks
 from advbayes.attacks.balls import Ball
+from advbayes.checks import InputError, InputTypeError, count, number
 from advbayes.evaluation.result import Evaluation
 from advbayes.evaluation.run import load_evaluation
 from advbayes.types import Attack, Channel, Predictor
@@ -41,12 +41,12 @@ class Baseline:
     commit: str
 
     def __post_init__(self) -> None:
-        checks.number("clean", self.clean, low=0, high=1)
-        checks.number("worst", self.worst, low=0, high=1)
-        checks.count("num_examples", self.num_examples)
+        number("clean", self.clean, low=0, high=1)
+        number("worst", self.worst, low=0, high=1)
+        count("num_examples", self.num_examples)
         for name, value in vars(self).items():
             if value == "":
-                raise checks.InputError(f"{name} must be said in a recorded baseline, got nothing")
+                raise InputError(f"{name} must be said in a recorded baseline, got nothing")
 
     @staticmethod
     def load(path: str | Path) -> Baseline:
@@ -56,7 +56,7 @@ class Baseline:
         said = document if isinstance(document, dict) else {}
         if absent := [name for name in names if name not in said]:
             everything = "everything" if len(absent) == len(names) else ", ".join(absent)
-            raise checks.InputError(f"a baseline record must say {everything}, got {path}")
+            raise InputError(f"a baseline record must say {everything}, got {path}")
         return Baseline(**{name: document[name] for name in names})
 
     def is_of(self, dataset: str, ball: Ball) -> bool:
@@ -140,7 +140,7 @@ class Support:
 def named(argument: str, mapping: Mapping[str, Any] | None) -> dict[str, Any]:
     """A mapping from names; an error says what came instead."""
     if mapping is not None and not isinstance(mapping, Mapping):
-        raise checks.InputTypeError(
+        raise InputTypeError(
             f"{argument} must be a mapping from names, such as {{'PGD': ...}}", got=mapping
         )
     return dict(mapping or {})

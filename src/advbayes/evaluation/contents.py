@@ -136,7 +136,7 @@ def _parts(value: Any, hidden: bool) -> tuple[list[tuple[str, Any]] | None, bool
 def _of_function(value: FunctionType) -> list[tuple[str, Any]]:
     """Code, defaults, closure and the globals that are named in it."""
     names = value.__code__.co_freevars
-    cells = dict(zip(names, map(_content, value.__closure__ or ()), strict=True))
+    cells = dict(zip(names, map(content_of, value.__closure__ or ()), strict=True))
     named = {
         name: value.__globals__[name]
         for name in names_in(value.__code__)
@@ -152,10 +152,11 @@ def _of_function(value: FunctionType) -> list[tuple[str, Any]]:
     return [(name, part) for name, part in parts.items() if part]
 
 
-def _content(cell: CellType) -> Any:
+def content_of(cell: CellType) -> Any:
+    """What a function closes over; None where that has not been made yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:
         return None
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import advbayes
-from advbayes import checks
+from advbayes.checks import InputError
 from advbayes.evaluation.contents import UNKNOWN, tensor_hash
 from advbayes.evaluation.result import Cell
 from advbayes.likelihoods import predicts_classes
@@ -121,7 +121,7 @@ class Folder:
         for attack, contents in config.get("contents", {}).items():
             for place, value in contents.items():
                 if str(value).startswith(UNKNOWN):
-                    raise checks.InputError(
+                    raise InputError(
                         f"out must be a new folder: the attack {attack!r} holds "
                         f"{str(value).removeprefix(UNKNOWN)} ({place}), which cannot be compared "
                         f"with what it held when {self.path} was begun"
@@ -131,21 +131,19 @@ class Folder:
             if key == "contents" and key not in saved:  # fine, if the attacks hold nothing
                 needed = [f"{name}: {path}" for name, paths in value.items() for path in paths]
                 if needed:
-                    raise checks.InputError(
+                    raise InputError(
                         f"{same}, which does not say what the attacks held ({', '.join(needed)}): "
                         f"an older version made it, and it cannot be resumed; give a new folder"
                     )
             elif not _alike(saved.get(key), value):
                 place, before, now = _difference(key, saved.get(key), value)
-                raise checks.InputError(
-                    f"{same} whose {place} is {before!r:.200}, not {now!r:.200}"
-                )
+                raise InputError(f"{same} whose {place} is {before!r:.200}, not {now!r:.200}")
 
     def config(self) -> dict[str, Any]:
         """What was evaluated, with which code."""
         document = read_document(self.path / "config.json")
         if not isinstance(document, dict):
-            raise checks.InputError(
+            raise InputError(
                 f"{self.path / 'config.json'} must hold a dictionary, got {type(document).__name__}"
             )
         return document

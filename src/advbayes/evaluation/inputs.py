@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.utils.data import DataLoader
 
-from advbayes import checks
 from advbayes.attacks.balls import Ball
+from advbayes.checks import InputError, InputTypeError, describe, finite, instance, number, outlined
 from advbayes.likelihoods import predicts_classes
 from advbayes.metrics.intervals import wilson
 from advbayes.metrics.scores import labels, log_prob, targets
@@ -73,23 +73,19 @@ def as_tensors(data: Data, dtype: torch.dtype = torch.float32) -> tuple[Tensor, 
             with GlobalStream(0):
                 batches = [_pair(batch) for batch in data]
             if not batches:
-                raise checks.InputError(
-                    "data must hold at least one example, got an empty DataLoader"
-                )
+                raise InputError("data must hold at least one example, got an empty DataLoader")
             x, y = (torch.cat(side) for side in zip(*batches, strict=True))
         case (x, y):
             x, y = _tensor("x", x, dtype), _tensor("y", y, dtype)
         case _:
-            raise checks.InputTypeError("data must be a pair (x, y) or a DataLoader", got=data)
+            raise InputTypeError("data must be a pair (x, y) or a DataLoader", got=data)
     if x.ndim < 2 or not len(x) or not x.is_floating_point():
-        raise checks.InputError(
+        raise InputError(
             "x must be a floating-point tensor of shape (N, *event) with N >= 1", got=x
         )
     if y.ndim == 0 or len(y) != len(x):
-        raise checks.InputError(
-            f"y must hold one target for each of the {len(x)} examples of x", got=y
-        )
-    return checks.finite("x", x), checks.finite("y", y)
+        raise InputError(f"y must hold one target for each of the {len(x)} examples of x", got=y)
+    return finite("x", x), finite("y", y)
 
 
 def _pair(batch: Any) -> tuple[Tensor, Tensor]:
@@ -99,8 +95,8 @@ def _pair(batch: Any) -> tuple[Tensor, Tensor]:
         case tuple() | list():
             got = f"{len(batch)} parts"
         case _:
-            got = checks.describe(batch)
-    raise checks.InputError(f"data must be a DataLoader of pairs (x, y), got batches of {got}")
+            got = describe(batch)
+    raise InputError(f"data must be a DataLoader of pairs (x, y), got batches of {got}")
 
 
 def as_targets(name: str, value: Any) -> Tensor:
@@ -112,12 +108,12 @@ def as_targets(name: str, value: Any) -> Tensor:
     try:
         targets = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
-        raise checks.InputTypeError(
+        raise InputTypeError(
             f"{name} must be a tensor, an array or a list of numbers", got=value
         ) from None
     if targets.ndim not in (1, 2) or not len(targets):
-        raise checks.InputError(f"{name} must have shape (N,) or (N, D) with N >= 1", got=targets)
-    return checks.finite(name, targets)
+        raise InputError(f"{name} must have shape (N,) or (N, D) with N >= 1", got=targets)
+    return finite(name, targets)
 
 
 def as_radii(radii: Any) -> tuple[float, ...]:
@@ -130,12 +126,10 @@ def as_radii(radii: Any) -> tuple[float, ...]:
     """
     a_row = isinstance(radii, Collection) and getattr(radii, "ndim", 1) == 1
     if not a_row or isinstance(radii, str):
-        raise checks.InputTypeError(
-            "radii must be a sequence of numbers such as (0.5, 1.0)", got=radii
-        )
+        raise InputTypeError("radii must be a sequence of numbers such as (0.5, 1.0)", got=radii)
     if not len(radii):
-        raise checks.InputError("radii must hold at least one eps, got none")
-    return tuple(checks.number("radii", eps, low=0) for eps in radii)
+        raise InputError("radii must hold at least one eps, got none")
+    return tuple(number("radii", eps, low=0) for eps in radii)
 
 
 def in_shape_of(
@@ -157,10 +151,10 @@ def _tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biufc":
             got = f"an array of {value.dtype}"
-            raise checks.InputTypeError(f"{name} must hold numbers (classes from 0), got {got}")
+            raise InputTypeError(f"{name} must hold numbers (classes from 0), got {got}")
         array: Tensor = torch.tensor(value)
         return array.to(dtype) if array.is_floating_point() else array
-    tensor: Tensor = checks.instance(name, value, Tensor, "a tensor or an array")
+    tensor: Tensor = instance(name, value, Tensor, "a tensor or an array")
     return tensor
 
 
@@ -181,9 +175,9 @@ as Categorical(logits=...), probabilities as Categorical(probs=...)
     x, y = x[:PROBE], y[:PROBE]
     remedy = _REMEDIES[isinstance(predict, nn.Module)]
     if not callable(predict):
-        raise checks.InputTypeError(
+        raise InputTypeError(
             f"{name} must be a Predictor: callable on x, giving a torch Distribution over y, got "
-            f"{checks.describe(predict)}; {_OTHERS}"
+            f"{describe(predict)}; {_OTHERS}"
         )
     try:
         with torch.no_grad():
@@ -193,40 +187,39 @@ as Categorical(logits=...), probabilities as Categorical(probs=...)
             raise
         got = f"RuntimeError: {error!s:.200}"
         wanted = f"{name} must answer {x.dtype} inputs of shape {tuple(x.shape)}"
-        raise checks.InputError(f"{wanted}, got {got}; {remedy}") from error
+        raise InputError(f"{wanted}, got {got}; {remedy}") from error
     if not isinstance(prediction, Distribution):
-        raise checks.InputTypeError(
-            f"{name} must return a torch Distribution over y, got {checks.outlined(prediction)}; "
-            f"{remedy}"
+        raise InputTypeError(
+            f"{name} must return a torch Distribution over y, got {outlined(prediction)}; {remedy}"
         )
     if tuple(prediction.batch_shape) not in ((len(x),), (len(x), 1)):
-        raise checks.InputError(
+        raise InputError(
             f"{name} must predict with batch shape ({len(x)},) for {len(x)} inputs, "
             f"got batch shape {tuple(prediction.batch_shape)}"
         )
     if not predicts_classes(prediction):
         targets(prediction, y)
-        checks.finite(f"the log-probabilities of {name}", log_prob(prediction, y))
+        finite(f"the log-probabilities of {name}", log_prob(prediction, y))
         return "regression"
-    checks.finite(f"the log-probabilities of {name}", prediction.logits)
+    finite(f"the log-probabilities of {name}", prediction.logits)
     places = labels(prediction, y)
     off = float((prediction.logits.softmax(-1) - prediction.probs).abs().max())
     if off > 0.01:
-        raise checks.InputError(
+        raise InputError(
             f"{name} must give probs that are the softmax of its logits, got some that are "
             f"{off:.2g} away: attacks climb the ones, the others are scored"
         )
     said = prediction.logits.log_softmax(-1).gather(1, places.unsqueeze(1)).squeeze(1)
     off = float((log_prob(prediction, y) - said).abs().max())
     if off > 0.01:
-        raise checks.InputError(
+        raise InputError(
             f"{name} must give a log_prob that is the log-softmax of its logits, got some that are "
             f"{off:.2g} away: these are no log-probabilities"
         )
     constant = isinstance(predict, (ConstantClasses, ConstantGaussian))
     spread = prediction.logits.amax(1) - prediction.logits.amin(1)
     if not constant and float(spread.max()) < 1e-7:
-        raise checks.InputError(
+        raise InputError(
             f"{name} must tell the classes apart, got equal logits for all "
             f"{prediction.logits.shape[1]} classes on each of {len(x)} inputs (all zero, or a "
             f"constant was added); use advbayes.metrics.uniform for the trivial predictor"

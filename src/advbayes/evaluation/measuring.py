@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from advbayes import checks
 from advbayes.attacks.parts import LOSSES, members, on_rows, rebuilt, settings
+from advbayes.checks import InputError
 from advbayes.distributed import ranks
 from advbayes.evaluation.inputs import Task
 from advbayes.evaluation.scoring import Columns, score
@@ -106,9 +106,7 @@ def attacked(
         generator = generator_for(seed, f"{key}/attack", start, x.device)
         x_adv = method(through, x[rows], y[rows], generator=generator).detach()
     if x_adv.shape != x[rows].shape:
-        raise checks.InputError(
-            f"{key} must return inputs of shape {tuple(x[rows].shape)}", got=x_adv
-        )
+        raise InputError(f"{key} must return inputs of shape {tuple(x[rows].shape)}", got=x_adv)
     return x_adv
 
 

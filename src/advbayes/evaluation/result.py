@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from advbayes import checks, metrics
+from advbayes import metrics
+from advbayes.checks import InputError, choice
 from advbayes.evaluation.inputs import Task
 from advbayes.evaluation.scoring import Columns, worst
 from advbayes.evaluation.tables import Row, Table
@@ -133,7 +134,7 @@ class Evaluation:
 
     def _name(self, predictor: str | None) -> str:
         name = self.predictors[0] if predictor is None else predictor
-        return checks.choice("predictor", name, self.predictors)
+        return choice("predictor", name, self.predictors)
 
     def columns(
         self, predictor: str | None = None, attack: str = WORST, eps: float | None = None
@@ -143,14 +144,14 @@ class Evaluation:
         `worst` is the union of clean and every attack at that radius.
         """
         predictor = self._name(predictor)
-        checks.choice("attack", attack, (CLEAN, WORST, *self.attacks))
+        choice("attack", attack, (CLEAN, WORST, *self.attacks))
         if attack == CLEAN or predictor in self.trivial:
             return self.cells[Cell(predictor, CLEAN, 0.0)]
         radii = self.radii_of(predictor, attack)
         if eps is None and len(radii) == 1:
             eps = radii[0]
         if eps not in radii:
-            raise checks.InputError(f"eps must be one of {radii} for {attack!r}, got {eps}")
+            raise InputError(f"eps must be one of {radii} for {attack!r}, got {eps}")
         if attack != WORST:
             return self.cells[Cell(predictor, attack, eps)]
         cells = [Cell(predictor, CLEAN, 0.0), *self._at(predictor, eps)]
@@ -190,10 +191,10 @@ class Evaluation:
     ) -> Estimate:
         """One number with its confidence interval."""
         reductions = REDUCTIONS[self.task] | ON_REQUEST[self.task]
-        checks.choice("metric", metric, tuple(reductions))
+        choice("metric", metric, tuple(reductions))
         rows = self.columns(predictor, attack, eps)
         if not gives(rows, metric):
-            raise checks.InputError(
+            raise InputError(
                 f"metric must be one that the predictions can give, got {metric!r} without "
                 f"{NEEDED[metric]!r}"
             )

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from advbayes import checks, metrics
+from advbayes import metrics
 from advbayes.attacks import PGD, ByLoss, certainty, pgd_plus
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import with_eps
+from advbayes.checks import InputError, InputTypeError, count, instance, number
 from advbayes.evaluation.inputs import (
     Data,
     Task,
@@ -75,14 +76,14 @@ def selective_task(
     """
     x, y = as_tensors(inside, dtype_of(predict))
     if check_predictor(predict, x, y) != TASK:
-        raise checks.InputTypeError("selective_task is about classes, got a regression predictor")
+        raise InputTypeError("selective_task is about classes, got a regression predictor")
     foreign = as_tensors((outside, torch.zeros(len(outside))), dtype_of(predict))[0]
     if foreign.shape[1:] != x.shape[1:]:
-        raise checks.InputError(
+        raise InputError(
             f"outside must have the event shape {tuple(x.shape[1:])} of inside", got=foreign
         )
-    checks.number("coverage", coverage, low=0, high=1, open_low=True)
-    checks.instance("ball", ball, Ball, "a ball such as L2(1.0)")
+    number("coverage", coverage, low=0, high=1, open_low=True)
+    instance("ball", ball, Ball, "a ball such as L2(1.0)")
     ball.check(x)
     ball.check(foreign)
     warn_units(ball, x, "ball")
@@ -92,10 +93,10 @@ def selective_task(
     outside_attack = (
         PGD(ball, stages=((ByLoss(certainty), 50),)) if outside_attack is None else outside_attack
     )
-    repeats = checks.count("rescore", rescore) if is_stochastic(predict, x) else 1
+    repeats = count("rescore", rescore) if is_stochastic(predict, x) else 1
     radii = (ball.eps,) if radii is None else as_radii(radii)
     nobody = torch.zeros_like(y)  # an outsider has no class; the entropy does not look at it
-    parts = batches(num, checks.count("batch_size", batch_size))
+    parts = batches(num, count("batch_size", batch_size))
 
     def measured(attack: Attack, x: Tensor, y: Tensor, rows: slice, key: str) -> Columns:
         keyed: Any = {"seed": seed, "key": key}
