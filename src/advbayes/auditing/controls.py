@@ -80,7 +80,9 @@ def undefended_control(case: Case) -> Finding:
         return not_run(wide)
     ball, columns = _control(case, control)
     left = case.value(columns)
-    kept = _under_noise(case, control, ball)
+    generator = generator_for(case.seed, "audit/control noise", device=case.x.device)
+    noisy = ball.sphere(case.x, generator=generator)
+    kept = case.value(case.scored(noisy, "noise", by=control))
     if left <= LEFT and kept < BRITTLE * clean:
         return not_run(
             f"the control keeps {kept:.3f} under noise of eps = {ball.eps:g}: whatever falls to "
@@ -98,12 +100,6 @@ def undefended_control(case: Case) -> Finding:
     return judged(left > LEFT, advice, **figures)
 
 
-def _under_noise(case: Case, control: Predictor, ball: Ball) -> float:
-    """The accuracy of the control at random points of the sphere, one for each example."""
-    generator = generator_for(case.seed, "audit/control noise", device=case.x.device)
-    return case.value(case.scored(ball.sphere(case.x, generator=generator), "noise", by=control))
-
-
 def _unfit(control: Predictor, case: Case) -> list[str]:
     """What keeps a predictor from being an undefended deterministic net of the same design."""
     faults = []
@@ -115,8 +111,7 @@ def _unfit(control: Predictor, case: Case) -> list[str]:
     here, there = model_of(control), model_of(case.predict)
     if here is not None and there is not None and here.num_params != there.num_params:
         faults.append(
-            f"its architecture is another ({here.num_params} parameters, the audited model has "
-            f"{there.num_params})"
+            f"its architecture is another ({here.num_params} parameters, not {there.num_params})"
         )
     return faults
 
@@ -258,8 +253,7 @@ def _recorded(case: Case, record: Baseline, published: tuple[float, float] | Non
     """The baseline is the record of a published recipe."""
     if published is None:
         return not_run(
-            f"the record is of {record.dataset}, {record.norm}, eps {record.eps:g}: give a "
-            f"baseline here"
+            f"the record is of {record.dataset}, {record.norm}, eps {record.eps:g}: give a baseline"
         )
     if not record.is_of(case.support.dataset, case.ball) and case.support.published is None:
         advice = "the record is of other data or another ball"
@@ -283,8 +277,7 @@ def _against_control(case: Case, baseline: Predictor) -> Finding:
     control = case.support.undefended
     if control is None or not case.attacks_on(baseline):
         return not_run(
-            "there is no published figure: give the undefended control too, which the baseline "
-            "must beat"
+            "nothing is published: give the undefended control too, which the baseline must beat"
         )
     ball = comparing(case, control)
     if len(case.x) < COMPARED:  # a comparison wants more examples than a look

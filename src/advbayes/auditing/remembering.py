@@ -86,8 +86,7 @@ def order_independence(case: Case) -> Finding:
     make = case.copies.make
     if make is None:
         return not_run(
-            f"the predictor cannot be copied ({case.copies.why}): give Support(factory=...), "
-            f"which makes it anew"
+            f"the predictor cannot be copied ({case.copies.why}): give Support(factory=...)"
         )
     if not case.attacks and case.claim is None:
         return not_run("give the attacks")

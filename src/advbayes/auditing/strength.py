@@ -363,12 +363,8 @@ def usable_gradients(case: Case) -> Finding:
                 plain, _ = score(case.predict, loss, x, y)
                 foreign[part] |= ((value - plain).abs() > 1e-3 * (1 + plain.abs())).cpu()
     share = float((flat | broken | foreign).double().mean())
-    advice = (
-        "gradients are masked: attack through a differentiable stand-in (straight-through), "
-        "and with black-box attacks"
-    )
-    if nothing:
-        advice = NOTHING
+    masked = "gradients are masked: attack through a stand-in (straight-through) and by black boxes"
+    advice = NOTHING if nothing else masked
     counts = {"zero": flat, "not_finite": broken, "of_other_answers": foreign}
     figures = {name: int(rows.sum()) for name, rows in counts.items()}
     return judged(share > 0.01, advice, unusable=share, **figures)

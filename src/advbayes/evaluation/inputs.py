@@ -272,14 +272,14 @@ def check_units(
     >>> check_units(Linf(8.0), torch.tensor([[0.0, 0.5], [1.0, 0.5]]))
     'ball has eps = 8, but the data extend over 1 in its norm (x from 0 to 1): more than the whole of it; in other units?'
     """  # noqa: E501
-    extent = extent_of(ball, x)
+    extent, steps = extent_of(ball, x), float(x.max() - x.min())
     if ball.eps == 0 or extent == 0:
         return None
     if ball.eps > extent:
         side = "more than the whole of it"
     elif ball.eps < 1e-3 * extent:
         side = "less than a thousandth of it"
-    elif ball.scale is None and ball.eps < 0.5 and _are_many_whole_numbers(x):
+    elif ball.scale is None and ball.eps < 0.5 and steps >= MANY and bool((x == x.round()).all()):
         side = "in whole numbers, of which it is less than half a step"
     else:
         return None
@@ -287,10 +287,6 @@ def check_units(
         f"{name} has eps = {ball.eps:g}, but the data extend over {extent:.3g} in its norm (x "
         f"from {float(x.min()):g} to {float(x.max()):g}): {side}; in other units?"
     )
-
-
-def _are_many_whole_numbers(x: Tensor) -> bool:
-    return float(x.max() - x.min()) >= MANY and bool((x == x.round()).all())
 
 
 def extent_of(ball: Ball, x: Tensor) -> float:

@@ -89,14 +89,10 @@ class Cell:
 class Evaluation:
     """Scores of every example under every attack; reductions and tables are made from them.
 
-    >>> from torch.distributions import Categorical
-    >>> import torch
-    >>> from advbayes import L2, pgd
-    >>> from advbayes.evaluation import evaluate
-    >>> predict = lambda x: Categorical(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
-    >>> data = torch.tensor([[2.0], [-0.3]]), torch.tensor([0, 1])
-    >>> report = evaluate(predict, data, attacks={"PGD": pgd(L2(1.0), steps=5)})
-    >>> report.estimate("accuracy", attack="worst").value
+    >>> clean = {"correct": torch.tensor([1.0, 1.0]), "log_prob": torch.tensor([-0.1, -0.2])}
+    >>> under = {"correct": torch.tensor([1.0, 0.0]), "log_prob": torch.tensor([-0.3, -0.9])}
+    >>> cells = {Cell("MIX", "clean", 0.0): clean, Cell("MIX", "PGD", 2.0): under}
+    >>> Evaluation("classification", cells, trivial=()).estimate("accuracy", attack="worst").value
     0.5
     """
 
@@ -111,10 +107,8 @@ class Evaluation:
 
     def __repr__(self) -> str:
         num = len(next(iter(self.cells.values()))["log_prob"]) if self.cells else 0
-        return (
-            f"Evaluation({self.task}, predictors={self.predictors}, attacks={self.attacks}, "
-            f"radii={self.radii}, num={num})"
-        )
+        names = f"predictors={self.predictors}, attacks={self.attacks}"
+        return f"Evaluation({self.task}, {names}, radii={self.radii}, num={num})"
 
     @property
     def predictors(self) -> tuple[str, ...]:

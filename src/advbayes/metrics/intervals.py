@@ -179,23 +179,19 @@ def incomplete_beta(x: float, a: float, b: float) -> float:
         a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b)
     )
     # modified Lentz evaluation of 1/(1 + d1/(1 + d2/(1 + ...))); it takes O(sqrt(max(a, b))) terms
-    tiny = 1e-300
-    c, d = 1.0, 1.0 / _away_from_zero(1 - (a + b) * x / (a + 1), tiny)
+    tiny = 1e-300  # in place of an exact zero
+    c, d = 1.0, 1.0 / ((1 - (a + b) * x / (a + 1)) or tiny)
     value = d
     for m in range(1, 1000 + int(20 * math.sqrt(a + b))):
         even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
         odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
         for term in (even, odd):
-            d = 1.0 / _away_from_zero(1 + term * d, tiny)
-            c = _away_from_zero(1 + term / c, tiny)
+            d = 1.0 / ((1 + term * d) or tiny)
+            c = (1 + term / c) or tiny
             value *= c * d
         if abs(c * d - 1) < 4e-16:
             return math.exp(log_front) * value / a
     raise ArithmeticError(f"incomplete_beta did not converge at x={x}, a={a}, b={b}")
-
-
-def _away_from_zero(value: float, tiny: float) -> float:
-    return value if abs(value) > tiny else tiny
 
 
 def clopper_pearson(
@@ -229,10 +225,7 @@ def _lower_bound(successes: int, num: int, tail: float) -> float:
     if successes == num:
         return float(tail ** (1 / num))
     low, high = 0.0, 1.0
-    while high - low > 2e-16 * high:
-        middle = 0.5 * (low + high)
-        if not low < middle < high:
-            break
+    while low < (middle := 0.5 * (low + high)) < high:
         if incomplete_beta(middle, successes, num - successes + 1) <= tail:
             low = middle
         else:

@@ -100,9 +100,9 @@ def quantile(prediction: Distribution, q: float) -> Tensor:  # (B,) or (B, D), t
         return gaussian
     if known is None:
         if math.prod(prediction.event_shape) != 1:
+            name, shape = type(prediction).__name__, tuple(prediction.event_shape)
             raise InputTypeError(
-                f"the quantiles of {type(prediction).__name__} with "
-                f"{tuple(prediction.event_shape)} outputs are not known: only Gaussians and "
+                f"the quantiles of {name} with {shape} outputs are not known: only Gaussians and "
                 f"mixtures of them may have several outputs"
             )
         with contextlib.suppress(NotImplementedError):

@@ -110,8 +110,6 @@ def coverage(
     inside = torch.as_tensor(inside)
     if inside.ndim != 2 or inside.shape[1] == 1:
         return proportion(outcomes("inside", inside), level)
-    if len(inside) == 0:
-        raise InputError("inside must have shape (N,) or (N, D) with N >= 1, got no examples")
     return proportion(outcomes("inside", inside.flatten()).reshape(inside.shape).mean(1), level)
 
 

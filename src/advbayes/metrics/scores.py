@@ -188,10 +188,8 @@ def squared_error(
     tensor([1., 4.])
     """
     if _is_categorical(prediction):
-        raise InputTypeError(
-            f"squared_error wants a regression prediction, got {type(prediction).__name__}; use "
-            f"brier"
-        )
+        kind = type(prediction).__name__
+        raise InputTypeError(f"squared_error wants a regression prediction, got {kind}; use brier")
     y = targets(prediction, y)
     return (finite("prediction.mean", prediction.mean) - y).square().reshape(len(y), -1).mean(1)
 
