@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from advbayes.store import archive, write_bundle
-from advbayes.store import manifest as manifests
+from advbayes.store import parts as bundles
 
 CALLS = (
     "open",
@@ -147,7 +147,7 @@ def sealed(contents: dict[str, bytes], **changes: object) -> tuple[bytes, dict[s
         for name, data in contents.items()
     }
     fields = {
-        "format": manifests.FORMAT,
+        "format": bundles.FORMAT,
         "parts": described,
         "schema": 1,
         "versions": {},
@@ -156,7 +156,7 @@ def sealed(contents: dict[str, bytes], **changes: object) -> tuple[bytes, dict[s
     body = json.dumps(fields, indent=1).encode().removesuffix(b"\n}")
     seal = b',\n "sha256": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode()
     files = {
-        manifests.Part(name, hashlib.sha256(data).hexdigest(), len(data)).file: data
+        bundles.Part(name, hashlib.sha256(data).hexdigest(), len(data)).file: data
         for name, data in contents.items()
     }
     return body + seal, files

@@ -288,7 +288,7 @@ FIRST = (
     # --- store, data sets, training
     Bug(
         "a lock is not waited for",
-        "store/lock.py",
+        "store/files.py",
         "timeout=self.wait, poll_interval",
         "timeout=0, poll_interval",
         "test_store_files test_files_in_use",
@@ -1649,7 +1649,7 @@ SEVENTH = (
     ),
     Bug(
         "rank of a low-rank posterior not restored",
-        "store/bundle.py",
+        "store/nets.py",
         'rank = {"rank": state["factor"].shape[1]} if kind == "LowRank" else {}',
         "rank: dict[str, int] = {}",
         "test_calls",

@@ -14,7 +14,7 @@ from torch.distributions import Categorical, Distribution
 from advbayes import L2, Evaluation, evaluate, load_evaluation, pgd
 from advbayes.attacks import DivergenceFrom, MarginTo, Suite, Toward, Transfer
 from advbayes.evaluation.contents import contents_of
-from advbayes.store import StoreError, read_document, records, write_document
+from advbayes.store import StoreError, documents, read_document, write_document
 
 
 def generator(seed: int) -> torch.Generator:
@@ -99,8 +99,8 @@ def test_the_log_is_not_read_again_for_every_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With 20 blocks of each of four cells as often as with one."""
-    scan, read = records._scan, list[Path]()
-    monkeypatch.setattr(records, "_scan", lambda path: (read.append(path), scan(path))[1])
+    scan, read = documents._scan, list[Path]()
+    monkeypatch.setattr(documents, "_scan", lambda path: (read.append(path), scan(path))[1])
     times = []
     for size in (60, 3):
         evaluate(

@@ -31,7 +31,7 @@ from advbayes import (
 from advbayes.purification.rows import DiskRows
 from advbayes.store import DiskFullError, StoreError, read_bundle
 from advbayes.store import tables as tables_module
-from advbayes.store.manifest import Manifest, Part, encode, versions
+from advbayes.store.parts import Manifest, Part, encode_manifest, versions
 from tests import faults
 from tests.oracles import generator
 from tests.test_purifier_same_answer import PerFeature
@@ -129,7 +129,7 @@ def sealed_again(folder: Path, name: str, change: Callable[[bytes], bytes]) -> N
         parts.append(Part(part, hashlib.sha256(data).hexdigest(), len(data)))
         (folder / parts[-1].file).write_bytes(data)
     (folder / "manifest.json").write_bytes(
-        encode(Manifest(1, versions(), tuple(parts)), folder / "manifest.json")
+        encode_manifest(Manifest(1, versions(), tuple(parts)), folder / "manifest.json")
     )
 
 

@@ -44,7 +44,7 @@ from advbayes.purification import Purifier
 from advbayes.runs import thetas_of
 from advbayes.runs.building import make_ball, named_channel, named_posterior, schedule
 from advbayes.seeds import GlobalStream, generator_for, seed_for
-from advbayes.store import StoreError, bundle, preprocessing, read_bundle
+from advbayes.store import StoreError, bundle, nets, preprocessing, read_bundle
 from advbayes.training import fit
 from advbayes.types import Attack, Channel, Predictor
 
@@ -636,7 +636,7 @@ def save_pipeline(
         )
     settings = last.get_params(deep=False).items()
     own_channel, classes = last._own_channel, getattr(last, "classes_", None)
-    kind, state = bundle.encode_posterior(last.posterior_, last.model_, "estimator")
+    kind, state = nets.encode_posterior(last.posterior_, last.model_, "estimator")
     tensors = {f"posterior/{name}": value for name, value in state.items()}
     reference = last._reference if last.defense in ("reactive", "both") else None
     channel = own_channel
@@ -752,7 +752,7 @@ def _restored(path: str | os.PathLike[str], said: dict[str, Any], net: nn.Module
         kept[part][name] = value
     estimator.model_, estimator.thetas_ = model, loaded.posterior.thetas
     estimator.ball_ = loaded.threat_model["ball"]
-    estimator.posterior_ = bundle.decode_posterior(
+    estimator.posterior_ = nets.decode_posterior(
         {"kind": said["posterior"]}, kept["posterior"], model, os.fspath(path)
     )
     estimator.predictor_ = PosteriorPredictive(model, estimator.thetas_)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,20 +105,15 @@ class Encoding:
         >>> Encoding.fit(("a", "b"), rows, numeric=(True, True)).indicators()
         ((1, 2, 0.5),)
         """
-        part, fitted, places = self.transformer.transformers_[0]  # numbers, if any, come first
-        if part != "numbers":
-            return None
+        names, marked = self._numbers
         halfway = torch.full((len(self.feature_names),), 0.5)
         halfway = halfway if scaling is None else scaling.transform(halfway)
-        pairs = enumerate(fitted.indicator_.features_.tolist(), len(places))
-        return (
-            tuple(
-                (feature, indicator, float(halfway[indicator]))
-                for indicator, feature in pairs
-                if self.columns[places[feature]] not in self.movable
-            )
-            or None
+        found = tuple(
+            (feature, indicator, float(halfway[indicator]))
+            for indicator, feature in enumerate(marked, len(names))
+            if names[feature] not in self.movable
         )
+        return found or None
 
     def unmarked_gaps(self, rows: npt.NDArray[Any]) -> dict[str, int]:  # (N, len(columns))
         """How many numbers are missing from each column that has no indicator of it."""
@@ -130,33 +125,42 @@ class Encoding:
         }
         return {name: num for name, num in found.items() if num}
 
-    def _features(self) -> list[tuple[str, bool]]:
-        features: list[tuple[str, bool]] = []
+    @property
+    def _numbers(self) -> tuple[list[str], list[int]]:
+        """The columns of numbers, and which of these have an indicator."""
         for part, fitted, places in self.transformer.transformers_:
-            names = [self.columns[index] for index in places]
             if part == "numbers":
-                features += [(name, True) for name in names]
-                features += [
-                    (f"{names[index]} missing", False) for index in fitted.indicator_.features_
-                ]
-            elif part == "text":
-                pairs = zip(names, fitted.categories_, strict=True)
-                features += [
-                    (f"{name}={word or '(missing)'}", name in self.movable)
-                    for name, words in pairs
-                    for word in words
-                ]
-        return features
+                return [
+                    self.columns[index] for index in places
+                ], fitted.indicator_.features_.tolist()
+        return [], []
+
+    @property
+    def _text(self) -> list[tuple[str, list[str]]]:
+        """The columns of text with their words, an empty one for what is missing."""
+        for part, fitted, places in self.transformer.transformers_:
+            if part == "text":
+                names = [self.columns[index] for index in places]
+                return list(zip(names, fitted.categories_, strict=True))
+        return []
+
+    def _features(self) -> list[tuple[str, bool]]:
+        """The encoded columns, and whether an attacker may change each."""
+        names, marked = self._numbers
+        return [
+            *((name, True) for name in names),
+            *((f"{names[index]} missing", False) for index in marked),
+            *(
+                (f"{name}={word or '(missing)'}", name in self.movable)
+                for name, words in self._text
+                for word in words
+            ),
+        ]
 
     @property
     def words(self) -> dict[str, list[str]]:
         """The words of each text column, without those that are missing."""
-        return {
-            self.columns[index]: [str(word) for word in known if word]
-            for part, fitted, places in self.transformer.transformers_
-            if part == "text"
-            for index, known in zip(places, fitted.categories_, strict=True)
-        }
+        return {name: [str(word) for word in words if word] for name, words in self._text}
 
     def unseen(self, rows: Any) -> dict[str, list[str]]:  # (N, len(columns)) -> by column
         """The words of text columns that were not there when it was fitted, one for each row that
@@ -167,12 +171,10 @@ class Encoding:
         {'colour': ['green']}
         """
         found: dict[str, list[str]] = {}
-        for part, fitted, places in self.transformer.transformers_:
-            categories = zip(places, fitted.categories_, strict=True) if part == "text" else ()
-            for index, known in categories:
-                words = [_word(row[index]) for row in rows]
-                if new := [word for word in words if word not in set(known)]:
-                    found[self.columns[index]] = new
+        for name, known in self._text:
+            words = [_word(row[self.columns.index(name)]) for row in rows]
+            if new := [word for word in words if word not in set(known)]:
+                found[name] = new
         return found
 
     def transform(
@@ -186,15 +188,11 @@ class Encoding:
         if values.ndim != 2 or values.shape[1] != len(self.columns):
             wanted = f"rows must have the columns {', '.join(self.columns)}"
             raise InputError(f"{wanted}, got shape {values.shape}")
-        for index, is_number in enumerate(self.numeric):
-            column = values[:, index]
-            if is_number:
-                title = self.columns[index]
-                values[:, index] = [
-                    _number(title, cell, row, name) for row, cell in enumerate(column, 1)
-                ]
-            else:
-                values[:, index] = [_word(cell) for cell in column]
+        for index, (column, is_number) in enumerate(zip(self.columns, self.numeric, strict=True)):
+            cells = values[:, index]
+            values[:, index] = (
+                _as_numbers(column, cells, name) if is_number else list(map(_word, cells))
+            )
         with np.errstate(all="ignore"):
             encoded = np.asarray(self.transformer.transform(values), np.float64)
         return float32(name, "the table", encoded, self.feature_names)
@@ -234,7 +232,7 @@ class Encoding:
         }
 
     @classmethod
-    def from_json(cls, document: Any, place: str = "encoding") -> Encoding:
+    def from_json(cls, document: Any) -> Encoding:
         """Inverse of `to_json`."""
         match document:
             case {
@@ -247,11 +245,11 @@ class Encoding:
                     tuple(map(str, columns)),
                     tuple(map(bool, numeric)),
                     tuple(map(str, movable)),
-                    decode(described, place),
+                    decode(described, "encoding"),
                     tuple(map(str, document.get("late", ()))),
                 )
         wanted = "columns, numeric, movable and a transformer over them"
-        raise StoreError(place, wanted, f"{document!r:.80}")
+        raise StoreError("encoding", wanted, f"{document!r:.80}")
 
 
 def read_rows(
@@ -263,13 +261,11 @@ def read_rows(
     numeric = [
         all(not cell or finite_number(cell) is not None for cell in column) for column in cells
     ]
-    rows = np.array(
-        [
-            [float(cell or "nan") if is_number else cell for cell in column]
-            for column, is_number in zip(cells, numeric, strict=True)
-        ],
-        np.float64 if all(numeric) else object,
-    ).T
+    values = [
+        [float(cell or "nan") for cell in column] if is_number else column
+        for column, is_number in zip(cells, numeric, strict=True)
+    ]
+    rows = np.array(values, np.float64 if all(numeric) else object).T
     try:
         return dense(transformer.transform(as_fitted(rows, transformer))).astype(np.float64)
     except ValueError as error:
@@ -285,14 +281,17 @@ def _word(cell: object) -> str:
     return "" if _missing(cell) else str(cell).strip()
 
 
-def _number(column: str, cell: object, row: int, file: object) -> float:
-    if _missing(cell):
-        return float("nan")
-    if (value := finite_number(str(cell))) is None:
-        remedy = NO_COMMA if decimal_comma(str(cell)) else "Correct it, or leave it empty."
-        wanted = f"a number in row {row}, column {column!r}"
-        raise DataError(file, wanted, f"{cell!r:.80}", remedy)
-    return value
+def _as_numbers(column: str, cells: Iterable[object], file: object) -> list[float]:
+    """A column's cells as numbers, NaN where missing."""
+    numbers = []
+    for row, cell in enumerate(cells, 1):
+        value = float("nan") if _missing(cell) else finite_number(str(cell))
+        if value is None:
+            remedy = NO_COMMA if decimal_comma(str(cell)) else "Correct it, or leave it empty."
+            wanted = f"a number in row {row}, column {column!r}"
+            raise DataError(file, wanted, f"{cell!r:.80}", remedy)
+        numbers.append(value)
+    return numbers
 
 
 def sort_columns(
@@ -317,14 +316,12 @@ def sort_columns(
         commas = sum(decimal_comma(cell) for _, cell in wrong)
         if wrong and (2 * len(wrong) <= len(present) or 2 * commas > len(wrong)):
             row, cell = wrong[0]
-            remedy = "Correct it, or leave the cell empty."
-            if commas:
-                remedy = NO_COMMA
+            remedy = NO_COMMA if commas else "Correct it, or leave the cell empty."
             wanted = f"a number in row {row} below the header, column {name!r}"
             raise DataError(file, wanted, f"{cell[:80]!r}", remedy)
         numeric.append(not wrong)
         if not wrong:
-            rows[:, index] = [_number(name, cell, row, file) for row, cell in enumerate(cells, 1)]
+            rows[:, index] = _as_numbers(name, cells, file)
             continue
         words = {cell.strip() for cell in cells}
         if len(words) > MAX_CATEGORIES:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from advbayes.checks import InputError, extra, nearest
 from advbayes.datasets.dataset import Dataset, Provenance, split_rows
@@ -21,28 +20,12 @@ from advbayes.datasets.scaling import Standardize
 from advbayes.datasets.sources import SOURCES, Source
 from advbayes.datasets.tables import parse_table
 
-_CLASS_NAMES = {
-    "mnist": "0,1,2,3,4,5,6,7,8,9",
-    "fashion-mnist": "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot",
-    "cifar10": "airplane,automobile,bird,cat,deer,dog,frog,horse,ship,truck",
-    "digits": "0,1,2,3,4,5,6,7,8,9",
-}
-_HEADERS = {  # of a file that names no columns
-    "california": "longitude,latitude,housingMedianAge,totalRooms,totalBedrooms,population,"
-    "households,medianIncome,medianHouseValue"
-}
-_TARGETS = {
-    "wine": ("quality",),
-    "wine-white": ("quality",),
-    "energy": ("Y1", "Y2"),
-    "california": ("medianHouseValue",),
-}
 _EMBEDDED = {
     "digits": "462f423d6c34198dde809c6f8f062af926a9d6eafa19e42ab4b7d5e4bf62f3bf",
     "diabetes": "b1d09226473a78a690c3d876e376e9469a094baafbb5c24b1262d465c67144c3",
 }
 _AGAIN = "Fetch the set again."
-Arrays = list[npt.NDArray[np.uint8]]  # training images and labels, test images and labels
+Arrays = list[npt.NDArray[Any]]  # training images and labels, test images and labels
 
 
 def names() -> tuple[str, ...]:
@@ -77,7 +60,7 @@ def load_dataset(
     if name not in names():
         known, hint = ", ".join(map(repr, names())), nearest(name, names())
         raise InputError(f"name must be one of {known}, got {name!r}{hint}")
-    if test_fraction is not None and name in SOURCES and name not in _TARGETS:
+    if test_fraction is not None and name in SOURCES and SOURCES[name].class_names:
         wanted = f"test_fraction must be left out for {name}, which has an official test set"
         raise InputError(f"{wanted}, got {test_fraction}")
     if target is not None and (name != "energy" or target not in ("Y1", "Y2", "both")):
@@ -90,21 +73,16 @@ def load_dataset(
     mirror = mirror if mirror is not None else os.environ.get("ADVBAYES_MIRROR") or None
     files = _files(source, root, root is None if download is None else download, mirror, progress)
     contents, provenance = read_contents(source, files, verify)
-    if name not in _TARGETS:
+    if source.class_names:
         arrays = _cifar(source, contents) if name == "cifar10" else _idx(source, contents)
-        x_train, x_test = (
-            torch.from_numpy(each.astype(np.float32)).div_(255) for each in arrays[::2]
-        )
-        y_train, y_test = (torch.from_numpy(each.astype(np.int64)) for each in arrays[1::2])
-        return _images(name, [x_train, y_train, x_test, y_test], provenance)
+        return _images(name, source.class_names, arrays, 255, provenance)
     content = source.contents[0]
-    header = _HEADERS[name].split(",") if name in _HEADERS else None
-    table = parse_table(contents[content.name], content.name, header=header)
-    if absent := [column for column in _TARGETS[name] if column not in table.columns]:
+    table = parse_table(contents[content.name], content.name, header=source.header)
+    if absent := [column for column in source.targets if column not in table.columns]:
         got = f"{', '.join(table.columns)[:300]}"
         raise DataError(content.name, f"a column {absent[0]!r}", got, source.hint)
-    targets = _TARGETS[name] if target == "both" else (target or _TARGETS[name][0],)
-    features = tuple(column for column in table.columns if column not in _TARGETS[name])
+    targets = source.targets if target == "both" else (target or source.targets[0],)
+    features = tuple(column for column in table.columns if column not in source.targets)
     x, y = table.select(features), table.select(targets)
     y = y if target == "both" else y[:, 0]
     return _regression(name, x, y, features, targets, provenance, seed, fraction)
@@ -181,19 +159,26 @@ def _embedded(name: str, seed: int, test_fraction: float) -> Dataset:
         features, targets = tuple(map(str, bunch.feature_names)), ("progression",)
         table = bunch.data, bunch.target, features, targets
         return _regression(name, *table, provenance, seed, test_fraction)
-    x = torch.from_numpy((bunch.images[:, None] / 16).astype(np.float32))
-    y = torch.from_numpy(bunch.target.astype(np.int64))
-    train, test = split_rows(len(x), seed=seed, test_fraction=test_fraction, labels=y)
-    return _images(name, [x[train], y[train], x[test], y[test]], provenance)
+    train, test = split_rows(
+        len(bunch.target), seed=seed, test_fraction=test_fraction, labels=torch.tensor(bunch.target)
+    )
+    images, labels = bunch.images[:, None], bunch.target
+    arrays = [images[train], labels[train], images[test], labels[test]]
+    return _images(name, tuple("0123456789"), arrays, 16, provenance)
 
 
-def _images(name: str, parts: Sequence[Tensor], provenance: Provenance) -> Dataset:
-    x_train, y_train, x_test, y_test = parts
+def _images(
+    name: str, class_names: tuple[str, ...], arrays: Arrays, white: float, provenance: Provenance
+) -> Dataset:
+    x_train, x_test = (
+        torch.from_numpy(each.astype(np.float32)).div_(white) for each in arrays[::2]
+    )
+    y_train, y_test = (torch.from_numpy(each.astype(np.int64)) for each in arrays[1::2])
     return Dataset(
         name,
         "classification",
         *(x_train, y_train, x_test, y_test),
-        class_names=tuple(_CLASS_NAMES[name].split(",")),
+        class_names=class_names,
         box=(0.0, 1.0),
         provenance=provenance,
     )

@@ -20,9 +20,17 @@ class Standardize:
 
     A constant feature has no scale of its own: its std is set to 1, so that it maps to 0 and back.
 
-    >>> scaling = Standardize.fit(torch.tensor([[1.0, 7.0], [3.0, 7.0]]))
-    >>> scaling.transform(torch.tensor([[3.0, 7.0]])), scaling.raw_eps(0.5)
-    (tensor([[1., 0.]]), tensor([0.5000, 0.5000]))
+    >>> x, y = torch.tensor([[1.0, 7.0], [5.0, 7.0]]), torch.tensor([10.0, 30.0])
+    >>> scaling = Standardize.fit(x, y)
+    >>> scaling.transform(x), scaling.inverse(torch.tensor([0.5, 0.0]))
+    (tensor([[-1.,  0.],
+            [ 1.,  0.]]), tensor([4., 7.]))
+    >>> scaling.transform_target(y), scaling.inverse_target(torch.tensor(0.5))
+    (tensor([-1.,  1.]), tensor(25.))
+    >>> scaling.raw_eps(0.5), scaling.standardised_eps(0.5)
+    (tensor([1.0000, 0.5000]), tensor([0.2500, 0.5000]))
+    >>> Standardize.from_dict({"mean": [0.0], "std": [2.0]}).to_json()
+    {'mean': [0.0], 'std': [2.0]}
     """
 
     mean: Tensor  # (*event)
@@ -43,13 +51,7 @@ class Standardize:
         x: Tensor,  # (N, *event)
         y: Tensor | None = None,  # (N,) or (N, D); absent: the target is not scaled
     ) -> Standardize:
-        """Means and (biased) standard deviations of the rows, computed in double precision.
-
-        >>> Standardize.fit(torch.zeros(4, 2), torch.tensor([1.0, 1.0, 3.0, 3.0])).inverse_target(
-        ...     torch.tensor([1.0])
-        ... )
-        tensor([3.])
-        """
+        """Means and (biased) standard deviations of the rows, computed in double precision."""
         mean, std = _moments("x", x)
         if y is None:
             return cls(mean, std)
@@ -58,86 +60,45 @@ class Standardize:
         return cls(mean, std, *_moments("y", y))
 
     def transform(self, x: Tensor) -> Tensor:
-        """Raw to standardised features; differentiable.
-
-        >>> Standardize(torch.tensor([1.0]), torch.tensor([2.0])).transform(torch.tensor([[5.0]]))
-        tensor([[2.]])
-        """
+        """Raw to standardised features; differentiable."""
         return _scaled("x", x, self.mean, self.std)
 
     def inverse(self, z: Tensor) -> Tensor:
-        """Standardised to raw features; differentiable.
-
-        >>> Standardize(torch.tensor([1.0]), torch.tensor([2.0])).inverse(torch.tensor([[2.0]]))
-        tensor([[5.]])
-        """
+        """Standardised to raw features; differentiable."""
         return _unscaled("z", z, self.mean, self.std)
 
     def transform_target(self, y: Tensor) -> Tensor:
-        """Raw to standardised targets; unchanged where the target is not scaled.
-
-        >>> Standardize(torch.zeros(1), torch.ones(1)).transform_target(torch.tensor([5.0]))
-        tensor([5.])
-        """
+        """Raw to standardised targets; unchanged where the target is not scaled."""
         if self.target_mean is None or self.target_std is None:
             return y
         return _scaled("y", y, self.target_mean, self.target_std)
 
     def inverse_target(self, z: Tensor) -> Tensor:
-        """Standardised to raw targets; unchanged where the target is not scaled.
-
-        >>> one = torch.ones(())
-        >>> Standardize(torch.zeros(1), torch.ones(1), 3 * one, 2 * one).inverse_target(
-        ...     torch.tensor([5.0])
-        ... )
-        tensor([13.])
-        """
+        """Standardised to raw targets; unchanged where the target is not scaled."""
         if self.target_mean is None or self.target_std is None:
             return z
         return _unscaled("z", z, self.target_mean, self.target_std)
 
     def raw_eps(self, eps: float | Tensor) -> Tensor:  # (*event)
-        """What a radius `eps` of standardised units is in each feature's own unit: `eps * std`.
-
-        For an Linf ball these are the half-widths of the box, for an L2 ball the half-axes of the
-        ellipsoid.
-
-        >>> Standardize(torch.zeros(2), torch.tensor([2.0, 10.0])).raw_eps(0.5)
-        tensor([1., 5.])
-        """
+        """A radius of standardised units in each feature's own: for an Linf ball the half-widths of
+        the box, for an L2 ball the half-axes of the ellipsoid."""
         return eps * self.std
 
     def standardised_eps(self, raw: float | Tensor) -> Tensor:  # (*event)
-        """What a radius of `raw` units of each feature is in standardised units: `raw / std`.
-
-        >>> Standardize(torch.zeros(2), torch.tensor([2.0, 10.0])).standardised_eps(1.0)
-        tensor([0.5000, 0.1000])
-        """
+        """What a radius of `raw` units of each feature is in standardised units."""
         return raw / self.std
 
     def to_dict(self) -> dict[str, Tensor]:
-        """The tensors by name, without those that are absent.
-
-        >>> sorted(Standardize(torch.zeros(2), torch.ones(2)).to_dict())
-        ['mean', 'std']
-        """
+        """The tensors by name, without those that are absent."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """The same as nested lists; float32 survives exactly.
-
-        >>> Standardize(torch.zeros(2), torch.ones(2)).to_json()
-        {'mean': [0.0, 0.0], 'std': [1.0, 1.0]}
-        """
+        """The same as nested lists; float32 survives exactly."""
         return {name: value.tolist() for name, value in self.to_dict().items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Standardize:
-        """Inverse of `to_dict` or `to_json`.
-
-        >>> Standardize.from_dict({"mean": [0.0], "std": [2.0]}).transform(torch.ones(1))
-        tensor([0.5000])
-        """
+        """Inverse of `to_dict` or `to_json`."""
         unknown = sorted(set(values) - set(_FIELDS))
         missing = sorted({"mean", "std"} - set(values))
         if unknown or missing:

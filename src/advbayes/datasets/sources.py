@@ -35,15 +35,21 @@ class Source:
     accepted, but marked."""
 
     name: str
-    task: str
     summary: str
     licence: str
     homepage: str
     folders: tuple[str, ...]  # below a root; the first is where downloads go and what a mirror has
     contents: tuple[Content, ...]
     remotes: tuple[Remote, ...]
+    class_names: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()  # of a regression: columns of its table
+    header: tuple[str, ...] | None = None  # of a table that does not name its columns
     other_copies: bool = False
     hint: str = ""
+
+    @property
+    def task(self) -> str:
+        return "classification" if self.class_names else "regression"
 
     @property
     def archive(self) -> str | None:
@@ -64,6 +70,7 @@ def _idx(
     homepage: str,
     folders: tuple[str, ...],
     bases: tuple[str, ...],
+    class_names: tuple[str, ...],
     hashes: str,
 ) -> Source:
     files = (
@@ -78,20 +85,20 @@ def _idx(
         Remote(f"{file}.gz", tuple(f"{base}/{file}.gz" for base in bases), (file,))
         for file in files
     )
-    return Source(name, "classification", summary, licence, homepage, folders, contents, remotes)
+    return Source(name, summary, licence, homepage, folders, contents, remotes, class_names)
 
 
 def _wine(name: str, colour: str, rows: int, size: int, sha256: str) -> Source:
     file = f"winequality-{colour}.csv"
     return Source(
         name,
-        "regression",
         f"quality of {rows:,} {colour} wines from 11 measurements",
         "CC BY 4.0",
         "https://archive.ics.uci.edu/dataset/186/wine+quality",
         ("wine-quality", "."),
         (Content(file, size, sha256),),
         (Remote(file, (f"{_UCI}/ml/machine-learning-databases/wine-quality/{file}",), (file,)),),
+        targets=("quality",),
     )
 
 
@@ -122,6 +129,7 @@ _TABLE = (
             "https://ossci-datasets.s3.amazonaws.com/mnist",
             "https://storage.googleapis.com/cvdf-datasets/mnist",
         ),
+        tuple("0123456789"),
         """ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db
            65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5
            0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7
@@ -137,6 +145,10 @@ _TABLE = (
             "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
             "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",
         ),
+        (
+            *("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat"),
+            *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
+        ),
         """c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888
            bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9
            5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b
@@ -144,7 +156,6 @@ _TABLE = (
     ),
     Source(
         "cifar10",
-        "classification",
         "60,000 photographs in 10 classes, 32x32 colour",
         "not stated by its authors",
         "https://www.cs.toronto.edu/~kriz/cifar.html",
@@ -157,6 +168,10 @@ _TABLE = (
                 tuple(_CIFAR_HASHES),
             ),
         ),
+        (
+            *("airplane", "automobile", "bird", "cat", "deer"),
+            *("dog", "frog", "horse", "ship", "truck"),
+        ),
         other_copies=True,
         hint="The binary version is read (cifar-10-binary.tar.gz or its data_batch_*.bin), not "
         "the pickled Python one.",
@@ -165,7 +180,6 @@ _TABLE = (
     _wine("wine-white", "white", 4_898, 264_426, _WHITE),
     Source(
         "energy",
-        "regression",
         "heating (Y1) and cooling (Y2) load of 768 buildings from 8 properties",
         "CC BY 4.0",
         "https://archive.ics.uci.edu/dataset/242/energy+efficiency",
@@ -176,12 +190,12 @@ _TABLE = (
                 "ENB2012_data.csv", (f"{_UCI}/static/public/242/data.csv",), ("ENB2012_data.csv",)
             ),
         ),
+        targets=("Y1", "Y2"),
         hint="Its published file is a spreadsheet: save the sheet as ENB2012_data.csv with the "
         "header X1,X2,X3,X4,X5,X6,X7,X8,Y1,Y2 and the 768 rows.",
     ),
     Source(
         "california",
-        "regression",
         "median house value of 20,640 districts from 8 properties",
         "not stated by its authors (StatLib)",
         "https://www.dcc.fc.up.pt/~ltorgo/Regression/cal_housing.html",
@@ -196,6 +210,11 @@ _TABLE = (
                 ),
                 ("cal_housing.data",),
             ),
+        ),
+        targets=("medianHouseValue",),
+        header=(
+            *("longitude", "latitude", "housingMedianAge", "totalRooms", "totalBedrooms"),
+            *("population", "households", "medianIncome", "medianHouseValue"),
         ),
     ),
 )

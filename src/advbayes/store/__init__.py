@@ -1,14 +1,19 @@
 """Files that can be trusted: bundles, checkpoints, locks and record logs, without pickle."""
 
-from .bundle import Bundle, load, model_file, save
-from .documents import JSON, read_document, write_document
+from .bundle import Bundle, RawPredictor, load, model_file, save, thetas_of
+from .documents import JSON, RecordLog, read_document, write_document
 from .errors import DiskFullError, LockedError, MissingError, NotWritableError, StoreError
-from .files import write_bytes
-from .lock import Lock, claim
-from .manifest import SCHEMA, Manifest, Part, versions
-from .parts import SUFFIX, read_bundle, read_manifest, write_bundle
-from .raw import RawPredictor, thetas_of
-from .records import RecordLog
+from .files import Lock, claim, write_bytes
+from .parts import (
+    SCHEMA,
+    SUFFIX,
+    Manifest,
+    Part,
+    read_bundle,
+    read_manifest,
+    versions,
+    write_bundle,
+)
 
 __all__ = [
     "JSON",

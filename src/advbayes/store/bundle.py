@@ -9,30 +9,122 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 
-from advbayes import posteriors
-from advbayes.checks import InputTypeError
+from advbayes import metrics
+from advbayes.checks import InputError, InputTypeError, number
+from advbayes.likelihoods import GaussianMixture, predicts_classes
 from advbayes.model import BayesianModel
+from advbayes.posteriors import Ensemble, PointMass, Posterior, Samples
 from advbayes.predictive import PosteriorPredictive
+from advbayes.seeds import generator_for
 from advbayes.types import Channel
 
 from . import kinds, preprocessing
 from .documents import JSON
 from .errors import StoreError, refusing
-from .manifest import Manifest
-from .nets import build_net, describe_net, fill_net
-from .parts import read_all, write_bundle
-from .raw import RawPredictor, thetas_of
+from .nets import build_net, decode_posterior, describe_net, encode_posterior, fill_net
+from .parts import Manifest, read_all, write_bundle
+
+if TYPE_CHECKING:
+    from advbayes.datasets import Encoding, Standardize
 
 _MODEL = "model.advbayes"  # in a run folder
 
 _DOCUMENTS = ("model", "posterior", "channel", "class_names", "threat_model", "audit", "extra")
 _TENSORS = ("net", "posterior", "channel", "scaling", "threat_model", "extra")
 _PARTS = {f"{name}.json" for name in _DOCUMENTS} | {f"{name}.safetensors" for name in _TENSORS}
+
+
+def thetas_of(posterior: Any, num: int, seed: int) -> Tensor:
+    """`num` thetas keyed by the seed; all members of a posterior that has finitely many.
+
+    >>> from torch import nn
+    >>> from advbayes import BayesianModel, Categorical
+    >>> thetas_of(PointMass(BayesianModel(nn.Linear(2, 2), Categorical())), 20, seed=0).shape
+    torch.Size([1, 6])
+    """
+    match posterior:
+        case Ensemble() | Samples():
+            return posterior.thetas.detach().clone()
+        case PointMass():
+            num = 1
+    thetas: Tensor = posterior.sample(num, generator=generator_for(seed, "predict"))
+    return thetas
+
+
+@dataclass(frozen=True, eq=False)
+class RawPredictor:
+    """A predictor over raw inputs: p(y | x) with x and y in their own units.
+
+    >>> from torch import nn
+    >>> from advbayes import BayesianModel, Gaussian
+    >>> from advbayes.datasets import Standardize
+    >>> model = BayesianModel(nn.Linear(1, 1, bias=False), Gaussian(0.5))
+    >>> scaling = Standardize(
+    ...     torch.tensor([10.0]), torch.tensor([2.0]), torch.tensor(100.0), torch.tensor(4.0)
+    ... )
+    >>> predict = RawPredictor(
+    ...     PosteriorPredictive(model, torch.ones(1, 1)), scaling
+    ... )  # z_y = z_x + 0.5 noise
+    >>> predict(torch.tensor([[12.0]])).mean, predict(torch.tensor([[12.0]])).variance.sqrt()
+    (tensor([104.]), tensor([2.]))
+    """
+
+    predict: PosteriorPredictive  # in the model's units
+    scaling: Standardize | None = None
+    class_names: tuple[str, ...] = ()
+    feature_names: tuple[str, ...] = ()
+    target_names: tuple[str, ...] = ()
+    encoding: Encoding | None = None  # of a table with text or missing values
+    steps: Any = None  # scikit-learn transformers in front of the model
+
+    def __call__(self, x: Any) -> Distribution:
+        """The predictive at raw rows (a tensor or an array), differentiable in them.
+
+        For a table with text or missing values, or with transformers in front of the model: rows as
+        they come, or a tensor of what the transformers give.
+        """
+        if not isinstance(x, Tensor):
+            if self.steps is not None:
+                x = preprocessing.dense(self.steps.transform(np.asarray(x))).astype(np.float64)
+            if self.encoding is not None:
+                x = self.encoding.transform(x)
+        rows = torch.as_tensor(x).to(self.predict.model.device, self.predict.model.dtype)
+        if self.scaling is None:
+            return self.predict(rows)
+        prediction = self.predict(self.scaling.transform(rows))
+        if not isinstance(prediction, GaussianMixture) or self.scaling.target_std is None:
+            return prediction
+        means = self.scaling.inverse_target(prediction.means)
+        return GaussianMixture(
+            means, prediction.scales * self.scaling.target_std.to(means), prediction.log_weights
+        )
+
+    def interval(self, x: Any, level: float = 0.9) -> tuple[Tensor, Tensor]:
+        """Lower and upper end of the central interval of each row, in the target's own unit."""
+        number("level", level, low=0, high=1, open_low=True, open_high=True)
+        with torch.no_grad():
+            prediction = self(x)
+            low, high = (metrics.quantile(prediction, 0.5 + 0.5 * end) for end in (-level, level))
+            return low, high
+
+    def classes(self, x: Any) -> list[str]:
+        """The name of the most probable class of each row."""
+        with torch.no_grad():
+            prediction = self(x)
+        if not predicts_classes(prediction):
+            raise InputTypeError("classes is for a classifier, got a regression model")
+        num = prediction.logits.shape[-1]
+        names = self.class_names or tuple(map(str, range(num)))
+        if len(names) != num:
+            raise InputError(f"class_names must name the model's {num} classes, got {len(names)}")
+        return [names[index] for index in prediction.logits.argmax(-1).tolist()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +197,7 @@ def save(
     path: str | os.PathLike[str],
     *,
     model: BayesianModel,
-    posterior: posteriors.Posterior,
+    posterior: Posterior,
     channel: Channel | None = None,
     scaling: Mapping[str, Tensor] | None = None,
     class_names: Sequence[str] | None = None,
@@ -264,58 +356,3 @@ def _decode_model(
         raise StoreError("likelihood", "a likelihood", type(chosen).__name__)
     with refusing("model", "a network that fits a BayesianModel"):
         return BayesianModel(net, chosen, kinds.decode(prior_scale, "prior_scale", {}))
-
-
-# Each posterior's tensors with their axes (P: the model's parameters, others: at least one); the
-# first is what it is made from.
-_POSTERIORS: dict[str, tuple[Any, dict[str, str]]] = {
-    "MeanField": (posteriors.MeanField, {"mu": "P", "rho": "P"}),
-    "PointMass": (posteriors.PointMass, {"theta": "P"}),
-    "Ensemble": (posteriors.Ensemble, {"thetas": "SP"}),
-    "LowRank": (posteriors.LowRank, {"mu": "P", "rho": "P", "factor": "PR"}),
-    "Samples": (posteriors.Samples, {"thetas": "SP"}),
-}
-
-
-def encode_posterior(
-    posterior: Any, model: BayesianModel, place: str
-) -> tuple[dict[str, JSON], dict[str, Tensor]]:
-    """A posterior's kind and its tensors."""
-    kind = type(posterior).__name__
-    if kind not in _POSTERIORS or type(posterior) is not _POSTERIORS[kind][0]:
-        raise StoreError(f"{place}:posterior", f"one of {', '.join(_POSTERIORS)}", kind)
-    if posterior.num_params != model.num_params:
-        wanted = f"a posterior over the model's {model.num_params} parameters"
-        raise StoreError(f"{place}:posterior", wanted, f"{posterior.num_params}")
-    return {"kind": kind}, dict(posterior.state_dict())
-
-
-def decode_posterior(
-    document: JSON, state: dict[str, Tensor], model: BayesianModel, place: str
-) -> Any:
-    """Inverse of `encode_posterior`."""
-    part, size = f"{place}:posterior", model.num_params
-    match document:
-        case {"kind": str(kind), **rest} if kind in _POSTERIORS and not rest:
-            made, axes = _POSTERIORS[kind]
-        case _:
-            raise StoreError(part, f"one of {', '.join(_POSTERIORS)}", f"{document!r:.80}")
-    if state.keys() != axes.keys():
-        raise StoreError(part, f"the tensors {', '.join(axes)}", f"{sorted(state)!r:.200}")
-    for name, letters in axes.items():  # before a constructor allocates what the shapes say
-        shape = tuple(state[name].shape)
-        pairs = zip(shape, letters, strict=False)
-        fits = [length == size if axis == "P" else length > 0 for length, axis in pairs]
-        if len(shape) != len(letters) or not all(fits):
-            axes_wanted = ", ".join(letters).replace("P", str(size))
-            wanted = f"{name} of shape ({axes_wanted}), no axis of length 0"
-            raise StoreError(part, wanted, f"{shape}")
-    first = state[next(iter(axes))]
-    with refusing(part, f"tensors that fit {kind} and the model"):
-        if kind == "Samples":
-            posterior = made(first)
-        else:
-            rank = {"rank": state["factor"].shape[1]} if kind == "LowRank" else {}
-            posterior = made(model, init=first, **rank)
-        posterior.load_state_dict(state)
-        return posterior

@@ -1,4 +1,5 @@
-"""Durable files: written beside, flushed, renamed, so that the old content or the new is there.
+"""Durable files: written beside, flushed, renamed, so that the old content or the new is there; and
+one writer for each folder.
 
 All calls that change the disk go through `os`, one call for each step, so that tests can stop the
 process at each.
@@ -7,7 +8,9 @@ process at each.
 from __future__ import annotations
 
 import errno
+import json
 import os
+import platform
 import re
 import secrets
 import shutil
@@ -15,9 +18,14 @@ import stat
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from .errors import DiskFullError, MissingError, NotWritableError, StoreError
+from filelock import FileLock, Timeout
+
+from advbayes.checks import number
+
+from .errors import DiskFullError, LockedError, MissingError, NotWritableError, StoreError
 
 try:
     import fcntl
@@ -25,6 +33,8 @@ except ImportError:  # Windows: what killed writers leave behind stays
     fcntl = None  # type: ignore[assignment]
 
 _PIECE = 1 << 20
+_LOCK = ".lock"
+_BLOCK = 4096  # bytes, of most file systems: what a lock file takes
 if sys.platform == "win32":
     _PLAIN, _WARY = os.O_BINARY, os.O_RDONLY
 else:
@@ -245,3 +255,100 @@ def room(target: Path, needed: int) -> Iterator[None]:
                 error.filename = os.fspath(target)
             raise
         raise DiskFullError(target, needed=needed, free=shutil.disk_usage(parent).free) from error
+
+
+@dataclass(frozen=True)
+class Lock:
+    """The right to write in a folder, held by one process until the `with` block or it ends.
+
+    An advisory lock of the operating system, which dies with its holder, on a file that names pid
+    and host.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder, Lock(folder):
+    ...     with Lock(folder):  # doctest: +ELLIPSIS
+    ...         pass
+    Traceback (most recent call last):
+    ...
+    advbayes.store.errors.LockedError: .../.lock: wanted a folder without another writer, got one that pid ...
+    """  # noqa: E501
+
+    folder: str | os.PathLike[str]
+    wait: float = 0.0  # seconds to wait for a living writer before LockedError
+    _locks: list[tuple[FileLock, int]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        number("wait", self.wait, low=0)
+
+    @property
+    def path(self) -> Path:
+        """Where the lock file is while the lock is held."""
+        return Path(self.folder) / _LOCK
+
+    def __enter__(self) -> Lock:
+        if not Path(self.folder).is_dir():
+            raise MissingError(self.folder, "a folder to lock")
+        with _lock_faults(self.path), suppress(FileNotFoundError):
+            mode = self.path.lstat().st_mode
+            if not stat.S_ISREG(mode):
+                raise StoreError(self.path, "a lock file", stat.filemode(mode))
+        lock = FileLock(self.path, timeout=self.wait, poll_interval=0.02, thread_local=False)
+        with _lock_faults(self.path), room(self.path, _BLOCK):
+            lock.acquire()
+            self._locks.append((lock, os.getpid()))
+            self.path.write_text(
+                json.dumps({"pid": os.getpid(), "host": platform.node() or "unknown"})
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        lock, pid = self._locks.pop()
+        if pid == os.getpid():  # else a forked child left the block: the lock stays its parent's
+            # before the release: whoever waits notices and makes another
+            self.path.unlink(missing_ok=True)
+            lock.release()
+
+
+def claim(path: str | os.PathLike[str]) -> Lock:
+    """The lock, not yet entered, of a new folder: `path`, or `path-2`, `path-3`, ... where taken.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     [os.path.basename(claim(f"{folder}/run").folder) for _ in range(3)]
+    ['run', 'run-2', 'run-3']
+    """
+    base, tries = Path(path), 1
+    while True:
+        folder = base if tries == 1 else base.with_name(f"{base.name}-{tries}")
+        try:
+            os.mkdir(folder)
+            return Lock(folder)
+        except FileExistsError:
+            tries += 1
+        except FileNotFoundError:
+            raise MissingError(folder.parent, "a folder to write to") from None
+
+
+@contextmanager
+def _lock_faults(path: Path) -> Iterator[None]:
+    """Faults of the lock file as errors that name it, and its writer where there is one."""
+    try:
+        yield
+    except Timeout:
+        pid, host = _owner(path)
+        raise LockedError(path, pid=pid, host=host) from None
+    except StoreError:
+        raise
+    except (OSError, NotImplementedError) as error:
+        raise StoreError(path, "a lock file", str(error)) from error
+
+
+def _owner(path: Path) -> tuple[int, str]:
+    """Pid and host of the lock's holder; 0 where its file does not say."""
+    with suppress(OSError, ValueError, RecursionError):
+        match json.loads(path.read_bytes()[:4096]):
+            case {"pid": int(pid), "host": str(host)}:
+                return pid, host
+    return 0, "unknown"

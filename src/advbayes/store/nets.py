@@ -1,4 +1,5 @@
-"""Networks as data: a tree of plain layers, never built by importing a name from a file."""
+"""Networks and posteriors as data: a tree of plain layers, never built by importing a name from a
+file, and tensors."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from advbayes import posteriors
+from advbayes.model import BayesianModel
 
 from .documents import JSON
 from .errors import StoreError, refusing
@@ -174,3 +178,58 @@ def _setting(place: str, key: str, value: object) -> object:
 def _signature(net: nn.Module) -> tuple[object, ...]:
     named = (net.named_parameters(), net.state_dict().items())
     return *([(name, tuple(value.shape)) for name, value in each] for each in named), repr(net)
+
+
+# Each posterior's tensors with their axes (P: the model's parameters, others: at least one); the
+# first is what it is made from.
+_POSTERIORS: dict[str, tuple[Any, dict[str, str]]] = {
+    "MeanField": (posteriors.MeanField, {"mu": "P", "rho": "P"}),
+    "PointMass": (posteriors.PointMass, {"theta": "P"}),
+    "Ensemble": (posteriors.Ensemble, {"thetas": "SP"}),
+    "LowRank": (posteriors.LowRank, {"mu": "P", "rho": "P", "factor": "PR"}),
+    "Samples": (posteriors.Samples, {"thetas": "SP"}),
+}
+
+
+def encode_posterior(
+    posterior: Any, model: BayesianModel, place: str
+) -> tuple[dict[str, JSON], dict[str, Tensor]]:
+    """A posterior's kind and its tensors."""
+    kind = type(posterior).__name__
+    if kind not in _POSTERIORS or type(posterior) is not _POSTERIORS[kind][0]:
+        raise StoreError(f"{place}:posterior", f"one of {', '.join(_POSTERIORS)}", kind)
+    if posterior.num_params != model.num_params:
+        wanted = f"a posterior over the model's {model.num_params} parameters"
+        raise StoreError(f"{place}:posterior", wanted, f"{posterior.num_params}")
+    return {"kind": kind}, dict(posterior.state_dict())
+
+
+def decode_posterior(
+    document: JSON, state: dict[str, Tensor], model: BayesianModel, place: str
+) -> Any:
+    """Inverse of `encode_posterior`."""
+    part, size = f"{place}:posterior", model.num_params
+    match document:
+        case {"kind": str(kind), **rest} if kind in _POSTERIORS and not rest:
+            made, axes = _POSTERIORS[kind]
+        case _:
+            raise StoreError(part, f"one of {', '.join(_POSTERIORS)}", f"{document!r:.80}")
+    if state.keys() != axes.keys():
+        raise StoreError(part, f"the tensors {', '.join(axes)}", f"{sorted(state)!r:.200}")
+    for name, letters in axes.items():  # before a constructor allocates what the shapes say
+        shape = tuple(state[name].shape)
+        pairs = zip(shape, letters, strict=False)
+        fits = [length == size if axis == "P" else length > 0 for length, axis in pairs]
+        if len(shape) != len(letters) or not all(fits):
+            axes_wanted = ", ".join(letters).replace("P", str(size))
+            wanted = f"{name} of shape ({axes_wanted}), no axis of length 0"
+            raise StoreError(part, wanted, f"{shape}")
+    first = state[next(iter(axes))]
+    with refusing(part, f"tensors that fit {kind} and the model"):
+        if kind == "Samples":
+            posterior = made(first)
+        else:
+            rank = {"rank": state["factor"].shape[1]} if kind == "LowRank" else {}
+            posterior = made(model, init=first, **rank)
+        posterior.load_state_dict(state)
+        return posterior

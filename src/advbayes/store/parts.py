@@ -3,8 +3,8 @@
 A folder holds `manifest.json` and parts named by their content (`posterior.3f0c….safetensors`). A
 new version is written beside it, then adds its parts, then replaces the manifest in one rename,
 then drops the parts that nothing names any more: the old bundle or the new one, at every instant,
-with no more than POSIX
-`rename` promises.
+with no more than POSIX `rename` promises. The manifest has the SHA-256 of each part and ends in its
+own.
 """
 
 from __future__ import annotations
@@ -12,28 +12,120 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import platform
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import safetensors
+import torch
 from torch import Tensor
 
 from . import archive, documents, files, tensors
-from . import manifest as manifests
 from .documents import JSON
 from .errors import MissingError, StoreError
-from .lock import Lock
-from .manifest import MAX_PARTS, NAME, PART, SCHEMA, Manifest, Part, versions
+from .files import Lock
 
 SUFFIX = ".advbayes"
+FORMAT = "advbayes-bundle"
+SCHEMA = 1
 MAX_BYTES = 1 << 33
+MAX_PARTS = 256
 _MANIFEST = "manifest.json"
+_MAX_MANIFEST = 1 << 18
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
+_PART = re.compile(rf"({_NAME.pattern})\.([0-9a-f]{{16}})\.(safetensors|json)")
 _LARGE = 1 << 26  # parts above this are hashed once before they are held in memory
 _WAIT = 60.0  # seconds to wait for another writer of the same folder
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the manifest says of a part."""
+
+    name: str  # "posterior.safetensors"
+    sha256: str
+    size: int
+
+    @property
+    def file(self) -> str:
+        """The file that holds it: a changed content is another file."""
+        stem, _, suffix = self.name.rpartition(".")
+        return f"{stem}.{self.sha256[:16]}.{suffix}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Schema, the versions of the libraries that wrote the bundle, and its parts."""
+
+    schema: int
+    versions: dict[str, str]
+    parts: tuple[Part, ...]
+
+
+def versions() -> dict[str, str]:
+    """The versions that a manifest records."""
+    try:
+        installed = version("advbayes")
+    except PackageNotFoundError:  # used from a source tree
+        installed = "unknown"
+    return {
+        "advbayes": installed,
+        "python": platform.python_version(),
+        "safetensors": safetensors.__version__,
+        "torch": str(torch.__version__),
+    }
+
+
+def encode_manifest(manifest: Manifest, file: Path) -> bytes:
+    """The bytes of a manifest; its last field is the SHA-256 of all bytes before it."""
+    parts = {part.name: {"bytes": part.size, "sha256": part.sha256} for part in manifest.parts}
+    body = {
+        "format": FORMAT,
+        "parts": parts,
+        "schema": manifest.schema,
+        "versions": manifest.versions,
+    }
+    return documents.seal(documents.encode(body, os.fspath(file)))
+
+
+def decode_manifest(data: bytes, file: Path) -> Manifest:
+    """Check the seal, then parse."""
+    if (body := documents.unseal(data, file)) is None:
+        wanted = "a manifest that ends in its own SHA-256"
+        raise StoreError(file, wanted, "another end (damaged or altered)")
+    fields: Any = documents.decode(body, os.fspath(file), limit=_MAX_MANIFEST)
+    match fields:
+        case {"format": format, "schema": schema, **rest} if format == FORMAT:
+            if type(schema) is not int or schema != SCHEMA:
+                newer = type(schema) is int and schema > SCHEMA
+                hint = " (written by a newer advbayes: update it)" if newer else ""
+                raise StoreError(file, f"schema {SCHEMA}", f"{schema!r:.80}{hint}")
+        case _:
+            raise StoreError(file, f"format {FORMAT} and a schema", "something else")
+    match rest:
+        case {"parts": dict(parts), "versions": dict(libraries), **other} if not other:
+            if len(parts) > MAX_PARTS:
+                raise StoreError(file, f"at most {MAX_PARTS} parts", f"{len(parts)}")
+            described = tuple(_decode_part(name, entry, file) for name, entry in parts.items())
+            return Manifest(1, {key: str(value) for key, value in libraries.items()}, described)
+    raise StoreError(file, "the fields parts and versions", f"{sorted(rest)!r:.200}")
+
+
+def _decode_part(name: str, entry: JSON, file: Path) -> Part:
+    match entry:
+        case {"bytes": size, "sha256": str(digest), **rest} if not rest and type(size) is int:
+            part = Part(name, digest, size)
+            hexadecimal = re.fullmatch(r"[0-9a-f]{64}", digest)
+            if size >= 0 and hexadecimal and _PART.fullmatch(part.file):
+                return part
+    wanted = "NAME.safetensors or NAME.json with bytes and sha256"
+    raise StoreError(file, wanted, f"{name!r:.80}: {entry!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -66,7 +158,7 @@ def write_bundle(
     """
     target = Path(os.path.realpath(path))
     for name in (*parts, *texts, *(more or {})):
-        if not NAME.fullmatch(str(name)) or name == "manifest":
+        if not _NAME.fullmatch(str(name)) or name == "manifest":
             wanted = "part names of letters, digits, _ and - (not manifest)"
             raise StoreError(target, wanted, f"{name!r:.80}")
     encoded = {
@@ -143,7 +235,7 @@ def _stage(folder: Path, target: Path, name: str, content: Content) -> Part:
 
 
 def _sealed(target: Path, described: list[Part]) -> bytes:
-    return manifests.encode(Manifest(SCHEMA, versions(), tuple(described)), target / _MANIFEST)
+    return encode_manifest(Manifest(SCHEMA, versions(), tuple(described)), target / _MANIFEST)
 
 
 def _bundle_files(target: Path) -> set[str]:
@@ -153,8 +245,8 @@ def _bundle_files(target: Path) -> set[str]:
         raise StoreError(target, "an empty folder or a bundle", f"{len(names)} other entries")
     if names:
         read_manifest(target)
-    leftover = re.compile(rf"\.({re.escape(_MANIFEST)}|{PART.pattern})\.[0-9a-z-]+\.tmp")
-    return {name for name in names if PART.fullmatch(name) or leftover.fullmatch(name)}
+    leftover = re.compile(rf"\.({re.escape(_MANIFEST)}|{_PART.pattern})\.[0-9a-z-]+\.tmp")
+    return {name for name in names if _PART.fullmatch(name) or leftover.fullmatch(name)}
 
 
 def read_bundle(
@@ -245,9 +337,9 @@ def _opened(path: Path, max_bytes: int) -> tuple[Manifest, dict[str, bytes] | No
     if path.is_dir():
         if not file.exists():
             raise MissingError(file, "the manifest of a bundle")
-        return manifests.decode(files.read_bytes(file, limit=manifests.MAX_BYTES), file), None
+        return decode_manifest(files.read_bytes(file, limit=_MAX_MANIFEST), file), None
     members = archive.unpack(Path(os.path.realpath(path)), limit=max_bytes)
-    manifest = manifests.decode(members.pop(_MANIFEST, b""), file)
+    manifest = decode_manifest(members.pop(_MANIFEST, b""), file)
     if unlisted := members.keys() - {part.file for part in manifest.parts}:
         raise StoreError(path, "no member that the manifest does not name", min(unlisted)[:80])
     return manifest, members
@@ -256,15 +348,15 @@ def _opened(path: Path, max_bytes: int) -> tuple[Manifest, dict[str, bytes] | No
 def verified(path: Path, part: Part, members: dict[str, bytes] | None = None) -> bytes:
     """A part's bytes, of the size and the SHA-256 that the manifest says."""
     file = path / part.file
-    if members is not None:
-        if part.file not in members:
-            raise MissingError(file, "a part that the manifest names")
-        data = members[part.file]
-    else:
+    if members is None:
         if part.size > _LARGE:  # a false giant costs time, not memory
             with hashed_part(file, part):
                 pass
         data = files.read_bytes(file, limit=part.size)
+    elif part.file in members:
+        data = members[part.file]
+    else:
+        raise MissingError(file, "a part that the manifest names")
     _check_size(file, part, len(data))
     files.check_digest(file, part.sha256, hashlib.sha256(data).hexdigest())
     return data

@@ -18,8 +18,7 @@ from . import documents
 from .documents import JSON
 from .errors import StoreError
 from .files import read_at
-from .manifest import Manifest, Part
-from .parts import Content, hashed_part, one_version, parsed, verified
+from .parts import Content, Manifest, Part, hashed_part, one_version, parsed, verified
 
 _DTYPES = {torch.float32: "F32", torch.float64: "F64"}
 _NAME = "table"
