@@ -54,17 +54,9 @@ from advbayes.distributed import Ranks
 from advbayes.estimators import RobustClassifier, RobustRegressor, robust_scorer
 from advbayes.networks import conv_net, mlp, resnet18, wide_conv_net, with_group_norm
 from advbayes.runs import make_attack, prepare
-from advbayes.runs.building import (
-    NAMED_CHANNELS,
-    build_defense,
-    build_model,
-    make_ball,
-    named_channel,
-    named_posterior,
-    reach_of,
-    schedule,
-)
+from advbayes.runs.building import build_defense, build_model, reach_of
 from advbayes.runs.config import ATTACKS, RunConfig, accepted, make_config
+from advbayes.runs.named import NAMED_CHANNELS, make_ball, named_channel, named_posterior, schedule
 from advbayes.runs.training import clean_metrics
 from advbayes.seeds import GlobalStream
 from advbayes.store import thetas_of

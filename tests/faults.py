@@ -146,13 +146,7 @@ def sealed(contents: dict[str, bytes], **changes: object) -> tuple[bytes, dict[s
         name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         for name, data in contents.items()
     }
-    fields = {
-        "format": bundles.FORMAT,
-        "parts": described,
-        "schema": 1,
-        "versions": {},
-        **changes,
-    }
+    fields = {"format": bundles.FORMAT, "parts": described, "schema": 1, "versions": {}, **changes}
     body = json.dumps(fields, indent=1).encode().removesuffix(b"\n}")
     seal = b',\n "sha256": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode()
     files = {

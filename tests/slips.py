@@ -858,7 +858,7 @@ THIRD = (
     ),
     Bug(
         "the attack made for purifiers ignores --steps",
-        "runs/attacking.py",
+        "runs/named.py",
         "Annealed(ball, steps=max(1, steps // 2))",
         "Annealed(ball)",
         "test_purify_command test_options",
@@ -996,7 +996,7 @@ FOURTH = (
     ),
     Bug(
         "a purified classifier does not meet the nearest centre",
-        "runs/attacking.py",
+        "runs/named.py",
         "(annealed, NearestCentre(ball)) if",
         "(annealed,) if",
         "test_purify_command test_options",
@@ -1705,7 +1705,7 @@ SEVENTH = (
     ),
     Bug(
         "linked data files refused",
-        "datasets/containers.py",
+        "datasets/formats.py",
         "status = path.stat()",
         "status = path.lstat()",
         "test_datasets",
@@ -1755,8 +1755,8 @@ SEVENTH = (
     Bug(
         "commit of whatever folder one is in",
         "runs/folder.py",
-        "cwd=Path(__file__).parent,",
-        "cwd=None,",
+        'os.fspath(Path(__file__).parent), "describe"',
+        '".", "describe"',
         "test_runs",
     ),
     Bug(
@@ -1768,7 +1768,7 @@ SEVENTH = (
     ),
     Bug(
         "capital NA passes for a class",
-        "runs/building.py",
+        "runs/remarks.py",
         "if name.lower() in MISSING]:",
         "if name in MISSING]:",
         "test_table_users",

@@ -39,9 +39,15 @@ from advbayes.datasets import (
     names,
     split_rows,
 )
-from advbayes.datasets.containers import read_gzip, read_plain, read_tar_gzip
 from advbayes.datasets.fetching import fetch_source
-from advbayes.datasets.formats import parse_cifar, parse_idx, read_npz
+from advbayes.datasets.formats import (
+    parse_cifar,
+    parse_idx,
+    read_gzip,
+    read_npz,
+    read_plain,
+    read_tar_gzip,
+)
 from advbayes.datasets.tables import parse_table
 from tests import faults
 from tests.data_fixtures import (

@@ -14,8 +14,7 @@ import torch
 
 from advbayes import store
 from advbayes.datasets import DataError, from_csv, from_npz, split_rows
-from advbayes.datasets.containers import read_plain
-from advbayes.datasets.formats import read_npz
+from advbayes.datasets.formats import read_npz, read_plain
 from advbayes.datasets.own import _names
 from advbayes.datasets.tables import parse_table
 from advbayes.store import archive, documents, tensors

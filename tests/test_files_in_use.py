@@ -248,7 +248,7 @@ def test_several_outputs_in_raw_units() -> None:
         torch.tensor([1.0, 4.0]),
     )
     predict = store.RawPredictor(
-        advbayes.PosteriorPredictive(model, torch.tensor([[1.0, -1.0]])), scaling
+        advbayes.PosteriorPredictive(model, torch.tensor([[1.0, -1.0]])), scaling=scaling
     )
     prediction = predict([[14.0]])
     torch.testing.assert_close(prediction.mean, torch.tensor([[2.0, -3.0]]))
@@ -287,7 +287,7 @@ def test_the_gradient_passes_through_the_scaling() -> None:
         torch.tensor([10.0]), torch.tensor([2.0]), torch.tensor(100.0), torch.tensor(4.0)
     )
     predict = store.RawPredictor(
-        advbayes.PosteriorPredictive(model, torch.full((1, 1), 3.0)), scaling
+        advbayes.PosteriorPredictive(model, torch.full((1, 1), 3.0)), scaling=scaling
     )
     x = torch.tensor([[12.0]], requires_grad=True)
     (slope,) = torch.autograd.grad(predict(x).mean.sum(), x)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from advbayes.cli import main
-from advbayes.runs.building import prepare, without_effect
+from advbayes.runs.building import prepare
 from advbayes.runs.config import ATTACKS, SPENDING, make_config
+from advbayes.runs.remarks import without_effect
 
 
 def write_table(path: Path) -> Path:

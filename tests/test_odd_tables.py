@@ -18,7 +18,7 @@ from advbayes.cli.describe import said_units
 from advbayes.datasets import DataError, from_csv
 from advbayes.estimators import RobustClassifier, RobustRegressor
 from advbayes.evaluation import UnchangedWarning
-from advbayes.runs.building import remarks
+from advbayes.runs.remarks import remarks
 
 
 def write(path: Path, header: str, rows: list[str]) -> Path:

@@ -36,7 +36,7 @@ from advbayes.attacks import search
 from advbayes.attacks.gradients import loss_and_gradient
 from advbayes.purification.banks import GaussianBank, Room
 from advbayes.purification.diagnosis import chi_square_limit
-from advbayes.runs.attacking import adaptive_attack
+from advbayes.runs.named import adaptive_attack
 from tests.oracles import generator
 from tests.test_purifier_same_answer import Setting, cosine, everywhere, exactly, with_gradient
 

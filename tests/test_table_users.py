@@ -21,8 +21,10 @@ from advbayes.datasets.dataset import Dataset
 from advbayes.estimators import RobustClassifier, RobustRegressor
 from advbayes.experiments.catalogue import BASE, EXPERIMENTS
 from advbayes.runs import create_run, load_trained, train
-from advbayes.runs.building import prepare, remarks, schedule
+from advbayes.runs.building import prepare
 from advbayes.runs.config import RunConfig, make_config
+from advbayes.runs.named import schedule
+from advbayes.runs.remarks import remarks
 
 
 @pytest.mark.parametrize("kind", [RobustClassifier, RobustRegressor])

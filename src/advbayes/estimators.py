@@ -42,7 +42,7 @@ from advbayes.posteriors import Samples
 from advbayes.predictive import PosteriorPredictive
 from advbayes.purification import Purifier
 from advbayes.runs import thetas_of
-from advbayes.runs.building import make_ball, named_channel, named_posterior, schedule
+from advbayes.runs.named import make_ball, named_channel, named_posterior, schedule
 from advbayes.seeds import GlobalStream, generator_for, seed_for
 from advbayes.store import StoreError, bundle, nets, preprocessing, read_bundle
 from advbayes.training import fit

@@ -97,33 +97,23 @@ def to_autoattack(
     checks.count("num_classes", num_classes, low=2)
     norm = {L2: "L2", Linf: "Linf"}.get(type(ball))
     plain = norm is not None and ball.scale is None and ball == ball.freed()
-    if not plain or not _is_unit(ball.box):
+    low, high = map(torch.as_tensor, (-1, -1) if ball.box is None else ball.box)
+    if not plain or not bool((low == 0).all() and (high == 1).all()):
         raise checks.InputError(
             f"ball must be L2 or Linf with box=(0, 1) and neither scale nor mask nor indicators "
             f"for AutoAttack, got {ball}"
         )
     from pyautoattack import AutoAttack
 
-    arguments: dict[str, Any] = {
-        "norm": norm,
-        "eps": ball.eps,
-        "seed": seed,
-        "device": torch.device(device),
-    }
     module = PredictorModule(predict, num_classes=num_classes, ndim=4)
+    chosen: dict[str, Any] = {"version": version}
     if num_classes < 4:
-        arguments["attacks"], version = ["apgd-ce", "fab", "square"], "custom"
-    attack = AutoAttack(module, version=version, **arguments)
+        chosen = {"version": "custom", "attacks": ["apgd-ce", "fab", "square"]}
+    where = torch.device(device)
+    attack = AutoAttack(module, norm=norm, eps=ball.eps, seed=seed, device=where, **chosen)
     for part in (attack.apgd_targeted, attack.fab):
         part.n_target_classes = min(9, num_classes - 1)
     return attack
-
-
-def _is_unit(box: tuple[Any, Any] | None) -> bool:
-    """Whether a box of numbers or tensors is [0, 1] everywhere."""
-    return box is not None and all(
-        bool((torch.as_tensor(side) == at).all()) for side, at in zip(box, (0, 1), strict=True)
-    )
 
 
 def to_art(

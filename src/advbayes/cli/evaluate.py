@@ -80,7 +80,7 @@ def evaluate(
     from advbayes.evaluation import evaluate as measure
     from advbayes.report.folders import merged
     from advbayes.report.words import TRIVIAL
-    from advbayes.runs.attacking import adaptive_attack
+    from advbayes.runs.named import adaptive_attack
     from advbayes.store import write_document
 
     folder, trained, data = open_run(run, trusted=trust_network, device=device)

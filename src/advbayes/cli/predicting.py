@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.distributions import Categorical
 
 from advbayes import metrics
-from advbayes.datasets.containers import read_plain
 from advbayes.datasets.encoding import read_rows
-from advbayes.datasets.formats import read_npz
+from advbayes.datasets.formats import read_npz, read_plain
 from advbayes.datasets.own import MAX_CSV_BYTES, MAX_NPZ_BYTES
 from advbayes.datasets.tables import parse_table
 from advbayes.likelihoods import predicts_classes

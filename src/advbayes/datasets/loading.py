@@ -11,11 +11,11 @@ import numpy.typing as npt
 import torch
 
 from advbayes.checks import InputError, extra, nearest
+from advbayes.datasets import fetching
 from advbayes.datasets.dataset import Dataset, Provenance, split_rows
 from advbayes.datasets.errors import DataError
-from advbayes.datasets.fetching import Progress, fetch_source
+from advbayes.datasets.fetching import Downloading
 from advbayes.datasets.formats import parse_cifar, parse_idx, values_sha256
-from advbayes.datasets.places import cache_folder, find_contents, missing, places, read_contents
 from advbayes.datasets.scaling import Standardize
 from advbayes.datasets.sources import SOURCES, Source
 from advbayes.datasets.tables import parse_table
@@ -50,7 +50,7 @@ def load_dataset(
     target: str | None = None,  # energy: "Y1" (heating, the default), "Y2" (cooling) or "both"
     # True: published content only; False: any content of the right form
     verify: bool | None = None,
-    progress: Progress | None = None,  # called with (file, bytes so far, bytes in all or None)
+    progress: Downloading | None = None,  # called with (file, bytes so far, bytes in all or None)
 ) -> Dataset:
     """A built-in data set, its content compared with the published SHA-256 on every load.
 
@@ -71,8 +71,15 @@ def load_dataset(
         return _embedded(name, seed, fraction)
     source = SOURCES[name]
     mirror = mirror if mirror is not None else os.environ.get("ADVBAYES_MIRROR") or None
-    files = _files(source, root, root is None if download is None else download, mirror, progress)
-    contents, provenance = read_contents(source, files, verify)
+    looked = fetching.places(root)
+    paths = fetching.find_contents(source, looked)
+    if len(paths) < len(source.contents) and (root is None if download is None else download):
+        looked = looked[:1] if root is not None else (fetching.cache_folder(),)
+        fetching.fetch_source(source, looked[0], mirror=mirror, progress=progress)
+        paths = fetching.find_contents(source, looked)
+    if len(paths) < len(source.contents):
+        raise fetching.missing(source, looked, paths)
+    contents, provenance = fetching.read_contents(source, paths, verify)
     if source.class_names:
         arrays = _cifar(source, contents) if name == "cifar10" else _idx(source, contents)
         return _images(name, source.class_names, arrays, 255, provenance)
@@ -97,27 +104,9 @@ def find_dataset(name: str, root: str | Path | None = None) -> Path | None:
     """
     if name not in SOURCES:
         return None
-    paths = find_contents(SOURCES[name], places(root))
+    paths = fetching.find_contents(SOURCES[name], fetching.places(root))
     whole = len(paths) == len(SOURCES[name].contents)
     return next(iter(paths.values())).parent if whole else None
-
-
-def _files(
-    source: Source,
-    root: str | Path | None,
-    download: bool,
-    mirror: str | None,
-    progress: Progress | None,
-) -> dict[str, Path]:
-    looked = places(root)
-    paths = find_contents(source, looked)
-    if len(paths) < len(source.contents) and download:
-        looked = looked[:1] if root is not None else (cache_folder(),)
-        fetch_source(source, looked[0], mirror=mirror, progress=progress)
-        paths = find_contents(source, looked)
-    if len(paths) < len(source.contents):
-        raise missing(source, looked, paths)
-    return paths
 
 
 def _idx(source: Source, contents: dict[str, bytes]) -> Arrays:

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor
 
 from advbayes.checks import InputError, choice, count
-from advbayes.datasets.containers import read_plain
 from advbayes.datasets.dataset import Dataset, Provenance, split_rows
 from advbayes.datasets.encoding import Encoding, sort_columns
 from advbayes.datasets.errors import DataError
-from advbayes.datasets.formats import read_npz
+from advbayes.datasets.formats import read_npz, read_plain
 from advbayes.datasets.scaling import Standardize
 from advbayes.datasets.tables import (
     NotANumberError,

@@ -28,8 +28,8 @@ from advbayes.report import make_gallery, write_report
 from advbayes.report.folders import histories, merged
 from advbayes.report.words import sentence
 from advbayes.runs import Prepared, Run, Trained, create_run, load_trained, prepare, record, train
-from advbayes.runs.attacking import adaptive_attack
 from advbayes.runs.config import ConfigError, RunConfig, make_config
+from advbayes.runs.named import adaptive_attack
 from advbayes.runs.verdict import audit_run
 from advbayes.seeds import generator_for
 from advbayes.types import Attack, Predictor

@@ -21,16 +21,16 @@ import importlib
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from advbayes.runs.attacking import make_attack as make_attack
     from advbayes.runs.building import Prepared as Prepared
     from advbayes.runs.building import build_defense as build_defense
     from advbayes.runs.building import build_model as build_model
     from advbayes.runs.building import build_net as build_net
-    from advbayes.runs.building import make_ball as make_ball
     from advbayes.runs.building import prepare as prepare
     from advbayes.runs.folder import Run as Run
     from advbayes.runs.folder import create_run as create_run
     from advbayes.runs.folder import record as record
+    from advbayes.runs.named import make_attack as make_attack
+    from advbayes.runs.named import make_ball as make_ball
     from advbayes.runs.trained import Trained as Trained
     from advbayes.runs.trained import load_trained as load_trained
     from advbayes.runs.training import follow as follow
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from advbayes.store import thetas_of as thetas_of
 
 _HOMES = {
-    "runs.attacking": "make_attack",
-    "runs.building": "Prepared build_defense build_model build_net make_ball prepare",
+    "runs.building": "Prepared build_defense build_model build_net prepare",
     "runs.folder": "Run create_run record",
+    "runs.named": "make_attack make_ball",
     "runs.trained": "Trained load_trained",
     "runs.training": "follow train",
     "store": "thetas_of",

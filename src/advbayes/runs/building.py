@@ -5,38 +5,32 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from advbayes import checks
-from advbayes.attacks import entropy, margin, nll, one_step, pgd, squared_error
-from advbayes.attacks.balls import L2, Ball, Linf
+from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import is_attack
 from advbayes.channels import AttackChannel, Learned, Mixture, Noise
 from advbayes.datasets import Dataset, Standardize, class_weights, from_csv, from_npz, load_dataset
-from advbayes.datasets.encoding import MISSING, Encoding
+from advbayes.datasets.encoding import Encoding
+from advbayes.datasets.fetching import Downloading
 from advbayes.evaluation.inputs import warn_units
 from advbayes.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
 from advbayes.model import BayesianModel
 from advbayes.networks import ConvGenerator, FullyConnectedGenerator, conv_net, mlp
 from advbayes.objectives import ChannelELBO, Consistency, LogitPairing, Penalty, Trades
-from advbayes.posteriors import Ensemble, LowRank, MeanField, PointMass, Posterior
+from advbayes.posteriors import Posterior
 from advbayes.runs.config import ConfigError, RunConfig, parse_feature_eps
+from advbayes.runs.named import make_ball, named_channel, named_posterior
 from advbayes.seeds import GlobalStream, seed_for
 from advbayes.types import Attack, Channel
-
-FEW, ENOUGH = 5, 50  # training rows of a class that is remarked on, of a table that is no sketch
-_AMOUNT = re.compile(r"[$€£¥]?\s*[-+]?\d[\d.,' ]*\s*[%$€£¥]?")
-Downloading = Callable[[str, int, int | None], None]  # file, bytes so far, bytes in all
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,137 +113,6 @@ def _load(config: RunConfig, downloading: Downloading | None, encoding: Encoding
     targets = target.split(",") if "," in target else target
     how |= {"features": config.features, "drop": config.drop, "encoding": encoding}
     return from_csv(path, targets, **how)
-
-
-def remarks(dataset: Dataset) -> list[str]:
-    """What is odd about a table, and what to do about it.
-
-    >>> x, y = torch.tensor([[5.0, 1.0], [5.0, 3.0], [5.0, 4.0]]), torch.tensor([0, 1, 0])
-    >>> data = Dataset("t", "classification", x, y, x, y, ("NA", "ill"), ("site", "age"))
-    >>> print(*remarks(data), sep="\\n")
-    'site' has the same value in every training row, and an attacker may move it; --drop site leaves it out
-    'NA' is taken for a class like any other; if it means that the class is not known, leave those rows out
-    >>> x, y = torch.tensor([[3.0, 1.0], [2.0, 5.0], [4.0, 2.0]]), torch.zeros(3)
-    >>> data = Dataset("t", "regression", x[:2], y[:2], x[2:], y[2:], (), ("id", "age"))
-    >>> remarks(data)[0].partition(",")[0]
-    "'id' only numbers the rows"
-    """  # noqa: E501
-    names, lines = dataset.feature_names, []
-    if names:  # else images
-        steps = torch.cat([dataset.x_train, dataset.x_test]).sort(0).values.diff(dim=0)
-        same = (dataset.x_train == dataset.x_train[:1]).all(0)
-        if dataset.mask is not None:  # within the attacker's reach
-            same = same & dataset.mask
-        if numbers := list(compress(names, (steps == 1).all(0).tolist())):
-            lines.append(
-                f"{', '.join(map(repr, numbers))} only numbers the rows, and new ones have other "
-                f"numbers; --drop {','.join(numbers)} leaves it out"
-            )
-        if constant := list(compress(names, same.tolist())):
-            lines.append(
-                f"{', '.join(map(repr, constant))} has the same value in every training row, and "
-                f"an attacker may move it; --drop {','.join(constant)} leaves it out"
-            )
-        lines += _odd_columns(dataset)
-    if dataset.task == "regression" and dataset.y_train.ndim == 1:
-        values = sorted(set(torch.cat([dataset.y_train, dataset.y_test]).tolist()))
-        if len(values) == 2:
-            low, high = values
-            lines.append(
-                f"the target has two values, {low:g} and {high:g}, and is regressed on; if they "
-                f"are classes, say --task classification"
-            )
-    if dataset.task == "classification":
-        counts = torch.bincount(dataset.y_train, minlength=len(dataset.class_names)).tolist()
-        rare = [name for name, num in zip(dataset.class_names, counts, strict=True) if num < FEW]
-        if rare and names and len(dataset.y_train) >= ENOUGH:
-            lines.append(
-                f"{', '.join(map(repr, rare[:5]))}{' and others' if len(rare) > 5 else ''} has "
-                f"fewer than {FEW} training rows: what is learned of it, and any score of it, is "
-                f"mostly chance"
-            )
-    if dataset.task == "regression" and bool((dataset.y_train == dataset.y_train[:1]).all()):
-        lines.append(
-            "the target has the same value in every training row, so that there is nothing to "
-            "predict; check --target"
-        )
-    if unknown := [name for name in dataset.class_names if name.lower() in MISSING]:
-        lines.append(
-            f"{', '.join(map(repr, unknown))} is taken for a class like any other; if it means "
-            f"that the class is not known, leave those rows out"
-        )
-    return lines
-
-
-def _odd_columns(dataset: Dataset) -> list[str]:
-    """Numbers that may stand for "unknown", and text that may stand for numbers."""
-    lines = []
-    for name in () if dataset.encoding is None else dataset.encoding.late:
-        lost = dataset.x_test[:, dataset.feature_names.index(f"{name} missing")]
-        lines.append(
-            f"{name!r} is missing in {int(lost.sum())} test rows and in no training row; the "
-            f"training median stands in, nothing is learned of the gap, and an attacker cannot "
-            f"change what was filled in"
-        )
-    for name, column in zip(dataset.feature_names, dataset.x_train.T, strict=True):
-        values, counts = column.unique(return_counts=True)
-        for place, rest in ((0, values[1:]), (-1, values[:-1])):
-            value, num = float(values[place]), int(counts[place])
-            nines = set(f"{abs(value):g}") == {"9"} and abs(value) > 10
-            if nines and num > 1 and len(rest) > 1:
-                width = float(rest.max() - rest.min())
-                if float((rest - value).abs().min()) > width:
-                    lines.append(
-                        f"{name!r} is {value:g} in {num} training rows, far from its other values; "
-                        f"if that means that it is not known, leave those cells empty"
-                    )
-    for column, words in ({} if dataset.encoding is None else dataset.encoding.words).items():
-        amounts = [word for word in words if _AMOUNT.fullmatch(word)]
-        if len(amounts) > 2 and 2 * len(amounts) > len(words):
-            lines.append(
-                f"{column!r} is taken for text of {len(words)} words, such as {amounts[0]!r}; if "
-                f"they are amounts, write plain numbers"
-            )
-    return lines
-
-
-def without_effect(config: RunConfig, data: Prepared) -> list[str]:
-    """Keys that were set and change nothing here, each with the reason.
-
-    >>> from advbayes.runs.config import make_config
-    >>> config = make_config({"data": "digits", "noise_scale": 0.1, "rank": 9, "num_train": 10})
-    >>> print(*without_effect(config, prepare(config)), sep="\\n")
-    rank = 9 has no effect: the posterior is 'mean_field'
-    noise_scale = 0.1 has no effect: the task is classification
-    """
-    kind = network_kind(config, tuple(data.x_train.shape[1:]))
-    posterior = f"the posterior is {config.posterior!r}"
-    own = config.channel is not None
-    defense = f"the channel is {config.channel!r}" if own else f"the defense is {config.defense!r}"
-    noisy = own or config.defense in ("noise", "consistency", "os", "os50", "mix", "pgd")
-    iterates = not own and config.defense in ("pgd", "trades", "alp")
-    learns = own or config.defense in ("nn", "nn50")
-    idle = {
-        "root": (config.file is not None, "the data are a file"),
-        "hidden": (kind != "mlp", f"the network is {kind!r}"),
-        "members": (config.posterior != "ensemble", posterior),
-        "rank": (config.posterior != "low_rank", posterior),
-        "init_scale": (config.posterior in ("point", "ensemble"), posterior),
-        "noise_scale": (data.dataset.task == "classification", "the task is classification"),
-        "sigma": (not noisy, defense),
-        "attack_steps": (not iterates, defense),
-        "beta": (
-            config.defense not in ("trades", "alp", "consistency"),
-            f"the defense is {config.defense!r}",
-        ),
-        "adversary_lr": (not learns, defense),
-        "bound": (config.num_channel == 1, "num_channel is 1, where both bounds are the same"),
-    }
-    return [
-        f"{key} = {value!r} has no effect: {why}"
-        for key, (is_idle, why) in idle.items()
-        if is_idle and (value := vars(config)[key]) != RunConfig.model_fields[key].default
-    ]
 
 
 def reach_of(
@@ -416,49 +279,6 @@ def build_model(
     return model, named_posterior(config.posterior, model, init_scale=config.init_scale, **chosen)
 
 
-def named_posterior(
-    name: str,
-    model: BayesianModel,
-    *,
-    seed: int = 0,
-    members: int = 5,
-    rank: int = 5,
-    init_scale: float = 0.02,
-) -> Posterior:
-    """An untrained posterior of a named family.
-
-    >>> named_posterior(
-    ...     "ensemble", BayesianModel(nn.Linear(2, 2), Categorical()), members=3
-    ... ).thetas.shape
-    torch.Size([3, 6])
-    """
-    match checks.choice("posterior", name, ("mean_field", "point", "ensemble", "low_rank")):
-        case "mean_field":
-            return MeanField(model, init_scale)
-        case "point":
-            return PointMass(model)
-        case "ensemble":
-            return Ensemble(model, members, seed=seed)
-        case _:
-            return LowRank(model, rank, init_scale, seed=seed)
-
-
-def make_ball(
-    norm: str,
-    eps: float,
-    box: tuple[float, float] | None = None,
-    mask: Tensor | None = None,
-    scale: Tensor | float | None = None,
-    indicators: tuple[tuple[int, int, float], ...] | None = None,
-) -> Ball:
-    """The ball of a named norm.
-
-    >>> make_ball("linf", 0.1, (0, 1))
-    Linf(0.1, box=(0, 1))
-    """
-    return (L2 if norm == "l2" else Linf)(eps, box, scale, mask, indicators)
-
-
 def build_defense(
     config: RunConfig, data: Prepared, *, trusted: bool = False
 ) -> tuple[Channel, ChannelELBO]:
@@ -525,85 +345,3 @@ def learned_channel(config: RunConfig, data: Prepared, ball: Ball) -> Learned:
             return Learned(ConvGenerator(classes, event[0], event[1]), ball)
         num_targets = outputs if classes is None else 1
         return Learned(FullyConnectedGenerator(math.prod(event), num_targets, classes), ball)
-
-
-MIN_STEPS, MIN_EPOCHS, MAX_EPOCHS = 2000, 10.0, 500.0
-LR, LAST_LR = 0.01, 0.01  # the second of the first, at the end of the training
-TABLE_STEPS, TABLE_LR, TABLE_WARMUP = 4000, 0.02, 0.1
-
-
-class Schedule(NamedTuple):
-    """How long `fit` trains, and how fast."""
-
-    epochs: float
-    lr: float
-    decay: float
-    warmup: float
-
-
-def schedule(
-    epochs: float | None,
-    lr: float | None,
-    decay: float | None,
-    x: Tensor,  # (N, *event), what is trained on
-    batch_size: int,
-) -> Schedule:
-    """What is left open of passes over the data, learning rate and its factor for each pass.
-
-    A table with `epochs` left open: enough passes for 4,000 steps, but at least 10; a tenth of them
-    warms up (see `fit`), at a rate of 0.02. Images, or `epochs` given: 2,000 steps, but 10 to 500
-    passes; no warm-up, a rate of 0.01. The rate falls to a hundredth over these passes, or over
-    `epochs` if that is more. In fewer it falls no faster, so that a short training is not one at a
-    rate of nothing.
-
-    >>> rows = torch.zeros(1280, 3)
-    >>> schedule(None, None, None, rows, 128)
-    Schedule(epochs=400.0, lr=0.02, decay=0.9885530946569389, warmup=0.1)
-    >>> schedule(5, None, None, rows, 128)
-    Schedule(epochs=5.0, lr=0.01, decay=0.9772372209558107, warmup=0.0)
-    """
-    passes_of_a_step = min(batch_size, len(x)) / len(x)
-    if epochs is None and x.ndim == 2:
-        usual = max(TABLE_STEPS * passes_of_a_step, MIN_EPOCHS)
-        first_lr, warmup = TABLE_LR, TABLE_WARMUP
-    else:
-        usual = min(max(MIN_STEPS * passes_of_a_step, MIN_EPOCHS), MAX_EPOCHS)
-        first_lr, warmup = LR, 0.0
-    epochs = usual if epochs is None else checks.number("epochs", epochs, low=0, open_low=True)
-    falls = LAST_LR ** (1 / max(epochs, usual)) if decay is None else decay
-    return Schedule(epochs, first_lr if lr is None else lr, falls, warmup)
-
-
-NAMED_CHANNELS = ("none", "noise", "at", "os", "os50", "mix", "pgd", "trades", "alp", "consistency")
-
-
-def named_channel(
-    name: str, ball: Ball, sigma: float, *, regression: bool = False, steps: int = 7
-) -> Channel:
-    """The channel of a named defense, in the units of the ball.
-
-    >>> named_channel("noise", L2(1.0), 0.1)
-    Noise(sigma=0.1)
-    """
-    checks.choice("channel", name, NAMED_CHANNELS)
-    main = squared_error if regression else nll
-    clean = Noise(0.0)
-    match name:
-        case "none":
-            return clean
-        case "noise" | "consistency":
-            return Noise(sigma)
-        case "at":
-            return Mixture([0.5, 0.5], [clean, AttackChannel(one_step(ball, main))])
-        case "os":
-            return AttackChannel(one_step(ball, main), sigma)
-        case "os50":
-            return Mixture([0.5, 0.5], [clean, AttackChannel(one_step(ball, main), sigma)])
-        case "mix":
-            losses = (squared_error,) if regression else (nll, margin, entropy)
-            attacked = [AttackChannel(one_step(ball, loss), sigma) for loss in losses]
-            return Mixture([0.4] + [0.6 / len(losses)] * len(losses), [Noise(sigma), *attacked])
-        case "pgd":
-            return AttackChannel(pgd(ball, steps, main), sigma)
-    # the penalties of trades and alp compare with what the attack gives
-    return AttackChannel(pgd(ball, steps, main))

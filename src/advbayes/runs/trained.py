@@ -16,29 +16,26 @@ from torch import Tensor
 from advbayes import store
 from advbayes.attacks.balls import Ball
 from advbayes.checks import InputError
-from advbayes.datasets import Encoding, Standardize
 from advbayes.model import BayesianModel
 from advbayes.posteriors import Ensemble, Samples
 from advbayes.predictive import PosteriorPredictive
-from advbayes.runs.building import make_ball, own_classes, own_net, reach_of
+from advbayes.runs.building import own_classes, own_net, reach_of
 from advbayes.runs.config import NETWORKS
 from advbayes.runs.folder import Run
+from advbayes.runs.named import make_ball
 from advbayes.store import thetas_of
+from advbayes.store.bundle import Preparation
 from advbayes.types import Channel
 
 
-@dataclass(frozen=True, eq=False)
-class Trained:
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Trained(Preparation):
     """What a bundle holds, and what predictions need to know of the data it was trained on."""
 
     path: Path
     model: BayesianModel
     posterior: Any
     channel: Channel | None
-    scaling: Standardize | None
-    class_names: tuple[str, ...]
-    feature_names: tuple[str, ...]
-    target_names: tuple[str, ...]
     task: str
     event: tuple[int, ...]
     box: tuple[float, float] | None
@@ -48,8 +45,6 @@ class Trained:
     seed: int
     mask: Tensor | None = None
     scale: Tensor | None = None
-    encoding: Encoding | None = None
-    steps: Any = None  # scikit-learn transformers in front of the model
 
     def to(self, device: torch.device | str) -> Trained:
         """The same model on another device."""
@@ -137,19 +132,13 @@ def load_trained(path: str | os.PathLike[str], *, trusted: bool = False) -> Trai
 def _trained(
     path: Path, bundle: store.Bundle, extra: dict[str, Any], threat: dict[str, Any]
 ) -> Trained:
-    raw = bundle.predictor(1)
     box, mask, scale = (threat.get(name) for name in ("box", "mask", "scale"))
+    names = {key: tuple(map(str, extra.get(key, ()))) for key in ("feature_names", "target_names")}
     return Trained(
         path=path,
         model=bundle.model,
         posterior=bundle.posterior,
         channel=bundle.channel,
-        scaling=raw.scaling,
-        class_names=raw.class_names,
-        feature_names=tuple(map(str, extra.get("feature_names", ()))),
-        target_names=tuple(map(str, extra.get("target_names", ()))),
-        encoding=raw.encoding,
-        steps=raw.steps,
         task=str(extra.get("task", "classification" if bundle.class_names else "regression")),
         event=tuple(int(size) for size in extra.get("event", ())),
         box=None if box is None else (float(box[0]), float(box[1])),
@@ -159,6 +148,7 @@ def _trained(
         seed=int(extra.get("seed", 0)),
         mask=None if mask is None else torch.as_tensor(mask, dtype=torch.bool),
         scale=None if scale is None else torch.as_tensor(scale, dtype=torch.float32),
+        **vars(bundle.preparation()) | names,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from advbayes import store
 from advbayes.channels import learned_in
+from advbayes.datasets.fetching import Downloading
 from advbayes.distributed import ranks
 from advbayes.evaluation.inputs import Task
 from advbayes.evaluation.measuring import batches
@@ -23,9 +24,11 @@ from advbayes.objectives import ChannelELBO
 from advbayes.posteriors import Posterior
 from advbayes.predictive import PosteriorPredictive
 from advbayes.runs import building
-from advbayes.runs.building import Downloading, Prepared
+from advbayes.runs.building import Prepared
 from advbayes.runs.config import RunConfig, make_config
 from advbayes.runs.folder import Run, record
+from advbayes.runs.named import schedule
+from advbayes.runs.remarks import remarks, without_effect
 from advbayes.store import thetas_of
 from advbayes.training import COLUMNS, FitResult, State, fit
 from advbayes.types import Channel
@@ -68,7 +71,7 @@ def train(
     state = read_checkpoint(run)
     parts = _parts(config, data, trusted)
     _begin(run, data, state)
-    for remark in building.without_effect(config, data) if state is None else ():
+    for remark in without_effect(config, data) if state is None else ():
         run.log(remark)
         if tell is not None:
             tell(remark)
@@ -172,7 +175,7 @@ def fit_run(
 ) -> FitResult:
     """`fit` with the settings of a run."""
     how_long = (config.epochs, config.lr, config.decay)
-    chosen = building.schedule(*how_long, data.x_train, config.batch_size)
+    chosen = schedule(*how_long, data.x_train, config.batch_size)
     lower = config.precision == "bfloat16"
     with torch.autocast(data.x_train.device.type, torch.bfloat16, enabled=lower):
         return fit(
@@ -229,7 +232,7 @@ def _begin(run: Run, data: Prepared, state: State | None) -> None:
     now = {"source": where.source, "sha256": dict(where.sha256)}
     versions = store.versions()
     if state is None:
-        for remark in building.remarks(data.dataset) if run.config.file is not None else ():
+        for remark in remarks(data.dataset) if run.config.file is not None else ():
             warnings.warn(remark, stacklevel=3)
         run.write_manifest(status="training", started=record(), versions=versions, data=now)
         run.log("training from the start")

@@ -17,9 +17,9 @@ from advbayes.distributed import ranks
 from advbayes.evaluation import evaluate
 from advbayes.evaluation.files import fingerprint
 from advbayes.predictive import FreshPredictive
-from advbayes.runs.attacking import make_attack
 from advbayes.runs.building import Prepared
 from advbayes.runs.folder import REACH, Run, flags_of
+from advbayes.runs.named import make_attack
 from advbayes.runs.trained import Trained
 from advbayes.types import Predictor
 

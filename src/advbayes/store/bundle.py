@@ -58,31 +58,35 @@ def thetas_of(posterior: Any, num: int, seed: int) -> Tensor:
     return thetas
 
 
-@dataclass(frozen=True, eq=False)
-class RawPredictor:
-    """A predictor over raw inputs: p(y | x) with x and y in their own units.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Preparation:
+    """What stands between raw rows and a model, and the names of what goes in and comes out."""
 
-    >>> from torch import nn
-    >>> from advbayes import BayesianModel, Gaussian
-    >>> from advbayes.datasets import Standardize
-    >>> model = BayesianModel(nn.Linear(1, 1, bias=False), Gaussian(0.5))
-    >>> scaling = Standardize(
-    ...     torch.tensor([10.0]), torch.tensor([2.0]), torch.tensor(100.0), torch.tensor(4.0)
-    ... )
-    >>> predict = RawPredictor(
-    ...     PosteriorPredictive(model, torch.ones(1, 1)), scaling
-    ... )  # z_y = z_x + 0.5 noise
-    >>> predict(torch.tensor([[12.0]])).mean, predict(torch.tensor([[12.0]])).variance.sqrt()
-    (tensor([104.]), tensor([2.]))
-    """
-
-    predict: PosteriorPredictive  # in the model's units
     scaling: Standardize | None = None
     class_names: tuple[str, ...] = ()
     feature_names: tuple[str, ...] = ()
     target_names: tuple[str, ...] = ()
     encoding: Encoding | None = None  # of a table with text or missing values
     steps: Any = None  # scikit-learn transformers in front of the model
+
+
+@dataclass(frozen=True, eq=False)
+class RawPredictor(Preparation):
+    """A predictor over raw inputs: p(y | x) with x and y in their own units.
+
+    >>> from advbayes import Gaussian
+    >>> from advbayes.datasets import Standardize
+    >>> model = BayesianModel(nn.Linear(1, 1, bias=False), Gaussian(0.5))
+    >>> scaling = Standardize.from_dict(
+    ...     {"mean": [10.0], "std": [2.0], "target_mean": 100.0, "target_std": 4.0}
+    ... )
+    >>> posterior = PosteriorPredictive(model, torch.ones(1, 1))  # z_y = z_x + 0.5 noise
+    >>> prediction = RawPredictor(posterior, scaling=scaling)(torch.tensor([[12.0]]))
+    >>> prediction.mean, prediction.variance.sqrt()
+    (tensor([104.]), tensor([2.]))
+    """
+
+    predict: PosteriorPredictive  # in the model's units
 
     def __call__(self, x: Any) -> Distribution:
         """The predictive at raw rows (a tensor or an array), differentiable in them.
@@ -152,26 +156,32 @@ class Bundle:
         `seed` keys the thetas; absent: the run's own, so that the command line and this give the
         same numbers.
         """
+        key = self._extra.get("seed") if seed is None else seed
+        thetas = thetas_of(self.posterior, num, key if type(key) is int else 0)
+        return RawPredictor(PosteriorPredictive(self.model, thetas), **vars(self.preparation()))
+
+    def preparation(self) -> Preparation:
+        """What its predictions need to know of the data that it was trained on."""
         from advbayes.datasets import Encoding, Standardize  # stand below this module in the layout
 
-        extra = self.extra if type(self.extra) is dict else {}
-        match extra.get("estimator"):
+        match self._extra.get("estimator"):
             case {"purified": True}:
                 hint = "advbayes.estimators.load_pipeline loads this one"
                 wanted = f"a model that predicts by itself ({hint})"
                 raise StoreError("predictor", wanted, "an estimator that purifies its inputs")
-        key = extra.get("seed") if seed is None else seed
-        thetas = thetas_of(self.posterior, num, key if type(key) is int else 0)
-        steps, encoding = extra.get("steps"), extra.get("encoding")
-        return RawPredictor(
-            PosteriorPredictive(self.model, thetas),
-            None if self.scaling is None else Standardize.from_dict(self.scaling),
-            self.class_names or (),
-            tuple(map(str, _listed(extra.get("feature_names")))),
-            tuple(map(str, _listed(extra.get("target_names")))),
-            None if encoding is None else Encoding.from_json(encoding),
-            None if steps is None else preprocessing.decode(steps, "steps"),
+        steps, encoding = self._extra.get("steps"), self._extra.get("encoding")
+        return Preparation(
+            scaling=None if self.scaling is None else Standardize.from_dict(self.scaling),
+            class_names=self.class_names or (),
+            feature_names=tuple(map(str, _listed(self._extra.get("feature_names")))),
+            target_names=tuple(map(str, _listed(self._extra.get("target_names")))),
+            encoding=None if encoding is None else Encoding.from_json(encoding),
+            steps=None if steps is None else preprocessing.decode(steps, "steps"),
         )
+
+    @property
+    def _extra(self) -> dict[str, JSON]:
+        return self.extra if type(self.extra) is dict else {}
 
 
 def _listed(value: JSON) -> list[JSON]:
@@ -216,16 +226,9 @@ def save(
     >>> from advbayes import Categorical, MeanField, Noise
     >>> model = BayesianModel(nn.Linear(4, 3), Categorical())
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save(
-    ...         f"{folder}/m.advbayes",
-    ...         model=model,
-    ...         posterior=MeanField(model),
-    ...         channel=Noise(0.1),
-    ...         class_names="abc",
-    ...     )
-    ...     bundle = load(f"{folder}/m.advbayes")
-    >>> bundle.channel, bundle.class_names
-    (Noise(sigma=0.1), ('a', 'b', 'c'))
+    ...     save(f"{folder}/m", model=model, posterior=MeanField(model), channel=Noise(0.1))
+    ...     load(f"{folder}/m").channel
+    Noise(sigma=0.1)
     """
     place = os.fspath(path)
     parts: dict[str, dict[str, Tensor]] = defaultdict(dict)

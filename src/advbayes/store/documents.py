@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -22,7 +22,15 @@ from typing import Any, NamedTuple, TypeAlias
 from advbayes.checks import count
 
 from .errors import StoreError
-from .files import check_digest, read_bytes, room, sync_folder, write_all, write_bytes
+from .files import (
+    check_digest,
+    opened_to_write,
+    read_bytes,
+    room,
+    sync_folder,
+    write_all,
+    write_bytes,
+)
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
@@ -208,21 +216,26 @@ class RecordLog:
     def append(self, *records: Mapping[str, object]) -> None:
         """Add records, all or none, and flush them to the disk."""
         end = self._end or self.keep(None)
-        lines, last = _encode_records(records, end.check, os.fspath(self.path))
+        last, pieces = end.check, []
+        for record in map(dict, records):
+            if not record or _KEY in record:
+                wanted = f"a record with fields, none of them {_KEY!r}"
+                raise StoreError(self.path, wanted, f"{record!r:.80}")
+            check(record, os.fspath(self.path))
+            text = json.dumps(record, allow_nan=False).encode("ascii")[:-1]
+            last = _digest(last, text)
+            pieces.append(b'%s, "check": "%s"}\n' % (text, last))
+        lines = b"".join(pieces)
         path = Path(os.path.realpath(self.path))
         with room(path, len(lines)):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
+            with opened_to_write(path) as descriptor:
                 try:
                     os.lseek(descriptor, end.offset, os.SEEK_SET)
                     write_all(descriptor, lines)
                     os.fsync(descriptor)
-                except OSError:
-                    # the disk is full: drop the torn line at once
+                except OSError:  # the disk is full: drop the torn line at once
                     os.ftruncate(descriptor, end.offset)
                     raise
-            finally:
-                os.close(descriptor)
             if end.offset == 0:
                 sync_folder(path.parent)
         self._end = _End(end.offset + len(lines), last)
@@ -238,30 +251,13 @@ class RecordLog:
         if wanted > len(records):
             raise StoreError(self.path, f"{wanted} records", f"{len(records)}")
         end = ends[wanted]
-        if Path(self.path).exists() and Path(self.path).stat().st_size != end.offset:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
-            try:
+        path = Path(self.path)
+        if path.exists() and path.stat().st_size != end.offset:
+            with opened_to_write(path) as descriptor:
                 os.ftruncate(descriptor, end.offset)
                 os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
         self._end = end
         return end
-
-
-def _encode_records(
-    records: Iterable[Mapping[str, object]], previous: bytes, name: str
-) -> tuple[bytes, bytes]:
-    lines = []
-    for record in records:
-        body = dict(record)
-        if not body or _KEY in body:
-            raise StoreError(name, f"a record with fields, none of them {_KEY!r}", f"{body!r:.80}")
-        check(body, name)
-        text = json.dumps(body, allow_nan=False).encode("ascii")[:-1]
-        previous = _digest(previous, text)
-        lines.append(b'%s, "check": "%s"}\n' % (text, previous))
-    return b"".join(lines), previous
 
 
 def _scan(path: Path) -> tuple[list[dict[str, JSON]], list[_End]]:

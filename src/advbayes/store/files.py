@@ -126,25 +126,28 @@ def create(path: Path, pieces: Iterable[bytes], *, reserve: int = 0) -> int:
     Space for `reserve` bytes is allocated first, so that a full disk is noticed at once.
     """
     written = 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _PLAIN, 0o666)
-    try:
-        _reserve(descriptor, reserve)
+    with opened_to_write(path) as descriptor:
+        if reserve and sys.platform == "linux":
+            try:
+                os.posix_fallocate(descriptor, 0, reserve)
+            except OSError as error:  # some file systems cannot
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    raise
         for data in pieces:
             write_all(descriptor, data)
             written += len(data)
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
     return written
 
 
-def _reserve(descriptor: int, size: int) -> None:
-    if size and sys.platform == "linux":
-        try:
-            os.posix_fallocate(descriptor, 0, size)
-        except OSError as error:  # some file systems cannot
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
+@contextmanager
+def opened_to_write(path: Path) -> Iterator[int]:
+    """The descriptor of a file, made where there is none, and closed again."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _PLAIN, 0o666)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -337,18 +340,13 @@ def _lock_faults(path: Path) -> Iterator[None]:
     try:
         yield
     except Timeout:
-        pid, host = _owner(path)
+        pid, host = 0, "unknown"
+        with suppress(OSError, ValueError, RecursionError):
+            match json.loads(path.read_bytes()[:_BLOCK]):
+                case {"pid": int(its_pid), "host": str(its_host)}:
+                    pid, host = its_pid, its_host
         raise LockedError(path, pid=pid, host=host) from None
     except StoreError:
         raise
     except (OSError, NotImplementedError) as error:
         raise StoreError(path, "a lock file", str(error)) from error
-
-
-def _owner(path: Path) -> tuple[int, str]:
-    """Pid and host of the lock's holder; 0 where its file does not say."""
-    with suppress(OSError, ValueError, RecursionError):
-        match json.loads(path.read_bytes()[:4096]):
-            case {"pid": int(pid), "host": str(host)}:
-                return pid, host
-    return 0, "unknown"

@@ -101,20 +101,22 @@ def decode_manifest(data: bytes, file: Path) -> Manifest:
         raise StoreError(file, wanted, "another end (damaged or altered)")
     fields: Any = documents.decode(body, os.fspath(file), limit=_MAX_MANIFEST)
     match fields:
-        case {"format": format, "schema": schema, **rest} if format == FORMAT:
-            if type(schema) is not int or schema != SCHEMA:
-                newer = type(schema) is int and schema > SCHEMA
-                hint = " (written by a newer advbayes: update it)" if newer else ""
-                raise StoreError(file, f"schema {SCHEMA}", f"{schema!r:.80}{hint}")
+        case {"format": format, "schema": _} if format == FORMAT:
+            schema = fields["schema"]
         case _:
             raise StoreError(file, f"format {FORMAT} and a schema", "something else")
-    match rest:
-        case {"parts": dict(parts), "versions": dict(libraries), **other} if not other:
+    if type(schema) is not int or schema != SCHEMA:
+        newer = type(schema) is int and schema > SCHEMA
+        hint = " (written by a newer advbayes: update it)" if newer else ""
+        raise StoreError(file, f"schema {SCHEMA}", f"{schema!r:.80}{hint}")
+    match fields:
+        case {"parts": dict(parts), "versions": dict(libraries)} if len(fields) == 4:
             if len(parts) > MAX_PARTS:
                 raise StoreError(file, f"at most {MAX_PARTS} parts", f"{len(parts)}")
             described = tuple(_decode_part(name, entry, file) for name, entry in parts.items())
             return Manifest(1, {key: str(value) for key, value in libraries.items()}, described)
-    raise StoreError(file, "the fields parts and versions", f"{sorted(rest)!r:.200}")
+    others = sorted(fields.keys() - {"format", "schema"})
+    raise StoreError(file, "the fields parts and versions", f"{others!r:.200}")
 
 
 def _decode_part(name: str, entry: JSON, file: Path) -> Part:
@@ -148,11 +150,8 @@ def write_bundle(
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_bundle(
-    ...         f"{folder}/a.advbayes",
-    ...         {"theta": {"mean": torch.zeros(2)}},
-    ...         {"config": {"epochs": 5}},
-    ...     )
+    ...     tensors, texts = {"theta": {"mean": torch.zeros(2)}}, {"config": {"epochs": 5}}
+    ...     write_bundle(f"{folder}/a.advbayes", tensors, texts)
     ...     read_bundle(f"{folder}/a.advbayes")
     ({'theta': {'mean': tensor([0., 0.])}}, {'config': {'epochs': 5}})
     """

@@ -177,10 +177,8 @@ def _rebuild(described: Any, place: str) -> Any:
                 (name, ready.get(name, inner), columns)
                 for name, inner, columns in whole.transformers_
             ]
-        case {"kind": str(kind), "settings": dict(settings), "state": dict(state)} if (
-            kind in _known()
-        ):
-            whole = _rebuild_leaf(described, kind, settings, state, place)
+        case {"kind": str(kind), "settings": dict(), "state": dict()} if kind in _known():
+            whole = _rebuild_leaf(described, place)
         case _:
             raise StoreError(place, "a known transformer", f"{described!r:.80}")
     if described.get("names"):
@@ -188,17 +186,13 @@ def _rebuild(described: Any, place: str) -> Any:
     return whole.set_output(transform=described["output"]) if described.get("output") else whole
 
 
-def _rebuild_leaf(
-    described: dict[str, Any],
-    kind: str,
-    settings: dict[str, Any],
-    state: dict[str, Any],
-    place: str,
-) -> Any:
-    made, attributes = _known()[kind]
+def _rebuild_leaf(described: dict[str, Any], place: str) -> Any:
+    made, attributes = _known()[described["kind"]]
     num = described.get("columns")
-    values = {name: array(value, f"{place}.{name}") for name, value in state.items()}
-    options = {name: array(value, f"{place}.{name}") for name, value in settings.items()}
+    values, options = (
+        {name: array(value, f"{place}.{name}") for name, value in described[part].items()}
+        for part in ("state", "settings")
+    )
     options = {
         name: tuple(value) if type(value) is list else value for name, value in options.items()
     }
@@ -207,7 +201,7 @@ def _rebuild_leaf(
     for name, value in values.items():
         if type(value) in (list, np.ndarray) and len(value) != num:
             raise StoreError(f"{place}.{name}", f"one for each of {num} columns", f"{len(value)}")
-    if kind == "OneHotEncoder":
+    if "categories_" in values:
         options["categories"] = values["categories_"]
     leaf = made(**options).fit(_example(described, place))
     for name, value in values.items():

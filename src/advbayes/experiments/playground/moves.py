@@ -14,8 +14,8 @@ from advbayes.attacks.balls import Ball
 from advbayes.experiments.playground.worlds import World
 from advbayes.purification import Purifier
 from advbayes.runs import make_attack
-from advbayes.runs.attacking import adaptive_attack
 from advbayes.runs.config import ATTACKS as DESCRIPTIONS
+from advbayes.runs.named import adaptive_attack
 from advbayes.types import Predictor
 
 ADAPTIVE = "adaptive"

@@ -16,7 +16,7 @@ from torch import Tensor
 from advbayes import checks
 from advbayes.attacks.balls import Ball
 from advbayes.datasets import DataMissingError, load_dataset
-from advbayes.datasets.places import cache_folder
+from advbayes.datasets.fetching import cache_folder
 from advbayes.experiments.catalogue import BASE
 from advbayes.experiments.demo import PURIFIED, PURIFIER_SIGMA, SETTINGS, purifier_of, trained_run
 from advbayes.runs import Prepared, prepare

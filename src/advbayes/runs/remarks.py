@@ -1,0 +1,148 @@
+"""What is odd about a user's table, and settings that change nothing, each said with the reason."""
+
+from __future__ import annotations
+
+import re
+from itertools import compress
+
+import torch
+
+from advbayes.datasets import Dataset
+from advbayes.datasets.encoding import MISSING
+from advbayes.runs.building import Prepared, network_kind
+from advbayes.runs.config import RunConfig
+
+FEW, ENOUGH = 5, 50  # training rows of a class that is remarked on, of a table that is no sketch
+_AMOUNT = re.compile(r"[$€£¥]?\s*[-+]?\d[\d.,' ]*\s*[%$€£¥]?")
+
+
+def remarks(dataset: Dataset) -> list[str]:
+    """What is odd about a table, and what to do about it.
+
+    >>> x, y = torch.tensor([[5.0, 1.0], [5.0, 3.0], [5.0, 4.0]]), torch.tensor([0, 1, 0])
+    >>> data = Dataset("t", "classification", x, y, x, y, ("NA", "ill"), ("site", "age"))
+    >>> print(*remarks(data), sep="\\n")
+    'site' has the same value in every training row, and an attacker may move it; --drop site leaves it out
+    'NA' is taken for a class like any other; if it means that the class is not known, leave those rows out
+    >>> x, y = torch.tensor([[3.0, 1.0], [2.0, 5.0], [4.0, 2.0]]), torch.zeros(3)
+    >>> data = Dataset("t", "regression", x[:2], y[:2], x[2:], y[2:], (), ("id", "age"))
+    >>> remarks(data)[0].partition(",")[0]
+    "'id' only numbers the rows"
+    """  # noqa: E501
+    names, lines = dataset.feature_names, []
+    if names:  # else images
+        steps = torch.cat([dataset.x_train, dataset.x_test]).sort(0).values.diff(dim=0)
+        same = (dataset.x_train == dataset.x_train[:1]).all(0)
+        if dataset.mask is not None:  # within the attacker's reach
+            same = same & dataset.mask
+        if numbers := list(compress(names, (steps == 1).all(0).tolist())):
+            lines.append(
+                f"{', '.join(map(repr, numbers))} only numbers the rows, and new ones have other "
+                f"numbers; --drop {','.join(numbers)} leaves it out"
+            )
+        if constant := list(compress(names, same.tolist())):
+            lines.append(
+                f"{', '.join(map(repr, constant))} has the same value in every training row, and "
+                f"an attacker may move it; --drop {','.join(constant)} leaves it out"
+            )
+        lines += _odd_columns(dataset)
+    if dataset.task == "regression" and dataset.y_train.ndim == 1:
+        values = sorted(set(torch.cat([dataset.y_train, dataset.y_test]).tolist()))
+        if len(values) == 2:
+            low, high = values
+            lines.append(
+                f"the target has two values, {low:g} and {high:g}, and is regressed on; if they "
+                f"are classes, say --task classification"
+            )
+    if dataset.task == "classification":
+        counts = torch.bincount(dataset.y_train, minlength=len(dataset.class_names)).tolist()
+        rare = [name for name, num in zip(dataset.class_names, counts, strict=True) if num < FEW]
+        if rare and names and len(dataset.y_train) >= ENOUGH:
+            lines.append(
+                f"{', '.join(map(repr, rare[:5]))}{' and others' if len(rare) > 5 else ''} has "
+                f"fewer than {FEW} training rows: what is learned of it, and any score of it, is "
+                f"mostly chance"
+            )
+    if dataset.task == "regression" and bool((dataset.y_train == dataset.y_train[:1]).all()):
+        lines.append(
+            "the target has the same value in every training row, so that there is nothing to "
+            "predict; check --target"
+        )
+    if unknown := [name for name in dataset.class_names if name.lower() in MISSING]:
+        lines.append(
+            f"{', '.join(map(repr, unknown))} is taken for a class like any other; if it means "
+            f"that the class is not known, leave those rows out"
+        )
+    return lines
+
+
+def _odd_columns(dataset: Dataset) -> list[str]:
+    """Numbers that may stand for "unknown", and text that may stand for numbers."""
+    lines = []
+    for name in () if dataset.encoding is None else dataset.encoding.late:
+        lost = dataset.x_test[:, dataset.feature_names.index(f"{name} missing")]
+        lines.append(
+            f"{name!r} is missing in {int(lost.sum())} test rows and in no training row; the "
+            f"training median stands in, nothing is learned of the gap, and an attacker cannot "
+            f"change what was filled in"
+        )
+    for name, column in zip(dataset.feature_names, dataset.x_train.T, strict=True):
+        values, counts = column.unique(return_counts=True)
+        for place, rest in ((0, values[1:]), (-1, values[:-1])):
+            value, num = float(values[place]), int(counts[place])
+            nines = set(f"{abs(value):g}") == {"9"} and abs(value) > 10
+            if nines and num > 1 and len(rest) > 1:
+                width = float(rest.max() - rest.min())
+                if float((rest - value).abs().min()) > width:
+                    lines.append(
+                        f"{name!r} is {value:g} in {num} training rows, far from its other values; "
+                        f"if that means that it is not known, leave those cells empty"
+                    )
+    for column, words in ({} if dataset.encoding is None else dataset.encoding.words).items():
+        amounts = [word for word in words if _AMOUNT.fullmatch(word)]
+        if len(amounts) > 2 and 2 * len(amounts) > len(words):
+            lines.append(
+                f"{column!r} is taken for text of {len(words)} words, such as {amounts[0]!r}; if "
+                f"they are amounts, write plain numbers"
+            )
+    return lines
+
+
+def without_effect(config: RunConfig, data: Prepared) -> list[str]:
+    """Keys that were set and change nothing here, each with the reason.
+
+    >>> from advbayes.runs.building import prepare
+    >>> from advbayes.runs.config import make_config
+    >>> config = make_config({"data": "digits", "noise_scale": 0.1, "rank": 9, "num_train": 10})
+    >>> print(*without_effect(config, prepare(config)), sep="\\n")
+    rank = 9 has no effect: the posterior is 'mean_field'
+    noise_scale = 0.1 has no effect: the task is classification
+    """
+    kind = network_kind(config, tuple(data.x_train.shape[1:]))
+    posterior = f"the posterior is {config.posterior!r}"
+    own = config.channel is not None
+    defense = f"the channel is {config.channel!r}" if own else f"the defense is {config.defense!r}"
+    noisy = own or config.defense in ("noise", "consistency", "os", "os50", "mix", "pgd")
+    iterates = not own and config.defense in ("pgd", "trades", "alp")
+    learns = own or config.defense in ("nn", "nn50")
+    idle = {
+        "root": (config.file is not None, "the data are a file"),
+        "hidden": (kind != "mlp", f"the network is {kind!r}"),
+        "members": (config.posterior != "ensemble", posterior),
+        "rank": (config.posterior != "low_rank", posterior),
+        "init_scale": (config.posterior in ("point", "ensemble"), posterior),
+        "noise_scale": (data.dataset.task == "classification", "the task is classification"),
+        "sigma": (not noisy, defense),
+        "attack_steps": (not iterates, defense),
+        "beta": (
+            config.defense not in ("trades", "alp", "consistency"),
+            f"the defense is {config.defense!r}",
+        ),
+        "adversary_lr": (not learns, defense),
+        "bound": (config.num_channel == 1, "num_channel is 1, where both bounds are the same"),
+    }
+    return [
+        f"{key} = {value!r} has no effect: {why}"
+        for key, (is_idle, why) in idle.items()
+        if is_idle and (value := vars(config)[key]) != RunConfig.model_fields[key].default
+    ]
