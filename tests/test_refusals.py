@@ -50,11 +50,11 @@ from advbayes.cli.threat import budgets
 from advbayes.datasets import (
     SOURCES,
     Standardize,
+    fetching,
     find_dataset,
     from_csv,
     from_npz,
     load_dataset,
-    loading,
 )
 from advbayes.datasets.dataset import Provenance
 from advbayes.datasets.loading import _idx
@@ -583,8 +583,8 @@ def test_images_of_another_size(images: Any, labels: Any, said: str, part: str) 
 def test_a_table_without_its_target(monkeypatch: pytest.MonkeyPatch) -> None:
     name = SOURCES["energy"].contents[0].name
     read = {name: b"X1,X2,Y1\n" + b"1,2,3\n" * 20}, Provenance("here")
-    monkeypatch.setattr(loading, "_files", lambda *given: {})
-    monkeypatch.setattr(loading, "read_contents", lambda *given: read)
+    monkeypatch.setattr(fetching, "find_contents", lambda *given: {name: "here"})
+    monkeypatch.setattr(fetching, "read_contents", lambda *given: read)
     with pytest.raises(AdvBayesError) as refused:
         load_dataset("energy")
     assert "wanted a column 'Y2', got X1, X2, Y1" in str(refused.value)
