@@ -1039,8 +1039,8 @@ FOURTH = (
     Bug(
         "a distribution's own quantiles are those of the other side",
         "metrics/marginals.py",
-        "return prediction.icdf(torch.full_like(centre, q))",
-        "return prediction.icdf(torch.full_like(centre, 1 - q))",
+        "level = torch.full_like(centre, q, dtype=torch.float64)",
+        "level = torch.full_like(centre, 1 - q, dtype=torch.float64)",
         "test_metrics",
     ),
     Bug(

@@ -296,6 +296,28 @@ def test_quantiles_invert_the_cdf(q: float) -> None:
     )
 
 
+@pytest.mark.parametrize("tail", [1e-9, 1e-7, 1e-4])
+def test_quantiles_in_float32_are_those_in_float64(tail: float) -> None:
+    """Near 0 and 1 too, where a cdf in float32 is rounding."""
+    means = 3 * torch.randn(20, 6, generator=gen(5))
+    scales = 0.05 + torch.rand(20, 6, generator=gen(6))
+    single = GaussianMixture(means, scales)
+    double = GaussianMixture(means.double(), scales.double())
+    for q in (tail, 1 - tail):
+        exact = metrics.quantile(double, q)
+        beyond = torch.special.ndtr(
+            (exact - means.double()) / scales.double() * (1 - 2 * (q > 0.5))
+        )
+        torch.testing.assert_close(
+            beyond.mean(0), torch.full((6,), tail).double(), rtol=1e-6, atol=0
+        )
+        level = torch.tensor(q, dtype=torch.float64)
+        for found in (metrics.quantile(single, q), single.icdf(level), double.icdf(level)):
+            torch.testing.assert_close(found.double(), exact, rtol=2e-6, atol=2e-6)
+        laplace = metrics.quantile(Laplace(torch.zeros(2), torch.ones(2)), q)
+        assert float(laplace[0]) == pytest.approx(scipy.stats.laplace.ppf(q), rel=1e-6)
+
+
 def test_interval_of_several_outputs_is_marginal() -> None:
     prediction, y = mixture(outputs=2), randn(6, 2, seed=9)
     found = metrics.interval(prediction, y, level=0.8)

@@ -390,7 +390,12 @@ class GaussianMixture(GaussianPredictive):
         return (self.log_weights.exp() * 0.5 * (1.0 + torch.erf(z))).sum(0)
 
     def icdf(self, value: Tensor) -> Tensor:
-        """Quantiles for one output, by bisection to the dtype's precision."""
+        """Quantiles for one output, by bisection in float64: a float32 cdf is rounding in its
+        tails."""
+        if self.means.dtype != torch.float64:
+            parts = (self.means, self.scales, self.log_weights)
+            wide = GaussianMixture(*(part.double() for part in parts))
+            return wide.icdf(value).to(self.means.dtype)
         level = torch.as_tensor(value, dtype=self.means.dtype, device=self.means.device).expand(
             self.batch_shape
         )

@@ -41,6 +41,12 @@ class GaussianMarginals:
     means: Tensor  # (B, K, D)
     scales: Tensor  # (B, K, D)
 
+    def double(self) -> GaussianMarginals:
+        """The same in float64, with weights that sum to 1 there."""
+        weights = self.weights.double()
+        share = weights / weights.sum(1, keepdim=True)
+        return GaussianMarginals(share, self.means.double(), self.scales.double())
+
     def cdf(self, value: Tensor) -> Tensor:  # (B, D) -> (B, D)
         """P(output <= value), sum over k of w_k Phi((value - m_k)/s_k)."""
         below: Tensor = torch.special.ndtr((value[:, None] - self.means) / self.scales)
@@ -106,10 +112,14 @@ def quantile(prediction: Distribution, q: float) -> Tensor:  # (B,) or (B, D), t
                 f"mixtures of them may have several outputs"
             )
         with contextlib.suppress(NotImplementedError):
-            return prediction.icdf(torch.full_like(centre, q))
+            # float32 rounds levels near 1
+            level = torch.full_like(centre, q, dtype=torch.float64)
+            return prediction.icdf(level).to(centre.dtype)
         # without a cdf the moments, which may be infinite, do not matter
         _cdf(prediction, known, centre.reshape(num, -1))
-    spread = finite("prediction.variance", prediction.variance).sqrt()
+    dtype, spread = centre.dtype, finite("prediction.variance", prediction.variance).sqrt()
+    if known is not None:  # the tails of a float32 cdf are rounding
+        known, centre, spread = known.double(), centre.double(), spread.double()
     slack = 1e-4 * spread  # the moments are rounded too
     low = centre - spread * math.sqrt((1 - q) / q) - slack
     high = centre + spread * math.sqrt(q / (1 - q)) + slack
@@ -120,7 +130,7 @@ def quantile(prediction: Distribution, q: float) -> Tensor:  # (B,) or (B, D), t
         middle = 0.5 * (low + high)
         below = _cdf(prediction, known, middle.reshape(num, -1)).reshape(middle.shape) < q
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return 0.5 * (low + high)
+    return (0.5 * (low + high)).to(dtype)
 
 
 def _cdf(
