@@ -57,7 +57,7 @@ def audited(certified: Any, predict: Any = SMOOTHED, **options: Any) -> Verdict:
 
 def case(held: Certificates, predict: Any = SMOOTHED) -> Any:
     attacks = {"a": pgd(L2(0.5), 5)}
-    return _case(predict, (X, Y), L2(0.5), SMALL, attacks, None, Support(), None, held, 0)
+    return _case(predict, (X, Y), L2(0.5), SMALL, Support(), attacks, certified=held)
 
 
 def test_an_honest_certificate_is_level_a_and_its_accuracy_is_reported() -> None:

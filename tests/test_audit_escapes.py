@@ -73,7 +73,7 @@ def gaussian(x: Tensor) -> Normal:
 def case(model: Any = predict, data: Any = (X, Y), ball: Any = BALL, **options: Any) -> Case:
     attacks = options.pop("attacks", {"a": pgd(ball, 3)})
     support, claim = options.pop("support", Support()), options.pop("claim", None)
-    found = _case(model, data, ball, BUDGET, attacks, None, support, claim, None, 0)
+    found = _case(model, data, ball, BUDGET, support, attacks, claim=claim)
     return replace(found, **options)
 
 

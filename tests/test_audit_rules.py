@@ -80,9 +80,7 @@ def looked_at(*ids: str, model: Any = predict, data: Any = (X, Y), **options: An
 
 
 def case(**options: Any) -> Case:
-    found = _case(
-        predict, (X, Y), BALL, SMALL, None, None, Support(), options.pop("claim", None), None, 0
-    )
+    found = _case(predict, (X, Y), BALL, SMALL, Support(), None, claim=options.pop("claim", None))
     return replace(found, **options)
 
 
@@ -700,16 +698,7 @@ def test_e11_allows_two_tenths_of_a_point(
     num = 1000 - num  # 501 or 499 examples
     x = torch.randn(num, 5, generator=torch.Generator().manual_seed(0))
     found = _case(
-        predict,
-        (x, predict(x).logits.argmax(1)),
-        BALL,
-        replace(SMALL, num=num),
-        None,
-        None,
-        Support(),
-        None,
-        None,
-        0,
+        predict, (x, predict(x).logits.argmax(1)), BALL, replace(SMALL, num=num), Support(), None
     )
     found.memory |= {"clean": columns(num, 0), "columns": {"a": columns(num, 0)}}
     monkeypatch.setattr(Case, "attacked", lambda self, *_, **__: self.x)
@@ -933,9 +922,7 @@ def test_the_worst_of_many_harmless_attacks_on_noise_is_noise() -> None:
         torch.zeros(200, dtype=torch.long),
     )
     attacks = {str(seed): RandomSearch(L2(0.05), 1 + seed) for seed in range(8)}
-    found = _case(
-        Coin(), (x, y), L2(0.05), replace(SMALL, num=200), attacks, None, Support(), None, None, 0
-    )
+    found = _case(Coin(), (x, y), L2(0.05), replace(SMALL, num=200), Support(), attacks)
     assert found.stochastic
     union = strength.worst([found.clean, *found.columns().values()], "classification")
     assert abs(found.value(union) - 0.5) < 0.05
@@ -1065,12 +1052,8 @@ def test_e12_allows_half_a_percent_of_what_stands(
         (x, predict(x).logits.argmax(1)),
         BALL,
         replace(SMALL, num=num),
-        {"a": Half(BALL)},
-        None,
         Support(),
-        None,
-        None,
-        0,
+        {"a": Half(BALL)},
     )
     found.memory |= {"clean": columns(num, 0), "columns": {"a": columns(num, 0)}}
     monkeypatch.setattr(Case, "scored", lambda self, *_, **__: columns(num, broken))
@@ -1086,16 +1069,7 @@ def test_e6_and_e7_allow_half_a_point(
     x = torch.randn(num, 5, generator=torch.Generator().manual_seed(0))
     budget = replace(SMALL, num=num, max_steps=3)
     found = _case(
-        predict,
-        (x, predict(x).logits.argmax(1)),
-        BALL,
-        budget,
-        {"a": Half(BALL)},
-        None,
-        Support(),
-        None,
-        None,
-        0,
+        predict, (x, predict(x).logits.argmax(1)), BALL, budget, Support(), {"a": Half(BALL)}
     )
     found.memory |= {"clean": columns(num, 0), "columns": {"a": columns(num, 0)}}
     monkeypatch.setattr(Case, "scored", lambda self, *_, **__: columns(num, broken))
@@ -1117,7 +1091,7 @@ def test_e7_gives_the_audits_own_attacks_more_restarts(
     attacks = {"a": pgd(BALL, 1)}
     budget = replace(SMALL, num=num, max_restarts=most)
     data = x, predict(x).logits.argmax(1)
-    found = _case(predict, data, BALL, budget, attacks, None, Support(), None, None, 0)
+    found = _case(predict, data, BALL, budget, Support(), attacks)
     found.own_attacks = own
     found.memory |= {"clean": columns(num, 0), "columns": {"a": columns(num, 0)}}
     broken = {"restarts x2 a": 10, "restarts x4 a": 20, "restarts x8 a": 20}
@@ -1189,16 +1163,7 @@ def test_e4_and_e5_leave_one_percent(
     x = torch.randn(num, 5, generator=torch.Generator().manual_seed(0))
     budget = replace(SMALL, num=num)
     found = _case(
-        predict,
-        (x, predict(x).logits.argmax(1)),
-        BALL,
-        budget,
-        {"a": Half(BALL)},
-        None,
-        Support(),
-        None,
-        None,
-        0,
+        predict, (x, predict(x).logits.argmax(1)), BALL, budget, Support(), {"a": Half(BALL)}
     )
     monkeypatch.setattr(Case, "union", lambda self, *_, **__: columns(num, num - left))
     monkeypatch.setattr(Case, "columns", lambda self: {"a": columns(num, num - left)})
@@ -1223,18 +1188,7 @@ def test_e14_lets_knowledge_cost_a_point(
     model = lambda x: predict(x)  # noqa: E731
     support = Support(fresh=model)
     data = x, predict(x).logits.argmax(1)
-    found = _case(
-        predict,
-        data,
-        BALL,
-        replace(SMALL, num=num),
-        {"a": Half(BALL)},
-        None,
-        support,
-        None,
-        None,
-        0,
-    )
+    found = _case(predict, data, BALL, replace(SMALL, num=num), support, {"a": Half(BALL)})
 
     def union(self: Case, attacks: Any, purpose: str, **_: Any) -> dict[str, Tensor]:
         return columns(num, 50 - weaker * (purpose == "thetas known"))

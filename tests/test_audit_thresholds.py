@@ -50,7 +50,7 @@ Y = predict(X).logits.argmax(1)
 def case(model: Any = predict, y: Tensor = Y, ball: Any = BALL, **options: Any) -> Case:
     arguments = {"attacks": {"a": pgd(BALL, 3)}, "support": Support(), "claim": None} | options
     chosen = [arguments.pop(name) for name in ("attacks", "support", "claim")]
-    found = _case(model, (X, y), ball, BUDGET, chosen[0], None, chosen[1], chosen[2], None, 0)
+    found = _case(model, (X, y), ball, BUDGET, chosen[1], chosen[0], claim=chosen[2])
     return replace(found, **arguments)
 
 
@@ -322,7 +322,7 @@ def test_e8_a_success_is_returned_whichever(asked: float, returned: float, wante
     step = lambda x: Classes(logits=torch.stack([4 - 8 * x[:, 0], 8 * x[:, 0] - 4], 1))  # noqa: E731
     attacks = {"a": Returning(L2(1.0), asked, returned)}
     data = (x, torch.zeros(NUM, dtype=torch.long))
-    found = _case(step, data, L2(1.0), BUDGET, attacks, None, Support(), None, None, 0)
+    found = _case(step, data, L2(1.0), BUDGET, Support(), attacks)
     result = strength.silent_success(found)
     assert (result.status, result.figures["watched"]) == (wanted, 32)
     assert result.figures["missed"] == (32 if wanted == "failed" else 0)

@@ -74,7 +74,8 @@ def _contradictions(case: Case) -> list[str]:
         largest = max(float(norm.nan_to_num(torch.inf).max()) for norm in norms)
         if largest < 0.5 * ball.eps:
             faults.append(
-                f"no scored point moves beyond {largest:.3g} of eps = {ball.eps:g}; other units?"
+                f"no scored point comes nearer to the edge than {largest:.3g} of eps = "
+                f"{ball.eps:g}; other units?"
             )
     return faults
 
@@ -313,7 +314,8 @@ def _rescored_claim(case: Case, claim: Claim) -> Finding:
     figures |= accuracies
     if changed > allowed * total or (drift > 1e-3 and not case.stochastic):
         bad.append(
-            "scoring the saved arrays again changes the table: the model is not the one scored"
+            "scoring the saved arrays again changes the table: this is not the model that was "
+            "scored"
         )
     if claim.test_size is not None and claim.test_size < len(case.x):
         said = f"the test set is said to hold {claim.test_size} examples"

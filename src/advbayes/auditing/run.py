@@ -128,9 +128,8 @@ def audit(
         predict, data, support.training, support.train_y
     )
     support = replace(support, training=training, train_y=train_y)
-    case = _case(
-        predict, data, ball, budget, attacks, threat_model, support, claim, certified, seed
-    )
+    said: Any = {"threat_model": threat_model, "claim": claim, "certified": certified}
+    case = _case(predict, data, ball, budget, support, attacks, seed=seed, **said)
     known = {check.id for check in CHECKS}
     if only is not None and not set(only) <= known:
         raise InputError(f"only must hold ids among {sorted(known, key=_order)}, got {only}")
@@ -278,7 +277,7 @@ def audit_cost(
     older = {name: value for name, value in others.items() if name not in same}
     spent, budget, support = _renamed(tier, support, older)
     predict, data = with_estimators(predict, data)
-    case = _case(predict, data, ball, budget, attacks, None, support, None, None, 0)
+    case = _case(predict, data, ball, budget, support, attacks)
     x, y = case.x[:64], case.y[:64]
     for _ in range(2):  # the first pass may build what later ones share
         began = time.perf_counter()
@@ -303,12 +302,13 @@ def _case(
     data: Data,
     ball: Ball,
     budget: Budget,
-    attacks: Mapping[str, Attack] | None,
-    threat_model: ThreatModel | None,
     support: Support,
-    claim: Claim | None,
-    certified: Certificates | Tensor | None,
-    seed: int,
+    attacks: Mapping[str, Attack] | None,
+    *,
+    threat_model: ThreatModel | None = None,
+    claim: Claim | None = None,
+    certified: Certificates | Tensor | None = None,
+    seed: int = 0,
 ) -> Case:
     """The case: some rows of the data, or those of a claim's arrays."""
     instance("ball", ball, Ball, "a ball such as L2(eps)")
@@ -320,15 +320,13 @@ def _case(
     rows = order[: budget.num].sort().values
     if claim is not None:  # the arrays are as they were scored
         rows, claim = torch.arange(len(x)), fitted(claim, x)
-    in_turn = remembering.asked_in_turn(predict, x[rows][: remembering.ASKED], ball, seed)
+    first = x[rows][: remembering.ASKED]
+    in_turn = remembering.asked_in_turn(predict, first, ball, seed)
     task = check_predictor(predict, x[rows], y[rows])
     with torch.no_grad(), GlobalStream(seed):
-        at_first = predict(x[rows][: remembering.ASKED])
-    if task == "classification":
-        y = y.reshape(-1).long()
-    else:  # in the shape of the predictions, so that (N, 1) never meets (N,)
-        with torch.no_grad():
-            y = in_shape_of([predict(x[rows][:1])], y).to(x.dtype)
+        at_first = predict(first)
+    y = in_shape_of([at_first], y)
+    y = y if task == "classification" else y.to(x.dtype)
     radii = None if certified is None else radii_of(certified, len(x), task)
     blind = not gives_gradient(predict, x[rows][:2])
     if claim is None:

@@ -136,11 +136,14 @@ def in_shape_of(
     predictions: Sequence[Distribution],  # of a few inputs, one by each predictor
     y: Tensor,  # (N,), (N, 1) or (N, D)
 ) -> Tensor:
-    """Regression targets in the predictions' own shape, `(N, 1)` never broadcast to `(N,)`.
+    """Labels as integers of shape `(N,)`; real targets in the predictions' own shape, `(N, 1)`
+    never broadcast to `(N,)`.
 
     >>> in_shape_of([torch.distributions.Normal(torch.zeros(2), 1.0)], torch.zeros(5, 1)).shape
     torch.Size([5])
     """
+    if predicts_classes(predictions[0]):
+        return y.reshape(-1).long()
     shapes = {tuple(each.batch_shape[1:] + each.event_shape) for each in predictions}
     if y.numel() != len(y):
         return y

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import product
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 from advbayes import checks, distributed
 from advbayes.adapters import with_estimators
@@ -48,6 +49,7 @@ from advbayes.evaluation.inputs import (
 from advbayes.evaluation.measuring import attacked, batches, keyed, scored, seeded
 from advbayes.evaluation.result import CLEAN, WORST, Cell, Evaluation, records_of
 from advbayes.evaluation.scoring import Columns, column_names, joined
+from advbayes.likelihoods import predicts_classes
 from advbayes.metrics import constant, majority, uniform
 from advbayes.progress import Progress
 from advbayes.store import Lock, StoreError
@@ -104,12 +106,10 @@ def evaluate(
     # predictors without a generator of their own draw from the global stream
     with seeded(seed, "checks", 0), torch.no_grad():
         task = _checked(predictors, x, y)
-        if task == "classification":
-            y = y.reshape(-1).long()
-        else:
-            y = in_shape_of([each(x[:2]) for each in predictors.values()], y)
+        predictions = [each(x[:2]) for each in predictors.values()]
+        y = in_shape_of(predictions, y)
         seen = y if train_y is None else as_targets("train_y", train_y)
-        trivial = _trivial(predictors, task, x, seen)
+        trivial = _trivial(predictors, predictions[0], seen)
         repeats = {
             name: rescore if is_stochastic(each, x) else 1 for name, each in predictors.items()
         }
@@ -138,14 +138,35 @@ def evaluate(
     }
     blocks = _blocks(predictors, jobs, trivial, len(x), batch_size)
     scorer = Scorer(task, seed, interval_level, repeats)
-    group = distributed.ranks()
+
+    def measure(block: Block) -> dict[str, Tensor]:
+        each, attack = (predictors | trivial)[block.cell.predictor], jobs.get(block.job)
+        return scorer.measured(each, attack, x, y, block)
+
+    folder = None if out is None else Path(out)
+    cells = _measured(blocks, measure, y, config, folder, progress)
+    _warn_unchanged(cells, attacks, x)
+    return Evaluation(task, cells, tuple(trivial), config, folder)
+
+
+def _measured(
+    blocks: Sequence[Block],
+    measure: Callable[[Block], dict[str, Tensor]],
+    y: Tensor,
+    config: dict[str, Any],
+    out: Path | None,
+    progress: bool | None,
+) -> dict[Cell, Columns]:
+    """The columns of every cell, measured block by block unless the folder has them already; what
+    is new is on disk before the next block starts."""
+    group, task = distributed.ranks(), config["task"]
     cells: dict[Cell, list[Columns]] = {}
     with ExitStack() as stack:
-        folder = None if out is None or not group.is_first else Folder(Path(out))
+        folder = Folder(out) if out is not None and group.is_first else None
         done: dict[int, tuple[Block, Columns]] = {}
 
         def opened() -> dict[str, Tensor]:
-            """The columns that are there already, and the blocks that are left to make."""
+            """The blocks whose columns are there already, and those that are left to make."""
             if folder is not None:
                 folder.path.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(Lock(folder.path))
@@ -154,30 +175,20 @@ def evaluate(
                 folder.log.keep(sum(block.stop - block.start for block, _ in done.values()))
             whole = {n for n, (block, _) in done.items() if folder is None or folder.holds(block)}
             left = [block.number for block in blocks if block.number not in whole]
-            known = {
-                f"{number}/{name}": values
-                for number, (_, rows) in done.items()
-                for name, values in rows.items()
-            }
-            return {"left": torch.tensor(left, dtype=torch.long, device="cpu"), **known}
+            numbers = {"kept": list(done), "left": left}
+            return {key: torch.tensor(n, device="cpu").long() for key, n in numbers.items()}
 
-        known = dict(group.on_first(opened))
-        left = set(known.pop("left").tolist())
-        kept: dict[int, Columns] = {}
-        for place, values in known.items():
-            number, _, name = place.partition("/")
-            kept.setdefault(int(number), {})[name] = values
+        def saved(number: int) -> Columns:
+            return dict(group.on_first(lambda: done[number][1]))
 
-        def measure(block: Block) -> dict[str, Tensor]:
-            each, attack = (predictors | trivial)[block.cell.predictor], jobs.get(block.job)
-            return scorer.measured(each, attack, x, y, block)
-
+        found = group.on_first(opened)
+        kept, left = set(found["kept"].tolist()), set(found["left"].tolist())
         bar = Progress("evaluate", len(blocks), group.shown(progress), start=len(kept))
         stack.enter_context(bar)
         stack.enter_context(one_blind_warning())
         made = group.mapped(measure, [block for block in blocks if block.number in left])
         for block in blocks:
-            rows = kept.get(block.number)
+            rows = saved(block.number) if block.number in kept else None
             if block.number in left:
                 new = dict(next(made))
                 x_adv, array = new.pop("x_adv"), ""
@@ -192,9 +203,7 @@ def evaluate(
                     bar.advance(f"{block.cell.predictor}, {block.cell.attack}")
             assert rows is not None
             cells.setdefault(block.cell, []).append(rows)
-    whole = {cell: joined(parts, task) for cell, parts in cells.items()}
-    _warn_unchanged(whole, attacks, x)
-    return Evaluation(task, whole, tuple(trivial), config, None if out is None else Path(out))
+    return {cell: joined(parts, task) for cell, parts in cells.items()}
 
 
 class UnchangedWarning(UserWarning):
@@ -211,10 +220,7 @@ def _warn_unchanged(
         clean = cells[Cell(cell.predictor, CLEAN, 0.0)]
         if bool(clean.get("correct", torch.ones(1)).any()):
             ball = ball_of(attacks[cell.attack]) if cell.attack in attacks else None
-            why = (
-                "are its ball and the data in the same units, and does the predictor have "
-                "gradients?"
-            )
+            why = "is its ball in the units of the data, and does the predictor have gradients?"
             if ball is not None and not bool(ball.within_reach(torch.ones_like(x), x).any()):
                 why = "its ball keeps every feature from it"
             warnings.warn(
@@ -267,15 +273,15 @@ def _checked(predictors: Mapping[str, Predictor], x: Tensor, y: Tensor) -> Task:
 
 
 def _trivial(
-    predictors: Mapping[str, Predictor], task: Task, x: Tensor, train_y: Tensor
+    predictors: Mapping[str, Predictor], prediction: Distribution, train_y: Tensor
 ) -> dict[str, Predictor]:
     """Rows that any result must beat."""
-    if task == "regression":
-        trivial: dict[str, Predictor] = {"constant": constant(train_y)}
-    else:
-        prediction: Any = next(iter(predictors.values()))(x[:1])
+    trivial: dict[str, Predictor]
+    if predicts_classes(prediction):
         num = prediction.logits.shape[-1]
         trivial = {"uniform": uniform(num), "majority": majority(train_y.reshape(-1), num)}
+    else:
+        trivial = {"constant": constant(train_y)}
     clash = sorted(trivial.keys() & predictors.keys())
     if clash:
         raise checks.InputError(f"predictors must not be named as the trivial ones, got {clash}")
