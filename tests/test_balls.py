@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributions import Categorical
 
-from advbayes import L2, Linf
+from advbayes import APGD, L2, Linf, MinimumNorm, one_step, pgd
 from tests.contracts import seeded
 
 FAMILIES = (L2, Linf)
@@ -121,6 +122,33 @@ def test_uniform_in_the_ball_fills_it(family: type, masked: bool) -> None:
     for power in (1, 2, 3):
         sd = (1 / (2 * power + 1) - 1 / (power + 1) ** 2) ** 0.5
         assert float((share**power).mean()) == pytest.approx(1 / (power + 1), abs=5 * sd / num**0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_points_are_in_the_ball_whatever_the_dtype_rounds(family: type, dtype: torch.dtype) -> None:
+    """By a norm in float64: that of bfloat16 is itself off by 0.4 %."""
+    scale, weight = torch.tensor([0.7, 1.0, 1.3, 2.1]), torch.randn(4, 3, generator=seeded(1))
+    mask = torch.tensor([True, True, False, True])
+
+    def predict(x: Tensor) -> Categorical:
+        return Categorical(logits=x.float() @ weight)
+
+    x = torch.rand(40, 4, generator=seeded(2)).to(dtype)
+    y = predict(x).probs.argmax(1)
+    for eps, more in ((0.03, {"box": (0, 1)}), (0.5, {"scale": scale, "mask": mask})):
+        ball = family(eps, **more)
+        attacks = (one_step(ball), pgd(ball, 5), APGD(ball, steps=5), MinimumNorm(ball, steps=5))
+        found = [attack(predict, x, y, generator=seeded(3)) for attack in attacks]
+        found += [ball.random(x, generator=seeded(4)), ball.sphere(x, generator=seeded(5))]
+        for x_adv in found:
+            assert x_adv.dtype == dtype
+            assert bool(ball.contains(x_adv, x).all())
+            assert bool(ball.contains(x_adv.double(), x.double()).all())
+        norms = ball.norm(found[1].double() - x.double())  # and no nearer than rounding asks for
+        assert float(norms.max()) > eps * (1 - 8 * torch.finfo(dtype).eps / eps)
+    far = x + torch.tensor(0.0351, dtype=dtype)
+    assert not bool(family(0.0349).contains(far, x).all())
 
 
 def test_contains_sees_each_kind_of_leak() -> None:

@@ -166,6 +166,8 @@ class Ball(ABC):
         x: Tensor,  # (B, *event), inside the box
     ) -> Tensor:
         """The nearest point of the ball around x and the box together."""
+        if _is_coarse(x):
+            return _rounded_towards(x, self.project(x_adv.float(), x.float()))
         d = self.within_reach(x_adv - x, x)
         return self.shifted(x, self._shrink(d, x))
 
@@ -174,6 +176,9 @@ class Ball(ABC):
 
         Rounding matters where x is large beside eps: years, kelvins, pixels up to 255.
         """
+        if _is_coarse(x):
+            wide = x.float()
+            return _rounded_towards(x, self.shifted(wide, self._shrink(d.float(), wide)))
         point = self.clip(x + d)
         with torch.no_grad():
             moved = point - x
@@ -218,11 +223,12 @@ class Ball(ABC):
 
     def contains(self, x_adv: Tensor, x: Tensor) -> Tensor:
         """(B,) bool: finite, within eps (1 + 1e-5) + 1e-7 and the box, unmoved where masked."""
+        inside = self.clip(x_adv) == x_adv
+        if _is_coarse(x):
+            x_adv, x = x_adv.float(), x.float()
         d = x_adv - x
         near = self.norm(d) <= self.eps * (1 + 1e-5) + 1e-7
-        fine = near & torch.isfinite(x_adv).flatten(1).all(1)
-        if self.box is not None:
-            fine &= (self.clip(x_adv) == x_adv).flatten(1).all(1)
+        fine = near & torch.isfinite(x_adv).flatten(1).all(1) & inside.flatten(1).all(1)
         reach = self.reach(x)
         if reach is not None:
             fine &= (reach | (d == 0)).flatten(1).all(1)
@@ -328,6 +334,20 @@ def _normalised(d: Tensor) -> Tensor:
             return (flat / norm).view_as(d)
     flat = flat / _or_infinite(flat.abs().amax(1, keepdim=True))
     return (flat / _or_infinite(torch.linalg.vector_norm(flat, dim=1, keepdim=True))).view_as(d)
+
+
+def _is_coarse(x: Tensor) -> bool:
+    """Whether norms and differences in x's dtype are further off than a ball is wide: bfloat16."""
+    return torch.finfo(x.dtype).eps > 1e-6
+
+
+def _rounded_towards(x: Tensor, point: Tensor) -> Tensor:
+    """A point in x's coarser dtype, each entry no further from x than it was."""
+    near = point.to(x.dtype)
+    with torch.no_grad():
+        beyond = (near.float() - x.float()).abs() > (point - x.float()).abs()
+        back = torch.where(beyond, torch.nextafter(near, x), near) - near
+    return near + back
 
 
 def _or_infinite(size: Tensor) -> Tensor:

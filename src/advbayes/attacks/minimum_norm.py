@@ -156,7 +156,8 @@ class MinimumNorm(Search):
     def _run(self, problem: Problem, start: Tensor) -> Best:
         """One search; the smallest broken point, or the one of largest loss."""
         x, point = problem.x, start
-        radius = limit = x.new_full((len(x),), self.ball.eps)
+        dtype = torch.promote_types(x.dtype, torch.float32)  # bfloat16 rounds eps
+        radius = limit = x.new_full((len(x),), self.ball.eps, dtype=dtype)
         smallest = torch.full_like(limit, math.inf)
         best: Best | None = None
         for step in range(self.steps):
@@ -210,7 +211,7 @@ def _nearer(this: Best, other: Best, problem: Problem) -> Best:
 def _of_radius(ball: Ball, radius: Tensor, x: Tensor) -> Ball:
     """The ball with a radius of its own for each example: their units differ in place of eps."""
     unit = per_row(radius.clamp_min(torch.finfo(radius.dtype).tiny), x)
-    return replace(ball, eps=1.0, scale=unit * ball.units(x))
+    return replace(ball, eps=1.0, scale=unit * ball.units(unit))
 
 
 def _can_break(loss: Loss, classes: bool) -> bool:
