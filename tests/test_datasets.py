@@ -1278,12 +1278,12 @@ def test_real_files_are_the_published_ones(name: str) -> None:
 def test_names_and_sources_agree() -> None:
     assert set(SOURCES) | {"digits", "diabetes"} == set(names())
     for source in SOURCES.values():
-        fetched = [name for remote in source.remotes for name in remote.contents]
+        fetched = [name for file in source.remotes for name in source.inside(file)]
         assert sorted(fetched) == sorted(content.name for content in source.contents)
         assert all(len(content.sha256) == 64 for content in source.contents)
     assert {content.size for content in SOURCES["cifar10"].contents} == {10_000 * 3073}
     for source in SOURCES.values():
-        assert all(url.startswith("http") for remote in source.remotes for url in remote.urls)
+        assert all(url.startswith("http") for urls in source.remotes.values() for url in urls)
 
 
 @pytest.mark.parametrize("missing", [False, True])

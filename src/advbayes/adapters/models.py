@@ -82,7 +82,7 @@ class FunctionPredictor:
                 got=output,
             )
         checks.finite(f"the function's {self.kind}", output.detach())
-        if not self._seen and len(x):
+        if least == 2 and not self._seen and len(x):
             _looks_like(self.kind, output.detach())
             self._seen.append(True)
 
@@ -121,35 +121,30 @@ def _scale_for(mean: Tensor, scale: Tensor) -> Tensor:
         ) from None
 
 
-def _looks_like(kind: str, scores: Tensor) -> None:
+def _looks_like(kind: str, scores: Tensor) -> None:  # (B, C)
     """Refuse scores that are plainly of another kind."""
-    if kind in ("mean", "mean_and_scale"):
-        return
     low, total = float(scores.min()), scores.sum(1)
-    if kind == "logits":
-        if not bool(scores.any()):
-            raise checks.InputError(
-                "the function's logits are all zero: every class is equally likely and no attack "
-                "finds a gradient"
+    match kind:
+        case "logits" if not bool(scores.any()):
+            fault = "are all zero: every class is equally likely and no attack finds a gradient"
+        case "logits" if low >= 0 and bool(((total - 1).abs() < 1e-4).all()):
+            fault = "look like probabilities (non-negative, summing to 1): pass kind='probs'"
+        case "probs" if low < 0 or bool(((total - 1).abs() > 1e-3).any()):
+            fault = (
+                f"must be non-negative and sum to 1, got values from {low:g} and sums from "
+                f"{float(total.min()):g} to {float(total.max()):g}: pass kind='logits' or "
+                f"kind='log_probs'"
             )
-        if low >= 0 and bool(((total - 1).abs() < 1e-4).all()):
-            raise checks.InputError(
-                "the function's logits look like probabilities (non-negative, summing to 1): pass "
-                "kind='probs'"
+        case "log_probs" if float(scores.max()) > 1e-4 or bool(
+            (scores.logsumexp(1).abs() > 1e-3).any()
+        ):
+            fault = (
+                f"must be <= 0 with logsumexp 0, got a largest value of {float(scores.max()):g}: "
+                f"pass kind='probs' for probabilities, kind='logits' for scores"
             )
-    elif kind == "probs":
-        if low < 0 or bool(((total - 1).abs() > 1e-3).any()):
-            raise checks.InputError(
-                "the function's probs must be non-negative and sum to 1, got values from "
-                f"{low:g} and sums from {float(total.min()):g} to {float(total.max()):g}: pass "
-                f"kind='logits' or kind='log_probs'"
-            )
-    elif float(scores.max()) > 1e-4 or bool((scores.logsumexp(1).abs() > 1e-3).any()):
-        raise checks.InputError(
-            f"the function's log_probs must be <= 0 with logsumexp 0, got a largest value of "
-            f"{float(scores.max()):g}: pass kind='probs' for probabilities, kind='logits' for "
-            f"scores"
-        )
+        case _:
+            return
+    raise checks.InputError(f"the function's {kind} {fault}")
 
 
 def from_function(

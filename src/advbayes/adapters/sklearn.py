@@ -130,6 +130,7 @@ def rmse_of(estimator: Any, X: Any, y: Any) -> float:
     return max(float(np.sqrt(np.mean(np.square(residuals)))), 1e-12)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Scaled:
     """A predictor of scaled rows, asked in raw units: predict(weight * x + bias).
 
@@ -139,16 +140,11 @@ class Scaled:
     tensor([[0.1192, 0.8808]])
     """
 
-    def __init__(
-        self,
-        predict: Predictor,
-        weight: Tensor,
-        bias: Tensor,
-        dtype: torch.dtype | None = None,
-        event_shape: tuple[int, ...] | None = None,
-    ) -> None:
-        self.predict, self.weight, self.bias = predict, weight, bias
-        self.dtype, self.event_shape = dtype, event_shape
+    predict: Predictor
+    weight: Tensor
+    bias: Tensor
+    dtype: torch.dtype | None = None
+    event_shape: tuple[int, ...] | None = None
 
     def __call__(self, x: Tensor, /) -> Distribution:
         seen = x * self.weight.to(x.device) + self.bias.to(x.device)

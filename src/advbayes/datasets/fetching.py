@@ -20,7 +20,7 @@ from advbayes.checks import InputError, extra
 from advbayes.datasets.dataset import Provenance
 from advbayes.datasets.errors import DataError, DataMissingError, DownloadError
 from advbayes.datasets.formats import REFETCH, read_gzip, read_plain, read_tar_gzip, values_sha256
-from advbayes.datasets.sources import Content, Remote, Source
+from advbayes.datasets.sources import Content, Source
 from advbayes.datasets.tables import parse_table
 from advbayes.store import Lock, LockedError
 
@@ -164,7 +164,7 @@ def missing(
 ) -> DataMissingError:
     """The error for a set that is not there, or not all there."""
     absent = [content.name for content in source.contents if content.name not in paths]
-    packed = [remote.file for remote in source.remotes if absent[0] in remote.contents]
+    packed = [file for file in source.remotes if absent[0] in source.inside(file)]
     file = " or ".join(dict.fromkeys([*packed, absent[0]]))
     folder = source.folders[0]
     where = ", ".join(str(place / folder) for place in looked)
@@ -199,8 +199,8 @@ def fetch_source(
     try:
         home.mkdir(parents=True, exist_ok=True)
         with Lock(home, wait=deadline):  # others wait, and find the file there
-            for remote in source.remotes:
-                _fetch(source, remote, home, mirror, progress, deadline)
+            for file in source.remotes:
+                _fetch(source, file, home, mirror, progress, deadline)
     except LockedError as error:
         remedy = "Wait for it, or set ADVBAYES_CACHE to another folder."
         raise DownloadError(error.file, error.wanted, error.got, remedy) from None
@@ -212,17 +212,17 @@ def fetch_source(
 
 def _fetch(
     source: Source,
-    remote: Remote,
+    wanted: str,
     home: Path,
     mirror: str | None,
     progress: Downloading | None,
     deadline: float,
 ) -> None:
     """A file from the first of its addresses that has it."""
-    candidates = [(remote.file, url) for url in remote.urls]
+    candidates = [(wanted, url) for url in source.remotes[wanted]]
     if mirror is not None:  # which may have the plain file, where there is one content
-        plain = remote.contents if len(remote.contents) == 1 else ()
-        names = dict.fromkeys((remote.file, *plain))
+        inside = source.inside(wanted)
+        names = dict.fromkeys((wanted, *(inside if len(inside) == 1 else ())))
         candidates = [(file, f"{mirror.rstrip('/')}/{source.folders[0]}/{file}") for file in names]
     if any((home / file).is_file() for file, _ in candidates):
         return
@@ -230,17 +230,21 @@ def _fetch(
     for file, url in candidates:
         try:
             end = time.monotonic() + deadline
-            _Download(source, remote, home / file, url, progress, end).run()
+            _Download(source, home / file, url, progress, end).run()
             break
         except DataError as error:
             faults.append(str(error))
     else:
         remedy = (
             "Try again (it continues where it stopped; in Python, mirror= is another address). Or "
-            f"put {remote.file} into {home} yourself (from {source.homepage}). {source.hint}"
+            f"put {wanted} into {home} yourself (from {source.homepage}). {source.hint}"
         )
-        wanted = f"{remote.file} from one of its addresses"
-        raise DownloadError(f"data set {source.name!r}", wanted, "; ".join(faults), remedy.strip())
+        raise DownloadError(
+            f"data set {source.name!r}",
+            f"{wanted} from one of its addresses",
+            "; ".join(faults),
+            remedy.strip(),
+        )
     for file, _ in candidates:
         (home / f"{file}.part").unlink(missing_ok=True)
 
@@ -251,7 +255,6 @@ class _Download:
     (HTTP Range)."""
 
     source: Source
-    remote: Remote
     path: Path
     url: str
     progress: Downloading | None
@@ -265,7 +268,7 @@ class _Download:
         resumed = self._size() > 0
         self._complete()
         try:
-            names = self.remote.contents
+            names = self.source.inside(self.path.name)
             contents = read_file(self.source, self.part, names, kept_as=self.path.name)
             check_contents(self.source, contents, dict.fromkeys(contents, self.url), verify=True)
         except DataError as error:

@@ -7,6 +7,7 @@ Hashes are of the content, not of the container: the same MNIST is about in many
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -21,15 +22,6 @@ class Content:
 
 
 @dataclass(frozen=True)
-class Remote:
-    """A file to fetch: the name it is kept under, its addresses, and the contents inside."""
-
-    file: str
-    urls: tuple[str, ...]
-    contents: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Source:
     """One data set's files. `other_copies`: complete copies with other content exist and are
     accepted, but marked."""
@@ -40,7 +32,7 @@ class Source:
     homepage: str
     folders: tuple[str, ...]  # below a root; the first is where downloads go and what a mirror has
     contents: tuple[Content, ...]
-    remotes: tuple[Remote, ...]
+    remotes: Mapping[str, tuple[str, ...]]  # each file to fetch with its addresses
     class_names: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()  # of a regression: columns of its table
     header: tuple[str, ...] | None = None  # of a table that does not name its columns
@@ -54,8 +46,12 @@ class Source:
     @property
     def archive(self) -> str | None:
         """A .tar.gz that may stand for the contents."""
-        files = (remote.file for remote in self.remotes)
-        return next((file for file in files if file.endswith((".tar.gz", ".tgz"))), None)
+        return next((file for file in self.remotes if file.endswith((".tar.gz", ".tgz"))), None)
+
+    def inside(self, file: str) -> tuple[str, ...]:
+        """The contents of a file: of the archive all, of another the one that it is named after."""
+        names = tuple(content.name for content in self.contents)
+        return names if file == self.archive else (file.removesuffix(".gz"),)
 
     @property
     def limit(self) -> int:
@@ -81,10 +77,7 @@ def _idx(
     )
     sizes = (47_040_016, 60_008, 7_840_016, 10_008)
     contents = tuple(Content(*row) for row in zip(files, sizes, hashes.split(), strict=True))
-    remotes = tuple(
-        Remote(f"{file}.gz", tuple(f"{base}/{file}.gz" for base in bases), (file,))
-        for file in files
-    )
+    remotes = {f"{file}.gz": tuple(f"{base}/{file}.gz" for base in bases) for file in files}
     return Source(name, summary, licence, homepage, folders, contents, remotes, class_names)
 
 
@@ -97,7 +90,7 @@ def _wine(name: str, colour: str, rows: int, size: int, sha256: str) -> Source:
         "https://archive.ics.uci.edu/dataset/186/wine+quality",
         ("wine-quality", "."),
         (Content(file, size, sha256),),
-        (Remote(file, (f"{_UCI}/ml/machine-learning-databases/wine-quality/{file}",), (file,)),),
+        {file: (f"{_UCI}/ml/machine-learning-databases/wine-quality/{file}",)},
         targets=("quality",),
     )
 
@@ -161,13 +154,7 @@ _TABLE = (
         "https://www.cs.toronto.edu/~kriz/cifar.html",
         ("cifar10", "cifar10/cifar-10-batches-bin", "cifar-10-batches-bin", "."),
         tuple(Content(file, 30_730_000, sha256) for file, sha256 in _CIFAR_HASHES.items()),
-        (
-            Remote(
-                "cifar-10-binary.tar.gz",
-                ("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",),
-                tuple(_CIFAR_HASHES),
-            ),
-        ),
+        {"cifar-10-binary.tar.gz": ("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",)},
         (
             *("airplane", "automobile", "bird", "cat", "deer"),
             *("dog", "frog", "horse", "ship", "truck"),
@@ -185,11 +172,7 @@ _TABLE = (
         "https://archive.ics.uci.edu/dataset/242/energy+efficiency",
         ("energy-efficiency", "."),
         (Content("ENB2012_data.csv", 33_488, _ENERGY, decimals=2),),
-        (
-            Remote(
-                "ENB2012_data.csv", (f"{_UCI}/static/public/242/data.csv",), ("ENB2012_data.csv",)
-            ),
-        ),
+        {"ENB2012_data.csv": (f"{_UCI}/static/public/242/data.csv",)},
         targets=("Y1", "Y2"),
         hint="Its published file is a spreadsheet: save the sheet as ENB2012_data.csv with the "
         "header X1,X2,X3,X4,X5,X6,X7,X8,Y1,Y2 and the 768 rows.",
@@ -201,16 +184,12 @@ _TABLE = (
         "https://www.dcc.fc.up.pt/~ltorgo/Regression/cal_housing.html",
         ("california-housing", "CaliforniaHousing", "."),
         (Content("cal_housing.data", 2_071_484, _HOUSING),),
-        (
-            Remote(
-                "cal_housing.tgz",
-                (
-                    "https://ndownloader.figshare.com/files/5976036",
-                    "https://www.dcc.fc.up.pt/~ltorgo/Regression/cal_housing.tgz",
-                ),
-                ("cal_housing.data",),
-            ),
-        ),
+        {
+            "cal_housing.tgz": (
+                "https://ndownloader.figshare.com/files/5976036",
+                "https://www.dcc.fc.up.pt/~ltorgo/Regression/cal_housing.tgz",
+            )
+        },
         targets=("medianHouseValue",),
         header=(
             *("longitude", "latitude", "housingMedianAge", "totalRooms", "totalBedrooms"),

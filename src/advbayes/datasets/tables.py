@@ -9,7 +9,6 @@ import math
 import re
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -73,48 +72,45 @@ def parse_table(
         if data.startswith(signature):
             remedy = "Unpack it, or save its sheet as CSV."
             raise DataError(name, "delimited text", got, remedy)
-    lines = _Lines(data, name)
-    with lines.faults():
-        rows = lines.rows(_sniffed(_Lines(data, name)) if delimiter is None else delimiter)
-        columns = [cell.strip() for cell in (header if header is not None else next(rows, []))]
-        first = list(islice(rows, 1))
-        rows = chain(first, rows)
-        unnamed = header is None and len(columns) > 1 and not columns[-1]
-        if unnamed and not any(row[-1].strip() for row in first):
-            del columns[-1]  # a delimiter at the end of each line
-        if header is None and len(columns) > 1 and not columns[0]:
-            columns[0] = UNNAMED  # the row numbers that other programs write
-        _check_header(name, columns, given=header is not None)
-        text = columns if text is None else text
-        position = {column: index for index, column in enumerate(columns)}
-        for column in (*text, *(numbers or ())):
-            if column not in position:
-                near = difflib.get_close_matches(column, columns[:1000], 1)
-                remedy = f"Did you mean {near[0]!r}?" if near else "Check the name."
-                if len(columns) == 1:
-                    remedy = "Check that its cells are divided by commas, semicolons or tabs."
-                got = f"the columns {', '.join(columns[:50])[:300]}"
-                raise DataError(name, f"a column {column!r}", got, remedy)
-        words: dict[str, list[str]] = {column: [] for column in text}
-        asked = columns if numbers is None else numbers
-        numeric = [column for column in asked if column not in words]
-        values = array("d")
-        num = 0
-        for row in rows:
-            num += 1
-            if len(row) == len(columns) + 1 and not row[-1].strip():
-                del row[-1]
-            if len(row) != len(columns):
-                wanted = f"{len(columns)} cells in line {lines.num}"
-                raise DataError(name, wanted, f"{len(row)}", "Check that line.")
-            for column in numeric:
-                cell = row[position[column]]
-                if (value := finite_number(cell)) is None:
-                    wanted = f"a number in line {lines.num}, column {column!r}"
-                    raise NotANumberError(name, wanted, describe(cell), _remedy(cell))
-                values.append(value)
-            for column, cells in words.items():
-                cells.append(row[position[column]].strip())
+    rows = _rows(data, name, delimiter)
+    columns = [cell.strip() for cell in (header if header is not None else next(rows, (0, []))[1])]
+    first = list(islice(rows, 1))
+    unnamed = header is None and len(columns) > 1 and not columns[-1]
+    if unnamed and not any(row[-1].strip() for _, row in first):
+        del columns[-1]  # a delimiter at the end of each line
+    if header is None and len(columns) > 1 and not columns[0]:
+        columns[0] = UNNAMED  # the row numbers that other programs write
+    _check_header(name, columns, given=header is not None)
+    text = columns if text is None else text
+    position = {column: index for index, column in enumerate(columns)}
+    for column in (*text, *(numbers or ())):
+        if column not in position:
+            near = difflib.get_close_matches(column, columns[:1000], 1)
+            remedy = f"Did you mean {near[0]!r}?" if near else "Check the name."
+            if len(columns) == 1:
+                remedy = "Check that its cells are divided by commas, semicolons or tabs."
+            got = f"the columns {', '.join(columns[:50])[:300]}"
+            raise DataError(name, f"a column {column!r}", got, remedy)
+    words: dict[str, list[str]] = {column: [] for column in text}
+    asked = columns if numbers is None else numbers
+    numeric = [column for column in asked if column not in words]
+    values = array("d")
+    num = 0
+    for line, row in chain(first, rows):
+        num += 1
+        if len(row) == len(columns) + 1 and not row[-1].strip():
+            del row[-1]
+        if len(row) != len(columns):
+            wanted = f"{len(columns)} cells in line {line}"
+            raise DataError(name, wanted, f"{len(row)}", "Check that line.")
+        for column in numeric:
+            cell = row[position[column]]
+            if (value := finite_number(cell)) is None:
+                wanted = f"a number in line {line}, column {column!r}"
+                raise NotANumberError(name, wanted, describe(cell), _remedy(cell))
+            values.append(value)
+        for column, cells in words.items():
+            cells.append(row[position[column]].strip())
     if num == 0:
         raise DataError(name, "rows below the header", "none", "Check the file.")
     matrix = np.frombuffer(values, np.float64) if numeric else np.empty(0)
@@ -137,53 +133,46 @@ def _check_header(name: str, columns: list[str], *, given: bool) -> None:
         seen.add(column)
 
 
-class _Lines:
-    """The lines of a file, decoded as they are read, none endless, each a row of its own."""
-
-    def __init__(self, data: bytes, name: str) -> None:
-        self.name, self.data = name, data
-        self.num = 0  # lines given out
-        self.complete = 0  # lines whose row is complete
-        self.delimiter: str | None = None  # as a first line `sep=;`, which Excel writes, says it
-        self.stream = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig", newline="")
-
-    def __iter__(self) -> Iterator[str]:
-        while line := self.stream.readline(_MAX_LINE + 1):
-            self.num += 1
+def _rows(data: bytes, name: str, delimiter: str | None) -> Iterator[tuple[int, list[str]]]:
+    """Number and cells of each line that is not blank, decoded as they are read, none endless."""
+    if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
+        wanted = "delimiter must be one character, no quote and no line end"
+        raise InputError(f"{wanted}, got {describe(delimiter)}")
+    stream = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig", newline="")
+    num = 0
+    try:
+        following = stream.readline(_MAX_LINE + 1)
+        while line := following:
+            num += 1
             if len(line) > _MAX_LINE:
-                wanted = f"at most {_MAX_LINE} characters in line {self.num}"
-                raise DataError(self.name, wanted, "more", "Check that it is a table.")
-            if self.num == 1 and (said := _SEPARATOR.fullmatch(line)):
-                self.delimiter, self.complete = said[1], 1
-                continue
-            if self.num > self.complete + 1:
-                # A row over several lines could go on for ever, and no number has a line end in it.
-                wanted = f"the quote opened in line {self.num - 1} closed there"
-                raise DataError(self.name, wanted, "a line end inside it", "Check that line.")
-            yield line
+                wanted = f"at most {_MAX_LINE} characters in line {num}"
+                raise DataError(name, wanted, "more", "Check that it is a table.")
+            following = stream.readline(_MAX_LINE + 1)
+            if num == 1 and (said := _SEPARATOR.fullmatch(line)):  # which Excel writes
+                delimiter = delimiter or said[1]
+            elif line.strip():
+                delimiter = delimiter or max(DELIMITERS, key=lambda each: _num_cells(line, each))
+                row = next(csv.reader([line], delimiter=delimiter, skipinitialspace=True))
+                if following and row[-1].endswith(("\r", "\n")):
+                    # A row over several lines could go on for ever, and no number has one in it.
+                    wanted = f"the quote opened in line {num} closed there"
+                    raise DataError(name, wanted, "a line end inside it", "Check that line.")
+                if any(cell.strip() for cell in row):
+                    yield num, row
+    except csv.Error as error:
+        got = f"{error} in line {num}"
+        raise DataError(name, "delimited text", got, "Check that line.") from None
+    except UnicodeDecodeError as error:  # of a piece of the file, somewhere ahead of the reader
+        where = 1 + data.count(b"\n", 0, _undecodable(data))
+        got = f"byte {error.object[error.start]:#04x} in line {where}"
+        raise DataError(name, "text in UTF-8", got, "Save it as UTF-8.") from None
 
-    def rows(self, delimiter: str) -> Iterator[list[str]]:
-        """The cells of each line that is not blank."""
-        if len(delimiter) != 1 or delimiter in '"\r\n':
-            wanted = "delimiter must be one character, no quote and no line end"
-            raise InputError(f"{wanted}, got {describe(delimiter)}")
-        for row in csv.reader(self, delimiter=delimiter, skipinitialspace=True):
-            self.complete = self.num
-            if any(cell.strip() for cell in row):
-                yield row
 
-    @contextmanager
-    def faults(self) -> Iterator[None]:
-        """What the readers of text raise, as errors that name the file and the line."""
-        try:
-            yield
-        except csv.Error as error:
-            got = f"{error} in line {self.num}"
-            raise DataError(self.name, "delimited text", got, "Check that line.") from None
-        except UnicodeDecodeError as error:  # of a piece of the file, somewhere ahead of the reader
-            line = 1 + self.data.count(b"\n", 0, _undecodable(self.data))
-            got = f"byte {error.object[error.start]:#04x} in line {line}"
-            raise DataError(self.name, "text in UTF-8", got, "Save it as UTF-8.") from None
+def _num_cells(line: str, delimiter: str) -> int:
+    try:
+        return len(next(csv.reader([line], delimiter=delimiter)))
+    except csv.Error:
+        return 0
 
 
 def _undecodable(data: bytes) -> int:
@@ -193,24 +182,6 @@ def _undecodable(data: bytes) -> int:
     except UnicodeDecodeError as error:
         return error.start
     return len(data)
-
-
-def _sniffed(lines: _Lines) -> str:
-    """The delimiter that the file names, else the one that divides the first line that is not blank
-    into the most cells."""
-    first = ""
-    for first in lines:
-        lines.complete = lines.num
-        if first.strip():
-            break
-
-    def num_cells(delimiter: str) -> int:
-        try:
-            return len(next(csv.reader([first], delimiter=delimiter), []))
-        except csv.Error:
-            return 0
-
-    return lines.delimiter or max(DELIMITERS, key=num_cells)
 
 
 def finite_number(cell: str) -> float | None:

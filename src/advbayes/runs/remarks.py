@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from itertools import compress
 
 import torch
@@ -29,83 +30,84 @@ def remarks(dataset: Dataset) -> list[str]:
     >>> remarks(data)[0].partition(",")[0]
     "'id' only numbers the rows"
     """  # noqa: E501
-    names, lines = dataset.feature_names, []
-    if names:  # else images
-        steps = torch.cat([dataset.x_train, dataset.x_test]).sort(0).values.diff(dim=0)
-        same = (dataset.x_train == dataset.x_train[:1]).all(0)
-        if dataset.mask is not None:  # within the attacker's reach
-            same = same & dataset.mask
-        if numbers := list(compress(names, (steps == 1).all(0).tolist())):
-            lines.append(
-                f"{', '.join(map(repr, numbers))} only numbers the rows, and new ones have other "
-                f"numbers; --drop {','.join(numbers)} leaves it out"
-            )
-        if constant := list(compress(names, same.tolist())):
-            lines.append(
-                f"{', '.join(map(repr, constant))} has the same value in every training row, and "
-                f"an attacker may move it; --drop {','.join(constant)} leaves it out"
-            )
-        lines += _odd_columns(dataset)
-    if dataset.task == "regression" and dataset.y_train.ndim == 1:
-        values = sorted(set(torch.cat([dataset.y_train, dataset.y_test]).tolist()))
-        if len(values) == 2:
-            low, high = values
-            lines.append(
-                f"the target has two values, {low:g} and {high:g}, and is regressed on; if they "
-                f"are classes, say --task classification"
-            )
-    if dataset.task == "classification":
-        counts = torch.bincount(dataset.y_train, minlength=len(dataset.class_names)).tolist()
-        rare = [name for name, num in zip(dataset.class_names, counts, strict=True) if num < FEW]
-        if rare and names and len(dataset.y_train) >= ENOUGH:
-            lines.append(
-                f"{', '.join(map(repr, rare[:5]))}{' and others' if len(rare) > 5 else ''} has "
-                f"fewer than {FEW} training rows: what is learned of it, and any score of it, is "
-                f"mostly chance"
-            )
-    if dataset.task == "regression" and bool((dataset.y_train == dataset.y_train[:1]).all()):
-        lines.append(
-            "the target has the same value in every training row, so that there is nothing to "
-            "predict; check --target"
-        )
-    if unknown := [name for name in dataset.class_names if name.lower() in MISSING]:
-        lines.append(
-            f"{', '.join(map(repr, unknown))} is taken for a class like any other; if it means "
-            f"that the class is not known, leave those rows out"
-        )
-    return lines
+    of_columns = _of_columns(dataset) if dataset.feature_names else ()  # images have none
+    return [*of_columns, *_of_target(dataset)]
 
 
-def _odd_columns(dataset: Dataset) -> list[str]:
-    """Numbers that may stand for "unknown", and text that may stand for numbers."""
-    lines = []
-    for name in () if dataset.encoding is None else dataset.encoding.late:
-        lost = dataset.x_test[:, dataset.feature_names.index(f"{name} missing")]
-        lines.append(
+def _of_columns(dataset: Dataset) -> Iterator[str]:
+    names, encoding = dataset.feature_names, dataset.encoding
+    steps = torch.cat([dataset.x_train, dataset.x_test]).sort(0).values.diff(dim=0)
+    if numbers := list(compress(names, (steps == 1).all(0).tolist())):
+        yield (
+            f"{_quoted(numbers)} only numbers the rows, and new ones have other numbers; --drop "
+            f"{','.join(numbers)} leaves it out"
+        )
+    same = (dataset.x_train == dataset.x_train[:1]).all(0)
+    same = same if dataset.mask is None else same & dataset.mask  # within the attacker's reach
+    if constant := list(compress(names, same.tolist())):
+        yield (
+            f"{_quoted(constant)} has the same value in every training row, and an attacker may "
+            f"move it; --drop {','.join(constant)} leaves it out"
+        )
+    for name in () if encoding is None else encoding.late:
+        lost = dataset.x_test[:, names.index(f"{name} missing")]
+        yield (
             f"{name!r} is missing in {int(lost.sum())} test rows and in no training row; the "
             f"training median stands in, nothing is learned of the gap, and an attacker cannot "
             f"change what was filled in"
         )
-    for name, column in zip(dataset.feature_names, dataset.x_train.T, strict=True):
+    for name, column in zip(names, dataset.x_train.T, strict=True):
         values, counts = column.unique(return_counts=True)
         for place, rest in ((0, values[1:]), (-1, values[:-1])):
             value, num = float(values[place]), int(counts[place])
             nines = set(f"{abs(value):g}") == {"9"} and abs(value) > 10
-            if nines and num > 1 and len(rest) > 1:
-                width = float(rest.max() - rest.min())
-                if float((rest - value).abs().min()) > width:
-                    lines.append(
-                        f"{name!r} is {value:g} in {num} training rows, far from its other values; "
-                        f"if that means that it is not known, leave those cells empty"
-                    )
-    for column, words in ({} if dataset.encoding is None else dataset.encoding.words).items():
+            if not nines or num < 2 or len(rest) < 2:
+                continue
+            if float((rest - value).abs().min()) > float(rest.max() - rest.min()):
+                yield (
+                    f"{name!r} is {value:g} in {num} training rows, far from its other values; if "
+                    f"that means that it is not known, leave those cells empty"
+                )
+    for name, words in ({} if encoding is None else encoding.words).items():
         amounts = [word for word in words if _AMOUNT.fullmatch(word)]
         if len(amounts) > 2 and 2 * len(amounts) > len(words):
-            lines.append(
-                f"{column!r} is taken for text of {len(words)} words, such as {amounts[0]!r}; if "
+            yield (
+                f"{name!r} is taken for text of {len(words)} words, such as {amounts[0]!r}; if "
                 f"they are amounts, write plain numbers"
             )
-    return lines
+
+
+def _of_target(dataset: Dataset) -> Iterator[str]:
+    y_train, classes = dataset.y_train, dataset.class_names
+    if dataset.task == "classification":
+        counts = torch.bincount(y_train, minlength=len(classes)).tolist()
+        rare = [name for name, num in zip(classes, counts, strict=True) if num < FEW]
+        if rare and dataset.feature_names and len(y_train) >= ENOUGH:
+            yield (
+                f"{_quoted(rare[:5])}{' and others' if len(rare) > 5 else ''} has fewer than {FEW} "
+                f"training rows: what is learned of it, and any score of it, is mostly chance"
+            )
+    else:
+        values = sorted(set(torch.cat([y_train, dataset.y_test]).flatten().tolist()))
+        if y_train.ndim == 1 and len(values) == 2:
+            yield (
+                f"the target has two values, {values[0]:g} and {values[1]:g}, and is regressed on; "
+                f"if they are classes, say --task classification"
+            )
+        if bool((y_train == y_train[:1]).all()):
+            yield (
+                "the target has the same value in every training row, so that there is nothing to "
+                "predict; check --target"
+            )
+    if unknown := [name for name in classes if name.lower() in MISSING]:
+        yield (
+            f"{_quoted(unknown)} is taken for a class like any other; if it means that the class "
+            f"is not known, leave those rows out"
+        )
+
+
+def _quoted(names: list[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def without_effect(config: RunConfig, data: Prepared) -> list[str]:

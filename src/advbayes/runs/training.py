@@ -36,6 +36,7 @@ from advbayes.types import Channel
 # Wall time is no part of what is trained: without it, two runs of one seed have the same history,
 # byte for byte.
 _KEPT = tuple(name for name in COLUMNS if name != "seconds")
+_ROWS = 500  # that are scored at once
 
 # Those that need no resampling for their intervals; `advbayes evaluate` has the others.
 _CLEAN: dict[Task, tuple[str, ...]] = {
@@ -192,12 +193,10 @@ def fit_run(
         )
 
 
-def clean_metrics(
-    predict: PosteriorPredictive, data: Prepared, *, batch_size: int = 500
-) -> dict[str, Any]:
+def clean_metrics(predict: PosteriorPredictive, data: Prepared) -> dict[str, Any]:
     """Scores on the clean test set, with intervals."""
     task: Task = "classification" if data.dataset.task == "classification" else "regression"
-    parts = batches(len(data.x_test), batch_size)
+    parts = batches(len(data.x_test), _ROWS)
     scores = [score(predict, data.x_test[rows], data.y_test[rows], task) for rows in parts]
     columns = joined(scores, task)
     known = REDUCTIONS[task] | ON_REQUEST[task]
