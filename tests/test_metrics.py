@@ -462,6 +462,14 @@ def test_mean_interval_against_scipy() -> None:
     assert resampled.high == pytest.approx(theirs.confidence_interval.high, abs=0.15 * half)
 
 
+def test_a_list_counts_as_the_array_of_its_numbers() -> None:
+    """In float64: as torch reads a list, its floats are rounded to float32."""
+    values = [0.1, 0.2, 0.35]
+    assert metrics.mean(values) == metrics.mean(np.array(values))
+    assert metrics.mean([0.1, 0.1]).value == 0.1
+    assert metrics.rmse(values) == metrics.rmse(np.array(values))
+
+
 def test_bootstrap_is_keyed() -> None:
     errors = rand(50)
     first = metrics.rmse(errors)

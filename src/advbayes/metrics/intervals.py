@@ -63,6 +63,8 @@ def column(name: str, values: Any) -> Tensor:  # (N,), float64 on the CPU
         ) from None
     if tensor.is_complex():
         raise InputTypeError(f"{name} must be real", got=tensor)
+    if tensor is not values:  # a list once more: torch has rounded its floats to float32
+        tensor = torch.as_tensor(values, dtype=torch.float64)
     if tensor.ndim == 2 and tensor.shape[1] == 1:
         tensor = tensor[:, 0]
     if tensor.ndim != 1 or len(tensor) == 0:
