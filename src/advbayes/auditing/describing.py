@@ -124,12 +124,12 @@ def two_losses(case: Case) -> Finding:
         return not_applicable("there is no gradient for a loss to be pulled through")
     with torch.no_grad():
         prediction = Frozen(case.predict, case.seed)(case.x)
-    top = None
+    figures: dict[str, float] = {}
     if predicts_classes(prediction):
-        top = float(prediction.probs.max())
+        figures["largest_confidence"] = float(prediction.probs.max())
         if softmaxed_twice(prediction.logits, case.y):
             advice = "give logits or log-probabilities to Categorical(logits=...), no probabilities"
-            return judged(True, advice, largest_confidence=top)
+            return judged(True, advice, **figures)
     said = (case.threat_model.loss or "").split(",")
     names = _losses(case) | {name.strip() for name in said if name.strip()}
     if not names:
@@ -137,9 +137,8 @@ def two_losses(case: Case) -> Finding:
     classes = case.task == "classification"
     other, wanted = ("a margin loss", MARGINS) if classes else ("the squared error", ERRORS)
     advice = f"attack through the predictive with both its NLL and {other}"
-    figures: dict[str, Any] = {"losses": ", ".join(sorted(names))}
-    figures |= {} if top is None else {"largest_confidence": top}
-    return judged("nll" not in names or not names & wanted, advice, **figures)
+    bad = "nll" not in names or not names & wanted
+    return judged(bad, advice, losses=", ".join(sorted(names)), **figures)
 
 
 @check("E17", "worst-case column")
