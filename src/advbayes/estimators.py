@@ -177,8 +177,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         return estimator
 
     def _scaling(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Mean and spread of each feature; no spread where X is taken as it is (a channel of one's
-        own, images)."""
+        """Mean and spread of each feature; no spread where X is taken as it is."""
         names = [str(name) for name in getattr(self, "feature_names_in_", ())]
         shift, spread = _moments(x, weights, "X", names)
         as_it_is = self.event_shape is not None or self._own_channel is not None
@@ -523,8 +522,7 @@ def _moments(
 
 
 def _affine(weight: Tensor, bias: Tensor) -> nn.Linear:
-    """`weight * x + bias` as a layer that is not trained: the prior is on the weights of the
-    standardised problem."""
+    """`weight * x + bias` as a layer that is not trained."""
     layer: nn.Linear = nn.utils.skip_init(nn.Linear, len(bias), len(bias), dtype=bias.dtype)  # type: ignore[no-untyped-call]
     layer.requires_grad_(False)
     layer.weight.copy_(weight.diag())
@@ -691,8 +689,7 @@ def save_pipeline(
 
 
 def load_pipeline(path: str | os.PathLike[str], *, net: nn.Module | None = None) -> Any:
-    """What `save_pipeline` saved: an estimator, or a pipeline; a network with code of its own has
-    to be given as `net`."""
+    """What `save_pipeline` saved; a network with code of its own has to be given as `net`."""
     try:
         manifest: Any = read_bundle(path)[1]
         match manifest:

@@ -38,8 +38,7 @@ TASKS = ("classification", "regression")
 
 
 def check(contract: type[Any], make: Callable[..., Any], **settings: Any) -> None:
-    """Run a contract's tests on what `make` gives; `settings` are the contract's own, such as
-    has_density=False.
+    """Run a contract's tests on what `make` gives; `settings` such as has_density=False.
 
     >>> from advbayes import Noise
     >>> check(ChannelContract, lambda task, dtype: Noise(0.3))
@@ -181,8 +180,7 @@ class PosteriorContract(_Contract):
 
 
 class ChannelContract(_Contract):
-    """`make(task, dtype) -> channel`; `has_density = False` for those whose `density` says that
-    there is none."""
+    """`make(task, dtype) -> channel`; `has_density = False` where `density` refuses."""
 
     has_density = True
 
@@ -254,8 +252,7 @@ class ChannelContract(_Contract):
             assert bool((error < 0.1).all())
 
     def test_samples_fit_the_density(self) -> None:
-        """Means and squares of samples are those of the density, with labels and without, and where
-        no gradient is."""
+        """Means and squares agree, with labels and without, also where no gradient is."""
         if not self.has_density:
             return
         for task in self.tasks:
@@ -372,8 +369,7 @@ class AttackContract(_Contract):
 
 
 def answer(predict: Predictor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    """All that a prediction says of each example, and the gradient of log p(y) in the input, both
-    where it has two."""
+    """What a prediction says of each example, and the gradients of log p(y) in the input."""
     with torch.no_grad():
         prediction: Any = predict(x)
         said: dict[str, Tensor] = {
@@ -447,8 +443,7 @@ class PredictorContract(_Contract):
     def asking(
         self, task: str, dtype: torch.dtype
     ) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
-        """(x, y) -> answer and gradient; a stochastic predictor is made anew each time, its
-        generator as at first."""
+        """(x, y) -> answer and gradient; a stochastic predictor is made anew each time."""
         model = small_model(task, dtype)
         predict = self.make(model)
         return lambda x, y: answer(self.make(model) if self.stochastic else predict, x, y)
@@ -499,8 +494,7 @@ class PredictorContract(_Contract):
                         assert_same(answer(self.make(model), x, y), whole, self.units, self.least)
 
     def test_answer_and_gradient_do_not_depend_on_threads(self) -> None:
-        """Asked by four threads at once the answers keep every bit; other numbers of torch's
-        threads may round anew."""
+        """Asked by four threads at once, answers keep every bit; torch's own threads may round."""
         for task, dtype, x, y in self.cases(self.num):
             ask = self.asking(task, dtype)
             starts = [0, 5, 10, len(x) - 1]

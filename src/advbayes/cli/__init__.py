@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit code. Without `argv` this is the console program, which signals
-    may end at once.
+    """Run a command line, without `argv` as the console program; the exit code.
 
     >>> main(["train", "--lr", "-1"])
     2

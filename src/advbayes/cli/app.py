@@ -1,5 +1,4 @@
-"""The commands together; errors and signals become exit codes: 0 done, 1 a bug, 2 a mistake that
-the message names, 130, 143."""
+"""The commands; errors and signals as exit codes: 0 done, 1 a bug, 2 a mistake, 130, 143."""
 
 from __future__ import annotations
 

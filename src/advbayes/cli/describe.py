@@ -1,5 +1,4 @@
-"""What is in a run or a bundle, as JSON and as lines: eps in raw units, scores each with its name,
-its unit and its interval; errors of a regression in the target's unit."""
+"""What is in a run or a bundle, as JSON and as lines; budgets and scores with their units."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ def units_of(
     mask: Tensor | None = None,
     scale: Tensor | float | None = None,
 ) -> dict[str, Any]:
-    """eps in the model's units and, where the data were standardised, what each feature may change
-    by in its own.
+    """eps in the model's units and, where data were standardised, in those of each feature.
 
     >>> units_of(1.0, None, ())
     {'eps': 1.0, 'units': 'raw'}
@@ -214,8 +212,7 @@ def why_task(config: RunConfig, task: str) -> str:
 
 
 def no_better(metrics: dict[str, Any]) -> str:
-    """A remark where the clean test set does not show the model to be better than one that never
-    looks at its input.
+    """A remark where the test set shows no gain over a model that never looks at its input.
 
     >>> no_better(
     ...     {
@@ -260,8 +257,7 @@ def legend(metrics: Iterable[str]) -> str:
 
 
 def uneven(labels: Tensor) -> bool:
-    """Whether always answering one class is right for more than four of five rows: accuracy alone
-    says little then.
+    """Whether one class is more than four of five rows: accuracy alone says little then.
 
     >>> uneven(torch.tensor([0, 0, 0, 0, 0, 1])), uneven(torch.tensor([0, 0, 1]))
     (True, False)

@@ -1,5 +1,4 @@
-"""`advbayes demo`, `reproduce`, `compare`, `playground`: a first look, every table of the paper
-from its own records, the same for any data, and small models to attack by hand."""
+"""`advbayes demo`, `reproduce`, `compare`, `playground`."""
 
 from __future__ import annotations
 
@@ -264,8 +263,7 @@ def playground(
 
 
 def command(port: int, *, browser: bool) -> list[str]:
-    """The server: this machine alone, no statistics, no watching of files, no waiting for a
-    garbage collection at every move.
+    """The server: this machine alone, no statistics, no watching of files.
 
     >>> "--server.address=127.0.0.1" in command(8501, browser=False)
     True

@@ -1,10 +1,10 @@
-"""Models of other people: a torch net, a fitted scikit-learn estimator or any Predictor, and data
-in raw units to judge it on."""
+"""Models of other people, and data in raw units to judge them on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,7 @@ class Foreign:
 def load_foreign(
     model: str, data: str, *, target: str | None, task: str | None, classes: Sequence[str] = ()
 ) -> Foreign:
-    """What `module:factory` gives, with all rows of a file or the test set of a built-in one to
-    judge it on."""
+    """What `module:factory` gives, with all rows of a file, or a built-in test set, to judge it."""
     made = import_factory("model", model)
     kind = _kind(made)
     if task is None and Path(data).suffix.lower() in FILE_SUFFIXES:
@@ -140,7 +139,7 @@ def _called(made: Any, x: Tensor) -> Predictor:
     except RuntimeError as error:
         if "requires grad" not in str(error):
             raise
-        answer, made = made(x), Ungraded(made)
+        answer, made = made(x), partial(_without_gradient, made)
     match answer:
         case np.ndarray() | Tensor() if _are_probabilities(torch.as_tensor(answer)):
             return from_function(made, "probs")
@@ -153,14 +152,8 @@ def _are_probabilities(answer: Tensor) -> bool:
     return sums and bool((answer >= 0).all())
 
 
-@dataclass(frozen=True)
-class Ungraded:
-    """A function asked for answers alone, whose input asks for no gradient."""
-
-    function: Any
-
-    def __call__(self, x: Tensor) -> Any:
-        return self.function(x.detach())
+def _without_gradient(function: Any, x: Tensor) -> Any:
+    return function(x.detach())
 
 
 def _kind(model: Any) -> str | None:

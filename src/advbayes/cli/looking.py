@@ -1,5 +1,4 @@
-"""`advbayes datasets`, `show`, `report`: the data at hand, what is in a run or a bundle, and one
-HTML file to look at and to send."""
+"""`advbayes datasets`, `show`, `report`."""
 
 from __future__ import annotations
 

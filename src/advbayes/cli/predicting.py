@@ -36,8 +36,7 @@ Columns = dict[str, list[Any]]
 
 
 def check_task(trained: Trained, *, level: float | None, threshold: float | None) -> None:
-    """Refuse what says nothing for the model's task: a level of intervals for classes, a threshold
-    on probabilities for numbers."""
+    """Refuse a level of intervals for classes and a threshold on probabilities for numbers."""
     if trained.task == "classification" and level is not None:
         wanted = "level: must be left out for a classifier, which gives probabilities, no intervals"
         raise ConfigError(f"{wanted}, got {level:g}")
@@ -129,8 +128,7 @@ def _read_npz(trained: Trained, path: Path) -> Tensor:
 
 
 def tabulate(trained: Trained, x: Tensor, *, num_thetas: int = 20, level: float = LEVEL) -> Columns:
-    """One value for each row: class, confidence, entropy and probabilities, or mean, standard
-    deviation and interval."""
+    """Columns: class, confidence, entropy, probabilities; or mean, deviation and interval."""
     predict = trained.predict(num_thetas)
     parts: list[Columns] = []
     with torch.no_grad(), Progress("predict", len(x)) as bar:
@@ -175,8 +173,7 @@ def decide(columns: Columns, names: tuple[str, ...], positive: str, threshold: f
 
 
 def _numbers(prediction: Any, trained: Trained, level: float) -> Columns:
-    """Mean, standard deviation and the central interval from the predictive's own quantiles, in the
-    target's unit."""
+    """Mean, deviation and central interval (by quantiles), in the target's unit."""
     edges = [metrics.quantile(prediction, 0.5 + sign * level / 2).cpu() for sign in (-1, 1)]
     moments = prediction.mean.cpu(), prediction.variance.sqrt().cpu()
     mean, std, low, high = (value.reshape(len(value), -1) for value in (*moments, *edges))  # (B, D)

@@ -110,21 +110,18 @@ def downloads(*, quiet: bool = False) -> Iterator[Callable[[str, int, int | None
 
     name = TextColumn("{task.description}", markup=False)
     columns = (name, BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console(stderr=True))
     hidden = quiet or not sys.stderr.isatty()
+    bar = Progress(*columns, console=console(stderr=True), disable=hidden)
     tasks: dict[str, Any] = {}
 
     def tell(file: str, done: int, total: int | None) -> None:
-        if hidden:
-            return
-        if not tasks:
-            bar.start()
         if file not in tasks:
+            bar.start()
             tasks[file] = bar.add_task(file, total=total)
         bar.update(tasks[file], completed=done, total=total)
 
     try:
         yield tell
     finally:
-        if tasks:
+        if tasks and not hidden:
             bar.stop()

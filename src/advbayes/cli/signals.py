@@ -12,15 +12,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 # seconds that a step or an import may still take; what is on disk is whole at any moment
 LIMIT = 4.0
 AGAIN = 0.05  # seconds until an import is looked at again
 NUMBERS = (signal.SIGTERM, signal.SIGINT)
-_Handler = Callable[[int, FrameType | None], None]
 
 _console = False  # whether the process is the console program, which may be ended from here
 
@@ -63,22 +62,6 @@ def importing(frame: FrameType | None) -> bool:
     return False
 
 
-@contextmanager
-def _handlers(by_number: Mapping[signal.Signals, _Handler]) -> Iterator[None]:
-    """These handlers for the length of the block; nothing fires afterwards. Only the main thread
-    may set any."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number, handler in by_number.items()}
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 class Finishing:
     """Puts a signal off until the step is done: call it after each step, true means stop.
 
@@ -95,18 +78,23 @@ class Finishing:
         self.code = 0  # 143 or 130 once a signal came
         self._stepping = self._raised = False
         self._number, self._deadline = 0, 0.0  # of the signal that ends all
-        self._set = _handlers(dict.fromkeys(numbers, self._note) | {signal.SIGALRM: self._late})
+        self._own = dict.fromkeys(numbers, self._note) | {signal.SIGALRM: self._late}
+        self._before: dict[signal.Signals, Any] = {}
 
     def __call__(self) -> bool:
         self._stepping = True
         return self.code != 0
 
     def __enter__(self) -> Finishing:
-        self._set.__enter__()
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            self._before = {number: signal.signal(number, own) for number, own in self._own.items()}
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._set.__exit__(None, None, None)
+        if self._before:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self._stepping or self.code:
@@ -135,10 +123,8 @@ class Finishing:
             raise Stopped(self._number)
 
 
-@contextmanager
-def watched() -> Iterator[None]:
-    """Around work with something to save: SIGTERM, and Ctrl-C in the console program, raise
-    `Stopped`."""
+def watched() -> Finishing:
+    """Around work with something to save but no steps: SIGTERM, and Ctrl-C in the console program,
+    raise `Stopped` at once."""
     numbers = NUMBERS if _console else (signal.SIGTERM,)
-    with Finishing(numbers=numbers):  # of no steps: a signal ends it at once
-        yield
+    return Finishing(numbers=numbers)

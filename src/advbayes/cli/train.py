@@ -51,8 +51,7 @@ def _tell(run: Run, as_json: bool, what: str, hint: str = "") -> None:
 
 
 def parse(key: str, text: Any) -> Any:
-    """The value that a flag's text stands for; text that does not fit is left for the schema to
-    refuse.
+    """The value of a flag as text; what does not fit is left for the schema to refuse.
 
     >>> parse("hidden", "32,16"), parse("noise_scale", "learned"), parse("lr", "fast")
     ([32, 16], 'learned', 'fast')

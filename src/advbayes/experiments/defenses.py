@@ -95,8 +95,7 @@ def prior_over_eps(config: RunConfig, data: Prepared) -> Channel:
 
 
 def within_the_box(config: RunConfig, data: Prepared) -> Channel:
-    """Many-step attacks that stay within the data's box, under a prior over eps that reaches a
-    tenth beyond the run's: small budgets keep the first steps of training stable."""
+    """Many-step attacks within the data's box; eps has a prior, for stable first steps."""
     loss = squared_error if data.dataset.task == "regression" else nll
     shares = {0.3: 0.1, 0.7: 0.2, 1.1: 0.7}
     attacks = [

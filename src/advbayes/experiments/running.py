@@ -1,10 +1,9 @@
 """Do what is left of an experiment, one unit after the other or side by side; a kill loses at most
 the units under way.
 
-<out>/<experiment>/parts/    each unit (row x seed) while the experiment grows: records, then its
-line of the manifest <out>/<experiment>/          records.jsonl.gz, manifest.json, table.md,
-figures: all of what is done <out>/models/                trained posteriors, shared by the
-    experiments
+OUT/NAME/parts/  each unit (row x seed) until it is collected: records, then a line of the manifest
+OUT/NAME/        records.jsonl.gz, manifest.json, table.md, figures: all of what is done
+OUT/models/      trained posteriors, shared by the experiments
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -95,15 +94,12 @@ def _check_same(folder: Path, experiment: Experiment, done: dict[str, dict[str, 
         if about["row"] not in experiment.rows:
             continue  # a defense that is not asked for this time
         now = made_from(Unit(experiment, about["row"], about["seed"]))
-        before = {
-            **about["config"],
-            **{key: about.get(key, now[key]) for key in ("num_test", "content")},
-        }
-        if other := sorted(
-            key for key in now.keys() | before.keys() if now.get(key) != before.get(key)
-        ):
+        told = {key: about.get(key, now[key]) for key in ("num_test", "content")}
+        before = about["config"] | told
+        keys = sorted(key for key in now.keys() | before.keys() if now.get(key) != before.get(key))
+        if keys:
             was, wanted = (
-                ", ".join(f"{key} {part.get(key)}" for key in other) for part in (before, now)
+                ", ".join(f"{key} {part.get(key)}" for key in keys) for part in (before, now)
             )
             raise InputError(
                 f"{folder} holds a comparison with {was}; asked for {wanted}. Give another --out, "
@@ -136,15 +132,16 @@ def work(spec: Spec, folder: Path, models: Path, row: str, seed: int) -> float:
 
 def packed(records: Sequence[Record]) -> bytes:
     """JSON lines, compressed; the same records give the same bytes."""
-    lines = [json.dumps(each, separators=(",", ":"), allow_nan=False) + "\n" for each in records]
-    return _compressed([line.encode() for line in lines])
+    lines = (json.dumps(each, separators=(",", ":"), allow_nan=False) for each in records)
+    return _compressed(f"{line}\n".encode() for line in lines)
 
 
-def _compressed(lines: Sequence[bytes]) -> bytes:
+def _compressed(lines: Iterable[bytes]) -> bytes:
     return gzip.compress(b"".join(lines), 9, mtime=0)
 
 
-def _lines(path: Path) -> list[bytes]:
+def read_lines(path: Path) -> list[bytes]:
+    """The lines of a file of records."""
     return gzip.decompress(path.read_bytes()).splitlines(keepends=True)
 
 
@@ -282,18 +279,20 @@ def collect(folder: Path, spec: Spec, experiment: Experiment) -> None:
     units = finished(folder)
     records: dict[str, list[bytes]] = {}
     if (folder / RECORDS).is_file():
-        for line in _lines(folder / RECORDS):
+        for line in read_lines(folder / RECORDS):
             each = json.loads(line)
             records.setdefault(key_of(each["row"], each["seed"]), []).append(line)
     parts = {name: _part(folder, unit["row"], unit["seed"]) for name, unit in units.items()}
     parts = {name: path for name, path in parts.items() if path.exists()}
     for name, path in parts.items():
-        records[name] = _lines(path.with_suffix(".jsonl.gz"))
+        records[name] = read_lines(path.with_suffix(".jsonl.gz"))
     order = {row: index for index, row in enumerate(experiment.rows)}
-    names = sorted(
-        units, key=lambda name: (order.get(units[name]["row"], len(order)), units[name]["seed"])
-    )
-    whole = _compressed([line for name in names for line in records[name]])
+
+    def place(name: str) -> tuple[int, int]:
+        return order.get(units[name]["row"], len(order)), units[name]["seed"]
+
+    names = sorted(units, key=place)
+    whole = _compressed(line for name in names for line in records[name])
     store.write_bytes(folder / RECORDS, whole)
     manifest = {
         "experiment": spec.name,

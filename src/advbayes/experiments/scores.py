@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 from collections import defaultdict
@@ -16,7 +15,7 @@ import numpy.typing as npt
 from scipy.special import stdtrit
 
 from advbayes import metrics, store
-from advbayes.experiments.running import MANIFEST, RECORDS
+from advbayes.experiments.running import MANIFEST, RECORDS, read_lines
 from advbayes.report.words import METRICS
 
 Array = npt.NDArray[np.float64]
@@ -68,10 +67,7 @@ class Scores:
     def __init__(self, folder: Path) -> None:
         manifest: Any = store.read_document(folder / MANIFEST)
         self.manifest: dict[str, Any] = manifest
-        self.records: list[dict[str, Any]] = [
-            json.loads(line)
-            for line in gzip.decompress((folder / RECORDS).read_bytes()).splitlines()
-        ]
+        self.records: list[dict[str, Any]] = [*map(json.loads, read_lines(folder / RECORDS))]
         columns: dict[Any, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         for each in self.records:
             if "eps" in each:
@@ -174,8 +170,7 @@ class Scores:
         return max(p_seeds, metrics.paired_t(*means))
 
     def best(self, metric: str, rows: Sequence[str], cell: Cell) -> str | None:
-        """The row with the best mean, if it is significantly better than every other one with
-        enough seeds (Holm, 5 %); None if there is none, or it has too few seeds itself."""
+        """The row with the best mean, if better than all that have enough seeds (Holm, 5 %)."""
         sign = _sign(metric)
         first = min(rows, key=lambda row: sign * self.summary(metric, row, cell).mean)
         enough = [row for row in rows if len(self.seeds(row)) >= MIN_SEEDS]

@@ -70,13 +70,13 @@ def _table(head: Sequence[str], rows: Mapping[str, Iterable[object]]) -> str:
     return Grid(head, [[names[row], *cells] for row, cells in rows.items()]).markdown()
 
 
-def _beside(value: float, mean: float) -> str:
+def _section(title: str, head: Sequence[str], rows: Mapping[str, Iterable[object]]) -> str:
+    return f"## {title}\n\n{_table(head, rows)}"
+
+
+def _beside(ours: str, mean: float, sd: float | None = None) -> str:
     """Our number above the paper's."""
-    return f"{value:.2f}<br>{_paper(mean)}"
-
-
-def _paper(mean: float, sd: float | None = None) -> str:
-    return f"paper {mean:.2f}" + ("" if sd is None else f" ({sd:.2f})")
+    return f"{ours}<br>paper {mean:.2f}" + ("" if sd is None else f" ({sd:.2f})")
 
 
 def attack_table(experiment: Experiment, scores: Scores, folder: Path) -> View:
@@ -89,13 +89,13 @@ def attack_table(experiment: Experiment, scores: Scores, folder: Path) -> View:
         reported = REPORTED.get(experiment.reported, {}).get(metric, {}).get(row, {})
         for name, cell in cells.items():
             text = scores.text(metric, row, cell, bold=best[name] == row)
-            yield f"{text}<br>{_paper(*reported[name])}" if name in reported else text
+            yield _beside(text, *reported[name]) if name in reported else text
 
     for metric in experiment.metrics:
         best = {name: scores.best(metric, scores.rows, cell) for name, cell in cells.items()}
         head = ["row", "seeds", *(["audit"] if levels else []), *cells]
-        table = _table(head, {row: line(metric, row, best) for row in scores.rows})
-        yield f"## {METRICS[metric].label} ({METRICS[metric].better} is better)\n\n{table}"
+        title = f"{METRICS[metric].label} ({METRICS[metric].better} is better)"
+        yield _section(title, head, {row: line(metric, row, best) for row in scores.rows})
     few = [row for row in scores.rows if len(scores.seeds(row)) < MIN_SEEDS]
     rule = "Bold: better than every other row of its column (paired tests, Holm, 5 %)."
     if few:
@@ -105,8 +105,8 @@ def attack_table(experiment: Experiment, scores: Scores, folder: Path) -> View:
         )
     if "uniform" in scores.rows and "nll" in experiment.metrics:
         nll = scores.mean("nll", "uniform", next(iter(cells.values())))
-        rule += f" Above ln {math.exp(nll):.0f} = {nll:.3f} an NLL is worse than the uniform "
-        rule += "predictor's."
+        uniform = f"ln {math.exp(nll):.0f} = {nll:.3f}"
+        rule += f" Above {uniform} an NLL is worse than the uniform predictor's."
     over = "of an accuracy over examples, of the others over seeds"
     if "rmse" in experiment.metrics:
         over, rule = "over seeds", f"{rule} RMSE and NLL are those of the standardised target."
@@ -140,7 +140,7 @@ def pairs(experiment: Experiment, scores: Scores, folder: Path) -> View:
             f"{first} - {second}": [difference(metric, first, second, c) for c in cells.values()]
             for first, second in drawn
         }
-        yield f"### {METRICS[metric].label}\n\n{_table(['rows', *cells], rows)}"
+        yield "#" + _section(METRICS[metric].label, ["rows", *cells], rows)
 
 
 def _levels(folder: Path) -> dict[str, str]:
@@ -196,12 +196,12 @@ def readings(experiment: Experiment, scores: Scores, folder: Path) -> View:
     for metric in ("rmse", "nll"):
         rows = {
             row: [
-                _beside(measured(metric, row, x, name, factors[y]), mean)
+                _beside(f"{measured(metric, row, x, name, factors[y]):.2f}", mean)
                 for name, (mean, _) in reported[metric][row].items()
             ]
             for row in names
         }
-        yield f"## {METRICS[metric].label} in that reading\n\n{_table(['row', *columns], rows)}"
+        yield _section(f"{METRICS[metric].label} in that reading", ["row", *columns], rows)
 
 
 def front(experiment: Experiment, scores: Scores, folder: Path) -> View:
@@ -225,8 +225,8 @@ def front(experiment: Experiment, scores: Scores, folder: Path) -> View:
         ]
         for row in scores.rows
     }
-    table = _table(["row", "seeds", "clean", *(f"eps {eps:g}" for eps in radii)], rows)
-    yield f"## RMSE on the test rows, in standard deviations of y\n\n{table}"
+    head = ["row", "seeds", "clean", *(f"eps {eps:g}" for eps in radii)]
+    yield _section("RMSE on the test rows, in standard deviations of y", head, rows)
     limit = 1.1 * mean("BL", clean["validation"])
     allowed = [row for row in defended if mean(row, clean["validation"]) <= limit] or defended
     chosen = {}
@@ -302,15 +302,16 @@ def curves(experiment: Experiment, scores: Scores, folder: Path) -> View:
 
 def multi_step(experiment: Experiment, scores: Scores, folder: Path) -> View:
     """The table of SM-6 beside ours."""
+    row = scores.rows[0]
     for metric, columns in MULTI_STEP.items():
         rows = {
             f"{eps:g}": [
-                _beside(scores.mean(metric, scores.rows[0], Cell("test", name, eps)), values[index])
+                _beside(f"{scores.mean(metric, row, Cell('test', name, eps)):.2f}", values[index])
                 for name, values in columns.items()
             ]
             for index, eps in enumerate(experiment.radii)
         }
-        yield f"## {METRICS[metric].label} beside the paper's\n\n{_table(['eps', *columns], rows)}"
+        yield _section(f"{METRICS[metric].label} beside the paper's", ["eps", *columns], rows)
 
 
 def effects(experiment: Experiment, scores: Scores, folder: Path) -> View:
@@ -319,11 +320,11 @@ def effects(experiment: Experiment, scores: Scores, folder: Path) -> View:
     cells = _cells(experiment)
 
     def effect(metric: str, high: str, low: str, cell: Cell) -> str:
-        both = [(row, row.replace(high, low)) for row in scores.rows if high in row]
+        pairs = {row: row.replace(high, low) for row in scores.rows if high in row}
         gaps = [
-            scores.mean(metric, a, cell) - scores.mean(metric, b, cell)
-            for a, b in both
-            if b in scores.rows
+            scores.mean(metric, row, cell) - scores.mean(metric, other, cell)
+            for row, other in pairs.items()
+            if other in scores.rows
         ]
         return f"{np.mean(gaps):+.3f} ({min(gaps):+.3f} to {max(gaps):+.3f})" if gaps else ""
 
@@ -333,7 +334,7 @@ def effects(experiment: Experiment, scores: Scores, folder: Path) -> View:
             for high, low in factors.items()
         }
         title = f"Effects on {METRICS[metric].label}: mean and range of the differences"
-        yield f"## {title}\n\n{_table(['factor', *cells], rows)}"
+        yield _section(title, ["factor", *cells], rows)
 
 
 def certified(experiment: Experiment, scores: Scores, folder: Path) -> View:

@@ -68,9 +68,7 @@ def report_runs(
 
     runs = [Run.open(folder) for folder in run_folders]
     names = _names(runs)
-    evaluations = {
-        name: _evaluations(run, name, alone=len(runs) == 1) for name, run in names.items()
-    }
+    evaluations = {name: _evaluations(run, name) for name, run in names.items()}
     evaluation = merged([one for several in evaluations.values() for one in several])
     for name, several in evaluations.items():
         if not any(_comparable(one, evaluation) for one in several):
@@ -175,16 +173,14 @@ def _names(runs: Sequence[Run]) -> dict[str, Run]:
     return next(whole, {str(run.path): run for run in runs})
 
 
-def _evaluations(run: Run, name: str, *, alone: bool) -> list[Evaluation]:
-    """The evaluations of a run; beside others its predictors carry its name."""
+def _evaluations(run: Run, name: str) -> list[Evaluation]:
+    """The evaluations of a run, whose predictors carry its name."""
     if not run.evaluations:
         wanted = f"at least one evaluation in the run (`advbayes evaluate {run.path}` makes one)"
         raise store.StoreError(run.path, wanted=wanted, got="none")
-    evaluations = [load_evaluation(folder) for folder in run.evaluations]
-    defense = run.config.defense
-    if alone or defense == name:
-        return evaluations
-    return [_renamed(one, defense, name) for one in evaluations]
+    return [
+        _renamed(load_evaluation(folder), run.config.defense, name) for folder in run.evaluations
+    ]
 
 
 def _renamed(evaluation: Evaluation, old: str, new: str) -> Evaluation:

@@ -90,8 +90,7 @@ def markdown(document: Document, provenance: Mapping[str, Any], *, digest: str) 
 
 
 def spreadsheet(document: Document) -> str:
-    """The table of results as CSV, one value a line, as recorded; scores of a standardised target
-    with their unit."""
+    """The table of results as CSV, one value a line, as recorded, with its unit."""
     place, numbers = ("predictor", "attack", "eps"), ("value", "low", "high")
     file = io.StringIO()
     writer = csv.writer(file, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")

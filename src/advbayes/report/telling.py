@@ -127,8 +127,7 @@ def headline(document: Document) -> Iterator[str]:
 
 
 def _no_better(document: Document, row: Mapping[str, Any]) -> str:
-    """What a predictor that never looks at the input makes of the same examples, where that is no
-    worse."""
+    """What a predictor that never looks at the input makes of it, where that is no worse."""
     metric, sign = document["metric"], -1 if document["metric"] == "accuracy" else 1
     trivial = [
         (sign * float(each["clean"]["value"]), each)

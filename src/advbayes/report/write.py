@@ -21,8 +21,7 @@ from advbayes.store import write_bytes
 
 @dataclass(frozen=True)
 class ReportPaths:
-    """Where the parts of a report are; `digest` is the SHA-256 of the JSON file, the same for two
-    runs of one seed."""
+    """Where the parts of a report are; `digest` is the SHA-256 of the JSON file."""
 
     html: Path
     markdown: Path

@@ -1,5 +1,4 @@
-"""The playground's page: controls on the left, one column for each defense. A thin layer over
-`advbayes.experiments.playground`; `advbayes playground` serves it."""
+"""The playground's page, which `advbayes playground` serves."""
 
 from __future__ import annotations
 
