@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -46,11 +46,14 @@ def attack(
     check_new("out", out, (".safetensors", ".npz"))
 
     import torch
+    from safetensors.torch import save
 
     from advbayes.cli.describe import column_of, said_units, units_within
+    from advbayes.cli.predicting import write_npz
     from advbayes.evaluation import score
     from advbayes.evaluation.measuring import attacked_in_batches
     from advbayes.progress import Progress
+    from advbayes.store import write_bytes
 
     _, trained, data = open_run(run, trusted=trust_network)
     x, y = data.x_test[:num], data.y_test[:num]
@@ -76,8 +79,12 @@ def attack(
         column = column_of("accuracy", None, ())
         right = (score(predict, each, y, "classification")["correct"] for each in (x, x_adv))
         before, after = (float(each.mean()) for each in right)
+    arrays = {"x": x, "x_adv": x_adv, "y": y}
     with watched():
-        _write(Path(out), {"x": x, "x_adv": x_adv, "y": y})
+        if Path(out).suffix.lower() == ".npz":
+            write_npz(Path(out), arrays)
+        else:
+            write_bytes(Path(out), save({name: each.contiguous() for name, each in arrays.items()}))
     units, norm = units_within(trained, ball), norm or trained.norm
     if json:
         result = {"run": run, "out": out, "attack": attack, "norm": norm, "num": len(x)}
@@ -87,19 +94,3 @@ def attack(
         say(f"{attack} within {norm} {said_units(units)}")
         change = f"{column.name} {before:.4g} before, {after:.4g} after"
         say(f"{counted(len(x))}: {change}; arrays in {out}")
-
-
-def _write(path: Path, arrays: dict[str, Any]) -> None:
-    import io
-
-    import numpy as np
-    from safetensors.torch import save
-
-    from advbayes.store import write_bytes
-
-    if path.suffix.lower() == ".npz":
-        buffer = io.BytesIO()
-        np.savez(buffer, **{name: value.numpy() for name, value in arrays.items()})
-        write_bytes(path, buffer.getvalue())
-    else:
-        write_bytes(path, save({name: value.contiguous() for name, value in arrays.items()}))

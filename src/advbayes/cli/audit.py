@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,9 +12,6 @@ from advbayes.cli.screen import emit, resumable, say
 from advbayes.cli.signals import watched
 from advbayes.cli.threat import ball_for, budgets, open_run, remark_thetas
 from advbayes.runs.config import ConfigError
-
-if TYPE_CHECKING:
-    from advbayes.auditing import Verdict
 
 BELOW = 3
 OF_MODELS = ("data", "target", "task", "classes", "report")
@@ -102,7 +97,7 @@ def audit(
         if ":" not in model:
             raise ConfigError(f"model: must be MODULE:FACTORY, got {model!r:.60}")
         if data is None or eps is None:
-            missing = [name for name, value in (("--data", data), ("--eps", eps)) if value is None]
+            missing = ["--data"] * (data is None) + ["--eps"] * (eps is None)
             wanted = "model: must go with --data and --eps"
             raise ConfigError(f"{wanted}, got no {' and '.join(missing)}")
         from advbayes.cli.foreign import load_foreign
@@ -121,10 +116,7 @@ def audit(
         with watched():
             verdict = foreign.audit(within, tier=tier, num=num, seed=seed)
             if report is not None:
-                command = shlex.join(["advbayes", *sys.argv[1:]])
-                paths = foreign.report(
-                    report, within, verdict, num=num or 200, seed=seed, command=command
-                )
+                paths = foreign.report(report, within, verdict, num=num or 200, seed=seed)
                 told["report"], end = str(paths.html), f"\nReport: {paths.html}"
     else:
         assert run is not None
@@ -171,7 +163,9 @@ def audit(
     if json:
         emit({**told, **verdict.json()})
     else:
-        say(f"{begin}\n{verdict}\n{plain(verdict)}{end}")
+        from advbayes.report.words import sentence
+
+        say(f"{begin}\n{verdict}\nLevel {verdict.level}: {sentence(verdict)}{end}")
     return BELOW if require is not None and verdict.level > require else 0
 
 
@@ -180,10 +174,3 @@ def _refuse_flags(context: typer.Context, names: Sequence[str], kind: str, came:
     given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
     if unwanted := [f"--{name.replace('_', '-')}" for name in given]:
         raise ConfigError(f"{', '.join(unwanted)}: must go with {kind}, got {came}")
-
-
-def plain(verdict: Verdict) -> str:
-    """What the level means."""
-    from advbayes.report.words import sentence
-
-    return f"Level {verdict.level}: {sentence(verdict)}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -53,9 +55,7 @@ class Foreign:
         rows, threat = (self.x[:num], self.y[:num]), ThreatModel(units="raw")
         return audit(self.predict, rows, ball=ball, tier=tier, threat_model=threat, seed=seed)
 
-    def report(
-        self, out: str, ball: Ball, verdict: Verdict, *, num: int, seed: int, command: str
-    ) -> ReportPaths:
+    def report(self, out: str, ball: Ball, verdict: Verdict, *, num: int, seed: int) -> ReportPaths:
         """A report of the usual attacks and of the audit."""
         names = ("pgd", "pgd_plus", "apgd", "square")
         attacks = {name: make_attack(name, ball, task=self.dataset.task) for name in names}
@@ -69,7 +69,7 @@ class Foreign:
             threat_model={"norm": type(ball).__name__, "eps": ball.eps, "units": "raw"},
             class_names=self.class_names,
             feature_names=self.dataset.feature_names,
-            reproduce={"commands": [command]},
+            reproduce={"commands": [shlex.join(["advbayes", *sys.argv[1:]])]},
         )
 
 
@@ -121,14 +121,9 @@ def _predictor(made: Any, x: Tensor, y: Tensor, task: str) -> Predictor:
         case BaseEstimator():
             scale = _rmse(made.predict, x.numpy(), y) if regression else None
             return from_sklearn(made, scale=scale)
-    if _answers(made):
+    if hasattr(made, "predict_proba"):
         return from_function(made.predict_proba, "probs", numpy=True)
     return _called(made, x[:2])
-
-
-def _answers(made: Any) -> bool:
-    """Whether it gives probabilities by the name that scikit-learn gave them."""
-    return callable(getattr(made, "predict_proba", None))
 
 
 def _called(made: Any, x: Tensor) -> Predictor:
@@ -164,13 +159,10 @@ def _kind(model: Any) -> str | None:
             raise ConfigError(f"{wanted}, got a {type(model).__name__} without classes_")
         case BaseEstimator():
             return "classification" if is_classifier(model) else "regression"
-        case _ if callable(model) or _answers(model):
+        case _ if callable(model) or hasattr(model, "predict_proba"):
             return None
-    wanted = (
-        "model: must give a torch.nn.Module, a fitted estimator, what has predict_proba, or a "
-        "Predictor"
-    )
-    raise ConfigError(f"{wanted}, got {type(model).__name__}")
+    kinds = "a torch.nn.Module, a fitted estimator, what has predict_proba, or a Predictor"
+    raise ConfigError(f"model: must give {kinds}, got {type(model).__name__}")
 
 
 def _places(y: Tensor, names: Sequence[str], wanted: Sequence[str]) -> Tensor:

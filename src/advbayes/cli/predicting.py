@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,11 @@ from advbayes.store import write_bytes
 LEVEL = 0.9  # of intervals, unless another is asked for
 _ROWS = 500
 _FAR = 10  # standard deviations: at most a hundredth of the training rows is beyond
+
+_NAMELESS = (
+    "; a .csv file is read by the names of its columns, and this model has none: save_pipeline "
+    "takes them as feature_names=[...], an .npz file to train on as an array feature_names"
+)
 
 Columns = dict[str, list[Any]]
 
@@ -82,13 +87,7 @@ def _read_csv(trained: Trained, path: Path) -> Tensor:
     names = trained.feature_names
     if not names:
         wanted = f"INPUT: must be an .npz file for a model of inputs of shape {trained.event}"
-        remedy = ""
-        if len(trained.event) == 1:
-            remedy = (
-                "; a .csv file is read by the names of its columns, and this model has none: "
-                "save_pipeline takes them as feature_names=[...], an .npz file to train on as an "
-                "array feature_names"
-            )
+        remedy = _NAMELESS if len(trained.event) == 1 else ""
         raise ConfigError(f"{wanted}, got {path}{remedy}")
     data = read_plain(path, MAX_CSV_BYTES)
     if trained.encoding is not None:
@@ -119,10 +118,9 @@ def _read_npz(trained: Trained, path: Path) -> Tensor:
         low, high = trained.box
         least, most = (float(edge) for edge in x.aminmax())
         if least < 2 * low - high or most > 2 * high - low:  # noise may leave the box, not that far
-            wanted = (
-                f"INPUT: must hold values from {low:g} to {high:g}, as the model was trained on"
-            )
-            raise ConfigError(f"{wanted}, got {least:g} to {most:g} in {path}; in other units?")
+            wanted = f"must hold values from {low:g} to {high:g}, as the model was trained on"
+            got = f"{least:g} to {most:g} in {path}; in other units?"
+            raise ConfigError(f"INPUT: {wanted}, got {got}")
     # images without a channel axis
     return x.unsqueeze(1) if x.ndim == len(trained.event) == 3 else x
 
@@ -210,11 +208,15 @@ def write_columns(path: Path, columns: Columns) -> None:
     """A .csv, .json or .npz file, at once or not at all."""
     match path.suffix.lower():
         case ".csv":
-            data = as_csv(columns).encode()
+            write_bytes(path, as_csv(columns).encode())
         case ".json":
-            data = json.dumps(columns, indent=1).encode()
+            write_bytes(path, json.dumps(columns, indent=1).encode())
         case _:
-            buffer = io.BytesIO()
-            np.savez(buffer, **{name: np.array(values) for name, values in columns.items()})  # type: ignore[arg-type]
-            data = buffer.getvalue()
-    write_bytes(path, data)
+            write_npz(path, columns)
+
+
+def write_npz(path: Path, arrays: Mapping[str, Any]) -> None:
+    """The arrays by name, at once or not at all."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **{name: np.asarray(values) for name, values in arrays.items()})  # type: ignore[arg-type]
+    write_bytes(path, buffer.getvalue())

@@ -219,16 +219,14 @@ def _show(evaluation: Evaluation) -> None:
     from rich.console import Console
 
     table = evaluation.table(("accuracy",))
-    rows = []
+    names, rows = ("clean", *evaluation.attacks), []
     for predictor in (*SETTINGS, PURIFIED):
         of_it = [row for row in table.rows if row.predictor == predictor and row.eps in (0.0, EPS)]
         at = {row.attack: row.values["accuracy"] for row in of_it}
-        values = [
-            f"{at[name].value:.3f}" if name in at else "" for name in ("clean", *evaluation.attacks)
-        ]
+        values = [f"{at[name].value:.3f}" if name in at else "" for name in names]
         worst = at["worst"]
         rows.append((predictor, *values, Column("").cell(worst.value, worst.low, worst.high)))
-    head = ("", "clean", *evaluation.attacks, "worst case")
+    head = ("", *names, "worst case")
     title = f"Accuracy on {evaluation.config['num']} test images, L2, eps = {EPS:g}"
     grid = Grid(head, rows, title, right=range(1, len(head)))
     Console(width=None if sys.stdout.isatty() else 120).print(grid.rich())

@@ -1,165 +1,38 @@
-"""The paper's cells, as printed: table -> metric -> row -> a (mean, sd) for each column."""
+"""The paper's numbers, as printed, from `reported.toml`."""
 
 from __future__ import annotations
 
 import re
+import tomllib
+from pathlib import Path
 
 Cell = tuple[float, float | None]  # mean, standard deviation over its repetitions
-FIVE = ("clean", "PGD1", "PGD", "PGD+", "ENT")
 
 
-def _parse(text: str, columns: tuple[str, ...] = FIVE) -> dict[str, dict[str, Cell]]:
-    """One row a line, its name first: `BL 0.96 (0.00) 0.32 (0.03)`.
+def parse(text: str, columns: str = "clean PGD1 PGD PGD+ ENT") -> dict[str, Cell]:
+    """A row of a table, by its columns.
 
-    >>> _parse("BL 0.96 (0.00) 0.32", ("clean", "PGD"))
-    {'BL': {'clean': (0.96, 0.0), 'PGD': (0.32, None)}}
+    >>> parse("0.96 (0.00) 0.32", "clean PGD")
+    {'clean': (0.96, 0.0), 'PGD': (0.32, None)}
     """
-    rows = {}
-    for line in text.strip().splitlines():
-        name, rest = re.fullmatch(r"\s*(.*?)\s+(-?\d.*)", line).groups()  # type: ignore[union-attr]
-        cells = re.findall(r"(-?\d+\.\d+)(?: \((\d+\.\d+)\))?", rest)
-        pairs = [(float(mean), float(sd) if sd else None) for mean, sd in cells]
-        rows[name] = dict(zip(columns, pairs, strict=True))
-    return rows
+    cells = re.findall(r"(-?\d+\.\d+)(?: \((\d+\.\d+)\))?", text)
+    pairs = [(float(mean), float(sd) if sd else None) for mean, sd in cells]
+    return dict(zip(columns.split(), pairs, strict=True))
 
 
-REPORTED: dict[str, dict[str, dict[str, dict[str, Cell]]]] = {
-    "mnist": {
-        "accuracy": _parse("""
-            BL 0.96 (0.00) 0.32 (0.03) 0.06 (0.03) 0.53 (0.04) 0.89 (0.00)
-            OS 0.84 (0.01) 0.72 (0.02) 0.58 (0.01) 0.73 (0.01) 0.83 (0.02)
-            OS50 0.96 (0.01) 0.81 (0.02) 0.67 (0.06) 0.84 (0.03) 0.93 (0.02)
-            MIX 0.97 (0.01) 0.86 (0.03) 0.70 (0.02) 0.87 (0.01) 0.94 (0.02)
-            NN 0.59 (0.02) 0.54 (0.03) 0.47 (0.01) 0.55 (0.03) 0.58 (0.01)
-            NN50 0.96 (0.01) 0.81 (0.01) 0.60 (0.02) 0.83 (0.01) 0.93 (0.01)
-            onPure 0.89 (0.03) 0.83 (0.04) 0.81 (0.03) 0.84 (0.03) 0.88 (0.05)
-            offPure 0.87 (0.01) 0.80 (0.01) 0.77 (0.02) 0.85 (0.01) 0.86 (0.02)
-            AT 0.87 (0.02) 0.44 (0.03) 0.14 (0.02) 0.60 (0.03) 0.79 (0.02)"""),
-        "nll": _parse("""
-            BL 0.12 (0.04) 6.95 (0.74) 16.33 (1.06) 3.02 (0.25) 0.41 (0.10)
-            OS 2.90 (0.26) 3.89 (0.23) 5.62 (0.45) 3.91 (0.13) 3.09 (0.33)
-            OS50 0.37 (0.12) 1.70 (0.29) 3.56 (0.97) 1.65 (0.43) 0.81 (0.09)
-            MIX 0.22 (0.09) 1.25 (0.19) 2.88 (0.81) 0.91 (0.30) 0.43 (0.15)
-            NN 9.24 (0.34) 9.83 (0.56) 10.70 (0.54) 9.72 (0.52) 9.37 (0.50)
-            NN50 0.38 (0.06) 1.91 (0.30) 4.64 (0.22) 1.89 (0.55) 0.81 (0.09)
-            onPure 3.46 (0.34) 3.79 (0.31) 4.10 (0.40) 3.68 (0.31) 3.38 (0.29)
-            offPure 10.18 (0.24) 10.78 (0.28) 10.71 (0.53) 10.28 (0.27) 9.69 (0.16)
-            AT 2.82 (0.47) 7.68 (0.34) 14.90 (0.61) 5.54 (0.20) 3.24 (0.56)"""),
-    },
-    "wine": {
-        "rmse": _parse("""
-            BL 0.75 (0.04) 15.32 (0.05) 15.19 (0.00) 22.47 (0.14) 15.63 (0.03)
-            MIX 0.74 (0.02) 1.11 (0.00) 1.09 (0.01) 1.53 (0.01) 1.12 (0.03)
-            NN50 0.79 (0.06) 0.93 (0.06) 0.90 (0.06) 0.96 (0.06) 0.89 (0.06)
-            onPure 1.11 (0.03) 1.07 (0.02) 1.11 (0.01) 1.08 (0.03) 1.08 (0.01)
-            offPure 1.13 (0.06) 1.13 (0.08) 1.15 (0.04) 1.14 (0.02) 1.10 (0.03)
-            AT 0.76 (0.02) 6.75 (0.03) 6.46 (0.09) 8.60 (0.05) 6.70 (0.02)"""),
-        "nll": _parse("""
-            BL 1.16 (0.06) 173.51 (1.97) 149.05 (0.95) 316.88 (3.57) 185.29 (1.23)
-            MIX 1.12 (0.02) 1.72 (0.03) 1.77 (0.07) 2.56 (0.08) 1.69 (0.04)
-            NN50 1.22 (0.05) 1.36 (0.05) 1.34 (0.06) 1.40 (0.06) 1.34 (0.05)
-            onPure 1.25 (0.06) 1.30 (0.06) 1.35 (0.08) 1.42 (0.07) 1.32 (0.06)
-            offPure 6.69 (0.33) 6.94 (0.38) 7.04 (0.51) 7.48 (0.49) 6.99 (0.57)
-            AT 1.15 (0.01) 21.70 (0.67) 22.88 (0.74) 30.91 (0.71) 20.43 (0.68)"""),
-    },
-    "energy": {
-        "rmse": _parse("""
-            BL 2.32 (1.34) 8.14 (0.15) 8.55 (0.21) 9.73 (0.12) 8.11 (0.36)
-            MIX 2.27 (1.01) 2.95 (0.18) 2.93 (0.10) 4.69 (0.21) 2.95 (0.29)
-            NN50 2.25 (0.79) 3.86 (0.16) 3.71 (0.16) 5.91 (0.31) 3.86 (0.17)
-            onPure 2.96 (0.13) 3.03 (0.30) 3.19 (0.38) 3.17 (0.12) 3.10 (0.24)
-            offPure 2.85 (0.21) 2.88 (0.26) 2.98 (0.38) 3.18 (0.15) 3.13 (0.33)
-            AT 2.41 (1.09) 6.25 (0.34) 6.26 (0.24) 8.59 (0.36) 6.26 (0.49)"""),
-        "nll": _parse("""
-            BL 0.64 (0.03) 172.29 (4.56) 160.89 (7.53) 221.56 (0.98) 168.03 (4.11)
-            MIX 1.50 (0.07) 3.47 (0.28) 3.33 (0.15) 6.78 (0.68) 3.49 (0.34)
-            NN50 1.75 (0.05) 3.52 (0.19) 3.48 (0.21) 5.59 (0.33) 3.65 (0.20)
-            onPure 6.09 (0.63) 7.41 (0.85) 7.23 (0.74) 7.97 (0.86) 7.28 (0.68)
-            offPure 30.52 (3.14) 36.98 (4.21) 36.11 (3.69) 39.66 (4.20) 36.32 (3.44)
-            AT 1.33 (0.05) 14.00 (1.25) 13.09 (1.60) 23.19 (1.09) 14.78 (2.13)"""),
-    },
-    "california": {
-        "rmse": _parse("""
-            BL 0.20 (0.01) 0.44 (0.02) 0.43 (0.02) 0.76 (0.02) 0.45 (0.01)
-            MIX 0.23 (0.01) 0.53 (0.01) 0.52 (0.02) 0.63 (0.01) 0.52 (0.01)
-            NN50 0.33 (0.01) 0.42 (0.01) 0.41 (0.01) 0.46 (0.02) 0.42 (0.02)
-            onPure 0.44 (0.02) 0.42 (0.01) 0.44 (0.01) 0.45 (0.02) 0.43 (0.02)
-            offPure 0.43 (0.02) 0.43 (0.01) 0.45 (0.02) 0.45 (0.03) 0.45 (0.03)
-            AT 0.31 (0.01) 1.58 (0.03) 1.69 (0.01) 3.82 (0.05) 1.97 (0.04)"""),
-        "nll": _parse("""
-            BL -0.15 (0.08) 2.03 (0.10) 1.96 (0.12) 4.96 (0.29) 1.84 (0.21)
-            MIX -0.00 (0.03) 1.71 (0.19) 1.73 (0.07) 2.36 (0.16) 1.56 (0.14)
-            NN50 0.33 (0.03) 0.58 (0.05) 0.56 (0.04) 0.70 (0.04) 0.62 (0.05)
-            onPure 2.11 (0.31) 2.23 (0.35) 2.34 (0.43) 2.75 (0.59) 2.41 (0.53)
-            offPure 9.73 (1.06) 10.24 (1.11) 10.20 (0.97) 11.90 (1.16) 10.39 (1.31)
-            AT 0.44 (0.01) 3.49 (0.30) 3.67 (0.27) 14.01 (0.62) 2.91 (0.09)"""),
-    },
-    "iwae": {
-        "accuracy": _parse(
-            """
-            surrogate K=1 0.93 (0.09) 0.67 (0.27)
-            surrogate K=5 0.98 (0.02) 0.77 (0.15)
-            surrogate K=10 0.98 (0.02) 0.76 (0.19)
-            surrogate K=50 0.99 (0.01) 0.83 (0.14)
-            IWAE K=1 0.96 (0.05) 0.71 (0.24)
-            IWAE K=5 0.97 (0.02) 0.63 (0.14)
-            IWAE K=10 0.97 (0.04) 0.71 (0.02)
-            IWAE K=50 0.98 (0.01) 0.74 (0.09)""",
-            ("clean", "PGD"),
-        )
-    },
-    "cifar10": {
-        "accuracy": _parse("""
-            BL 0.89 (0.01) 0.45 (0.01) 0.44 (0.05) 0.43 (0.00) 0.53 (0.04)
-            MIX 0.91 (0.01) 0.80 (0.01) 0.79 (0.01) 0.81 (0.01) 0.83 (0.01)
-            AT 0.92 (0.00) 0.71 (0.02) 0.73 (0.02) 0.75 (0.00) 0.80 (0.01)"""),
-        "nll": _parse("""
-            BL 0.38 (0.03) 1.56 (0.02) 1.51 (0.00) 1.61 (0.04) 1.38 (0.02)
-            MIX 0.35 (0.05) 0.61 (0.06) 0.62 (0.02) 0.61 (0.02) 0.52 (0.03)
-            AT 0.30 (0.05) 0.73 (0.03) 0.73 (0.00) 0.70 (0.03) 0.61 (0.00)"""),
-    },
-    "resnet18": {
-        "accuracy": _parse(
-            """
-            BL 0.81 0.32 0.32
-            MIX 0.79 0.52 0.53
-            NN 0.76 0.58 0.58
-            AT 0.41 0.05 0.05""",
-            ("clean", "PGD1", "PGD"),
-        )
-    },
+def _rows(rows: dict[str, str]) -> dict[str, dict[str, Cell]]:
+    columns = {"columns": rows.pop("columns")} if "columns" in rows else {}
+    return {row: parse(text, **columns) for row, text in rows.items()}
+
+
+_PAPER = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+# table -> metric -> row -> column
+REPORTED = {
+    table: {metric: _rows(rows) for metric, rows in metrics.items()}
+    for table, metrics in _PAPER["tables"].items()
 }
-
-# SM-6, MNISTmultiAT: for each attack one value at each of `PAPER_RADII`; clean accuracy 0.95.
-MULTI_STEP: dict[str, dict[str, tuple[float, ...]]] = {
-    "accuracy": {
-        "PGD1": (0.96, 0.88, 0.75, 0.59, 0.41, 0.28, 0.18),
-        "PGD": (0.95, 0.86, 0.77, 0.41, 0.15, 0.06, 0.01),
-        "PGD+": (0.94, 0.92, 0.85, 0.74, 0.56, 0.45, 0.34),
-        "ENT": (0.95, 0.94, 0.90, 0.87, 0.83, 0.81, 0.69),
-    },
-    "nll": {
-        "PGD1": (0.37, 1.10, 2.02, 4.41, 6.56, 10.08, 13.81),
-        "PGD": (0.32, 1.05, 2.27, 4.25, 15.49, 19.74, 21.56),
-        "PGD+": (0.41, 0.60, 0.87, 2.55, 5.02, 7.40, 9.51),
-        "ENT": (0.31, 0.45, 0.74, 0.88, 1.60, 2.20, 2.86),
-    },
-}
-
-# SM-6, Table of times in ms: training a batch, standard and MIX; inference a sample, standard and
-# onPure.
-COST = {
-    "mnist": (2.48, 4.69, 1.60, 2470.0),
-    "wine": (0.75, 0.70, 0.63, 3.39),
-    "energy": (0.74, 0.66, 0.65, 3.47),
-    "california": (0.74, 0.68, 0.62, 3.44),
-}
-
-# MNIST at sigma 1.0, 10,000 images, 100,000 draws, from the authors' public records: average
-# certified radius, and certified accuracy at radius 2.
-CERTIFIED = (
-    ("Gaussian training", 1.62, 0.33),
-    ("Consistency", 1.76, 0.43),
-    ("SmoothAdv with consistency", 1.82, 0.45),
-    ("SmoothMix", 1.82, 0.45),
-)
+MULTI_STEP: dict[str, dict[str, list[float]]] = _PAPER[
+    "multi_step"
+]  # metric -> attack -> by radius
+COST: dict[str, list[float]] = _PAPER["cost"]
+CERTIFIED: dict[str, tuple[float, float]] = _PAPER["certified"]

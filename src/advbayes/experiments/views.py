@@ -345,7 +345,7 @@ def certified(experiment: Experiment, scores: Scores, folder: Path) -> View:
         radii = right * np.array([each["radius"] for each in scores.of(row)])
         shares = [((radii >= radius) & right).mean() for radius in at]
         rows[row] = [f"{each:.3f}" for each in (radii.mean(), *shares)]
-    for name, radius, share in CERTIFIED:
+    for name, (radius, share) in CERTIFIED.items():
         rows[f"*{name} (published)*"] = [f"{radius:.2f}", "", "", "", f"{share:.2f}"]
     yield _table(["row", "average radius", *(f"accuracy at {radius:g}" for radius in at)], rows)
 

@@ -213,10 +213,12 @@ def _security_curve(document: Mapping[str, Any], metric: str) -> Figure:
 
     summary = []
     for curve in curves:
-        steps = ", ".join(
-            f"{_written(metric, p['value'])} at ε = {short(p['eps'])}" for p in curve["points"]
+        values = ((p["value"], short(p["eps"])) for p in curve["points"])
+        steps = (
+            f"{f'{percent(value)} %' if about.share else number(value)} at ε = {eps}"
+            for value, eps in values
         )
-        summary.append(f"{curve['attack' if single else 'predictor']}: {steps}")
+        summary.append(f"{curve['attack' if single else 'predictor']}: {', '.join(steps)}")
     title, description = f"{about.label} as the attacker's budget grows", ". ".join(summary) + "."
     better = {"higher": "Higher is better.", "lower": "Lower is better."}.get(about.better, "")
     dotted = "; the dotted line is the best possible without looking at the input" if floor else ""
@@ -236,10 +238,6 @@ def _sized(point: Mapping[str, Any], size: float) -> dict[str, Any]:
 def _spans(values: Sequence[float]) -> bool:
     """Whether the values are so far apart that a linear axis would show the largest alone."""
     return min(values) > 0 and max(values) > 20 * min(values)
-
-
-def _written(metric: str, value: Any) -> str:
-    return f"{percent(value)} %" if METRICS[metric].share else number(value)
 
 
 def _trivial(document: Mapping[str, Any], metric: str) -> list[float]:
@@ -281,12 +279,12 @@ def _reliability(i: int, name: str, entries: Sequence[Mapping[str, Any]]) -> Fig
     summary = ". ".join(
         f"{telling.under(entry).capitalize()}: {telling.calibrated(entry)}" for entry in entries
     )
-    options: Any = {
+    said: Any = {
         "title": "Reliability diagram",
         "description": f"{name}. {summary}. Points below the diagonal are overconfident.",
-        "size": (3.1, 2.9),
     }
-    return Figure(draw(paint, name=f"reliability-{i}", **options), f"{summary}.", name)
+    svg = draw(paint, name=f"reliability-{i}", size=(3.1, 2.9), **said)
+    return Figure(svg, f"{summary}.", name)
 
 
 def _coverages(document: Mapping[str, Any]) -> Figure:

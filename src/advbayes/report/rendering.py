@@ -124,12 +124,12 @@ def bars(view: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
     if len(chosen) > 12:
         chosen = sorted({*sorted(chosen, key=lambda i: -probabilities[i])[:7], view["truth_class"]})
     top, width = 40.0, 120.0 / len(chosen)
-    named = all(len(classes[i]) <= 2 for i in chosen)
     order = sorted(chosen, key=lambda i: -probabilities[i])[:3]
+    likeliest = (f"{classes[i]} {percent(probabilities[i], 0)} %" for i in order)
+    kinds = {view["class"]: "said", view["truth_class"]: "truth"}
     return {
-        "label": "Probabilities: "
-        + ", ".join(f"{classes[i]} {percent(probabilities[i], 0)} %" for i in order),
-        "named": named,
+        "label": f"Probabilities: {', '.join(likeliest)}",
+        "named": all(len(classes[i]) <= 2 for i in chosen),
         "bars": [
             {
                 "x": round(k * width + 0.12 * width, 2),
@@ -138,11 +138,7 @@ def bars(view: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
                 "y": round(top - top * probabilities[i], 2),
                 "middle": round((k + 0.5) * width, 2),
                 "name": classes[i],
-                "kind": "truth"
-                if i == view["truth_class"]
-                else "said"
-                if i == view["class"]
-                else "other",
+                "kind": kinds.get(i, "other"),
             }
             for k, i in enumerate(chosen)
         ],

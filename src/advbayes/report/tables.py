@@ -99,15 +99,12 @@ def examples(gallery: Mapping[str, Any]) -> Grid:
         for predictor in example["predictors"]:
             for view in predictor["views"]:
                 if gallery["classes"]:
-                    answer = (
-                        f"{view['says']} ({percent(view['probabilities'][view['class']], 0)} %)"
-                    )
+                    sure = percent(view["probabilities"][view["class"]], 0)
+                    answer = f"{view['says']} ({sure} %)"
                 else:
                     answer = f"{short(view['mean'])} ± {short(view['spread'], 3)}"
-                moved = short(view[norm])
-                rows.append(
-                    [example["index"], truth, predictor["name"], view["label"], moved, answer]
-                )
+                of = [example["index"], truth, predictor["name"], view["label"]]
+                rows.append([*of, short(view[norm]), answer])
     return Grid(["example", "truth", "predictor", "input", "moved by", "prediction"], rows)
 
 

@@ -129,18 +129,18 @@ def headline(document: Document) -> Iterator[str]:
 def _no_better(document: Document, row: Mapping[str, Any]) -> str:
     """What a predictor that never looks at the input makes of it, where that is no worse."""
     metric, sign = document["metric"], -1 if document["metric"] == "accuracy" else 1
-    trivial = [
-        (sign * float(each["clean"]["value"]), each)
-        for each in document["summary"]
-        if each["trivial"]
-    ]
+
+    def loss(estimate: Mapping[str, Any]) -> float:
+        return sign * float(estimate["value"])
+
+    trivial = [each for each in document["summary"] if each["trivial"]]
     if not trivial:
         return ""
-    least, best = min(trivial, key=lambda pair: pair[0])
+    best = min(trivial, key=lambda each: loss(each["clean"]))
     value = f"{shown(document, metric, best['clean']['value'])}{' %' if sign < 0 else ''}"
     than = f"than {best['predictor']}, which never looks at the input ({value})"
     for begin, each in ((" It is", row["clean"]), (" Under attack it is", row["worst"])):
-        if each is not None and sign * float(each["value"]) >= least:
+        if each is not None and loss(each) >= loss(best["clean"]):
             return f"{begin} no better {than}."
     return ""
 

@@ -9,12 +9,8 @@ from collections.abc import Callable
 
 LONGEST = 160
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-_DEAD = {c: f"\\{c}" for c in "\\`*_{}[]#|~!$"} | {
-    "<": "&lt;",
-    ">": "&gt;",
-    "&": "&amp;",
-    "@": "&#64;",
-}
+_ENTITIES = dict(zip("<>&@", ("&lt;", "&gt;", "&amp;", "&#64;"), strict=True))
+_DEAD = str.maketrans({c: f"\\{c}" for c in "\\`*_{}[]#|~!$"} | _ENTITIES)
 _SCHEME = re.compile(r"\b([a-z][a-z0-9+.-]*):(?=\S)", re.I)
 _COMPUTED = "=+-@|%＝＋－＠\t\r\n"
 _LIST = re.compile(r"^(\d*)([-+=.)])(?=[\s=-]|$)")
@@ -37,18 +33,11 @@ def clean(value: object, limit: int = LONGEST) -> str:
 def inert_markdown(value: object) -> str:
     """Text for Markdown, in which nothing is markup.
 
-    >>> (
-    ...     inert_markdown("MIX"),
-    ...     inert_markdown("[a](javascript:b)"),
-    ...     inert_markdown("<b>|"),
-    ...     inert_markdown("- 1"),
-    ...     inert_markdown("1. x"),
-    ...     inert_markdown("0.2"),
-    ... )
-    ('MIX', '\\\\[a\\\\](javascript&#58;b)', '&lt;b&gt;\\\\|', '&#45; 1', '1&#46; x', '0.2')
+    >>> [*map(inert_markdown, ("MIX", "[a](javascript:b)", "<b>|", "- 1", "1. x", "0.2"))]
+    ['MIX', '\\\\[a\\\\](javascript&#58;b)', '&lt;b&gt;\\\\|', '&#45; 1', '1&#46; x', '0.2']
     """
-    text = "".join(_DEAD.get(character, character) for character in clean(value, 10_000))
-    text = _SCHEME.sub(r"\1&#58;", text)  # what a renderer would turn into a link by itself
+    # a scheme: what a renderer would turn into a link by itself
+    text = _SCHEME.sub(r"\1&#58;", clean(value, 10_000).translate(_DEAD))
     text = _LIST.sub(lambda match: f"{match.group(1)}&#{ord(match.group(2))};", text)
     return re.sub(r"\b(www)\.", r"\1&#46;", text, flags=re.I)
 
@@ -65,7 +54,7 @@ def inert_cell(value: float | str | None) -> float | str | None:
     return value
 
 
-def number(value: float | str | None, digits: int = 3) -> str:
+def number(value: float | str | None) -> str:
     """A number in a sentence or a table.
 
     >>> number(0.61234), number(1234.5), number(0.00032), number("inf"), number(2)
@@ -75,8 +64,7 @@ def number(value: float | str | None, digits: int = 3) -> str:
     def text(size: float) -> str:
         if type(value) is int or size >= 1000:
             return f"{size:,.0f}"
-        small = 0.5 * 10**-digits > size >= 0.5 * 10 ** -(digits + 1)
-        return f"{size:.{digits + small}f}"
+        return f"{size:.4f}" if 0.00005 <= size < 0.0005 else f"{size:.3f}"
 
     return _signed(value, text)
 

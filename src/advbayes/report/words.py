@@ -46,9 +46,9 @@ LEVELS = {
     ),
     "B": (
         "Every mandatory check passed",
-        "The attacks were sound, strong enough and converged by every mandatory check. The "
-        "numbers under attack can be "
-        "believed as good estimates; they are not a proof, and a better attack may still be found.",
+        "The attacks were sound, strong enough and converged by every mandatory check. The numbers "
+        "under attack can be believed as good estimates; they are not a proof, and a better attack "
+        "may still be found.",
     ),
     "C": (
         "All checks ran, and some failed",
@@ -65,15 +65,13 @@ LEVELS = {
 }
 FIRST_LOOK = (
     "None of the {passed} checks that ran failed, and {missing} were left out for the sake of "
-    "speed: a first look, not yet a "
-    "verdict. The tier standard runs them all."
+    "speed: a first look, not yet a verdict. The tier standard runs them all."
 )
 PARTIAL = (
     "Only part of the audit was asked for",
     "The checks that ran say level {level}, but {missing} mandatory checks were never asked for, "
-    "and a check that did not run "
-    "never counts as passed. Treat the numbers marked † as the best to hope for until the audit is "
-    "complete.",
+    "and a check that did not run never counts as passed. Treat the numbers marked † as the best "
+    "to hope for until the audit is complete.",
 )
 UNAUDITED = (
     "Not audited",

@@ -101,15 +101,13 @@ def provenance_of(given: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str
     return {key: value for key, value in document.items() if value or key == "commands"}
 
 
-def command_line(words: Any) -> str:
+def command_line(words: Sequence[str]) -> str:
     """Words as a shell takes them, the program by its name.
 
     >>> command_line(["/usr/bin/advbayes", "train", "--out", "my run"])
     "advbayes train --out 'my run'"
     """
-    if isinstance(words, str):
-        return words
-    parts = [str(word) for word in words]
-    if parts and parts[0].endswith(("/advbayes", "/__main__.py")):
-        parts[0] = "advbayes"
-    return shlex.join(parts)
+    program, rest = words[:1], words[1:]
+    if program and program[0].endswith(("/advbayes", "/__main__.py")):
+        program = ["advbayes"]
+    return shlex.join([*program, *rest])

@@ -78,9 +78,10 @@ def move(
     one. The same move gives the same panels.
     """
     checks.choice("attack", attack, tuple(ATTACKS))
-    names = tuple(defenses) or tuple(world.predictors)
-    for name in (*names, *([] if made_for is None else [made_for])):
-        checks.choice("defense", name, tuple(world.predictors))
+    known = tuple(world.predictors)
+    names = tuple(defenses) or known
+    for name in (*names, made_for or names[0]):
+        checks.choice("defense", name, known)
     ball, batch = world.ball(eps), x.unsqueeze(0)
     target = None if y is None else y.unsqueeze(0)
     panels: list[Panel] = []

@@ -105,11 +105,9 @@ def _wine(st: Any, world: World) -> tuple[Tensor, Tensor | None]:
     moved = raw.clone()
     with st.expander("Its features", expanded=True):
         for i, name in enumerate(data.dataset.feature_names):
-            start = float(raw[i])
-            ends = float(low[i]), float(high[i])
+            start, ends = float(raw[i]), (float(low[i]), float(high[i]))
             step = max(ends[1] - ends[0], 1e-6) / 200
-            key = f"{name}-{number}"
-            value = st.slider(name, *ends, start, step, format="%.4g", key=key)
+            value = st.slider(name, *ends, start, step, format="%.4g", key=f"{name}-{number}")
             if value != start:
                 moved[i] = value
     return (x, y) if moved.equal(raw) else (world.seen(moved), None)
@@ -129,9 +127,8 @@ def _show(st: Any, world: World, panel: Panel, y: Tensor | None) -> None:
     largest = max(float(moved.abs().max()), 1e-6)
     drawn = []
     if world.is_image:
-        shown = (panel.x, panel.x_adv)
-        first, last = (pictures.image(each) for each in shown)
-        three = (first, pictures.difference(moved, largest), last)
+        added = pictures.difference(moved, largest)
+        three = (pictures.image(panel.x), added, pictures.image(panel.x_adv))
         cells = "".join(f'<div style="flex:1">{each}</div>' for each in three)
         drawn.append(f'<div style="display:flex;gap:6px">{cells}</div>')
     if world.task == "classification":

@@ -40,14 +40,9 @@ def bars(names: Sequence[str], clean: Answer, attacked: Answer, truth: int | Non
         parts.append(
             f'<text x="58" y="{top + 12}" text-anchor="end"{weight}>{escape(name[:9])}</text>'
         )
-        for colour, value, shift in (
-            (CLEAN, float(clean.values[i]), 2),
-            (ATTACKED, float(attacked.values[i]), 8),
-        ):
-            parts.append(
-                f'<rect x="64" y="{top + shift}" width="{170 * value:.1f}" height="5" '
-                f'fill="{colour}"/>'
-            )
+        for colour, answer, shift in ((CLEAN, clean, 2), (ATTACKED, attacked, 8)):
+            size = f'width="{170 * float(answer.values[i]):.1f}" height="5"'
+            parts.append(f'<rect x="64" y="{top + shift}" {size} fill="{colour}"/>')
     return _svg("".join(parts), _WIDTH, height * len(names), "Class probabilities before and after")
 
 
@@ -62,15 +57,12 @@ def density(clean: Answer, attacked: Answer, truth: float | None = None) -> str:
             f"{_across(float(place), low, high):.1f},{95 - 85 * float(value) / top:.1f}"
             for place, value in zip(clean.places, answer.values, strict=True)
         )
-        parts.append(
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
-        )
+        style = f'fill="none" stroke="{colour}" stroke-width="2"'
+        parts.append(f'<polyline points="{points}" {style}/>')
     if truth is not None and low <= truth <= high:
-        x = _across(truth, low, high)
-        parts.append(
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="5" y2="95" stroke="{_INK}" '
-            'stroke-dasharray="3 3"/>'
-        )
+        at = f"{_across(truth, low, high):.1f}"
+        style = f'stroke="{_INK}" stroke-dasharray="3 3"'
+        parts.append(f'<line x1="{at}" x2="{at}" y1="5" y2="95" {style}/>')
     parts.append(f'<text x="4" y="110">{low:.1f}</text>')
     parts.append(f'<text x="{_WIDTH - 4}" y="110" text-anchor="end">{high:.1f}</text>')
     return _svg("".join(parts), _WIDTH, 114, "Predictive density before and after")
