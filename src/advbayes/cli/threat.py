@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from advbayes.checks import InputError
 from advbayes.cli import flags
 from advbayes.cli.screen import usable, warn
 from advbayes.runs.config import SPENDING, ConfigError, names_code, parse_feature_eps
@@ -90,24 +91,12 @@ def budgets(entries: Sequence[str] | None, eps: float) -> dict[str, float]:
 
 def purifier_for(trained: Trained, data: Prepared, num_thetas: int, update: str) -> Predictor:
     """The purified predictive of a run, exact over its training set."""
+    from advbayes.channels import Noise
     from advbayes.purification import Purifier
 
-    channel: Any = trained.channel
-    if channel is None or not _has_density(channel):
+    channel, thetas = trained.channel or Noise(0.0), trained.thetas(num_thetas)
+    try:
+        return Purifier(trained.model, channel, thetas, (data.x_train, data.y_train), update)
+    except InputError as error:
         wanted = "purify: must go with a run whose channel is noisy (os, mix, noise)"
-        got = f"defense {trained.defense!r}, whose channel has no density"
-        raise ConfigError(f"{wanted}, got {got}")
-    reference = data.x_train, data.y_train
-    return Purifier(trained.model, channel, trained.thetas(num_thetas), reference, update)
-
-
-def _has_density(channel: Any) -> bool:
-    """A Gaussian somewhere in every component; a channel of one's own is believed to have one."""
-    from advbayes import AttackChannel, Mixture, Noise
-
-    match channel:
-        case Mixture():
-            return all(map(_has_density, channel.channels))
-        case AttackChannel() | Noise():
-            return float(channel.sigma) > 0
-    return True
+        raise ConfigError(f"{wanted}, got defense {trained.defense!r}: {error}") from None
