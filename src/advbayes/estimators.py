@@ -178,8 +178,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 
     def _scaling(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor | None]:
         """Mean and spread of each feature; no spread where X is taken as it is."""
-        names = [str(name) for name in getattr(self, "feature_names_in_", ())]
-        shift, spread = _moments(x, weights, "X", names)
+        shift, spread = _moments(x, weights, "X", _names_of(self))
         as_it_is = self.event_shape is not None or self._own_channel is not None
         return shift, None if as_it_is else spread
 
@@ -206,8 +205,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 
     def _missing(self, x: Tensor) -> tuple[tuple[int, int, float], ...] | None:
         """Each imputed column, its indicator, and halfway between the two values of that."""
-        names = [str(name) for name in getattr(self, "feature_names_in_", ())]
-        pairs = self.indicators
+        names, pairs = _names_of(self), self.indicators
         if pairs is None:  # as SimpleImputer names them, behind the name of a ColumnTransformer
             mark = "missingindicator_"
             named = {name.replace(mark, "", 1): name for name in names if mark in name}
@@ -498,6 +496,11 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         return tags
 
 
+def _names_of(fitted: Any) -> list[str]:
+    """The columns of the X that it was fitted to, where they had names."""
+    return [str(name) for name in getattr(fitted, "feature_names_in_", ())]
+
+
 def _moments(
     values: Tensor, weights: Tensor, what: str, names: Sequence[str] = ()
 ) -> tuple[Tensor, Tensor]:
@@ -626,8 +629,7 @@ def save_pipeline(
             got=f"{last!r:.80}",
         )
     check_is_fitted(last, "predictor_")
-    seen = getattr(pipeline, "feature_names_in_", ())
-    names = [str(name) for name in (seen if feature_names is None else feature_names)]
+    names = _names_of(pipeline) if feature_names is None else [*map(str, feature_names)]
     if names and len(names) != pipeline.n_features_in_:
         raise checks.InputError(
             f"feature_names must name the {pipeline.n_features_in_} columns of X, got {len(names)}"
@@ -678,7 +680,7 @@ def save_pipeline(
                 "posterior": kind["kind"],
                 "classes": None if classes is None else preprocessing.plain(classes, "classes_"),
                 "num_features": int(last.n_features_in_),
-                "names": [str(name) for name in getattr(last, "feature_names_in_", ())],
+                "names": _names_of(last),
                 "double": last._dtype == torch.float64,
                 "columns": last._columns,
                 "purified": reference is not None,

@@ -171,9 +171,8 @@ class PosteriorContract(_Contract):
             for tensor in posterior.state_dict().values():
                 tensor.add_(0.1)
         other.load_state_dict(posterior.state_dict())
-        assert torch.equal(
-            posterior.sample(3, generator=seeded()), other.sample(3, generator=seeded())
-        )
+        first, second = (each.sample(3, generator=seeded()) for each in (posterior, other))
+        assert torch.equal(first, second)
 
 
 # --- Channels -----------------------------------------------------------------------------------
@@ -194,11 +193,10 @@ class ChannelContract(_Contract):
     def test_sample_keeps_shape_dtype_and_its_input(self) -> None:
         for task, dtype, x, y in self.cases():
             before = x.clone()
+            channel, predict = self.make(task, dtype), self.predictor(task, dtype)
             for labels in (y, None):
                 with case(task, dtype, "with labels" if labels is y else "without labels"):
-                    drawn = self.make(task, dtype).sample(
-                        self.predictor(task, dtype), x, labels, generator=seeded()
-                    )
+                    drawn = channel.sample(predict, x, labels, generator=seeded())
                     assert drawn.shape == x.shape
                     assert drawn.dtype == dtype
                     assert bool(torch.isfinite(drawn).all())
@@ -239,13 +237,10 @@ class ChannelContract(_Contract):
             return
         for task in self.tasks:
             x, y = small_data(task, torch.float64, num=3)
-            density = self.make(task, torch.float64).density(
-                self.predictor(task, torch.float64), x, y
-            )
-            wide = Normal(x.mean(0), torch.full((4,), 0.8, dtype=torch.float64))
-            points = x.mean(0) + 0.8 * torch.randn(
-                200_000, 4, generator=seeded(9), dtype=torch.float64
-            )
+            channel, predict = self.make(task, torch.float64), self.predictor(task, torch.float64)
+            density, wide = channel.density(predict, x, y), Normal(x.mean(0), 0.8)
+            noise = torch.randn(200_000, 4, generator=seeded(9), dtype=torch.float64)
+            points = x.mean(0) + 0.8 * noise
             ratios = (density.log_prob(points) - wide.log_prob(points).sum(1)).exp()  # type: ignore[no-untyped-call]
             error = ratios.std(1) / math.sqrt(ratios.shape[1])
             assert bool(((ratios.mean(1) - 1).abs() < 6 * error + 1e-9).all())
@@ -258,14 +253,12 @@ class ChannelContract(_Contract):
         for task in self.tasks:
             x, y = small_data(task, torch.float64, num=1)
             channel, predict = self.make(task, torch.float64), self.predictor(task, torch.float64)
-            for asked in (predict, _flat(predict)):
-                for labels in (y, None):
-                    with case(task, "with labels" if labels is y else "without labels"):
-                        many = None if labels is None else labels.expand(4000)
-                        drawn = channel.sample(
-                            asked, x.expand(4000, -1), many, generator=seeded(4)
-                        ).detach()
-                        assert_drawn_from(channel.density(asked, x, labels), drawn)
+            many = x.expand(4000, -1)
+            for asked, labels in product((predict, _flat(predict)), (y, None)):
+                with case(task, "with labels" if labels is y else "without labels"):
+                    each = None if labels is None else labels.expand(4000)
+                    drawn = channel.sample(asked, many, each, generator=seeded(4)).detach()
+                    assert_drawn_from(channel.density(asked, x, labels), drawn)
 
 
 def _flat(predict: Predictor) -> Predictor:
@@ -278,9 +271,8 @@ def assert_drawn_from(density: ChannelDensity, drawn: Tensor) -> None:
     """E f(x') over samples (B, d), and under the density of one x by importance sampling; f = 1,
     x', x'^2, x'_i x'_j."""
     middle, spread = drawn.mean(0), 1.5 * drawn.std(0)
-    points = middle + spread * torch.randn(
-        40_000, drawn.shape[1], generator=seeded(9), dtype=drawn.dtype
-    )
+    noise = torch.randn(40_000, drawn.shape[1], generator=seeded(9), dtype=drawn.dtype)
+    points = middle + spread * noise
     log_q = Normal(middle, spread).log_prob(points).sum(1)  # type: ignore[no-untyped-call]
     ratios = (density.log_prob(points)[0] - log_q).exp()
 
@@ -291,10 +283,8 @@ def assert_drawn_from(density: ChannelDensity, drawn: Tensor) -> None:
     wanted, drawn_features = ratios.unsqueeze(1) * features(points), features(drawn)
     error = (wanted.var(0) / len(points) + drawn_features.var(0) / len(drawn)).sqrt()
     off = (wanted.mean(0) - drawn_features.mean(0)).abs() / error
-    # 5e-7 by chance
-    assert float(off.max()) < 5.5, (
-        f"samples are {float(off.max()):.1f} standard errors off their density"
-    )
+    most = float(off.max())  # over 5.5 by chance: 5e-7
+    assert most < 5.5, f"samples are {most:.1f} standard errors off their density"
 
 
 # --- Attacks ------------------------------------------------------------------------------------
@@ -372,10 +362,7 @@ def answer(predict: Predictor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
     """What a prediction says of each example, and the gradients of log p(y) in the input."""
     with torch.no_grad():
         prediction: Any = predict(x)
-        said: dict[str, Tensor] = {
-            "log_prob": prediction.log_prob(y),
-            "entropy": prediction.entropy(),
-        }
+        said = {"log_prob": prediction.log_prob(y), "entropy": prediction.entropy()}
         if predicts_classes(prediction):
             said["probs"] = prediction.probs
         else:
@@ -402,18 +389,13 @@ def assert_same(
         assert value.dtype == goal.dtype
         is_gradient = "gradient" in name
         size = goal.abs().amax(1, keepdim=True) if is_gradient else goal.abs().max().clamp_min(1.0)
-        allowed = units * torch.finfo(value.dtype).eps * size + (
-            0.1 * least if is_gradient else 0.0
-        )
+        allowed = units * torch.finfo(value.dtype).eps * size + 0.1 * least * is_gradient
         over = (value - goal).abs() - allowed
-        worst = over.argmax()
-        assert bool((over <= 0).all()), (
-            f"{name} is {value.flatten()[worst]:.9g}, not {goal.flatten()[worst]:.9g}"
-        )
+        got, wanted_here = (each.flatten()[over.argmax()] for each in (value, goal))
+        assert bool((over <= 0).all()), f"{name} is {got:.9g}, not {wanted_here:.9g}"
 
 
-def _rows(answer: dict[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
-    return {name: value[rows] for name, value in answer.items()}
+Ask = Callable[[Tensor, Tensor], dict[str, Tensor]]
 
 
 class PredictorContract(_Contract):
@@ -440,9 +422,7 @@ class PredictorContract(_Contract):
     def same(self, model: BayesianModel) -> Sequence[Predictor]:
         return ()
 
-    def asking(
-        self, task: str, dtype: torch.dtype
-    ) -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
+    def asking(self, task: str, dtype: torch.dtype) -> Ask:
         """(x, y) -> answer and gradient; a stochastic predictor is made anew each time."""
         model = small_model(task, dtype)
         predict = self.make(model)
@@ -478,8 +458,9 @@ class PredictorContract(_Contract):
             whole = ask(x, y)
             order = torch.randperm(len(x), generator=seeded(11))
             for rows in (order, order[:1], order[1:2], order[2:4], order[4:12], order[12:]):
+                part = {name: value[rows] for name, value in whole.items()}
                 with case(task, dtype, f"{len(rows)} rows"):
-                    assert_same(ask(x[rows], y[rows]), _rows(whole, rows), self.units, self.least)
+                    assert_same(ask(x[rows], y[rows]), part, self.units, self.least)
 
     def test_answer_and_gradient_do_not_depend_on_chunks_or_tables(self) -> None:
         for task, dtype, x, y in self.cases(self.num):
@@ -488,10 +469,9 @@ class PredictorContract(_Contract):
             for k, other in enumerate(self.same(model)):
                 with case(task, dtype, f"same {k}"):
                     assert_same(answer(other, x, y), whole, self.units, self.least)
-            for place, sizes in self.chunks:
-                for size in sizes:
-                    with mock.patch(place, size), case(task, dtype, place, size):
-                        assert_same(answer(self.make(model), x, y), whole, self.units, self.least)
+            for place, size in [(place, size) for place, sizes in self.chunks for size in sizes]:
+                with mock.patch(place, size), case(task, dtype, place, size):
+                    assert_same(answer(self.make(model), x, y), whole, self.units, self.least)
 
     def test_answer_and_gradient_do_not_depend_on_threads(self) -> None:
         """Asked by four threads at once, answers keep every bit; torch's own threads may round."""
@@ -502,10 +482,8 @@ class PredictorContract(_Contract):
             with ThreadPoolExecutor(len(starts)) as pool:
                 together = list(pool.map(lambda start: ask(x[start:], y[start:]), starts * 3))  # noqa: B023
             for one, other in zip(alone * 3, together, strict=True):
-                assert all(torch.equal(other[name], value) for name, value in one.items()), (
-                    task,
-                    dtype,
-                )
+                with case(task, dtype):
+                    assert all(torch.equal(other[name], value) for name, value in one.items())
             before = torch.get_num_threads()
             try:
                 for num in (1, 3):

@@ -88,8 +88,8 @@ def certify(
         return
     if trained.scaling is not None:
         say(said_units(units, "sigma"))
-    title = f"{counted(len(x))}, {abstained} abstained; "
-    title += f"each radius is wrong with chance at most {alpha:g}"
+    chance = f"each radius is wrong with chance at most {alpha:g}"
+    title = f"{counted(len(x))}, {abstained} abstained; {chance}"
     rows = [(f"{at:.3f}", f"{share:.3f}") for at, share in curve.items() if share > 0 or at == 0]
     table(Grid(("L2 radius", "certified accuracy"), rows, title, right=(0, 1)))
     say(f"Radii: {folder.path / 'certificate.json'}")

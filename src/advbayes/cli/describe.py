@@ -118,11 +118,8 @@ def described_run(run: Run) -> dict[str, Any]:
             for key, (before, now) in run.changed(extra.get("config")).items()
         }
         threat = documents.get("threat_model") or {}
-        reach = {
-            key: torch.tensor(threat[key])
-            for key in ("mask", "scale")
-            if threat.get(key) is not None
-        }
+        known = [key for key in ("mask", "scale") if threat.get(key) is not None]
+        reach = {key: torch.tensor(threat[key]) for key in known}
         units = units_of(config.eps, scaling, names, **reach)
         result["threat_model"] = units | {"norm": config.norm}
     return result
@@ -132,19 +129,16 @@ def lines_of_run(run: Run) -> str:
     """A run folder for people."""
     described, config = described_run(run), run.config
     metrics, audit = described["metrics"], described["audit"]
+    defense = config.channel or config.defense
     lines = [
-        f"data {config.data}, defense {config.channel or config.defense}, "
-        f"posterior {config.posterior}, "
-        f"seed {config.seed}",
-        *([why_task(config, metrics["task"])] if metrics else []),
+        f"data {config.data}, defense {defense}, posterior {config.posterior}, seed {config.seed}",
+        why_task(config, metrics["task"]) if metrics else "",
         f"status {described['status']}, {described['steps']} steps, {described['skipped']} skipped",
     ]
     if changed := described["changed_since_training"]:
         said = ", ".join(f"{key} ({each['trained']!r})" for key, each in changed.items())
-        lines.append(
-            f"  config.toml was edited after training and is not what was trained; trained with: "
-            f"{said}"
-        )
+        edited = "config.toml was edited after training and is not what was trained"
+        lines.append(f"  {edited}; trained with: {said}")
     if "threat_model" in described:
         attacked = config.channel or config.defense not in ("none", "noise", "consistency")
         how = "trained within" if attacked else "trained without an attacker; attacks within"

@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from advbayes.checks import counted
-from advbayes.cli import flags
+from advbayes.cli import flags, threat
 from advbayes.cli.screen import emit, resumable, say, table
-from advbayes.cli.threat import (
-    attack_for,
-    ball_for,
-    open_run,
-    purifier_for,
-    remark_spent,
-    remark_thetas,
-)
 from advbayes.runs.config import ConfigError, names_code
 
 if TYPE_CHECKING:
@@ -83,14 +75,15 @@ def evaluate(
     from advbayes.runs.named import adaptive_attack
     from advbayes.store import write_document
 
-    folder, trained, data = open_run(run, trusted=trust_network, device=device)
+    folder, trained, data = threat.open_run(run, trusted=trust_network, device=device)
     names = list(dict.fromkeys(attack or DEFAULTS[data.dataset.task]))
     radii = sorted(set(eps)) if eps else [trained.eps]
     norm = norm or trained.norm
-    ball = ball_for(trained, norm, max(radii), fixed, feature_eps)
+    ball = threat.ball_for(trained, norm, max(radii), fixed, feature_eps)
     spent = {"steps": steps, "restarts": restarts, "queries": queries}
-    remark_spent(names, spent if purify is None else {"queries": queries, "restarts": restarts})
-    remark_thetas(trained, thetas)
+    used = spent if purify is None else {"queries": queries, "restarts": restarts}
+    threat.remark_spent(names, used)
+    threat.remark_thetas(trained, thetas)
     options = {
         "attack": names,
         "eps": radii,
@@ -116,18 +109,17 @@ def evaluate(
     settings += f"-s{steps}-r{restarts}-q{queries}-n{num}-t{thetas}-seed{seed}"
     place = folder.path / "evaluation" / (name or settings)
     attacks = {
-        each: attack_for(each, ball, trained, spent, trusted=trust_network) for each in names
+        each: threat.attack_for(each, ball, trained, spent, trusted=trust_network) for each in names
     }
     predict: Predictor = trained.predict(thetas)
     jobs = [(place, {trained.defense: predict}, attacks)]
     if purify is not None:
         # it also meets the attacks made for purifiers: plain ones flatter it
-        purified = {
-            f"{trained.defense} purified {purify}": purifier_for(trained, data, thetas, purify)
-        }
+        purified = threat.purifier_for(trained, data, thetas, purify)
         adaptive = {"adaptive": adaptive_attack(ball, task=trained.task, steps=steps)}
         beside = place.with_name(f"{place.name}-purified-{purify}")
-        jobs.append((beside, purified, attacks | adaptive))
+        name_of = f"{trained.defense} purified {purify}"
+        jobs.append((beside, {name_of: purified}, attacks | adaptive))
     with resumable("; the same command goes on from the first batch that is missing"):
         measured = [
             measure(
@@ -171,9 +163,8 @@ def evaluate(
         metric: column_of(metric, trained.scaling, trained.target_names, level)
         for metric in metrics
     }
-    title = f"{trained.defense} on {folder.config.data}, "
     tested = counted(min(num, len(data.x_test)), "test example")
-    title += f"{tested}, with 95 % intervals"
+    title = f"{trained.defense} on {folder.config.data}, {tested}, with 95 % intervals"
     table(evaluation.table(metrics).grid(columns, title))
     trivial = "; ".join(f"{name} {TRIVIAL[name]}" for name in evaluation.trivial)
     say(f"{legend(metrics)}.")

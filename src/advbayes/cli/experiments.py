@@ -243,9 +243,8 @@ def playground(
     advbayes playground --port 9000 --no-browser
     """
     if find_spec("streamlit") is None:
-        raise ModuleNotFoundError(
-            "the playground needs streamlit: pip install 'advbayes[playground]'"
-        )
+        needed = "the playground needs streamlit"
+        raise ModuleNotFoundError(f"{needed}: pip install 'advbayes[playground]'")
     from advbayes.experiments.playground import WORLDS, load_world
 
     with watched():

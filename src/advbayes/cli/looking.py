@@ -57,11 +57,11 @@ def datasets(
         return
     rows = []
     for name in names():
-        task, summary = _EMBEDDED.get(name) or (SOURCES[name].task, SOURCES[name].summary)
-        place = "comes with scikit-learn"
-        if name in SOURCES:
+        if name in _EMBEDDED:
+            rows.append((name, *_EMBEDDED[name], "comes with scikit-learn"))
+        else:
             place = str(find_dataset(name, root) or "not here (fetched when used)")
-        rows.append((name, task, summary, place))
+            rows.append((name, SOURCES[name].task, SOURCES[name].summary, place))
     if json:
         keys = ("name", "task", "summary", "place")
         emit({"datasets": [dict(zip(keys, row, strict=True)) for row in rows]})
@@ -91,14 +91,14 @@ def show(
     from advbayes.evaluation.tables import Grid
     from advbayes.runs import Run
 
-    run = Run(Path(path)) if (Path(path) / "config.toml").is_file() else None
-    if json:
-        emit(described_bundle(Path(path)) if run is None else described_run(run))
-        return
-    if run is not None:
-        say(f"{path}:\n{lines_of_run(run)}")
+    if (Path(path) / "config.toml").is_file():
+        run = Run(Path(path))
+        emit(described_run(run)) if json else say(f"{path}:\n{lines_of_run(run)}")
         return
     described = described_bundle(Path(path))
+    if json:
+        emit(described)
+        return
     versions = ", ".join(f"{name} {value}" for name, value in described["versions"].items())
     say(f"{path}: a bundle of schema {described['schema']}, written by {versions}")
     for name in SHOWN_PARTS:

@@ -55,32 +55,25 @@ def predict(
         raise ConfigError("threshold, positive: must be given together, got one of them")
     check_new("out", out, (".csv", ".npz", ".json"))
 
-    from advbayes.cli.predicting import (
-        LEVEL,
-        as_csv,
-        check_task,
-        decide,
-        read_inputs,
-        tabulate,
-        write_columns,
-    )
+    from advbayes.cli import predicting
     from advbayes.runs import load_trained
 
     trained = load_trained(model, trusted=trust_network)
-    check_task(trained, level=level, threshold=threshold)
+    predicting.check_task(trained, level=level, threshold=threshold)
     remark_thetas(trained, thetas)
-    x = read_inputs(trained, Path(input)).to(usable(device))
-    columns = tabulate(trained.to(device), x, num_thetas=thetas, level=level or LEVEL)
+    x = predicting.read_inputs(trained, Path(input)).to(usable(device))
+    level = predicting.LEVEL if level is None else level
+    columns = predicting.tabulate(trained.to(device), x, num_thetas=thetas, level=level)
     if threshold is not None and positive is not None:
-        decide(columns, trained.class_names, positive, threshold)
+        predicting.decide(columns, trained.class_names, positive, threshold)
     num = len(next(iter(columns.values())))
     if out is not None:
         with watched():
-            write_columns(Path(out), columns)
+            predicting.write_columns(Path(out), columns)
     if json:
         emit({"model": model, "num": num, **({"out": out} if out else {"predictions": columns})})
     elif out is not None:
         say(f"{num} predictions written to {out}")
     else:
-        text = as_csv(columns).rstrip("\r\n")
+        text = predicting.as_csv(columns).rstrip("\r\n")
         say(text.replace("\r\n", "\n")) if sys.stdout.isatty() else print(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from advbayes.checks import choice
@@ -450,10 +450,9 @@ class Spec:
         >>> Spec("wine").to_json()
         {'name': 'wine', 'preset': 'paper'}
         """
-        values = {**asdict(self), "settings": dict(self.settings), "defenses": list(self.defenses)}
-        if not self.defenses:
-            del values["task"], values["eps"]
-        return {key: value for key, value in values.items() if value not in ({}, [], None)}
+        unused = () if self.defenses else ("task", "eps")  # of comparisons alone
+        values = {key: value for key, value in vars(self).items() if key not in unused}
+        return {key: value for key, value in values.items() if value not in ({}, (), None)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Spec:

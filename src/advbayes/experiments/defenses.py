@@ -107,7 +107,7 @@ def within_the_box(config: RunConfig, data: Prepared) -> Channel:
     )
 
 
-def _least_squares(data: Prepared, seed: int) -> Predictor:
+def least_squares(data: Prepared, seed: int) -> Predictor:
     """Ordinary least squares, differentiable, with the training residuals' scale."""
     ones = torch.ones(len(data.x_train), 1, dtype=torch.float64)
     design = torch.cat([data.x_train.double(), ones], 1)
@@ -214,7 +214,7 @@ DEFENSES: dict[str, Defense] = {
         "the training frequencies",
         reference=lambda data, seed: majority(data.y_train, len(data.dataset.class_names)),
     ),
-    "least squares": Defense("ordinary least squares", reference=_least_squares),
+    "least squares": Defense("ordinary least squares", reference=least_squares),
     "random forest": Defense(
         "100 trees, attacked without gradients", reference=_forest, has_gradient=False
     ),

@@ -37,7 +37,7 @@ from advbayes.channels import Noise
 from advbayes.datasets import load_dataset, split_rows
 from advbayes.evaluation import evaluate
 from advbayes.experiments.catalogue import Experiment, Row
-from advbayes.experiments.defenses import DEFENSES, Defense
+from advbayes.experiments.defenses import DEFENSES, Defense, least_squares
 from advbayes.model import BayesianModel
 from advbayes.objectives import ChannelELBO
 from advbayes.posteriors import Posterior
@@ -136,14 +136,12 @@ def run_unit(unit: Unit) -> Measured:
         "processor_seconds": round(time.process_time() - worked, 1),
     }
     about = {"config": config, **spent, "commit": record()["commit"], **info}
-    rounded = [  # to six digits: what a table can show, at half the size
-        {
-            key: float(f"{value:.6g}") if type(value) is float else value
-            for key, value in each.items()
-        }
-        for each in records
-    ]
-    return [{"row": unit.row, "seed": unit.seed, **each} for each in rounded], about
+
+    def rounded(value: Any) -> Any:  # to six digits: what a table can show, at half the size
+        return float(f"{value:.6g}") if type(value) is float else value
+
+    of = {"row": unit.row, "seed": unit.seed}
+    return [of | {key: rounded(each[key]) for key in each} for each in records], about
 
 
 # --- Data ---------------------------------------------------------------------------------------
@@ -249,14 +247,11 @@ def attacks_on(unit: Unit, predict: Predictor) -> dict[str, Attack]:
     """
     ball, steps = unit.ball, unit.experiment.steps
     if not unit.what.defense.has_gradient:
-        linear = DEFENSES["least squares"].reference
-        assert linear is not None
+        source, ascent = least_squares(unit.data, unit.seed), pgd(ball, steps, squared_error)
         parts = (
             Square(ball, 2 * steps, nll),
             RandomSearch(ball, steps, squared_error),
-            Transfer(
-                pgd(ball, steps, squared_error), (linear(unit.data, unit.seed),), rank=squared_error
-            ),
+            Transfer(ascent, (source,), rank=squared_error),
         )
         return {name: Suite(parts, parts) for name in unit.experiment.attacks}
     attacks, task = {}, unit.data.dataset.task
@@ -350,15 +345,13 @@ def _certified(unit: Unit) -> Measured:
     every = len(data.x_test) // unit.experiment.num_test
     x, y = data.x_test[::every], data.y_test[::every]
     lower = config.precision == "bfloat16"
+    smoothed = Smoothed(fresh, config.sigma)
     with torch.autocast(x.device.type, torch.bfloat16, enabled=lower):
-        certificates = certify(
-            Smoothed(fresh, config.sigma), x, n=draws, alpha=0.001, generator=generator
-        )
+        certificates = certify(smoothed, x, n=draws, alpha=0.001, generator=generator)
+    pairs = zip(certificates.classes == y, certificates.radii, strict=True)
     records: list[Record] = [
         {"index": every * index, "correct": bool(right), "radius": float(radius)}
-        for index, (right, radius) in enumerate(
-            zip(certificates.classes == y, certificates.radii, strict=True)
-        )
+        for index, (right, radius) in enumerate(pairs)
     ]
     return records, {**info, "sigma": config.sigma, "draws": draws, "alpha": 0.001}
 

@@ -104,23 +104,18 @@ def draw(
 def _inlined(svg: str, name: str, title: str, description: str) -> str:
     """The bare element, without prologue and metadata, its ids unique, its colours the page's."""
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
-    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.S)
-    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.S)
-    svg = svg.replace("xlink:href", "href")
-    svg = re.sub(r'id="([^"]+)"', rf'id="{name}-\1"', svg)
-    svg = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', svg)
-    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.S)
+    svg = re.sub(r'(id="|href="#|url\(#)', rf"\1{name}-", svg.replace("xlink:href", "href"))
     for stand_in, meant in _PAGE.items():
         svg = svg.replace(stand_in, meant)
     svg = re.sub(r"#0101([0-9a-f]{2})", lambda match: f"var(--s{int(match.group(1), 16)})", svg)
-    box = re.search(r'viewBox="([^"]+)"', svg)
+    box = re.search(r'viewBox="[^"]+"', svg)
     inside = svg[svg.index(">") + 1 :]
     head = (
-        f'<svg class="figure" viewBox="{box.group(1) if box else "0 0 1 1"}" role="img" '
+        f'<svg class="figure" {box[0] if box else ""} role="img" '
         f'aria-labelledby="{name}-title {name}-desc">'
-        f'<title id="{name}-title">{html.escape(title)}</title><desc '
-        f'id="{name}-desc">{html.escape(description)}</desc>'
+        f'<title id="{name}-title">{html.escape(title)}</title>'
+        f'<desc id="{name}-desc">{html.escape(description)}</desc>'
     )
     return re.sub(r"\n\s*", "\n", head + inside).strip()
 

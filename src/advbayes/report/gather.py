@@ -88,6 +88,7 @@ def gather(
     names = [name for name in evaluation.predictors if name not in evaluation.trivial]
     believed = {name: _believed(audits.get(name)) for name in names}
     believed |= dict.fromkeys(evaluation.trivial, True)
+    levels = {name: verdict["level"] for name, verdict in audits.items()}
     eps = _headline(evaluation, threat)
     config = evaluation.config
     return {
@@ -103,7 +104,10 @@ def gather(
         "predictors": [clean(name) for name in names],
         "trivial": [clean(name) for name in evaluation.trivial],
         "attacks": _attacks(evaluation),
-        "summary": [_summary(evaluation, name, eps, audits, believed) for name in believed],
+        "summary": [
+            {**_summary(evaluation, name, eps), "level": levels.get(name), "believed": sure}
+            for name, sure in believed.items()
+        ],
         "table": [*_table(evaluation, believed)],
         "curves": [*_curves(evaluation, names, believed)],
         "calibration": [*_calibration(evaluation, names, eps)],
@@ -171,14 +175,8 @@ def _entry(predictor: str, attack: str, eps: float | None) -> dict[str, Any]:
     return {"predictor": clean(predictor), "attack": attack, "eps": eps}
 
 
-def _summary(
-    evaluation: Evaluation,
-    name: str,
-    eps: float | None,
-    audits: Mapping[str, Mapping[str, Any]],
-    believed: Mapping[str, bool],
-) -> dict[str, Any]:
-    """A predictor untouched, in the worst case at the headline radius, the level of its audit."""
+def _summary(evaluation: Evaluation, name: str, eps: float | None) -> dict[str, Any]:
+    """A predictor untouched and in the worst case at the headline radius."""
     trivial, metric = name in evaluation.trivial, MAIN[evaluation.task]
     attacked = trivial or eps in evaluation.radii_of(name)
     worst = evaluation.estimate(metric, name, WORST, eps) if attacked else None
@@ -188,8 +186,6 @@ def _summary(
         "clean": _plain(evaluation.estimate(metric, name, CLEAN)),
         "worst": _plain(worst),
         "eps": None if trivial else eps,
-        "level": audits.get(name, {}).get("level"),
-        "believed": believed[name],
     }
 
 

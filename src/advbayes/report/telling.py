@@ -302,10 +302,8 @@ def facts(document: Document, provenance: Mapping[str, Any]) -> list[tuple[str, 
     runs, evaluation, seed = document["runs"], document["evaluation"], document["seed"]
     seeds = {str(run["config"]["seed"]) for run in runs if "seed" in run["config"]}
     commits = {str(run["commit"]) for run in runs if run.get("commit")}
-    known = [provenance, *runs, evaluation]
-    versions: Mapping[str, Any] = next(
-        (one["versions"] for one in known if one.get("versions")), {}
-    )
+    told = [one["versions"] for one in (provenance, *runs, evaluation) if one.get("versions")]
+    versions = told[0] if told else {}
     hashes = {f"Weights of {run['name']}": run.get("weights") for run in runs}
     hashes |= {"Test data": evaluation.get("data"), "Code": evaluation.get("code")}
     rows = {
