@@ -112,7 +112,7 @@ def test_a_full_disk_ends_at_once_and_loses_nothing(
     kept, calls, real = running.work, list[str](), os.write
 
     def work(*given: Any) -> float:
-        calls.append(given[3])
+        calls.append(given[2])
         return kept(*given)
 
     def write(descriptor: int, data: Any) -> int:

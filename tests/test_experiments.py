@@ -111,18 +111,18 @@ def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(
     worked: list[tuple[str, int]] = []
     original = running.work
 
-    def stopping(spec: Spec, folder: Path, models: Path, row: str, seed: int) -> float:
+    def stopping(spec: Spec, folder: Path, row: str, seed: int) -> float:
         if len(worked) == 3:
             raise KeyboardInterrupt
         worked.append((row, seed))
-        return original(spec, folder, models, row, seed)
+        return original(spec, folder, row, seed)
 
     monkeypatch.setattr(running, "work", stopping)
     with pytest.raises(KeyboardInterrupt):
         run(spec, tmp_path / "stopped", quiet=True)
     assert not (tmp_path / "stopped" / spec.name / "records.jsonl.gz").exists()
     monkeypatch.setattr(
-        running, "work", lambda *given: worked.append(given[3:]) or original(*given)
+        running, "work", lambda *given: worked.append(given[2:]) or original(*given)
     )  # type: ignore[func-returns-value]
     stopped = run(spec, tmp_path / "stopped", quiet=True)
     assert len(worked) == len(set(worked)) == 6

@@ -17,7 +17,7 @@ from advbayes.experiments.running import UnitsFailedError, run
 MODULES = Path(__file__).parent
 
 
-def unit(spec: Spec, folder: Path, models: Path, row: str, seed: int) -> float:
+def unit(spec: Spec, folder: Path, row: str, seed: int) -> float:
     """A unit that takes no time. In seed 1 it fails at the first try, in seed 2 always; a worker
     that it kills cannot say anything."""
     tries = folder / f"tries-{row}-{seed}"
@@ -62,7 +62,7 @@ def test_failures_are_tried_again_and_then_told(
     assert "try 1 of seed 2" in (folder / "failed" / "BL.2.log").read_text()
     assert (folder / "failed" / "MIX.2.log").exists() == ("MIX" in rows)
     if jobs == 1:  # the same command does what is left, and that alone
-        monkeypatch.setattr(running, "work", lambda *place: unit(*place[:4], place[4] + 5))
+        monkeypatch.setattr(running, "work", lambda *place: unit(*place[:3], place[3] + 5))
         run(spec, tmp_path, **options)  # type: ignore[arg-type]
         assert sorted(path.name for path in folder.glob("tries-*")) == [
             f"tries-BL-{seed}" for seed in (0, 1, 2, 7)
@@ -74,11 +74,11 @@ def test_what_is_done_can_be_read_while_the_rest_is_not(
 ) -> None:
     seen: list[int] = []
 
-    def watching(spec: Spec, folder: Path, models: Path, row: str, seed: int) -> float:
+    def watching(spec: Spec, folder: Path, row: str, seed: int) -> float:
         manifest = folder / "manifest.json"
         held = store.read_document(manifest) if manifest.exists() else {"units": {}}
         seen.append(len(held["units"]))  # type: ignore[index,arg-type,call-overload]
-        return unit(spec, folder, models, row, 0 * seed + 10 + seed)
+        return unit(spec, folder, row, 0 * seed + 10 + seed)
 
     monkeypatch.setattr(running, "work", watching)
     monkeypatch.setattr(running, "COLLECT", 0.0)

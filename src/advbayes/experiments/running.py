@@ -31,6 +31,7 @@ from advbayes.experiments.catalogue import Experiment, Spec
 from advbayes.runs import record
 
 Record = dict[str, Any]
+Key = tuple[str, int]  # row and seed of a unit
 MANIFEST, RECORDS = "manifest.json", "records.jsonl.gz"
 CLUSTERS = ("slurm", "local")
 POLL = 0.05  # seconds between two looks at what runs
@@ -70,7 +71,7 @@ def run(
             _check_same(folder, experiment, done)
         left = [unit for unit in wanted if again or key_of(*unit) not in done]
         board, collected = Board(spec.name, len(wanted), left, quiet), time.monotonic()
-        units = _work_through(spec, folder, out / "models", left, jobs, cluster, board)
+        units = _work_through(spec, folder, left, jobs, cluster, board)
         try:
             for row, seed, seconds in units:
                 board.done(row, seed, seconds)
@@ -117,12 +118,12 @@ def _part(folder: Path, row: str, seed: int) -> Path:
     return folder / "parts" / f"{slug}.{seed}.json"
 
 
-def work(spec: Spec, folder: Path, models: Path, row: str, seed: int) -> float:
+def work(spec: Spec, folder: Path, row: str, seed: int) -> float:
     """One unit, from nothing to its part of the records; the seconds it took."""
     from advbayes.experiments.units import Unit, run_unit
 
     began = time.monotonic()
-    records, about = run_unit(Unit(spec.experiment(), row, seed, models))
+    records, about = run_unit(Unit(spec.experiment(), row, seed, folder.parent / "models"))
     place = _part(folder, row, seed)
     place.parent.mkdir(exist_ok=True)
     store.write_bytes(place.with_suffix(".jsonl.gz"), packed(records))
@@ -208,26 +209,20 @@ class Cluster(Executor):
 
 
 def _work_through(
-    spec: Spec,
-    folder: Path,
-    models: Path,
-    left: Sequence[tuple[str, int]],
-    jobs: int,
-    cluster: str | None,
-    board: Board,
+    spec: Spec, folder: Path, left: Sequence[Key], jobs: int, cluster: str | None, board: Board
 ) -> Iterator[tuple[str, int, float]]:
     """The units as they are done; those that fail twice are raised at the end, with their logs."""
     executor: Executor = Here() if jobs == 1 else Processes()
     if cluster is not None:
         executor = Cluster(checks.choice("cluster", cluster, CLUSTERS), folder / "jobs")
-    waiting, running, failed = list(left), dict[Job, tuple[str, int]](), set[tuple[str, int]]()
+    waiting, running, failed = list(left), dict[Job, Key](), set[Key]()
     logs: dict[Path, BaseException] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 row, seed = waiting.pop(0)
                 board.begin(row, seed)
-                running[executor.submit(work, spec, folder, models, row, seed)] = row, seed
+                running[executor.submit(work, spec, folder, row, seed)] = row, seed
             for job in [job for job in running if job.done()]:
                 unit = running.pop(job)
                 error = job.exception()
@@ -318,9 +313,9 @@ class Board:
 
     name: str
     total: int
-    left: Sequence[tuple[str, int]]
+    left: Sequence[Key]
     quiet: bool = False
-    running: dict[tuple[str, int], float] = field(default_factory=dict)
+    running: dict[Key, float] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     live: Any = None
 

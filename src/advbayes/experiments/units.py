@@ -61,6 +61,7 @@ from advbayes.training import fit
 from advbayes.types import Attack, Channel, Predictor
 
 Record = dict[str, Any]
+Rows = tuple[Tensor, Tensor]
 Measured = tuple[list[Record], dict[str, Any]]  # records, and what the manifest says of the unit
 OFFICIAL_SPLIT = ("mnist", "fashion-mnist", "cifar10")
 _COLUMNS = {
@@ -109,7 +110,7 @@ class Unit:
         """SHA-256 of a file of one's own, which may be another one tomorrow."""
         return {} if self.config.file is None else dict(self.data.dataset.provenance.sha256)
 
-    def rows(self, split: str = "test") -> tuple[Tensor, Tensor]:
+    def rows(self, split: str = "test") -> Rows:
         """The same test rows for every row and seed of an official split."""
         part, generator = self.parts[split], generator_for(0, "experiments/test")
         index = torch.randperm(len(part.x_test), generator=generator)[: self.experiment.num_test]
@@ -298,11 +299,7 @@ def _attacked(unit: Unit) -> Measured:
 
 
 def _scored(
-    unit: Unit,
-    predict: Predictor,
-    rows: tuple[Tensor, Tensor],
-    attacks: Mapping[str, Attack],
-    split: str,
+    unit: Unit, predict: Predictor, rows: Rows, attacks: Mapping[str, Attack], split: str
 ) -> Iterator[Record]:
     with warnings.catch_warnings():
         # A constant and a forest have no gradient, and eps 2 of min-max units is beyond the data:
