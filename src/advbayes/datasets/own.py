@@ -78,6 +78,8 @@ def from_csv(
         raise InputError(f"target must name one or more different columns, got {target!r}")
     if task is not None:
         choice("task", task, _TASKS)
+    if task == "classification" and len(targets) > 1:
+        raise InputError(f"target must be one column for classification, got {target!r}")
     asked = () if features is None else tuple(features)
     if both := sorted(set(drop) & {*targets, *asked}):
         raise InputError(f"drop must name neither the target nor a feature, got {both}")
@@ -111,19 +113,12 @@ def from_csv(
         there = ", ".join(columns[:20])
         raise InputError(f"movable must name features, got {unknown}; there are {there}")
     cells = {name: table.text[name] for name in targets}
-    numbers = [[finite_number(cell) for cell in cells[name]] for name in targets]
-    if task is None:  # a number that is missing or mistyped does not make classes of the others
-        text = 2 * numbers[0].count(None) >= len(numbers[0])
-        task = "classification" if len(targets) == 1 and text else "regression"
-        if task == "classification":
-            _check_words(path, targets[0], cells[targets[0]])
+    task = task or _task_of(path, cells)
     class_names: tuple[str, ...] = ()
     if task == "regression":
-        y = _regression_target(path, cells, numbers)
-    elif len(targets) > 1:
-        raise InputError(f"target must be one column for classification, got {target!r}")
+        y = _numbers(path, cells)
     else:
-        class_names, y = _classes(path, cells[targets[0]], numbers[0])
+        class_names, y = _classes(path, cells[targets[0]])
     labels = y if task == "classification" else None
     train, test = split_rows(len(y), seed=seed, test_fraction=test_fraction, labels=labels)
     if rows is None:
@@ -257,23 +252,26 @@ def _rows_for(
     return rows
 
 
-def _check_words(path: Path, target: str, cells: list[str]) -> None:
-    """Text that nearly every row has to itself (a price with its unit, a name) is no class."""
-    num = len(set(cells))
-    if num > 2 and 2 * num > len(cells):
-        got = f"{num} different ones in {len(cells)} rows, such as {cells[0][:80]!r}"
+def _task_of(path: Path, cells: dict[str, list[str]]) -> str:
+    """Text is a class, unless nearly every row has one to itself: a price with its unit, a name. A
+    number that is missing or mistyped does not make classes of the others."""
+    (target, column), *others = cells.items()
+    num_words, num = sum(finite_number(cell) is None for cell in column), len(set(column))
+    if others or 2 * num_words < len(column):
+        return "regression"
+    if num > 2 and 2 * num > len(column):
+        got = f"{num} different ones in {len(column)} rows, such as {column[0][:80]!r}"
         remedy = f"Write plain numbers (1234.5), or {_AS_CLASSES}."
         raise DataError(path, f"numbers, or few words, in the target {target!r}", got, remedy)
+    return "classification"
 
 
-def _classes(
-    path: Path, cells: list[str], numbers: Sequence[float | None]
-) -> tuple[tuple[str, ...], Tensor]:
+def _classes(path: Path, cells: list[str]) -> tuple[tuple[str, ...], Tensor]:
     """Class names, numbers in their order and text in the alphabet's, and each row's class."""
     if "" in cells:
         got = f"an empty one in row {cells.index('') + 1}"
         raise DataError(path, "a class for every row", got, "Fill it in.")
-    values = dict(zip(cells, numbers, strict=True))
+    values = {cell: finite_number(cell) for cell in cells}
     by_number = None not in values.values()
     names = sorted(values, key=lambda cell: ((by_number and values[cell]) or 0.0, cell))
     if not 2 <= len(names) <= _MAX_CLASSES:
@@ -283,17 +281,19 @@ def _classes(
     return tuple(names), torch.tensor([index[cell] for cell in cells])
 
 
-def _regression_target(
-    path: Path, cells: dict[str, list[str]], numbers: list[list[float | None]]
-) -> Tensor:
-    for (name, column), values in zip(cells.items(), numbers, strict=True):
+def _numbers(path: Path, cells: dict[str, list[str]]) -> Tensor:  # (N,) or (N, D)
+    """What is regressed on."""
+    columns = []
+    for name, column in cells.items():
+        values = list(map(finite_number, column))
         if None in values:
             row = values.index(None)
             got = f"{column[row][:80]!r} in row {row + 1}"
             remedy = f"Fix it, or {_AS_CLASSES}."
             raise DataError(path, f"numbers in the target {name!r}", got, remedy)
-        check_apart(path, name, np.array(values, np.float64))
-    y = float32(path, "the target", np.array(numbers, np.float64).T, tuple(cells))
+        columns.append(np.array(values, np.float64))
+        check_apart(path, name, columns[-1])
+    y = float32(path, "the target", np.array(columns).T, tuple(cells))
     return y[:, 0] if len(cells) == 1 else y
 
 
