@@ -159,8 +159,8 @@ FIRST = (
     Bug(
         "support is judged by the distance, not by the noise",
         "purification/diagnosis.py",
-        "far[rows] = in_noise.squeeze(1) > limit",
-        "far[rows] = square.squeeze(1) > limit",
+        "far[rows] = in_noise > limit",
+        "far[rows] = square > limit",
         "test_purifier test_identities_reactive",
     ),
     Bug(
@@ -1608,8 +1608,8 @@ SEVENTH = (
     Bug(
         "own folder of tables removed",
         "purification/store.py",
-        "if folder is not None and self.folder is None:",
-        "if folder is not None:",
+        "        if self.folder is None:\n            weakref",
+        "        if True:\n            weakref",
         "test_purifier",
     ),
     Bug(

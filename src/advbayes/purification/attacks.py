@@ -195,14 +195,14 @@ def _purifier(predict: object) -> Purifier:
     return purifier
 
 
-def _classes(
-    purifier: Purifier, bank: GaussianBank, groups: slice, rows: slice
-) -> Tensor:  # (g, n)
-    """The class that the model gives each centre's reference point."""
+def _same_class(
+    purifier: Purifier, bank: GaussianBank, groups: slice, rows: slice, y: Tensor
+) -> Tensor:  # (g, B, n)
+    """Whether the model gives the reference point of each centre the class y."""
     values = purifier.store.value_block(rows)  # (n, S, C)
-    if bank.groups == 1:
-        return values.mean(1).argmax(-1).unsqueeze(0)
-    return values[:, groups].argmax(-1).T
+    shared = bank.groups == 1
+    classes = (values.mean(1, keepdim=True) if shared else values[:, groups]).argmax(-1).T
+    return classes.unsqueeze(1) == y.view(1, -1, 1)
 
 
 def _unfit(purifier: Purifier) -> bool:
@@ -248,7 +248,7 @@ def neighbours(
         offset = bank.offset(query).unsqueeze(1)
         for groups, rows in bank.tiles(len(query)):
             logits = bank.logits(query, groups, rows, room)
-            same = _classes(purifier, bank, groups, rows).unsqueeze(1) == y.view(1, -1, 1)
+            same = _same_class(purifier, bank, groups, rows, y)
             for k, hidden in enumerate((~same, same)):
                 shown = logits.masked_fill(hidden, -math.inf)
                 value, index = shown.topk(min(num, shown.shape[-1]), dim=-1)
@@ -322,6 +322,6 @@ def nearest_centre_radius(
                 to_right = to_right.clamp_min(1e-6)
                 each = (to_x - from_x_to_right[:, k].unsqueeze(1)) / (2 * to_right)
                 plane = torch.where(known[:, k].view(1, -1, 1), torch.maximum(plane, each), plane)
-            same = _classes(purifier, bank, groups, rows).unsqueeze(1) == y.view(1, -1, 1)
+            same = _same_class(purifier, bank, groups, rows, y)
             radius = torch.minimum(radius, plane.masked_fill(same, math.inf).amin(-1).amin(0))
     return purifier.store.ranks.min(radius).clamp_min(0.0).to(x.dtype)

@@ -18,14 +18,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from advbayes.checks import InputError
-from advbayes.likelihoods import LOG_TWO_PI
+from advbayes.likelihoods import LOG_TWO_PI, gaussian_log_density
 from advbayes.purification.rows import Rows, spans
 from advbayes.types import ChannelDensity
+
+if TYPE_CHECKING:
+    from advbayes.purification.store import Store
 
 _TILE = 1 << 19  # numbers in one block of logits: 2 MB of float32 stay in the cache between passes
 _MOST_ROWS = 8192  # of centres at a time: 25 MB at d = 784
@@ -145,9 +149,7 @@ class GaussianBank(Bank):
     def tiles(self, batch: int) -> Iterator[Tile]:
         groups, num, _ = self.centres.shape
         rows = min(_MOST_ROWS, max(FEWEST_ROWS, _TILE // max(1, batch)))
-        for first, last in spans(groups, max(1, rows // num)):
-            for start, stop in spans(num, rows):
-                yield slice(first, last), slice(start, stop)
+        return itertools.product(spans(groups, max(1, rows // num)), spans(num, rows))
 
     def widened(self, factor: float) -> GaussianBank:
         return replace(self, factor=self.factor * factor)
@@ -199,8 +201,7 @@ class GaussianBank(Bank):
         """centre - x' and scales of a few reference points, in float64, some queries at a time."""
         one = points.new_full((1,), self.sigma)
         size = max(1, _DIFFERENCES // max(1, index.shape[1] * points.shape[1]))
-        for start, stop in spans(len(points), size):
-            part = slice(start, stop)
+        for part in spans(len(points), size):
             away = self.centres.pick(group, index[part]) - points[part].unsqueeze(1)
             if self.scales is None:
                 yield part, away, one
@@ -235,16 +236,12 @@ class GaussianBank(Bank):
         moved = torch.matmul(rounded, centres * precision).sum(0, dtype=torch.float64)
         return moved - total * query.points
 
-    def squared_distance(
-        self,
-        query: Query,
-        group: int,
-        index: Tensor,  # (B, k)
-    ) -> tuple[Tensor, Tensor]:  # (B, k), (B, k), float64
-        """Euclidean, and in units of the channel's noise."""
-        plain, scaled = (query.points.new_empty(index.shape) for _ in range(2))
-        for part, away, scale in self._differences(query.points, group, index):
-            plain[part], scaled[part] = _square(away), _square(away / scale)
+    def squared_distance(self, points: Tensor, group: int, index: Tensor) -> tuple[Tensor, Tensor]:
+        """From each point (B, d) to the centre in its row of the index (B,): Euclidean, and in
+        units of the channel's noise, (B,) float64 each."""
+        each = self._differences(points, group, index.unsqueeze(1))
+        parts = [(_square(away), _square(away / scale)) for _, away, scale in each]
+        plain, scaled = (torch.cat(column).squeeze(1) for column in zip(*parts, strict=True))
         return plain, scaled
 
 
@@ -299,3 +296,52 @@ class FunctionBank(Bank):
             possible = torch.where(logits > -math.inf, logits, torch.zeros_like(logits))
             (gradient,) = torch.autograd.grad((possible * coefficients).sum(), x)
         return torch.nan_to_num(gradient, nan=0.0).flatten(1).double()
+
+
+@dataclass(frozen=True, eq=False)
+class JointBank(Bank):
+    """log p(x' | x_n, theta_s) + log p(y | x_n, theta_s), with `query.y` for y.
+
+    The second term differs from theta to theta even if the first does not.
+    """
+
+    bank: Bank
+    store: Store
+
+    @property
+    def has_centres(self) -> bool:  # type: ignore[override]
+        return self.bank.has_centres
+
+    @property
+    def groups(self) -> int:
+        return self.store.num_thetas
+
+    def _inner(self, groups: slice) -> slice:
+        return groups if self.bank.groups > 1 else slice(0, 1)
+
+    def tiles(self, batch: int) -> Iterator[Tile]:
+        for groups, rows in self.bank.tiles(batch):
+            yield groups if self.bank.groups > 1 else slice(0, self.groups), rows
+
+    def logits(self, query: Query, groups: slice, rows: slice, room: Room) -> Tensor:
+        assert query.y is not None
+        logits = self.bank.logits(query, self._inner(groups), rows, room)
+        return logits + self.store.log_outputs(query.y, groups, rows).to(logits.dtype)
+
+    def offset(self, query: Query) -> Tensor:
+        return self.bank.offset(query)
+
+    def gradient(self, query: Query, groups: slice, rows: slice, coefficients: Tensor) -> Tensor:
+        if self.bank.groups == 1:
+            coefficients = coefficients.sum(0, keepdim=True)
+        return self.bank.gradient(query, self._inner(groups), rows, coefficients)
+
+    def exact_at(self, query: Query, group: int, index: Tensor) -> Tensor:
+        assert query.y is not None
+        values = self.store.value_at(index, slice(group, group + 1)).squeeze(-2)
+        mean, variance, _ = values.chunk(3, -1)
+        log_y = gaussian_log_density(query.y.unsqueeze(1), mean, variance.sqrt()).sum(-1)
+        return self.bank.exact_at(query, min(group, self.bank.groups - 1), index) + log_y
+
+    def gradient_at(self, query: Query, group: int, index: Tensor, coefficients: Tensor) -> Tensor:
+        return self.bank.gradient_at(query, min(group, self.bank.groups - 1), index, coefficients)

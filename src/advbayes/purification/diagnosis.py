@@ -48,9 +48,9 @@ def chi_square_limit(width: int) -> float:
 
 def diagnose(store: Store, query: Query, log_shares: Callable[[Tensor], Tensor]) -> Diagnosis:
     """Two passes: the evidence of each theta, then the weights of reference points, by blocks."""
-    size = max(1, _WEIGHTS // (max(store.counts, default=0) or store.num_reference))
+    size = max(1, _WEIGHTS // max(store.counts))
     if len(query) > size:
-        blocks = (query.take(slice(start, stop)) for start, stop in spans(len(query), size))
+        blocks = (query.take(rows) for rows in spans(len(query), size))
         return merge([diagnose(store, block, log_shares) for block in blocks], torch.cat)
     sums = sweep(store, query, values=False)
     shares = log_shares(sums.log_evidence).exp()  # (S, B)
@@ -102,9 +102,7 @@ def _support(store: Store, query: Query, nearest: Tensor, source: Tensor) -> tup
         for group in range(bank.groups):
             rows = torch.nonzero((source[0] == k) & (source[1] == group)).squeeze(1)
             if len(rows):
-                square, in_noise = bank.squared_distance(
-                    query.take(rows), group, nearest[rows].unsqueeze(1)
-                )
-                distance[rows] = square.squeeze(1).sqrt()
-                far[rows] = in_noise.squeeze(1) > limit
+                square, in_noise = bank.squared_distance(query.points[rows], group, nearest[rows])
+                distance[rows] = square.sqrt()
+                far[rows] = in_noise > limit
     return distance, far

@@ -66,11 +66,11 @@ class Cells:
             counts[cell] = length = index.invlists.list_size(cell)
             ids = faiss.rev_swig_ptr(index.invlists.get_ids(cell), length).copy()
             towards = torch.nn.functional.normalize(centroids[cell] - centroids)  # (J, d)
-            for start, stop in spans(length, _ROWS):
-                away = centres[torch.from_numpy(ids[start:stop])] - centroids[cell]
+            for some in spans(length, _ROWS):
+                away = centres[torch.from_numpy(ids[some])] - centroids[cell]
                 radii[cell] = max(radii[cell], torch.linalg.vector_norm(away, dim=1).max())
                 edge = (away @ towards.T).amin(0)
-                edges[:, cell] = torch.minimum(edges[:, cell], edge) if start else edge
+                edges[:, cell] = torch.minimum(edges[:, cell], edge) if some.start else edge
         reach = float(torch.linalg.vector_norm(centres, dim=1).max())
         return cls(index, centroids, radii, edges.float(), counts, reach)
 

@@ -20,11 +20,9 @@ from advbayes.model import BayesianModel
 from advbayes.posteriors import Posterior, check_over
 from advbayes.predictive import PosteriorPredictive
 from advbayes.purification import saving
-from advbayes.purification import sweep as sweeps
 from advbayes.purification.banks import Query
 from advbayes.purification.diagnosis import Diagnosis, diagnose, merge
 from advbayes.purification.index import NearestIndex
-from advbayes.purification.joint import log_outputs
 from advbayes.purification.regression import PurifiedMixture
 from advbayes.purification.rows import spans
 from advbayes.purification.small import Small
@@ -74,8 +72,6 @@ class Purifier:
     """
 
     _redraw: Callable[[int, torch.Generator | None], Purifier] | None
-    _index: NearestIndex | None
-    _small: Small | None
 
     def __init__(
         self,
@@ -115,11 +111,13 @@ class Purifier:
             f"Purifier({model}, {channel}, num_thetas={len(thetas)}, "
             f"num_reference={store.num_whole}, update={update!r})"
         )
-        self._set(store, update, features, PosteriorPredictive(model, thetas), note)
+        nearest = None
         if index is not None:
             checks.choice("index", index, ("faiss",))
-            self._index = NearestIndex(store, min(checks.count("num_nearest", num_nearest), len(x)))
-            self._left_out, self._small = checks.number("left_out", left_out, low=0), None
+            nearest = NearestIndex(store, min(checks.count("num_nearest", num_nearest), len(x)))
+            checks.number("left_out", left_out, low=0)
+        base = PosteriorPredictive(model, thetas)
+        self._set(store, update, features, base, note, nearest, left_out)
         if posterior is not None:
             again = partial(
                 Purifier,
@@ -144,9 +142,11 @@ class Purifier:
         features: Features | None,
         base: PosteriorPredictive | None,
         note: str,
+        index: NearestIndex | None = None,
+        left_out: float = 0.0,
     ) -> Purifier:
         self.store, self.update, self.features, self.base = store, update, features, base
-        self._note, self._redraw, self._index, self._left_out = note, None, None, 0.0
+        self._note, self._redraw, self._index, self._left_out = note, None, index, left_out
         self._reach = max((bank.reach for bank in store.gaussians), default=0.0)
         largest = torch.finfo(store.dtype).max
         for bank in store.gaussians:
@@ -156,7 +156,7 @@ class Purifier:
                     f"{bank.sigma:g}"
                 )
         self._exact = store.is_small or store.dtype == torch.float64
-        self._small = Small.of(store) if store.ranks.size == 1 else None
+        self._small = Small.of(store) if store.ranks.size == 1 and index is None else None
         return self
 
     def __repr__(self) -> str:
@@ -169,16 +169,14 @@ class Purifier:
         if not len(x):
             empty = x.new_zeros(0, self.store.width)
             return CategoricalDistribution(logits=empty, validate_args=False)
-        queries = self.queries(x)
-        logits = queries.join([self._class_logits(query, len(x)) for query in queries])
-        return CategoricalDistribution(logits=logits.to(x.dtype), validate_args=False)
-
-    def _class_logits(self, query: Query, num: int) -> Tensor:  # (B, C) float64
-        log_evidence, averages = self.evidence(query, num)
-        # Normalised in float64: in float32 the gradient of a saturated prediction would be
-        # rounding.
-        each = averages.log() + self.log_shares(log_evidence).unsqueeze(-1)
-        return each.logsumexp(0).log_softmax(-1)
+        queries, parts = self.queries(x), []
+        for query in queries:
+            log_evidence, averages = self.evidence(query, len(x))
+            each = averages.log() + self.log_shares(log_evidence).unsqueeze(-1)
+            # in float32 the gradient of a saturated prediction would be rounding
+            parts.append(each.logsumexp(0).log_softmax(-1))  # (B, C) float64
+        logits = queries.join(parts).to(x.dtype)
+        return CategoricalDistribution(logits=logits, validate_args=False)
 
     def evidence(self, query: Query, num: int, *, values: bool = True) -> tuple[Tensor, Tensor]:
         """log sum_n p(x' | x_n, theta_s), (S, B), and the weighted averages of the values, (S, B,
@@ -189,12 +187,10 @@ class Purifier:
         store = self.store
         if self._small is not None and self._small.fits(num):
             whole = slice(0, store.num_thetas), slice(0, store.num_reference)
-            log_y = None if query.y is None else log_outputs(store, query.y, *whole)
+            log_y = None if query.y is None else store.log_outputs(query.y, *whole)
             return self._small.evidence(query.flat, log_y, values)
-        groups = (bank.groups if query.y is None else store.num_thetas for bank in store.banks)
-        keep = store.num_reference * sum(groups) * num <= sweeps.KEPT
-        log_evidence, averages = Evidence.apply(query.flat, query, store, values, keep)  # type: ignore[no-untyped-call]
-        return log_evidence, averages
+        evidence: tuple[Tensor, Tensor] = Evidence.apply(query.flat, query, store, values, num)  # type: ignore[no-untyped-call]
+        return evidence
 
     def averages(self, query: Query, num: int) -> tuple[Tensor, Tensor | None]:
         """Averages over all thetas and reference points, (V, B); the evidence if it came too."""
@@ -233,7 +229,7 @@ class Purifier:
             whole = Query(x, flat, origin, torch.float64)
             parts = [
                 self._index.search(self.store, whole.take(rows), self._left_out)
-                for rows in _slices(len(x))
+                for rows in spans(len(x), _QUERIES)
             ]
             rows_of, bounds = zip(*parts, strict=True)
             nearest = tuple(torch.cat(rows, 1) for rows in zip(*rows_of, strict=True))
@@ -242,7 +238,7 @@ class Purifier:
             kinds, left_out = torch.where(within, _INDEXED, kinds), left_out.where(~within, bound)
         present, blocks = sorted(set(kinds.tolist())), []
         for kind in present:
-            pieces: Iterable[slice | Tensor] = _slices(len(x))
+            pieces: Iterable[slice | Tensor] = spans(len(x), _QUERIES)
             if len(present) > 1:
                 pieces = torch.split(torch.nonzero(kinds == kind).squeeze(1), _QUERIES)
             dtype = torch.float32 if kind == _NARROW else torch.float64
@@ -315,10 +311,7 @@ class Purifier:
     def widened(self, factor: float) -> Purifier:
         """The same tables with noise `factor` times as wide: for annealed attacks."""
         checks.number("factor", factor, low=0, open_low=True)
-        wide = self._like(self.store.widened(factor), f"{self._note}.widened({factor:g})")
-        if self._index is not None:
-            wide._index, wide._left_out, wide._small = self._index, self._left_out, None
-        return wide
+        return self._like(self.store.widened(factor), f"{self._note}.widened({factor:g})")
 
     def with_thetas(self, num: int, *, generator: torch.Generator | None = None) -> Purifier:
         """The same purifier with `num` thetas drawn anew from the `posterior` given with it: what
@@ -348,7 +341,8 @@ class Purifier:
         return self._like(self.store.weighed(weights), self._note)
 
     def _like(self, store: Store, note: str) -> Purifier:
-        return Purifier.__new__(Purifier)._set(store, self.update, self.features, self.base, note)
+        kept = self.update, self.features, self.base, note, self._index, self._left_out
+        return Purifier.__new__(Purifier)._set(store, *kept)
 
     def save(self, folder: str | Path) -> None:
         """A bundle: every byte under a hash, replaced in one step. The model is not in it."""
@@ -376,10 +370,6 @@ class Purifier:
             raise checks.InputError(f"x must have shape ({wanted}) as the reference", got=x)
         if x.dtype != self.store.dtype:
             raise checks.InputTypeError(f"x must be {self.store.dtype} as the reference", got=x)
-
-
-def _slices(num: int) -> list[slice]:
-    return [slice(start, stop) for start, stop in spans(num, _QUERIES)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,6 @@ from torch import Tensor
 from advbayes import checks
 from advbayes.likelihoods import LOG_TWO_PI, GaussianPredictive, targets_like
 from advbayes.purification.banks import Query
-from advbayes.purification.joint import log_outputs
 from advbayes.purification.rows import spans
 from advbayes.purification.sweep import Block, Sums, sweep, weights
 from advbayes.seeds import normal_like
@@ -91,8 +90,8 @@ class PurifiedMixture(GaussianPredictive):
         store = self._purifier.store
         thetas = slice(0, store.num_thetas)
         parts = [
-            log_outputs(store, y, thetas, slice(start, stop)).logsumexp(-1)
-            for start, stop in spans(store.num_reference, 1000)
+            store.log_outputs(y, thetas, rows).logsumexp(-1)
+            for rows in spans(store.num_reference, 1000)
         ]
         return store.ranks.logsumexp(torch.stack(parts).logsumexp(0)) - math.log(store.num_whole)
 
@@ -106,10 +105,10 @@ class PurifiedMixture(GaussianPredictive):
         sums = self._cached[number]
         return weights(store, query, sums, self._purifier.log_shares(sums.log_evidence).exp())
 
-    def _below(self, y: Tensor, *, density: bool) -> tuple[Tensor, ...]:  # (B,) -> 1 or 2 (B,)
-        """P(Y <= y) and, if wanted, its density there."""
-        store, num = self._purifier.store, 1 + density
-        out = self._x.new_zeros(num, len(self._x), dtype=torch.float64)
+    def _below(self, y: Tensor) -> tuple[Tensor, Tensor]:  # (B,) -> (B,), (B,)
+        """P(Y <= y), and the density there."""
+        store = self._purifier.store
+        out = self._x.new_zeros(2, len(self._x), dtype=torch.float64)
         with torch.no_grad():
             for number, (rows, query) in enumerate(self._queries.blocks):
                 for block in self._blocks(number, query):
@@ -117,13 +116,12 @@ class PurifiedMixture(GaussianPredictive):
                     means, scales, _ = values.unsqueeze(1).unbind(-1)  # (s, 1, n)
                     scales = scales.sqrt()
                     z = (y[rows, None] - (means + store.middle)) / scales
-                    each = [torch.special.ndtr(z)]
-                    if density:
-                        each.append((-0.5 * z.square() - 0.5 * LOG_TWO_PI).exp() / scales)
-                    for k in range(num):
-                        mass = (block.terms * each[k]).sum(-1)  # (s, b)
+                    density = (-0.5 * z.square() - 0.5 * LOG_TWO_PI).exp() / scales
+                    for k, each in enumerate((torch.special.ndtr(z), density)):
+                        mass = (block.terms * each).sum(-1)  # (s, b)
                         out[k, rows] += (mass * block.factor).sum(0)
-        return tuple(store.ranks.sum(out))
+        below, density = store.ranks.sum(out)
+        return below, density
 
     def _one_output(self, name: str) -> None:
         num = self._purifier.store.num_outputs
@@ -134,7 +132,7 @@ class PurifiedMixture(GaussianPredictive):
         """P(Y <= value) for one output."""
         self._one_output("cdf")
         each = torch.as_tensor(value, dtype=torch.float64).expand(len(self._x))
-        (below,) = self._below(self._columns(each).squeeze(-1), density=False)
+        below, _ = self._below(self._columns(each).squeeze(-1))
         return below.clamp(0.0, 1.0).to(self._x.dtype)
 
     def icdf(self, value: Tensor) -> Tensor:
@@ -152,7 +150,7 @@ class PurifiedMixture(GaussianPredictive):
         at = 0.5 * (low + high)
         done = torch.zeros_like(level, dtype=torch.bool)
         for turn in range(_LEVELS):
-            below, density = self._below(at, density=True)
+            below, density = self._below(at)
             high = torch.where(below >= level, at, high)
             low = torch.where(below >= level, low, at)
             step = at - (below - level) / density.clamp_min(1e-300)
@@ -204,7 +202,7 @@ class PurifiedMixture(GaussianPredictive):
                 index = torch.where(chosen == first + place, row + block.rows.start, index)
             first += len(mass)
         theta = torch.tensor(owners, device=chosen.device)[chosen]  # (b, num)
-        values = store.value_at(index)  # (b, num, S, 3 D)
+        values = store.value_at(index, slice(0, store.num_thetas))  # (b, num, S, 3 D)
         picked = values.gather(
             2, theta[:, :, None, None].expand(-1, -1, 1, values.shape[-1])
         ).squeeze(2)

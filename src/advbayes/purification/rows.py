@@ -102,7 +102,7 @@ def num_bytes(shape: Iterable[int], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def spans(total: int, size: int) -> Iterator[tuple[int, int]]:
+def spans(total: int, size: int) -> Iterator[slice]:
     """Cuts 0..total into pieces of at most `size`."""
     for start in range(0, total, size):
-        yield start, min(total, start + size)
+        yield slice(start, min(total, start + size))

@@ -61,8 +61,8 @@ def _table(rows: Rows, dtype: torch.dtype) -> Content:
 
     def blocks() -> Iterator[Tensor]:
         for group in range(rows.shape[0]):
-            for start, stop in spans(rows.shape[1], _BLOCK):
-                yield rows.block(slice(group, group + 1), slice(start, stop))[0]
+            for span in spans(rows.shape[1], _BLOCK):
+                yield rows.block(slice(group, group + 1), span)[0]
 
     return streamed(rows.shape, dtype, blocks())
 
@@ -157,13 +157,14 @@ def load(folder: Path, memory_limit: int, features: bool) -> tuple[Store, str, s
             banks.append(gaussian_bank(log_weight, centres, scale, scales, origin, factor))
         except ValueError as error:
             raise refuse("finite centres and positive scales", str(error)) from None
-    for start, stop in spans(num, _BLOCK):
-        block = values.block(slice(0, 1), slice(start, stop))[0].view(stop - start, num_thetas, -1)
+    for rows in spans(num, _BLOCK):
+        block = values.block(slice(0, 1), rows)[0].view(-1, num_thetas, per_theta)
         positive = block[..., num_outputs:]  # variances, or probabilities
         if not bool(torch.isfinite(block).all()) or not bool((positive > 0).all()):
             what = "finite predictions, their probabilities or variances positive"
             raise refuse(what, float(positive.min()))
         if not num_outputs and float((block.double().sum(-1) - 1).abs().max()) > 1e-4:
             raise refuse("probabilities that sum to 1", float(block.double().sum(-1).max()))
-    of_model = (num_thetas, num_outputs, shape, origin, middle, dtype)
-    return Store(tuple(banks), values, *of_model, folder if on_disk else None), update, note
+    of_model = num_thetas, shape, origin, middle, dtype
+    kept_in = folder if on_disk else None
+    return Store(tuple(banks), values, *of_model, kept_in, (num,)), update, note

@@ -167,8 +167,9 @@ class SimulatedPurifier:
         source = generator_for(seed, "simulate", device=x.device)
         simulated = Simulated(channel, num_simulations, self.bandwidth, source)
         known = x if y is None else (x, y)
-        limits: Any = {"memory_limit": memory_limit, "folder": folder}
-        self.purifier = Purifier(model, simulated, thetas, known, update, **limits)
+        self.purifier = Purifier(
+            model, simulated, thetas, known, update, memory_limit=memory_limit, folder=folder
+        )
         self._note = (
             f"SimulatedPurifier({model}, {channel}, num_thetas={len(thetas)}, "
             f"num_reference={len(x)}, update={update!r}, "

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from torch.distributions import Distribution, Independent, Normal
 from advbayes import checks
 from advbayes.channels import GaussianDensity
 from advbayes.distributed import ALONE, Ranks
-from advbayes.likelihoods import predicts_classes
+from advbayes.likelihoods import LOG_TWO_PI, predicts_classes
 from advbayes.model import BayesianModel
-from advbayes.purification.banks import FEWEST_ROWS, FunctionBank, GaussianBank
+from advbayes.purification.banks import FEWEST_ROWS, Bank, FunctionBank, GaussianBank
 from advbayes.purification.rows import DiskRows, MemoryRows, Rows, num_bytes, spans
 from advbayes.types import Channel, ChannelDensity
 
@@ -65,14 +65,18 @@ class Store:
     banks: tuple[GaussianBank | FunctionBank, ...]
     values: Rows  # (1, N, S * C or S * 2 D)
     num_thetas: int
-    num_outputs: int  # D, or 0 for classes
     event_shape: tuple[int, ...]
     origin: Tensor  # (d,) float64: the reference's mean
     middle: Tensor  # (D,) float64
     dtype: torch.dtype
     folder: Path | None
+    counts: tuple[int, ...]  # the reference points of each rank
     ranks: Ranks = ALONE  # that hold a part of the reference each
-    counts: tuple[int, ...] = ()  # the reference points of each of several ranks
+
+    @property
+    def num_outputs(self) -> int:
+        """D, or 0 for classes."""
+        return len(self.middle)
 
     @property
     def num_reference(self) -> int:
@@ -82,7 +86,7 @@ class Store:
     @property
     def num_whole(self) -> int:
         """N, of all ranks together."""
-        return sum(self.counts) or self.num_reference
+        return sum(self.counts)
 
     @cached_property
     def gaussians(self) -> tuple[GaussianBank, ...]:
@@ -118,12 +122,23 @@ class Store:
         table = self.values.block(slice(0, 1), rows)[0]
         return self._read(table.view(len(table), self.num_thetas, -1))
 
-    def value_at(self, index: Tensor) -> Tensor:  # (*index.shape, S, V) float64
-        return self._read(self.values.pick(0, index).view(*index.shape, self.num_thetas, -1))
-
-    def value_of(self, theta: int, index: Tensor) -> Tensor:  # (*index.shape, V) float64
+    def value_at(self, index: Tensor, thetas: slice) -> Tensor:  # (*index.shape, s, V) float64
         width = self.values.shape[2] // self.num_thetas
-        return self._read(self.values.pick(0, index, slice(theta * width, (theta + 1) * width)))
+        columns = slice(thetas.start * width, thetas.stop * width)
+        return self._read(self.values.pick(0, index, columns).view(*index.shape, -1, width))
+
+    def thetas_of(self, bank: Bank, groups: slice) -> slice:
+        """The thetas that a bank's groups serve: all of them where they share it."""
+        return slice(0, self.num_thetas) if bank.groups == 1 else groups
+
+    def log_outputs(self, y: Tensor, thetas: slice, rows: slice) -> Tensor:  # (s, B, n)
+        """log N(y_b; mean_sn, scale_sn^2) of outputs around `middle`, summed over them, as one
+        product: -(y^2 / 2 - y m + m^2 / 2) / s^2 - log s."""
+        # (s, n, D)
+        mean, variance, square = self.value_block(rows)[:, thetas].transpose(0, 1).chunk(3, -1)
+        constant = (-0.5 * square / variance - 0.5 * variance.log() - 0.5 * LOG_TWO_PI).sum(-1)
+        right = torch.cat([-0.5 / variance, mean / variance], -1)  # (s, n, 2 D)
+        return torch.matmul(torch.cat([y.square(), y], -1), right.mT) + constant.unsqueeze(1)
 
     def widened(self, factor: float) -> Store:
         self.check_gaussian("widened")
@@ -151,21 +166,22 @@ def _values(prediction: Distribution) -> tuple[Tensor, int]:
     return moments, moments.shape[1] // 2
 
 
-def _is_one(scale: float | Tensor) -> bool:
-    """Whether a component has one scale for all reference points and features."""
+def _single(scale: float | Tensor) -> float | None:
+    """A component's scale, if it has one for all reference points and features."""
     match scale:
-        case Tensor():
-            return scale.ndim == 0
-    return True
+        case Tensor() if scale.ndim:
+            return None
+    return float(scale)
 
 
-def _weights_and_scales(density: object) -> list[tuple[float, float | None]] | None:
-    """What a table of centres holds once for all thetas and reference points: the log-weight of
-    each component, and its scale where that is a single one."""
+def _components(density: object) -> list[tuple[float, float | None]] | None:
+    """What a table of centres holds once for all thetas and reference points: each component's
+    log-weight, and its scale where that is a single one; None for a density of another kind."""
     if not isinstance(density, GaussianDensity):
         return None
-    pairs = zip(density.log_weights, density.scales, strict=True)
-    return [(float(w), float(scale) if _is_one(scale) else None) for w, scale in pairs]
+    return [
+        (float(w), _single(s)) for w, s in zip(density.log_weights, density.scales, strict=True)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,24 +246,75 @@ class Builder:
     def _built(self, *, shared: bool, tabled: bool = True) -> Store:
         """The tables and what reads them; `shared`: the density is that of any theta. `tabled`: a
         Gaussian one by its centres, whose weights and single scales are one for all."""
-        num, num_thetas, dtype = len(self.x), len(self.thetas), self.x.dtype
+        num, num_thetas = len(self.x), len(self.thetas)
         first, x = self._density(_refuse if shared else self.model.at(self.thetas[0]), slice(0, 1))
         sample, num_outputs = _values(self.model.at(self.thetas[0])(self.x[:1]))
-        parts: tuple[tuple[float, Tensor, float | Tensor], ...] = ()
-        gaussian = tabled and isinstance(first, GaussianDensity)
-        if gaussian:
-            parts = tuple(zip(first.log_weights, first.centres, first.scales, strict=True))
-        elif self.features is not None:
+        components = _components(first) if tabled else None
+        if components is None and self.features is not None:
             raise checks.InputError(
                 "features need a channel with a Gaussian density, got one of another kind"
             )
         width = self._flat(self.x[:1]).shape[1]
         shapes = {"values": (1, num, num_thetas * sample.shape[1])}
-        for k, (_, centres, scale) in enumerate(parts):
-            groups = 1 if shared or (centres is x and _is_one(scale)) else num_thetas
-            shapes[f"centres-{k}"] = (groups, num, width)
-            if not _is_one(scale):
-                shapes[f"scales-{k}"] = (groups, num, width)
+        for k, (_, scale) in enumerate(components or ()):
+            is_shared = shared or (first.centres[k] is x and scale is not None)
+            shapes[f"centres-{k}"] = (1 if is_shared else num_thetas, num, width)
+            if scale is None:
+                shapes[f"scales-{k}"] = shapes[f"centres-{k}"]
+        tables, folder = self._tables(shapes, width)
+        origin = torch.zeros(width, dtype=torch.float64, device=self.x.device)
+        middle = torch.zeros(num_outputs, dtype=torch.float64, device=self.x.device)
+        densities: list[list[ChannelDensity]] = [[] for _ in self.thetas]
+        for rows in spans(num, _BLOCK):
+            origin += self._flat(self.x[rows]).double().sum(0) / num
+            values = []
+            for s, theta in enumerate(self.thetas):
+                predict = self.model.at(theta)
+                predictions = _values(predict(self.x[rows]))[0]
+                checks.finite("the model's prediction at the reference", predictions)
+                predictions = predictions.double()
+                if num_outputs and rows.start == 0 and s == 0:
+                    middle = self.ranks.same(predictions[:, :num_outputs].mean(0))
+                predictions[:, :num_outputs] -= middle
+                values.append(predictions)
+                if s > 0 and shared:
+                    continue
+                density, x = self._density(_refuse if shared else predict, rows)
+                if components is None:
+                    densities[s].append(density)
+                    continue
+                if _components(density) != components:
+                    raise _OtherPartsError
+                for k, (_, scale) in enumerate(components):
+                    centres = density.centres[k].detach()
+                    if s < shapes[f"centres-{k}"][0]:
+                        flat = self._flat(centres)
+                        checks.finite("the channel's centres", flat)
+                        tables[f"centres-{k}"].write(s, rows.start, flat)
+                        if scale is None:
+                            scales = torch.broadcast_to(density.scales[k], centres.shape)
+                            tables[f"scales-{k}"].write(s, rows.start, scales.flatten(1))
+                    elif density.centres[k] is not x:
+                        raise _OtherPartsError
+            tables["values"].write(0, rows.start, torch.cat(values, 1))
+        counts = self.ranks.gathered(torch.tensor([num], device=self.x.device)).flatten().tolist()
+        origin = self.ranks.sum(origin * (num / sum(counts)))
+        banks: list[GaussianBank | FunctionBank] = []
+        for k, (weight, scale) in enumerate(components or ()):
+            both = tables[f"centres-{k}"], scale, tables.get(f"scales-{k}")
+            banks.append(gaussian_bank(weight, *both, origin, ranks=self.ranks))
+        if components is None:
+            edges = (*range(0, num, _BLOCK), num)
+            banks.append(FunctionBank(tuple(map(tuple, densities)), edges))
+        event, dtype = tuple(self.x.shape[1:]), self.x.dtype
+        of_model = num_thetas, event, origin, middle, dtype
+        return Store(tuple(banks), tables["values"], *of_model, folder, tuple(counts), self.ranks)
+
+    def _tables(
+        self, shapes: dict[str, tuple[int, int, int]], width: int
+    ) -> tuple[dict[str, Rows], Path | None]:
+        """Empty tables of these shapes: in memory, or in a folder if that is wanted or needed."""
+        folder, dtype = self.folder, self.x.dtype
         total = sum(num_bytes(shape, dtype) for shape in shapes.values())
         columns = 2 * width + shapes["values"][2] + 2 * FEWEST_ROWS
         needed = num_bytes((FEWEST_ROWS, columns), dtype)
@@ -256,88 +323,25 @@ class Builder:
                 f"memory_limit must be at least {needed} bytes, one block of {FEWEST_ROWS} "
                 f"reference points, got {self.memory_limit}"
             )
-        folder = self.folder
-        if folder is None and total > self.memory_limit:
+        if folder is None and total <= self.memory_limit:
+            empty = partial(torch.empty, dtype=dtype, device=self.x.device)
+            return {name: MemoryRows(empty(shape)) for name, shape in shapes.items()}, None
+        if folder is None:
             folder = Path(tempfile.mkdtemp(prefix="advbayes-reference-"))
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            _check_space(folder, total)
-
-        def table(name: str, shape: tuple[int, int, int]) -> Rows:
-            if folder is not None:
-                return DiskRows.create(folder / f"{name}.table", shape, dtype)
-            return MemoryRows(torch.empty(shape, dtype=dtype, device=self.x.device))
-
-        tables = {name: table(name, shape) for name, shape in shapes.items()}
-        if folder is not None and self.folder is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if free < total:
+            raise OSError(
+                errno.ENOSPC,
+                f"the reference tables need {total} bytes of disk, got {free} bytes free",
+                os.fspath(folder),
+            )
+        tables: dict[str, Rows] = {}
+        for name, shape in shapes.items():
+            tables[name] = DiskRows.create(folder / f"{name}.table", shape, dtype)
+        if self.folder is None:
             weakref.finalize(tables["values"], shutil.rmtree, folder, True)
-        origin = torch.zeros(width, dtype=torch.float64, device=self.x.device)
-        densities: list[list[ChannelDensity]] = [[] for _ in self.thetas]
-        middle = torch.zeros(num_outputs, dtype=torch.float64, device=self.x.device)
-        for start, stop in spans(num, _BLOCK):
-            origin += self._flat(self.x[start:stop]).double().sum(0) / num
-            values = []
-            for s, theta in enumerate(self.thetas):
-                predict = self.model.at(theta)
-                predictions, outputs = _values(predict(self.x[start:stop]))
-                checks.finite("the model's prediction at the reference", predictions)
-                predictions = predictions.double()
-                if outputs and start == 0 and s == 0:
-                    middle = self.ranks.same(predictions[:, :outputs].mean(0))
-                predictions[:, :outputs] -= middle
-                values.append(predictions)
-                if s > 0 and shared:
-                    continue
-                density, x = self._density(_refuse if shared else predict, slice(start, stop))
-                if not gaussian:
-                    densities[s].append(density)
-                elif _weights_and_scales(density) != _weights_and_scales(first):
-                    raise _OtherPartsError
-                for k in range(len(parts)):
-                    if s and shapes[f"centres-{k}"][0] == 1 and density.centres[k] is not x:
-                        raise _OtherPartsError
-                    if s < shapes[f"centres-{k}"][0]:
-                        flat = self._flat(density.centres[k].detach())
-                        checks.finite("the channel's centres", flat)
-                        tables[f"centres-{k}"].write(s, start, flat)
-                        if f"scales-{k}" in tables:
-                            scale = torch.broadcast_to(density.scales[k], density.centres[k].shape)
-                            tables[f"scales-{k}"].write(s, start, scale.flatten(1))
-            tables["values"].write(0, start, torch.cat(values, 1))
-        counts = self.ranks.gathered(torch.tensor([num], device=self.x.device)).flatten().tolist()
-        origin = self.ranks.sum(origin * (num / sum(counts)))
-        banks: list[GaussianBank | FunctionBank] = []
-        for k, (weight, _, scale) in enumerate(parts):
-            located, scales = tables[f"centres-{k}"], tables.get(f"scales-{k}")
-            one = float(scale) if scales is None else None
-            bank = gaussian_bank(float(weight), located, one, scales, origin, ranks=self.ranks)
-            banks.append(bank)
-        if not gaussian:
-            edges = (*range(0, num, _BLOCK), num)
-            banks.append(FunctionBank(tuple(map(tuple, densities)), edges))
-        return Store(
-            tuple(banks),
-            tables["values"],
-            num_thetas,
-            num_outputs,
-            tuple(self.x.shape[1:]),
-            origin,
-            middle,
-            dtype,
-            folder,
-            self.ranks,
-            tuple(counts),
-        )
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise OSError(
-            errno.ENOSPC,
-            f"the reference tables need {needed} bytes of disk, got {free} bytes free",
-            os.fspath(folder),
-        )
+        return tables, folder
 
 
 def gaussian_bank(
@@ -354,10 +358,10 @@ def gaussian_bank(
     half_norms = origin.new_empty(groups, num)
     reach, least = 0.0, math.inf if scale is None else scale
     for group in range(groups):
-        for start, stop in spans(num, _BLOCK):
-            tile = slice(group, group + 1), slice(start, stop)
+        for rows in spans(num, _BLOCK):
+            tile = slice(group, group + 1), rows
             block = centres.block(*tile)[0].double()
-            half_norms[group, start:stop] = 0.5 * (block - origin).square().sum(1)
+            half_norms[group, rows] = 0.5 * (block - origin).square().sum(1)
             reach = max(reach, float(block.square().sum(1).max()) ** 0.5)
             if scales is not None:
                 low, high = (float(value) for value in torch.aminmax(scales.block(*tile)))

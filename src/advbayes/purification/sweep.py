@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from advbayes.purification.banks import Bank, Query, Room, Tile
-from advbayes.purification.joint import JointBank
+from advbayes.purification.banks import Bank, JointBank, Query, Room, Tile
 from advbayes.purification.store import Store
 
 # exp is many times slower where it underflows
@@ -60,13 +60,17 @@ class BankSums:
 
     bank: Bank
     peak: Tensor  # (G, B), minus infinity where the bank excludes a query
-    sums: Tensor  # (G, B, W + 1) float64: sum exp(logits - peak) v, and of 1
+    rest: Tensor  # (G, B, W + 1) float64: sum exp(logits - peak) v, and of 1, but for the leading
     offset: Tensor  # (B,) float64
     tile_peaks: list[Tensor]  # (g, B) each
     leading: Leading
     # of each block, for the backward pass: exp(logits - level), (g, B, n), and the level, (g, B),
     # the largest logit so far
     kept: list[tuple[Tensor, Tensor]]
+
+    @cached_property
+    def sums(self) -> Tensor:  # (G, B, W + 1) float64: with the leading terms
+        return self.rest + torch.einsum("gbk,gbkw->gbw", self.leading_terms, self.leading.values)
 
     @property
     def level(self) -> Tensor:  # (G, B)
@@ -110,20 +114,26 @@ def _value_dtype(store: Store, query: Query) -> torch.dtype:
     return torch.float64 if store.num_outputs else query.dtype
 
 
-def _values(store: Store, groups: slice, rows: slice, shared: bool, wanted: bool) -> Tensor:
+def _values(store: Store, bank: Bank, groups: slice, rows: slice, wanted: bool) -> Tensor:
     """Values and a 1, float64: (1, n, S * V + 1) when all thetas share the weights, else (g, n, V +
     1)."""
     if not wanted:
-        num = 1 if shared else groups.stop - groups.start
-        return store.origin.new_ones(num, rows.stop - rows.start, 1)
+        return store.origin.new_ones(groups.stop - groups.start, rows.stop - rows.start, 1)
     values = store.value_block(rows)  # (n, S, V)
+    shared = bank.groups == 1
     right = values.flatten(1).unsqueeze(0) if shared else values[:, groups].transpose(0, 1)
     return functional.pad(right, (0, 1), value=1.0)
 
 
+def _exact(bank: Bank, query: Query, rows: Tensor, offset: Tensor) -> Tensor:  # (G, B, k)
+    """The logits of a few reference points of each theta, from differences."""
+    each = [bank.exact_at(query, group, index) for group, index in enumerate(rows)]
+    return torch.stack(each) - offset.unsqueeze(1)
+
+
 def _sweep_bank(store: Store, bank: Bank, query: Query, values: bool, keep: bool) -> BankSums:
-    batch, shared = len(query), bank.groups == 1
-    width = 1 + (store.width * (store.num_thetas if shared else 1) if values else 0)
+    batch, per_group = len(query), store.num_thetas if bank.groups == 1 else 1
+    width = 1 + (store.width * per_group if values else 0)
     peak = query.around.new_full((bank.groups, batch), -math.inf)
     sums = query.points.new_zeros((bank.groups, batch, width))
     leading: dict[int, Leading] = {}  # by the first group
@@ -144,7 +154,7 @@ def _sweep_bank(store: Store, bank: Bank, query: Query, values: bool, keep: bool
             terms = _without_clamped(terms, terms.dtype)
         if keep:
             kept.append((terms, level))
-        right = _values(store, groups, rows, shared, values)
+        right = _values(store, bank, groups, rows, values)
         largest = terms.gather(-1, index)
         rest = torch.matmul(terms.scatter_(-1, index, 0.0).to(narrow), right.to(narrow))
         terms.scatter_(-1, index, largest)
@@ -160,32 +170,25 @@ def _sweep_bank(store: Store, bank: Bank, query: Query, values: bool, keep: bool
     lead = _joined(*leading.values(), dim=0)
     offset = bank.offset(query)
     if bank.has_centres and query.dtype != torch.float64:
-        exact = [bank.exact_at(query, group, index) for group, index in enumerate(lead.rows)]
-        lead = lead._replace(logits=torch.stack(exact) - offset.unsqueeze(1))
-    part = BankSums(bank, peak, sums, offset, peaks, lead, kept)
-    sums += torch.einsum("gbk,gbkw->gbw", part.leading_terms, lead.values)
-    return part
+        lead = lead._replace(logits=_exact(bank, query, lead.rows, offset))
+    return BankSums(bank, peak, sums, offset, peaks, lead, kept)
 
 
 def _nearest_bank(
     store: Store, bank: Bank, query: Query, values: bool, nearest: Tensor
 ) -> BankSums:
     """The sums over the nearest centres alone, which all count as leading."""
-    offset, parts = bank.offset(query), []
-    for group, rows in enumerate(nearest.expand(bank.groups, -1, -1)):
-        index = rows.clamp_min(0)
-        logits = bank.exact_at(query, group, index) - offset.unsqueeze(1)
-        right = query.points.new_zeros(*index.shape, 0)
-        if values:
-            shared = bank.groups == 1
-            right = store.value_at(index).flatten(2) if shared else store.value_of(group, index)
-        right = functional.pad(right, (0, 1), value=1.0)
-        parts.append((logits.masked_fill(rows < 0, -math.inf), index, right))
-    lead = Leading(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
-    sums = query.points.new_zeros(bank.groups, len(query), lead.values.shape[-1])
-    part = BankSums(bank, lead.logits.amax(-1), sums, offset, [], lead, [])
-    sums += torch.einsum("gbk,gbkw->gbw", part.leading_terms, lead.values)
-    return part
+    offset, nearest = bank.offset(query), nearest.expand(bank.groups, -1, -1)
+    rows = nearest.clamp_min(0)
+    logits = _exact(bank, query, rows, offset).masked_fill(nearest < 0, -math.inf)
+    right = query.points.new_zeros(*rows.shape, 0)
+    if values:
+        thetas = (store.thetas_of(bank, slice(g, g + 1)) for g in range(bank.groups))
+        each = [store.value_at(*pair).flatten(2) for pair in zip(rows, thetas, strict=True)]
+        right = torch.stack(each)
+    lead = Leading(logits, rows, functional.pad(right, (0, 1), value=1.0))
+    rest = torch.zeros_like(lead.values[:, :, 0])
+    return BankSums(bank, logits.amax(-1), rest, offset, [], lead, [])
 
 
 def _gather(right: Tensor, index: Tensor) -> Tensor:  # (g, n, W), (g, B, k) -> (g, B, k, W)
@@ -196,12 +199,14 @@ def _joined(*parts: Leading, dim: int) -> Leading:
     return Leading(*(torch.cat(tensors, dim) for tensors in zip(*parts, strict=True)))
 
 
+def _banks(store: Store, query: Query) -> tuple[Bank, ...]:
+    return tuple(bank if query.y is None else JointBank(bank, store) for bank in store.banks)
+
+
 def sweep(store: Store, query: Query, *, values: bool = True, keep: bool = False) -> Sums:
     """All banks, added up, jointly with the outputs that the query comes with; `keep` holds on to
     what `vjp` would compute again."""
-    banks: tuple[Bank, ...] = store.banks
-    if query.y is not None:
-        banks = tuple(JointBank(bank, store) for bank in banks)
+    banks = _banks(store, query)
     if query.nearest is None:
         parts = [_sweep_bank(store, bank, query, values, keep) for bank in banks]
     else:
@@ -261,13 +266,13 @@ def vjp(
     gradient = torch.zeros_like(query.points)
     rooms, narrow = (Room(), Room()), _value_dtype(store, query)
     for part, share in zip(sums.banks, sums.shares, strict=True):
-        bank, shared = part.bank, part.bank.groups == 1
+        bank = part.bank
         scale = share / part.total  # (S, B): exp(logits - peak) -> p(n | x', theta)
         scale = torch.where(sums.log_evidence > -math.inf, scale, torch.zeros_like(scale))
         slope = (constant * scale).unsqueeze(-1)  # (S, B, 1)
         if of_averages is not None:
             slope = torch.cat([of_averages * scale.unsqueeze(-1), slope], -1)  # (S, B, V + 1)
-        if shared and store.num_thetas > 1:
+        if bank.groups == 1 and store.num_thetas > 1:
             lift = slope[..., -1:].sum(0)
             slope = torch.cat([slope[..., :-1].transpose(0, 1).flatten(1), lift], -1).unsqueeze(0)
         if bank.has_centres:
@@ -285,7 +290,7 @@ def vjp(
             terms = _terms(part, query, number, (groups, rows), pick, rooms, narrow)
             if bank.has_centres:
                 _set_leading(terms, part, groups, rows, pick, None)
-            right = _values(store, groups, rows, shared, of_averages is not None)
+            right = _values(store, bank, groups, rows, of_averages is not None)
             terms *= torch.matmul(slope[groups][:, pick].to(narrow), right.mT.to(narrow))
             gradient[pick] += bank.gradient(query.take(pick), groups, rows, terms)
     return gradient
@@ -363,7 +368,6 @@ def weights(
         bank, factor, leading = part.bank, share / part.total * shares, part.leading_terms
         for number, tile in enumerate(bank.tiles(len(query))):
             groups, rows = tile
-            thetas = slice(0, store.num_thetas) if bank.groups == 1 else groups
             if query.nearest is None:
                 terms = _terms(part, query, number, tile, slice(None), rooms, torch.float64)
             else:  # all that there is are the leading ones
@@ -373,17 +377,21 @@ def weights(
             if not bank.has_centres:  # all count alike where all exclude a query
                 excluded = (part.peak[groups] == -math.inf).unsqueeze(-1)
                 terms.masked_fill_(excluded, math.exp(_LEAST[torch.float64]))
+            thetas = store.thetas_of(bank, groups)
             yield Block(k, groups, thetas, rows, terms, factor[thetas])
 
 
 class Evidence(torch.autograd.Function):
-    """(x flat, ...) -> log evidence and averages, with the recomputing gradient."""
+    """(x flat, ...) -> log evidence and averages, with the recomputing gradient. `num` queries
+    share the graph, and what is kept for it."""
 
     @staticmethod
     def forward(
-        ctx: Any, flat: Tensor, query: Query, store: Store, values: bool, keep: bool
+        ctx: Any, flat: Tensor, query: Query, store: Store, values: bool, num: int
     ) -> tuple[Tensor, Tensor]:
-        sums = sweep(store, query, values=values, keep=keep and ctx.needs_input_grad[0])
+        terms = num * store.num_reference * sum(bank.groups for bank in _banks(store, query))
+        keep = ctx.needs_input_grad[0] and terms <= KEPT
+        sums = sweep(store, query, values=values, keep=keep)
         ctx.query, ctx.sums, ctx.store, ctx.values = query, sums, store, values
         return sums.log_evidence.clone(), sums.averages.clone()
 
