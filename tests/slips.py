@@ -529,8 +529,8 @@ THIRD = (
     Bug(
         "restarts of the minimum-norm attack all begin at x",
         "attacks/minimum_norm.py",
-        "                start = whole.random()\n",
-        "                start = whole.x\n",
+        "                start = problem.random()\n",
+        "                start = problem.x\n",
         "test_minimum_norm_and_suites test_settings test_attacks",
     ),
     Bug(
@@ -1032,8 +1032,8 @@ FOURTH = (
     Bug(
         "a suite's later attacks keep the losses of the whole batch",
         "attacks/suite.py",
-        "x_adv = on_rows(attack, rows)(predict, part.x, part.y, generator=generator)",
-        "x_adv = attack(predict, part.x, part.y, generator=generator)",
+        "x_adv = on_rows(attack, rows)(predict, part.x, part.y, generator=part.generator)",
+        "x_adv = attack(predict, part.x, part.y, generator=part.generator)",
         "test_minimum_norm_and_suites test_attack_parts test_attacks",
     ),
     Bug(
@@ -1189,8 +1189,8 @@ FIFTH = (
     Bug(
         "of several sources the last is kept",
         "attacks/suite.py",
-        "            x_adv = self.attack(source, x, y, generator=generator)\n            best = best.or_better(problem.score(x_adv))",
-        "            x_adv = self.attack(source, x, y, generator=generator)\n            best = problem.score(x_adv)",
+        "            x_adv = self.attack(source, x, y, generator=problem.generator)\n            best = best.or_better(problem.score(x_adv))",
+        "            x_adv = self.attack(source, x, y, generator=problem.generator)\n            best = problem.score(x_adv)",
         "test_minimum_norm_and_suites test_attacks test_attack_parts",
     ),
     Bug(

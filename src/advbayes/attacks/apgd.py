@@ -55,13 +55,10 @@ class APGD(Search):
         checks.number("progress", self.progress, low=0, high=1)
 
     def _search(self, problem: Problem) -> Tensor:
-        best = problem.score(problem.x)
-        for run in range(self.restarts):
-            rows = self._open(best)
-            if len(rows):
-                part = problem.rows(rows)
-                start = part.random() if run else part.x
-                best = best.improved(rows, self._run(part, start, self.steps))
+        def run(number: int, part: Problem, so_far: Best) -> Best:
+            return self._run(part, part.random() if number else part.x, self.steps)
+
+        best = problem.in_turn(run, self.restarts, self.stop_at_success)
         return (self._directed_runs(problem, best) if self.targets else best).x
 
     def _open(self, best: Best) -> Tensor:

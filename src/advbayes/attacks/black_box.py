@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from advbayes import checks
 from advbayes.attacks.balls import L2, Ball, per_row
 from advbayes.attacks.gradients import where_rows
 from advbayes.attacks.losses import margin, nll
-from advbayes.attacks.search import Problem, Search, check_settings
+from advbayes.attacks.search import Best, Problem, Search, check_settings
 from advbayes.types import Loss
 
 
@@ -37,10 +36,10 @@ class RandomSearch(Search):
         check_settings(self, num=1)
 
     def _search(self, problem: Problem) -> Tensor:
-        def proposal(number: int, point: Tensor, centre: Tensor) -> Tensor:
-            return self.ball.sphere(centre, generator=problem.generator)
+        def run(number: int, part: Problem, so_far: Best) -> Best:
+            return part.score(self.ball.sphere(part.x, generator=part.generator))
 
-        return _best_of(problem, proposal, self.num, self.stop_at_success)
+        return problem.in_turn(run, self.num, self.stop_at_success).x
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,12 +73,12 @@ class Square(Search):
     def _search(self, problem: Problem) -> Tensor:
         changed = self._shift_mass if isinstance(self.ball, L2) else self._corners
 
-        def proposal(query: int, point: Tensor, centre: Tensor) -> Tensor:
+        def run(query: int, part: Problem, so_far: Best) -> Best:
             if query == 0:
-                return self._stripes(centre, problem.generator)
-            return changed(point, centre, self._share_at(query), problem.generator)
+                return part.score(self._stripes(part.x, part.generator))
+            return part.score(changed(so_far.x, part.x, self._share_at(query), part.generator))
 
-        return _best_of(problem, proposal, self.queries, self.stop_at_success)
+        return problem.in_turn(run, self.queries, self.stop_at_success).x
 
     def _share_at(self, query: int) -> float:
         """Halved at fixed fractions of the queries: early on often, later rarely."""
@@ -116,25 +115,6 @@ class Square(Search):
         fresh = _unit(bent) * (mass + slack).sqrt()
         moved = where_rows((_square(bent) > 0).flatten(), torch.where(first, fresh, d * ~second), d)
         return self.ball.project(x + moved * unit, x)
-
-
-def _best_of(
-    problem: Problem,
-    proposal: Callable[[int, Tensor, Tensor], Tensor],  # number, best points so far, x -> points
-    num: int,
-    stop_at_success: bool,
-) -> Tensor:
-    """The best of x and `num` proposals in turn; with `stop_at_success` broken examples leave."""
-    best = problem.score(problem.x)
-    rows = torch.arange(len(problem), device=problem.x.device)
-    for number in range(num):
-        if stop_at_success:
-            rows = best.unbroken
-            if not len(rows):
-                break
-        part = problem.rows(rows)
-        best = best.improved(rows, part.score(proposal(number, best.x[rows], part.x)))
-    return best.x
 
 
 def _windows(x: Tensor, share: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

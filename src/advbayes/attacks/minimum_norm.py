@@ -83,23 +83,29 @@ class MinimumNorm(Search):
         outputs = self._num_outputs(problem.predict, problem.x)
         best, gradient = problem.climb(problem.x)
         rows = best.unbroken  # what is broken as it stands has radius 0
-        whole = problem.rows(rows)
-        for restart in range(self.restarts if len(rows) else 0):
-            flat = is_flat(gradient[rows])
-            if restart:
-                start = whole.random()
-            else:
-                start = where_rows(flat, whole.random(), whole.x) if bool(flat.any()) else whole.x
-            reached = self._run(whole, start)
-            best = best.put(rows, _nearer(best.pick(rows), reached, whole))
-        for loss in self._directed_losses(whole):
-            # compared by this attack's loss
-            reached = whole.score(self._run(replace(whole, loss=loss), whole.x).x)
-            best = best.put(rows, _nearer(best.pick(rows), reached, whole))
-        for start in self._directed_starts(whole, outputs):
-            reached = self._back(whole, whole.score(start))
-            best = best.put(rows, _nearer(best.pick(rows), reached, whole))
+        if len(rows):
+            whole = problem.rows(rows)
+            for reached in self._searches(whole, is_flat(gradient[rows]), outputs):
+                best = best.put(rows, _nearer(best.pick(rows), reached, whole))
         return self._from_far(problem, best).x
+
+    def _searches(self, problem: Problem, flat: Tensor, outputs: int) -> Iterator[Best]:
+        """From x (at random where it is flat), from random points, towards each class or output."""
+        for restart in range(self.restarts):
+            start = problem.x
+            if restart:
+                start = problem.random()
+            elif bool(flat.any()):
+                start = where_rows(flat, problem.random(), start)
+            yield self._run(problem, start)
+        for loss in self._directed_losses(problem):
+            # compared by this attack's loss
+            yield problem.score(self._run(replace(problem, loss=loss), problem.x).x)
+        for output in range(min(self.targets, outputs)):
+            for sign in (1, -1):
+                attack = pgd(self.ball, max(1, self.steps // 4), MeanOf(output, sign))
+                far = attack(problem.predict, problem.x, problem.y, generator=problem.generator)
+                yield self._back(problem, problem.score(far))
 
     def _num_outputs(self, predict: Predictor, x: Tensor) -> int:
         """Of a regression; 0 for classes. A loss by which nothing is ever broken is refused: it
@@ -137,7 +143,7 @@ class MinimumNorm(Search):
 
     def _directed_losses(self, problem: Problem) -> list[MarginTo]:
         """Margins to the likeliest wrong classes; with two classes that is the margin itself."""
-        if self.loss is not margin or not self.targets or not len(problem):
+        if self.loss is not margin or not self.targets:
             return []
         with torch.no_grad():
             prediction = problem.predict(problem.x)
@@ -145,13 +151,6 @@ class MinimumNorm(Search):
         if prediction.logits.shape[1] == 2:
             return []
         return margins_to_wrong_classes(prediction, problem.y, self.targets)
-
-    def _directed_starts(self, problem: Problem, outputs: int) -> Iterator[Tensor]:
-        """Points of the ball where an output is largest, or least, in regression."""
-        for output in range(min(self.targets, outputs) if len(problem) else 0):
-            for sign in (1, -1):
-                attack = pgd(self.ball, max(1, self.steps // 4), MeanOf(output, sign))
-                yield attack(problem.predict, problem.x, problem.y, generator=problem.generator)
 
     def _run(self, problem: Problem, start: Tensor) -> Best:
         """One search; the smallest broken point, or the one of largest loss."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,6 +94,20 @@ class Problem:
 
     def random(self) -> Tensor:
         return self.ball.random(self.x, generator=self.generator)
+
+    def in_turn(
+        self, run: Callable[[int, Problem, Best], Best], num: int, stop_at_success: bool
+    ) -> Best:
+        """The best of x and of `num` runs, each given its number and the best so far; with
+        `stop_at_success` a run sees only what is not broken yet."""
+        best = self.score(self.x)
+        rows = torch.arange(len(self), device=self.x.device)
+        for number in range(num):
+            rows = best.unbroken if stop_at_success else rows
+            if not len(rows):
+                break
+            best = best.improved(rows, run(number, self.rows(rows), best.pick(rows)))
+        return best
 
     def rows(self, rows: Tensor) -> Problem:
         """Some of the examples; each may stand there several times."""

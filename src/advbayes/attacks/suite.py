@@ -14,7 +14,6 @@ from advbayes.attacks.apgd import APGD
 from advbayes.attacks.ascent import pgd
 from advbayes.attacks.balls import L2, Ball
 from advbayes.attacks.black_box import RandomSearch, Square
-from advbayes.attacks.gradients import entry
 from advbayes.attacks.losses import (
     ByLoss,
     DivergenceFrom,
@@ -37,11 +36,11 @@ from advbayes.attacks.parts import (
     rebuilt,
     settings,
 )
-from advbayes.attacks.search import Problem, config
+from advbayes.attacks.search import Problem, Search
 from advbayes.likelihoods import predicts_classes
 from advbayes.types import Attack, Loss, Predictor
 
-_UNBOUNDED = L2(0.0)  # fits all data: the parts check x against balls of their own
+_ANYWHERE = L2(1e300)  # holds all data: the parts check x against balls of their own
 
 
 def _check_attacks(name: str, attacks: Sequence[Attack], *, low: int = 1) -> tuple[Attack, ...]:
@@ -63,7 +62,7 @@ def _rank(
 
 
 @dataclass(frozen=True, repr=False)
-class Suite:
+class Suite(Search):
     """The worst of several attacks, example by example: broken first, then the larger `rank`.
 
     `rank` also defines what broken means. By default it follows the attacks' own aim (a PGD's last
@@ -85,8 +84,7 @@ class Suite:
     attacks: tuple[Attack, ...]
     regression: tuple[Attack, ...] = ()
     rank: Loss | None = None
-
-    __repr__ = config
+    ball = _ANYWHERE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "attacks", _check_attacks("attacks", self.attacks))
@@ -94,17 +92,12 @@ class Suite:
         _rank(self.rank, "attacks", self.attacks)
         _rank(self.rank, "regression", self.regression)
 
-    def __call__(
-        self,
-        predict: Predictor,
-        x: Tensor,  # (B, *event)
-        y: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        if not len(x):
-            return x.clone()
-        x, y = entry(predict, _UNBOUNDED, x, y)
+    @property
+    def _losses(self) -> tuple[Loss, ...]:
+        return (self.rank or nll,)
+
+    def _search(self, problem: Problem) -> Tensor:
+        predict, x = problem.predict, problem.x
         with torch.no_grad():
             classes = predicts_classes(predict(x))
         attacks = self.in_task("classification" if classes else "regression").attacks
@@ -115,14 +108,14 @@ class Suite:
                 f"attacks must hold one that applies to this predictor, got none for "
                 f"{checks.describe(predict)}"
             )
-        problem = Problem(predict, rank, _UNBOUNDED, x, y, generator)
+        problem = problem.on(rank)
         best = problem.score(x)
         for number, attack in enumerate(attacks):
             rows = best.unbroken if number else torch.arange(len(x), device=x.device)
             if not len(rows):
                 break
             part = problem.rows(rows)
-            x_adv = on_rows(attack, rows)(predict, part.x, part.y, generator=generator)
+            x_adv = on_rows(attack, rows)(predict, part.x, part.y, generator=part.generator)
             best = best.improved(rows, part.score(x_adv))
         return best.x
 
@@ -150,7 +143,7 @@ def for_task(attack: A, task: str) -> A:
 
 
 @dataclass(frozen=True, repr=False)
-class Transfer:
+class Transfer(Search):
     """Examples made against other models (undefended, sibling), the worst by `rank` kept.
 
     `rank` is as in `Suite`: absent, it follows what the attack wants.
@@ -165,8 +158,7 @@ class Transfer:
     attack: Attack
     sources: tuple[Predictor, ...]
     rank: Loss | None = None
-
-    __repr__ = config
+    ball = _ANYWHERE
 
     def __post_init__(self) -> None:
         checks.function("attack", self.attack, "an attack such as pgd(L2(1.0))")
@@ -177,26 +169,20 @@ class Transfer:
         if not self.sources:
             raise checks.InputError("sources must hold at least one predictor, got none")
 
-    def __call__(
-        self,
-        predict: Predictor,
-        x: Tensor,
-        y: Tensor | None = None,
-        *,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        if not len(x):
-            return x.clone()
-        x, y = entry(predict, _UNBOUNDED, x, y)
-        rank = self.rank
+    @property
+    def _losses(self) -> tuple[Loss, ...]:
+        return (self.rank or nll,)
+
+    def _search(self, problem: Problem) -> Tensor:
+        x, y, rank = problem.x, problem.y, self.rank
         if rank is None:
             with torch.no_grad():
-                classes = predicts_classes(predict(x[:1]))
+                classes = predicts_classes(problem.predict(x[:1]))
             rank = _rank_of("attack", (self.attack,), regression=not classes)
-        problem = Problem(predict, rank, _UNBOUNDED, x, y, generator)
+        problem = problem.on(rank)
         best = problem.score(x)
         for source in self.sources:
-            x_adv = self.attack(source, x, y, generator=generator)
+            x_adv = self.attack(source, x, y, generator=problem.generator)
             best = best.or_better(problem.score(x_adv))
         return best.x
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributions import Categorical, Distribution, Independent, Normal
+from torch.distributions import Categorical, Distribution
 
 from advbayes import checks
 from advbayes.attacks.apgd import APGD
@@ -82,44 +81,43 @@ class Differences:
     generator: torch.Generator | None = field(default=None, repr=False)
 
     def __call__(self, x: Tensor) -> Distribution:
-        if not (torch.is_grad_enabled() and x.requires_grad):
-            return self.predict(x)
-        values = _Estimated.apply(x, self)  # type: ignore[no-untyped-call]
-        if predicts_classes(self.predict(x.detach()[:1])):
-            return Categorical(logits=values, validate_args=False)
-        normal = Normal(values[..., 0], values[..., 1].exp(), validate_args=False)
-        return Independent(normal, values.ndim - 2) if values.ndim > 2 else normal
+        return self.predict(x)
 
-    def answers(self, x: Tensor) -> Tensor:
-        """Log-probabilities (B, C), or means and log standard deviations (B, ..., 2)."""
+    def loss_and_gradient(self, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss and success of the answers as they are. Of classes the differences are those of
+        the log-probabilities, weighed by the loss' gradient in them; in regression those of the
+        loss, for two moments do not say what a mixture's likelihood is."""
         with torch.no_grad():
             prediction = self.predict(x)
         if predicts_classes(prediction):
-            return prediction.logits
-        return torch.stack([prediction.mean, 0.5 * prediction.variance.log()], -1)
-
-    def loss_and_gradient(self, loss: Loss, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss and success of the answers as they are. In regression the differences are those of
-        the loss: the two moments do not say what a mixture's likelihood is."""
-        with torch.enable_grad():
-            leaf = x.detach().requires_grad_()
-            answers = self(leaf)
-            if predicts_classes(answers):
-                value = value_of(loss, answers, y)
-                (gradient,) = torch.autograd.grad(value.sum(), leaf)
-                return value.detach(), success(loss, answers, y), gradient
-        with torch.no_grad():
-            prediction = self.predict(x)
-            value, broken = value_of(loss, prediction, y), success(loss, prediction, y)
+            return self._of_classes(loss, prediction.logits, x, y)
         rows = torch.arange(len(x), device=x.device)
 
         def losses(points: Tensor) -> Tensor:  # (K, B, *event) -> (K, B)
             index = rows.repeat(len(points))
-            with torch.no_grad():
-                answers = self.predict(points.flatten(0, 1))
-                return value_of(for_rows(loss, index), answers, y[index]).view(len(points), -1)
+            answers = self.predict(points.flatten(0, 1))
+            return value_of(for_rows(loss, index), answers, y[index]).view(len(points), -1)
 
-        return value, broken, self.gradient(losses, x)
+        with torch.no_grad():
+            value, broken = value_of(loss, prediction, y), success(loss, prediction, y)
+            return value, broken, self.gradient(losses, x)
+
+    def _of_classes(
+        self, loss: Loss, logits: Tensor, x: Tensor, y: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()  # (B, C)
+            answers = Categorical(logits=leaf, validate_args=False)
+            value = value_of(loss, answers, y)
+            (slope,) = torch.autograd.grad(value.sum(), leaf)
+
+        def weighed(points: Tensor) -> Tensor:  # (K, B, *event) -> (K, B)
+            asked = self.predict(points.flatten(0, 1))
+            assert predicts_classes(asked)
+            return (asked.logits.view(len(points), *slope.shape) * slope).flatten(2).sum(2)
+
+        with torch.no_grad():
+            return value.detach(), success(loss, answers, y), self.gradient(weighed, x)
 
     def gradient(self, ask: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """By central differences of what `ask` says of points: (K, B, *event) -> (K, B)."""
@@ -144,24 +142,6 @@ class Differences:
             moves = normal_like(x, self.generator, (self.directions, size)) / self.directions**0.5
         moves = moves.view(-1, *x.shape[1:])
         return moves if self.ball.mask is None else moves * self.ball.mask.to(x.device)
-
-
-class _Estimated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, owner: Differences) -> Tensor:
-        ctx.owner = owner
-        ctx.save_for_backward(x)
-        return owner.answers(x.detach())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (x,), owner = ctx.saved_tensors, ctx.owner
-
-        def weighed(points: Tensor) -> Tensor:  # (K, B, *event) -> (K, B)
-            answers: Tensor = owner.answers(points.flatten(0, 1))
-            return (answers.view(len(points), *grads[0].shape) * grads[0]).flatten(2).sum(2)
-
-        return owner.gradient(weighed, x), None
 
 
 def blind_attacks(ball: Ball, task: str, steps: int, queries: int) -> dict[str, Attack]:
