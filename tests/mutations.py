@@ -714,8 +714,8 @@ _through = _Shared()""",
     Bug(
         "weights in the components' order, examples in the groups'",
         "channels/mixture.py",
-        "weights = [self.weights[k] for members in self._groups for k in members]\n        return",
-        "weights = list(self.weights)\n        return",
+        "math.fsum(self._ordered_weights[:k])",
+        "math.fsum(self.weights[:k])",
         "test_channels",
     ),
     Bug(

@@ -80,8 +80,8 @@ FIRST = (
     Bug(
         "components drawn iid have the weights of another order",
         "channels/mixture.py",
-        "            [self.weights[k] for members in self._groups for k in members],\n            dtype=torch.float64,",
-        "            list(self.weights),\n            dtype=torch.float64,",
+        "torch.tensor(self._ordered_weights, dtype=torch.float64,",
+        "torch.tensor(self.weights, dtype=torch.float64,",
         "test_channels test_identities_attacks",
     ),
     Bug(
@@ -1825,8 +1825,8 @@ SEVENTH = (
     Bug(
         "drawn components by ungrouped weights",
         "channels/mixture.py",
-        "            [self.weights[k] for members in self._groups for k in members],\n",
-        "            list(self.weights),\n",
+        "weights = torch.tensor(self._ordered_weights,",
+        "weights = torch.tensor(list(self.weights),",
         "test_channels",
     ),
     Bug(

@@ -68,11 +68,7 @@ class Mixture:
             offset, order = systematic(num, generator, device)
             u = float(offset)
             return order, [0, *(int(edge(num, share, u)) for share in self._cumulated), num]
-        weights = torch.tensor(
-            [self.weights[k] for members in self._groups for k in members],
-            dtype=torch.float64,
-            device=device,
-        )
+        weights = torch.tensor(self._ordered_weights, dtype=torch.float64, device=device)
         component = torch.multinomial(weights, num, replacement=True, generator=generator)
         counts = torch.bincount(component, minlength=len(weights))
         return component.argsort(stable=True), [0, *counts.cumsum(0).tolist()]
@@ -138,10 +134,13 @@ class Mixture:
         return list(groups.values())
 
     @cached_property
+    def _ordered_weights(self) -> list[float]:  # in the order of the groups
+        return [self.weights[k] for members in self._groups for k in members]
+
+    @cached_property
     def _cumulated(self) -> list[float]:
         """The inner edges of the components in [0, 1], in the order of the groups."""
-        weights = [self.weights[k] for members in self._groups for k in members]
-        return [math.fsum(weights[:k]) for k in range(1, len(weights))]
+        return [math.fsum(self._ordered_weights[:k]) for k in range(1, len(self.weights))]
 
     @cached_property
     def _has_attacks(self) -> bool:

@@ -26,17 +26,12 @@ from advbayes.channels.noise import noise_like
 from advbayes.distributed import Ranks
 from advbayes.model import BayesianModel
 from advbayes.objectives import ChannelELBO
-from advbayes.posteriors import Posterior, Samples
+from advbayes.posteriors import Posterior, Samples, check_over
 from advbayes.progress import Progress
 from advbayes.seeds import for_thetas, seed_for
 from advbayes.training.batches import Batch, Batches, Data, batches_of
-from advbayes.training.steps import Step, Taken, adam_for, compiled_step, descend, eager_step
+from advbayes.training.steps import Taken, adam_for, descend, step_maker
 from advbayes.types import Channel
-
-try:
-    from advbayes import accelerated
-except ImportError:  # a package without it trains the same, but for compile=True
-    accelerated = None  # type: ignore[assignment]
 
 COLUMNS = ("bound", "log_likelihood", "kl", "penalty", "gradient_norm", "seconds")
 MAX_SKIPPED_IN_A_ROW = 10
@@ -142,18 +137,16 @@ def fit(
     refuse_inference_mode()
     _check_parts(model, posterior, channel, objective)
     checks.count("seed", seed, low=0)
-    batches = batches_of(
-        model,
-        channel,
-        data,
-        batch_size,
-        seed,
-        None if objective is None else objective.num_data,
-        sample_weight,
-    )
+    told = None if objective is None else objective.num_data
+    batches = batches_of(model, channel, data, batch_size, seed, told, sample_weight)
     if compile and sample_weight is not None:
         raise checks.InputError("compile must be False with sample_weight, got True")
-    objective = _objective(objective, batches.num_data)
+    objective = objective or ChannelELBO(batches.num_data)
+    if objective.num_data != batches.num_data:
+        raise checks.InputError(
+            f"objective.num_data must be the number of examples in one pass over the data, "
+            f"{batches.num_data}, got {objective.num_data}"
+        )
     total = _total_steps(epochs, steps, batches)
     checks.number("lr", lr, low=0, open_low=True)
     checks.number("decay", decay, low=0, high=1, open_low=True)
@@ -163,24 +156,19 @@ def fit(
         checks.count("checkpoint_every", checkpoint_every)
 
     ranks = distributed.ranks()
+    checkpoint = checkpoint if ranks.is_first else None
     ranks.agree(num_data=batches.num_data, num_params=model.num_params, steps=total, seed=seed)
     optimiser = adam_for(posterior, lr)
     adversaries = [_Adversary(learned, adversary_lr, ranks) for learned in learned_in(channel)]
     kept = _Held(posterior, optimiser, adversaries)
     state = kept.begin(State() if state is None else kept.restore(state), ranks)
-    take_step: Step = (compiled_step if compile else eager_step)(
-        model, posterior, channel, objective, optimiser, ranks
-    )
+    take_step = step_maker(compile, ranks)(model, posterior, channel, objective, optimiser)
     skipped_in_a_row = 0
     has_warned = interrupted = False
     asked = distributed.ALONE.asked(False)  # several ranks hear of a stop one step later
-    origin = time.perf_counter() - (
-        state.history["seconds"][-1] if state.history["seconds"] else 0.0
-    )
+    origin = time.perf_counter() - (state.history["seconds"] or [0.0])[-1]
     columns = [state.history[name] for name in COLUMNS]
 
-    if accelerated is not None and accelerated.is_enabled():
-        accelerated.recycle_blocks()
     with (
         _deferred_interrupt() as interrupt,
         Progress("fit", total, ranks.shown(progress), start=state.step) as bar,
@@ -222,16 +210,11 @@ def fit(
             if (asked if ranks.size == 1 else answer)():
                 interrupted = state.step < total
                 break
-            if (
-                checkpoint is not None
-                and ranks.is_first
-                and checkpoint_every is not None
-                and state.step % checkpoint_every == 0
-            ):
+            if checkpoint and checkpoint_every and state.step % checkpoint_every == 0:
                 checkpoint(kept.save(state))
         asked()  # no exchange is left open
         state = kept.save(state)
-        if checkpoint is not None and ranks.is_first:
+        if checkpoint:
             checkpoint(state)
     return FitResult(state.history, state.step, state.skipped, interrupted, state)
 
@@ -244,11 +227,7 @@ def _check_parts(
         raise checks.InputTypeError(
             "posterior must be trainable (MeanField, LowRank, ...)", got=posterior
         )
-    if posterior.num_params != model.num_params:
-        raise checks.InputError(
-            f"posterior must be over the model's {model.num_params} parameters, got one over "
-            f"{posterior.num_params}"
-        )
+    check_over(model, posterior)
     if not any(parameter.requires_grad for parameter in posterior.parameters()):
         raise checks.InputError(
             f"posterior must have a trainable parameter, got none in {posterior}"
@@ -262,17 +241,6 @@ def _check_parts(
         raise checks.InputTypeError("channel must have sample and density", got=channel)
     if objective is not None:
         checks.instance("objective", objective, ChannelELBO, "a ChannelELBO")
-
-
-def _objective(objective: ChannelELBO | None, num_data: int) -> ChannelELBO:
-    if objective is None:
-        return ChannelELBO(num_data)
-    if objective.num_data != num_data:
-        raise checks.InputError(
-            f"objective.num_data must be the number of examples in one pass over the data, "
-            f"{num_data}, got {objective.num_data}"
-        )
-    return objective
 
 
 def _total_steps(epochs: float | None, steps: int | None, batches: Batches) -> int:

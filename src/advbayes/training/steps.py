@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,17 +39,10 @@ class Taken(NamedTuple):
         return math.isfinite(self.bound) and math.isfinite(self.norm)
 
 
-class Step(Protocol):
-    """One step along the gradient of bound + spared * kl, where `spared` is the part of the KL
-    term's weight that a warm-up leaves out; the bound that it tells is the true one."""
-
-    def __call__(
-        self,
-        batch: Batch,
-        generator: torch.Generator,  # seeded for the step
-        lr: float,
-        spared: float = 0.0,
-    ) -> list[float]: ...  # the fields of `Taken`
+# One step along the gradient of bound + spared * kl, where `spared` is the part of the KL term's
+# weight that a warm-up leaves out: (batch, generator seeded for the step, lr, spared) -> the fields
+# of `Taken`, with the true bound.
+Step = Callable[[Batch, torch.Generator, float, float], list[float]]
 
 
 def eager_step(
@@ -81,15 +75,12 @@ def eager_step(
     return step
 
 
-def compiled_step(
-    model: BayesianModel,
-    posterior: Posterior,
-    channel: Channel,
-    objective: ChannelELBO,
-    optimiser: torch.optim.Adam,
-    ranks: Ranks = ALONE,
-) -> Step:
-    """The same as one native program, for one process."""
+def step_maker(compile: bool, ranks: Ranks) -> Callable[..., Step]:
+    """`eager_step`, or the same as one native program, for one process."""
+    if accelerated is not None and accelerated.is_enabled():
+        accelerated.recycle_blocks()
+    if not compile:
+        return partial(eager_step, ranks=ranks)
     if ranks.size > 1:
         raise InputError(f"compile must be False on {ranks.size} ranks, got True")
     if accelerated is None:
@@ -97,7 +88,7 @@ def compiled_step(
             "compile must be False without the package advbayes.accelerated, which cannot be "
             "imported"
         )
-    return accelerated.CompiledStep(model, posterior, channel, objective, optimiser)
+    return accelerated.CompiledStep
 
 
 def adam_for(module: nn.Module, lr: float) -> torch.optim.Adam:
