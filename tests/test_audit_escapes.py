@@ -256,20 +256,31 @@ def test_a_baseline_in_regression_has_learnt_something(slope: float, wanted: boo
     assert controls.is_trivial(case(gaussian, data), mean) is wanted
 
 
-def test_a_baseline_trained_for_a_wide_ball_has_learnt_something() -> None:
+@pytest.mark.parametrize(
+    ("learns", "tried"), [(3.0, [3.0]), (1.0, [3.0, 1.5, 0.75]), (0.3, [3.0, 1.5, 0.75, 0.375])]
+)
+def test_a_baseline_is_trained_in_the_largest_ball_in_which_it_learns(
+    learns: float, tried: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Under a budget beyond the spread of the data a constant is the best worst-case answer, and
-    adversarial training finds it."""
-    ball, data = L2(3.0), (X, X @ torch.tensor([1.0, 0.5, 0.0, 0.0, 0.0]))
+    adversarial training finds it; down to an eighth of the budget another one is looked for."""
+    radii: list[float] = []
+    constant = lambda x: Normal(X[:, 0].mean() + 0 * x[:, 0], 1.0)  # noqa: E731
+
+    def trained(model: BayesianModel, channel: Any, *_: object, **__: object) -> Any:
+        if not isinstance(channel, AttackChannel):
+            return gaussian  # the undefended control
+        radii.append(channel.attack.ball.eps)
+        return gaussian if radii[-1] <= learns else constant
+
+    monkeypatch.setattr(controls, "trained_control", trained)
     model = BayesianModel(nn.Linear(5, 1), Gaussian(0.5))
     audited = PosteriorPredictive(model, model.initial_theta().unsqueeze(0))
-    found = case(audited, data, ball, support=Support(training=data))
-    wide = controls.trained_control(
-        model, AttackChannel(pgd(ball, 5), 0.0), data, None, seed=0, progress=False
-    )
-    assert controls.is_trivial(found, wide)
+    data = X, X[:, 0]
+    found = case(audited, data, L2(3.0), support=Support(training=data))
     support = controls.with_controls(found, progress=False)
-    assert not controls.is_trivial(found, support.baseline)
-    assert controls.credible_baseline(replace(found, support=support)).status == "passed"
+    assert radii == tried
+    assert controls.is_trivial(found, support.baseline) is (learns < tried[-1])
 
 
 @pytest.mark.parametrize(("share", "wanted"), [(0.89, True), (0.91, False)])
