@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,12 @@ def test_a_verdict_is_text_and_json_and_goes_under_a_table() -> None:
         line for line in table.markdown().splitlines() if "†" in line and line.startswith("|")
     ]
     assert len(marked) == 2  # PGD and worst, not clean and not the trivial ones
+    optional = replace(
+        verdict, findings=tuple(replace(f, mandatory=False) for f in verdict.findings)
+    )
+    table = evaluate(MODEL, (X, Y), attacks={"PGD": pgd(BALL, 5)}).table(verdict=optional)
+    assert optional.failed == ("E0",)
+    assert "†" not in table.markdown()
     with pytest.raises(KeyError, match="no check 'E99'"):
         verdict["E99"]
 

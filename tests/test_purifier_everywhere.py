@@ -292,3 +292,25 @@ def test_effective_sample_sizes_run_from_one_to_all() -> None:
     torch.testing.assert_close(
         purifier.diagnose(middle).ess_reference, torch.tensor([4.0, 2.0, 1.0]), rtol=1e-5, atol=0
     )
+
+
+@pytest.mark.parametrize("update", ["online", "offline"])
+def test_draws_from_several_blocks_are_those_of_the_mixture(
+    update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reference points in order, so that every block has values of its own."""
+    monkeypatch.setattr("advbayes.purification.store._SMALL", 0)
+    monkeypatch.setattr("advbayes.purification.banks._TILE", 0)
+    monkeypatch.setattr("advbayes.purification.banks.FEWEST_ROWS", 128)
+    x = torch.linspace(-3.0, 3.0, 700, dtype=torch.float64).unsqueeze(1)
+    model = BayesianModel(nn.Linear(1, 1).double(), Gaussian(0.1))
+    thetas = torch.tensor([[1.0, 0.0], [1.3, 0.2]], dtype=torch.float64)
+    queries = torch.tensor([[-2.5], [0.3], [2.7]], dtype=torch.float64)
+    prediction = Purifier(model, Noise(0.4), thetas, x, update)(queries)
+    assert len(list(prediction._blocks(0, prediction._queries.blocks[0][1]))) > 2
+    draws = prediction.sample((4000,), generator=generator(0))
+    for k in range(len(queries)):
+        levels = torch.stack([prediction.cdf(draw) for draw in draws[:300]])[:, k]
+        assert scipy.stats.kstest(levels.numpy(), "uniform").pvalue > 1e-5
+    error = (draws.mean(0) - prediction.mean) / (prediction.variance / len(draws)).sqrt()
+    assert float(error.abs().max()) < 4.9

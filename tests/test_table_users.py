@@ -204,6 +204,10 @@ def test_text_stays_out_of_reach_when_more_is_fixed(tmp_path: Path) -> None:
     mask = ball_for(trained, None, 0.5, ["size"]).mask
     assert mask is not None
     assert mask.tolist() == [False, True, False, False]
+    assert command([*data, "--fixed", "size", "--out", str(tmp_path / "other")]) == 0
+    other = load_trained(tmp_path / "other")
+    assert other.mask is not None
+    assert other.mask.tolist() == [False, True, False, False]  # of the training adversary too
 
 
 def test_an_attacker_who_can_change_nothing_is_remarked_on(tmp_path: Path) -> None:
