@@ -22,15 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 from advbayes.checks import count
 
 from .errors import StoreError
-from .files import (
-    check_digest,
-    opened_to_write,
-    read_bytes,
-    room,
-    sync_folder,
-    write_all,
-    write_bytes,
-)
+from .files import check_digest, read_bytes, room, sync_folder, write_all, write_bytes, writing
 
 JSON: TypeAlias = "bool | int | float | str | list[JSON] | dict[str, JSON] | None"
 
@@ -228,7 +220,7 @@ class RecordLog:
         lines = b"".join(pieces)
         path = Path(os.path.realpath(self.path))
         with room(path, len(lines)):
-            with opened_to_write(path) as descriptor:
+            with writing(path) as descriptor:
                 try:
                     os.lseek(descriptor, end.offset, os.SEEK_SET)
                     write_all(descriptor, lines)
@@ -253,7 +245,7 @@ class RecordLog:
         end = ends[wanted]
         path = Path(self.path)
         if path.exists() and path.stat().st_size != end.offset:
-            with opened_to_write(path) as descriptor:
+            with writing(path) as descriptor:
                 os.ftruncate(descriptor, end.offset)
                 os.fsync(descriptor)
         self._end = end

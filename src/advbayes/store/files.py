@@ -126,7 +126,7 @@ def create(path: Path, pieces: Iterable[bytes], *, reserve: int = 0) -> int:
     Space for `reserve` bytes is allocated first, so that a full disk is noticed at once.
     """
     written = 0
-    with opened_to_write(path) as descriptor:
+    with writing(path) as descriptor:
         if reserve and sys.platform == "linux":
             try:
                 os.posix_fallocate(descriptor, 0, reserve)
@@ -141,7 +141,7 @@ def create(path: Path, pieces: Iterable[bytes], *, reserve: int = 0) -> int:
 
 
 @contextmanager
-def opened_to_write(path: Path) -> Iterator[int]:
+def writing(path: Path) -> Iterator[int]:
     """The descriptor of a file, made where there is none, and closed again."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _PLAIN, 0o666)
     try:
