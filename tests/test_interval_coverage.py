@@ -139,6 +139,43 @@ def test_the_balanced_accuracy_of_one_class_is_its_recall(hits: int) -> None:
     )
 
 
+def test_an_order_without_a_mistake_is_not_certain() -> None:
+    """Every resample of it is perfect too; so are many samples of an area that is not quite."""
+    for num in (7, 20, 60):
+        positive = torch.arange(2 * num) < num
+        found = metrics.auprc(positive, positive)
+        assert (found.low, found.high) == (metrics.wilson(num, num)[0], 1.0)
+        found, worth = metrics.aurc(torch.zeros(num), torch.arange(num)), 0.0
+        for place in range(1, num + 1):
+            worth += sum(1 / k for k in range(place, num + 1)) ** 2 / num**2
+        assert found.low == 0
+        assert found.high == pytest.approx(metrics.wilson(0, int(1 / worth + 1e-9))[1])
+    assert metrics.aurc(torch.full((9,), 0.5), torch.arange(9)).high == 0.5  # no truth values
+
+
+@pytest.mark.parametrize("num", [20, 60])
+def test_areas_near_their_end_are_held(num: int) -> None:
+    """A bootstrap alone held them in 11 to 59 % of the samples."""
+    repeats, held = 300, [0, 0]
+    spaced = torch.linspace(0, 1, 20001, dtype=torch.float64)
+    true_aurc = metrics.risk_coverage(0.05 * (1 - spaced), spaced).aurc
+    many = torch.randn(400_000, generator=generator_for(0, "many"))
+    half = torch.arange(400_000) % 2
+    true_auprc = metrics.auprc(many + 4 * half, half, num_resamples=2).value
+    for seed in range(repeats):
+        generator = generator_for(seed, "areas")
+        confidence = torch.rand(num, generator=generator)
+        wrong = torch.rand(num, generator=generator) < 0.05 * (1 - confidence)
+        few: Any = {"num_resamples": 50, "generator": generator}
+        found = metrics.aurc(wrong, confidence, **few)
+        held[0] += found.low <= true_aurc <= found.high
+        positive = torch.arange(num) % 2
+        scores = torch.randn(num, generator=generator) + 4 * positive
+        found = metrics.auprc(scores, positive, **few)
+        held[1] += found.low <= true_auprc <= found.high
+    assert min(held) / repeats > 0.93
+
+
 # --- scores and tables --------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ the order of the score matters."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import torch
@@ -21,6 +21,7 @@ from advbayes.metrics.intervals import (
     proportion,
     same_length,
     shares,
+    wilson,
 )
 from advbayes.metrics.reductions import share_ties
 
@@ -61,11 +62,20 @@ def aurc(
 ) -> Estimate:
     """Area under the risk-coverage curve, with a bootstrap interval.
 
+    It is a mean of the losses in which the most confident answers weigh most. Where these are
+    zeros and ones the interval is no narrower than Wilson's for as many examples as these weights
+    are worth, about N / 2: no error among few answers does not make the area 0.
+
     >>> round(aurc([0, 1, 0], [0.9, 0.1, 0.5]).value, 4)
     0.1111
     """
     losses, confidence = _selection("losses", losses, confidence)
-    return bootstrap(lambda *rows: _risks(*rows).mean(1), losses, confidence, **options)
+    estimate = bootstrap(lambda *rows: _risks(*rows).mean(1), losses, confidence, **options)
+    if not bool(((losses == 0) | (losses == 1)).all()):
+        return estimate
+    num = len(losses)
+    weights = (1 / torch.arange(num, 0, -1, dtype=torch.float64)).cumsum(0) / num
+    return _no_narrower(estimate, int(1 / float(weights.square().sum()) + 1e-9))
 
 
 def selective_accuracy(
@@ -148,7 +158,8 @@ def auprc(
     **options: Unpack[Resampling],
 ) -> Estimate:
     """Average precision, sum over thresholds of (recall_k - recall_{k-1}) precision_k, with a
-    bootstrap interval.
+    bootstrap interval no narrower than Wilson's for as many examples as are positive: it is the
+    mean of a precision over these, and a perfect order of few examples is not certain.
 
     >>> round(auprc([0.9, 0.8, 0.3], [1, 0, 1]).value, 4)
     0.8333
@@ -157,7 +168,17 @@ def auprc(
     same_length(scores=scores, positive=positive)
     if not bool(positive.any()):
         raise InputError(f"positive must be True somewhere, got {len(positive)} times False")
-    return bootstrap(_average_precision, scores, positive, support=(0.0, 1.0), **options)
+    estimate = bootstrap(_average_precision, scores, positive, support=(0.0, 1.0), **options)
+    return _no_narrower(estimate, int(positive.sum()))
+
+
+def _no_narrower(estimate: Estimate, num: int) -> Estimate:
+    """An interval in [0, 1] that holds Wilson's for `num` truth values of this mean: resamples of
+    scores that are all alike have no spread."""
+    value = min(estimate.value, 1.0)  # up to rounding
+    low, high = wilson(value * num, num, level=estimate.level)
+    low, high = min(low, max(0.0, estimate.low)), max(high, min(1.0, estimate.high))
+    return replace(estimate, low=min(low, estimate.value), high=max(high, estimate.value))
 
 
 def _average_precision(scores: Tensor, positive: Tensor) -> Tensor:  # (R, N) each -> (R,)
