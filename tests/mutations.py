@@ -246,8 +246,8 @@ BUGS = (
     Bug(
         "no whole run to the nearest classes",
         "attacks/apgd.py",
-        "best, _ = run(best, loss, points[pick, each], self.steps)",
-        "best, _ = run(best, loss, points[pick, each], 1)",
+        "best, _ = run(best, loss, points[pick, everything], self.steps)",
+        "best, _ = run(best, loss, points[pick, everything], 1)",
         "test_attack_strength",
     ),
     Bug(

@@ -61,11 +61,6 @@ class APGD(Search):
         best = problem.in_turn(run, self.restarts, self.stop_at_success)
         return (self._directed_runs(problem, best) if self.targets else best).x
 
-    def _open(self, best: Best) -> Tensor:
-        """The rows that a further run sees."""
-        everything = torch.arange(len(best.x), device=best.x.device)
-        return best.unbroken if self.stop_at_success else everything
-
     def _directed_losses(
         self, prediction: Distribution, y: Tensor, generator: torch.Generator | None
     ) -> tuple[Loss, ...]:
@@ -89,9 +84,10 @@ class APGD(Search):
         with torch.no_grad():
             prediction = problem.predict(problem.x)
         losses = self._directed_losses(prediction, problem.y, problem.generator)
+        everything = torch.arange(len(problem), device=problem.x.device)
 
         def run(best: Best, loss: Loss, start: Tensor, steps: int) -> tuple[Best, Best]:
-            rows = self._open(best)
+            rows = best.unbroken if self.stop_at_success else everything
             if not len(rows):
                 return best, best
             part = problem.rows(rows)
@@ -114,10 +110,9 @@ class APGD(Search):
                 best, end = run(best, self.loss, begin.x, few)
             ends.append(end)
         points = torch.stack([end.x for end in ends])
-        each = torch.arange(len(problem), device=points.device)
         for pick in torch.stack([end.value for end in ends]).topk(2, dim=0).indices:
             loss = PerExample(losses, pick) if classes else self.loss
-            best, _ = run(best, loss, points[pick, each], self.steps)
+            best, _ = run(best, loss, points[pick, everything], self.steps)
         return best
 
     def _run(self, problem: Problem, start: Tensor, steps: int) -> Best:

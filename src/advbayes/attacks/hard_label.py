@@ -71,14 +71,14 @@ class HardLabel(Search):
         """A broken input for each example that has one, and which those are."""
         x = problem.x
         start, started = x, torch.zeros_like(broken)
-        flat = (x / self.ball.units(x)).flatten(1)
-        distance = torch.cdist(flat, flat)
+        flat, y = (x / self.ball.units(x)).flatten(1), problem.y.reshape(len(x), -1)
+        same = (y.unsqueeze(1) == y.unsqueeze(0)).all(-1)
+        distance = torch.cdist(flat, flat).masked_fill(same, math.inf)
         for _ in range(min(3, len(x) - 1)):  # a few rounds: the nearest example whose label differs
             open_rows = ~started & ~broken
             if not bool(open_rows.any()):
                 return start, started
-            other = torch.where(_differs(problem.y), distance, torch.full_like(distance, math.inf))
-            near, pick = other.min(dim=1)
+            near, pick = distance.min(dim=1)
             candidate = self._allowed(x[pick], x)
             hit = open_rows & near.isfinite() & problem.score(candidate).broken
             start, started = where_rows(hit, candidate, start), started | hit
@@ -159,9 +159,3 @@ class HardLabel(Search):
                 break
             size = size / 2
         return result
-
-
-def _differs(y: Tensor) -> Tensor:
-    """Which pairs of examples have another y, (B, B)."""
-    flat = y.reshape(len(y), -1)
-    return (flat.unsqueeze(1) != flat.unsqueeze(0)).any(-1)
