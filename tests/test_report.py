@@ -42,6 +42,7 @@ from advbayes.report.pictures import png
 from advbayes.report.telling import facts, headline
 from advbayes.report.text import clean
 from advbayes.report.text import inert_markdown as markdown
+from advbayes.report.write import by_name
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -328,12 +329,16 @@ def test_the_numbers_are_those_of_the_evaluation(images: ReportPaths) -> None:
         ({"MIX": verdict("A", failed=()), "plain": verdict("B", failed=())}, set()),
         ({"MIX": verdict("C")}, {"plain", "MIX"}),
         ({"MIX": verdict("D")}, {"plain", "MIX"}),
+        (None, {"plain", "MIX"}),
+        (verdict("B", failed=()), {"MIX"}),  # of the first predictor
         # most was never asked for
         ({"MIX": {**verdict("B"), "findings": verdict("B")["findings"][:3]}}, {"plain", "MIX"}),
     ],
 )
 def test_a_dagger_stands_at_what_is_not_to_be_believed(audit: Any, daggers: set[str]) -> None:
-    document = gather(title="t", evaluation=image_case_once()["evaluation"], audit=audit)
+    evaluation = image_case_once()["evaluation"]
+    given = by_name({"audit": audit}, evaluation.predictors[0])
+    document = gather(title="t", evaluation=evaluation, **given)
     marked = {row["predictor"] for row in document["table"] if row["dagger"]}
     assert marked == daggers
     for row in document["table"]:

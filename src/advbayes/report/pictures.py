@@ -67,10 +67,11 @@ class Gallery:
 
 @torch.no_grad()
 def make_gallery(
-    predictors: Mapping[str, Predictor],
+    predictors: Predictor | Mapping[str, Predictor],
     x: Tensor,  # (N, *event)
     y: Tensor,  # (N,)
-    attacked: Mapping[str, Mapping[str, Tensor]],  # attack -> predictor -> x_adv
+    # attack -> x_adv, or attack -> predictor -> x_adv
+    attacked: Mapping[str, Tensor | Mapping[str, Tensor]],
     *,
     eps: float | None = None,
     num: int = 6,
@@ -79,18 +80,24 @@ def make_gallery(
 
     >>> from torch.distributions import Categorical
     >>> x = torch.tensor([[2.0, 0.0]])
-    >>> predictors = {"linear": lambda x: Categorical(logits=x)}
-    >>> gallery = make_gallery(predictors, x, torch.tensor([0]), {"PGD": {"linear": x - 3}})
+    >>> gallery = make_gallery(
+    ...     lambda x: Categorical(logits=x), x, torch.tensor([0]), {"PGD": x - 3}
+    ... )
     >>> [view.label for view in gallery.views]
     ['untouched', 'PGD']
     """
     x, y = x[:num].detach().cpu(), y[:num].detach().cpu()
+    named = predictors if isinstance(predictors, Mapping) else {"predict": predictors}
     views, task = [], "classification"
-    for name, predict in predictors.items():
-        states = {UNTOUCHED: x} | {
-            attack: arrays[name][: len(x)].detach().cpu()
+    for name, predict in named.items():
+        found = {
+            attack: arrays.get(name) if isinstance(arrays, Mapping) else arrays
             for attack, arrays in attacked.items()
-            if name in arrays
+        }
+        states = {UNTOUCHED: x} | {
+            attack: x_adv[: len(x)].detach().cpu()
+            for attack, x_adv in found.items()
+            if x_adv is not None
         }
         for label, state in states.items():
             prediction = predict(state)

@@ -9,12 +9,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Unpack
+from typing import Any
 
+from advbayes.auditing import Verdict
 from advbayes.evaluation import Evaluation
 from advbayes.report import rendering
-from advbayes.report.gather import Sources, gather
+from advbayes.report.gather import gather
 from advbayes.report.text import clean
 from advbayes.store import write_bytes
 
@@ -35,18 +35,19 @@ def write_report(
     *,
     title: str,
     evaluation: Evaluation,
-    reproduce: Mapping[str, Any] = MappingProxyType({}),
+    reproduce: str | Sequence[str] | Mapping[str, Any] | None = None,
     left_out: Sequence[str] = (),
-    **sources: Unpack[Sources],  # audit, threat_model, run, history, gallery, class_names, ...
+    **sources: Any,  # those of `Sources`: audit, threat_model, run, history, gallery, ...
 ) -> ReportPaths:
     """Write report.html, report.md, report.json and report.csv into the folder `out`.
 
     The evaluation may hold any number of predictors. `audit` maps them to their verdicts; values
     under attack of a predictor without a verdict of level A or B carry a dagger. `run` maps names
-    to `config` and `manifest` of a run, `history` predictors to that of `fit`. `reproduce` may hold
-    `commands`, `commit`, `versions`, `machine` and `folder`; none of it, and nothing else that
-    differs between two runs of one seed, is in the JSON file. `left_out` names evaluations that the
-    report does not show.
+    to `config` and `manifest` of a run, `history` predictors to that of `fit`; one alone of any of
+    them is that of the first predictor. `reproduce` holds commands, or a mapping with `commands`,
+    `commit`, `versions`, `machine` and `folder`; none of it, and nothing else that differs between
+    two runs of one seed, is in the JSON file. `left_out` names evaluations that the report does not
+    show.
 
     >>> import tempfile, torch
     >>> from torch.distributions import Categorical
@@ -61,12 +62,14 @@ def write_report(
     True
     """
     pictures: dict[str, str] = {}
-    document = gather(title=title, evaluation=evaluation, pictures=pictures, **sources)
+    given: Any = by_name(sources, evaluation.predictors[0])
+    document = gather(title=title, evaluation=evaluation, pictures=pictures, **given)
     # Escaped, so that the file stays text even where somebody pastes it into a page.
     results = json.dumps(document, sort_keys=True, indent=1, allow_nan=False)
     results = results.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026") + "\n"
     digest = hashlib.sha256(results.encode()).hexdigest()
-    provenance = provenance_of(reproduce, sources.get("run", {}))
+    said = reproduce if isinstance(reproduce, Mapping) else {"commands": reproduce}
+    provenance = provenance_of(said, given.get("run", {}))
     provenance["left_out"] = [clean(name) for name in left_out]
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,6 +84,23 @@ def write_report(
     return ReportPaths(page, text, data, table, digest)
 
 
+def by_name(sources: Mapping[str, Any], first: str) -> dict[str, Any]:
+    """The sources as `gather` takes them: what is None is left out, and a verdict, run or history
+    alone is that of the first predictor.
+
+    >>> by_name({"history": {"bound": [1.0]}, "run": None}, "MIX")
+    {'history': {'MIX': {'bound': [1.0]}}}
+    """
+    given = {name: source for name, source in sources.items() if source is not None}
+    for name, key in (("audit", "findings"), ("run", "config"), ("history", "bound")):
+        match given.get(name):
+            case Verdict() as alone:
+                given[name] = {first: alone}
+            case Mapping() as alone if key in alone:
+                given[name] = {first: alone}
+    return given
+
+
 def provenance_of(given: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str, Any]:
     """Where and how it was made: commands, commit, machine, as given or from the runs' manifests.
 
@@ -91,6 +111,7 @@ def provenance_of(given: Mapping[str, Any], runs: Mapping[str, Any]) -> dict[str
     lines = given.get("commands") or [
         command_line(one["command"]) for one in started if one.get("command")
     ]
+    lines = [lines] if isinstance(lines, str) else lines
     document: dict[str, Any] = {"commands": [clean(line, 2000) for line in lines]}
     for key in ("commit", "machine"):
         values = dict.fromkeys(clean(one[key]) for one in started if one.get(key))
