@@ -20,7 +20,7 @@ from torch.distributions import Categorical as Classes
 from torch.distributions import Distribution, Normal
 
 import advbayes
-from advbayes import L2, Linf, Noise, Square, margin, pgd
+from advbayes import L2, Linf, Noise, Square, margin, one_step, pgd
 from advbayes.attacks import APGD, RandomSearch
 from advbayes.attacks.zeroth_order import ZerothOrder, gives_gradient
 from advbayes.auditing import (
@@ -40,6 +40,7 @@ from advbayes.auditing import (
     strength,
 )
 from advbayes.auditing.case import Case
+from advbayes.auditing.claim import said_by
 from advbayes.auditing.copies import copied, copies_of
 from advbayes.auditing.run import CHECKS, _case
 from advbayes.evaluation import evaluate
@@ -1321,3 +1322,16 @@ def test_a_function_over_a_forest_can_be_copied() -> None:
     twin: Any = made.make()
     assert (twin(X) == probabilities(X)).all()
     assert asked == [len(X)]  # the copy counts for itself
+
+
+def test_the_threat_model_says_the_most_that_any_attack_does() -> None:
+    attacks = {
+        "short": pgd(BALL, 3, step_size=0.2),
+        "long": pgd(BALL, 9, margin, restarts=4),
+        "one": one_step(BALL),
+    }
+    for order in (attacks, dict(reversed(attacks.items()))):
+        said = said_by(BALL, order)
+        assert (said["steps"], said["restarts"], said["step_size"]) == (9, 4, 0.2)
+        assert set(said["loss"].split(", ")) == {"nll", "margin"}
+    assert said_by(BALL, {})["steps"] is said_by(BALL, {})["restarts"] is None
