@@ -30,7 +30,7 @@ from advbayes import (
     pgd,
     squared_error,
 )
-from advbayes.checks import InputTypeError
+from advbayes.checks import InputError, InputTypeError
 from advbayes.predictive import (
     Choices,
     ConformalIntervals,
@@ -390,3 +390,17 @@ def test_intervals_of_several_outputs_hold_all_of_them_as_often_as_they_say() ->
 def test_what_cannot_be_asked_cannot_be_calibrated(calibrate: Any) -> None:
     with pytest.raises(InputTypeError, match="of an estimator: its `predictor_`"):
         calibrate(object(), (torch.zeros(2, 1), torch.zeros(2)))
+
+
+def test_labels_of_sets_may_be_a_column_of_any_whole_numbers_and_nothing_else() -> None:
+    x, y, _ = examples(0, 80)
+    wanted = conformal_sets(classes, (x, y))
+    for labels in (y.unsqueeze(1), y.to(torch.int32), y.to(torch.uint8)):
+        assert conformal_sets(classes, (x, labels)).threshold == wanted.threshold
+        assert torch.equal(wanted.covers(x, labels), wanted.covers(x, y))
+    with pytest.raises(InputTypeError, match="y must hold integer class labels"):
+        conformal_sets(classes, (x, y.float()))
+    with pytest.raises(InputError, match=r"labels from 0 to \d, got 0 to 9"):
+        conformal_sets(classes, (x, y.clamp(0, 0).index_fill(0, torch.tensor([3]), 9)))
+    with pytest.raises(InputError, match="y must have the prediction's shape"):
+        conformal_sets(classes, (x, y.unsqueeze(1).expand(-1, 2)))

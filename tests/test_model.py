@@ -226,3 +226,22 @@ def test_what_is_given_is_copied() -> None:
         for tensor in given:
             tensor.fill_(7.0)
         assert torch.equal(before, answer()), name
+
+
+@pytest.mark.parametrize("kind", [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d])
+def test_instance_norm_is_refused_with_running_statistics_alone(kind: type[nn.Module]) -> None:
+    x = torch.randn(2, 3, *[4] * int(kind.__name__[-2]), generator=seeded())
+
+    def net(**options: bool) -> nn.Module:
+        return nn.Sequential(kind(3, affine=True, **options), nn.Flatten(), nn.LazyLinear(2))
+
+    plain = net()
+    plain(x)
+    model = BayesianModel(plain, Categorical())
+    torch.testing.assert_close(
+        model.at(model.initial_theta())(x).logits.softmax(1), plain(x).softmax(1)
+    )
+    running = net(track_running_stats=True)
+    running(x)
+    with pytest.raises(ValueError, match="free of batch statistics, got layer '0': InstanceNorm"):
+        BayesianModel(running, Categorical())

@@ -78,7 +78,7 @@ class ConformalSets:
 
     def covers(self, x: Tensor, y: Tensor) -> Tensor:  # (B,) bool
         """Whether the class is in the set."""
-        return self(x).gather(1, y.unsqueeze(1)).squeeze(1)
+        return _of_class(self(x), y)
 
 
 @torch.no_grad()
@@ -127,8 +127,21 @@ def conformal_sets(
     """
     x, y = _calibration(predict, data, attack, generator)
     probs = _classes(predict(x)).probs
-    threshold = conformal_quantile(1 - probs.gather(1, y.unsqueeze(1)).squeeze(1), level)
+    threshold = conformal_quantile(1 - _of_class(probs, y), level)
     return ConformalSets(predict, threshold, level)
+
+
+def _of_class(values: Tensor, y: Tensor) -> Tensor:  # (B, C), (B,) or (B, 1) -> (B,)
+    """The value at each example's class."""
+    if y.is_floating_point():
+        raise checks.InputTypeError("y must hold integer class labels", got=y)
+    labels = targets_like(values[:, 0], y).long()
+    if bool(((labels < 0) | (labels >= values.shape[1])).any()):
+        raise checks.InputError(
+            f"y must hold labels from 0 to {values.shape[1] - 1}, got {int(labels.min())} to "
+            f"{int(labels.max())}"
+        )
+    return values.gather(1, labels.unsqueeze(1)).squeeze(1)
 
 
 def _classes(prediction: Distribution) -> Categorical:
