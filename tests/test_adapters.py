@@ -73,6 +73,26 @@ def test_wrong_outputs_are_named_at_the_first_call(
         )
 
 
+@pytest.mark.parametrize("row", range(3))
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong", "message"),
+    [
+        ("probs", lambda x: x.softmax(-1), lambda x: 1.01 * x.softmax(-1), "sum to 1"),
+        ("log_probs", lambda x: x.log_softmax(-1), lambda x: x.log_softmax(-1) - 0.01, "log_probs"),
+    ],
+)
+def test_one_wrong_row_is_enough(kind: str, right: Any, wrong: Any, message: str, row: int) -> None:
+    def function(x: Tensor) -> Tensor:
+        scores: Tensor = right(x).clone()
+        scores[row] = wrong(x)[row]
+        return scores
+
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    from_function(right, kind)(x)
+    with pytest.raises(ValueError, match=message):
+        from_function(function, kind)(x)
+
+
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="kind must be one of"):
         from_function(lambda x: x, "scores")
