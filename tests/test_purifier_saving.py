@@ -165,6 +165,8 @@ def text(**changes: object) -> Callable[[bytes], bytes]:
         ("centres-0.safetensors", lambda data: data + bytes(4)),
         ("values.safetensors", nan_at_the_end),
         ("values.safetensors", number_at_the_end(-0.5)),
+        ("values.safetensors", number_at_the_end(1e-6)),  # the sum is less than 1
+        ("values.safetensors", number_at_the_end(1.0)),  # and more
         ("values.safetensors", lambda data: data.replace(b"40", b"41", 1)),
         (
             "vectors.safetensors",
