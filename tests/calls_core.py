@@ -33,6 +33,7 @@ from advbayes import (
     Samples,
     SimulatedPurifier,
     Smoothed,
+    SmoothedAttack,
     Trades,
     certify,
     conformal_intervals,
@@ -618,6 +619,12 @@ call(
     G,
     look=asked,
     name="Smoothed, drawn anew",
+)
+call(
+    lambda generator, **settings: SmoothedAttack(**settings)(CLASSES, X, Y, generator=generator),
+    {"attack": one_step(BALL), "sigma": 0.3, "generator": lambda: seeded(2)},
+    {"attack": one_step(BALL, margin), "sigma": 0.9, "num": 5} | G,
+    name="SmoothedAttack",
 )
 call(
     certify,

@@ -52,7 +52,14 @@ from advbayes.datasets import (
 )
 from advbayes.distributed import Ranks
 from advbayes.estimators import RobustClassifier, RobustRegressor, robust_scorer
-from advbayes.networks import conv_net, mlp, resnet18, wide_conv_net, with_group_norm
+from advbayes.networks import (
+    conv_net,
+    large_kernel_net,
+    mlp,
+    resnet18,
+    wide_conv_net,
+    with_group_norm,
+)
 from advbayes.runs import make_attack, prepare
 from advbayes.runs.building import build_defense, build_model, reach_of
 from advbayes.runs.config import ATTACKS, RunConfig, accepted, make_config
@@ -422,6 +429,12 @@ call(
     {},
     {"num_classes": 3, "channels": 2, "size": 16},
     name="wide_conv_net",
+)
+call(
+    lambda **s: shapes(large_kernel_net, **s),
+    {},
+    {"num_classes": 3, "channels": 2, "size": 16},
+    name="large_kernel_net",
 )
 call(
     lambda **s: shapes(resnet18, **s),

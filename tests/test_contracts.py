@@ -20,6 +20,7 @@ from advbayes import (
     Noise,
     PointMass,
     Samples,
+    SmoothedAttack,
     entropy,
     entropy_pgd,
     margin,
@@ -133,6 +134,11 @@ class TestOneStep(AttackContract):
 class TestPGD(AttackContract):
     def make(self, ball: object) -> PGD:
         return pgd(ball, steps=6, restarts=2)
+
+
+class TestSmoothedAttack(AttackContract):
+    def make(self, ball: object) -> SmoothedAttack:
+        return SmoothedAttack(one_step(ball), sigma=0.3)
 
 
 class TestMarginPGD(AttackContract):

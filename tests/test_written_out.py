@@ -74,6 +74,7 @@ from advbayes.networks import (
     ConvGenerator,
     FullyConnectedGenerator,
     conv_net,
+    large_kernel_net,
     mlp,
     resnet18,
     wide_conv_net,
@@ -614,6 +615,7 @@ def test_the_paper_s_nets_have_the_sizes_of_the_paper() -> None:
         (mlp(11), 192 + 272 + 17),
         (mlp(4, 3, (5,)), 25 + 18),
         (wide_conv_net(), 320 + 9248 + 18496 + 36928 + 205000 + 40200 + 2010),
+        (large_kernel_net(), 64 * 82 + 64 * 577 + 512 * 4097 + 10 * 513),
         (resnet18(), 11_173_962),  # as with BatchNorm: its affine parameters are as many
         (ConvGenerator(), 160 + 2320 + 2 * 145 + 11 * 784),
     ):

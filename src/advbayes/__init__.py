@@ -32,8 +32,8 @@ _HOMES = {
     "objectives": "ChannelELBO Consistency LogitPairing Trades",
     "posteriors": "Ensemble LowRank MeanField PointMass Posterior Samples",
     "predictive": (
-        "FreshPredictive PosteriorPredictive Smoothed certify conformal_intervals conformal_sets "
-        "decide utility_under"
+        "FreshPredictive PosteriorPredictive Smoothed SmoothedAttack certify conformal_intervals "
+        "conformal_sets decide utility_under"
     ),
     "purification": "Annealed NearestCentre Purifier SimulatedPurifier StraightThrough",
     "store": "load save",
@@ -163,6 +163,7 @@ if TYPE_CHECKING:
     from advbayes.predictive import FreshPredictive as FreshPredictive
     from advbayes.predictive import PosteriorPredictive as PosteriorPredictive
     from advbayes.predictive import Smoothed as Smoothed
+    from advbayes.predictive import SmoothedAttack as SmoothedAttack
     from advbayes.predictive import certify as certify
     from advbayes.predictive import conformal_intervals as conformal_intervals
     from advbayes.predictive import conformal_sets as conformal_sets

@@ -63,6 +63,29 @@ def wide_conv_net(num_classes: int = 10, channels: int = 1, size: int = 28) -> n
     )
 
 
+def large_kernel_net(num_classes: int = 10, channels: int = 1, size: int = 28) -> nn.Sequential:
+    """A 9x9 convolution in strides of 3, a 3x3 one (64 each), a dense layer of 512.
+
+    For inputs under heavy noise, as smoothing and certification have them: its first layer averages
+    over 81 pixels where `wide_conv_net` averages over 9, at a tenth of the cost.
+
+    >>> large_kernel_net()(torch.zeros(2, 1, 28, 28)).shape
+    torch.Size([2, 10])
+    """
+    checks.count("size", size, low=5)
+    side = (size + 4 - 9) // 3 + 1
+    return nn.Sequential(
+        nn.Conv2d(checks.count("channels", channels), 64, 9, stride=3, padding=2),
+        nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64 * side**2, 512),
+        nn.ReLU(),
+        nn.Linear(512, checks.count("num_classes", num_classes, low=2)),
+    )
+
+
 def mlp(
     num_features: int, num_outputs: int = 1, hidden: tuple[int, ...] = (16, 16)
 ) -> nn.Sequential:

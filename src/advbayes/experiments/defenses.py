@@ -16,6 +16,7 @@ import torch
 from advbayes.attacks import nll, one_step, pgd, squared_error
 from advbayes.channels import AttackChannel, Mixture, Noise
 from advbayes.metrics import constant, majority, uniform
+from advbayes.predictive import SmoothedAttack
 from advbayes.runs import Prepared
 from advbayes.runs.building import learned_channel
 from advbayes.runs.config import RunConfig
@@ -92,6 +93,12 @@ def prior_over_eps(config: RunConfig, data: Prepared) -> Channel:
     return Mixture(
         [0.25] * 4, [_attack(config, data, eps=eps, sigma=config.sigma) for eps in values]
     )
+
+
+def smoothed_attack(config: RunConfig, data: Prepared) -> Channel:
+    """One step on the smoothed predictive, then the noise that it is smoothed by."""
+    attack = one_step(data.ball(config.norm, config.eps), nll)
+    return AttackChannel(SmoothedAttack(attack, config.sigma), config.sigma)
 
 
 def within_the_box(config: RunConfig, data: Prepared) -> Channel:

@@ -19,3 +19,4 @@ from advbayes.predictive.decisions import worst_case_utility as worst_case_utili
 from advbayes.predictive.posterior import FreshPredictive as FreshPredictive
 from advbayes.predictive.posterior import PosteriorPredictive as PosteriorPredictive
 from advbayes.predictive.smoothing import Smoothed as Smoothed
+from advbayes.predictive.smoothing import SmoothedAttack as SmoothedAttack

@@ -16,7 +16,7 @@ from advbayes import checks
 from advbayes.likelihoods import GaussianMixture, mix, predicts_classes
 from advbayes.predictive.posterior import FreshPredictive
 from advbayes.seeds import generator_for, normal_like
-from advbayes.types import Predictor
+from advbayes.types import Attack, Predictor
 
 # noises (k, B or 1, *event), and what thetas come from
 Randomness = tuple[Tensor, torch.Generator | None]
@@ -112,6 +112,41 @@ class Smoothed:
                     yield checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False)
                 else:
                     yield forward(x)
+
+
+@dataclass(frozen=True)
+class SmoothedAttack:
+    """An attack on E p(y | x + sigma noise), `num` draws anew at every question, in place of p.
+
+    As a channel, `AttackChannel(SmoothedAttack(one_step(L2(1.0)), 1.0), sigma=1.0)`, it trains nets
+    to be smoothed (Salman et al. 2019): the adversary moves the input before the noise comes.
+
+    >>> from advbayes import L2, one_step
+    >>> predict = lambda x: CategoricalDistribution(logits=torch.stack([x[:, 0], -x[:, 0]], 1))
+    >>> attack = SmoothedAttack(one_step(L2(0.5)), sigma=1.0)
+    >>> attack(predict, torch.ones(1, 2), torch.tensor([0]))
+    tensor([[0.5000, 1.0000]])
+    """
+
+    attack: Attack
+    sigma: float
+    num: int = 2
+
+    def __post_init__(self) -> None:
+        checks.function("attack", self.attack, "an attack such as one_step(L2(1.0))")
+        checks.number("sigma", self.sigma, low=0)
+        checks.count("num", self.num)
+
+    def __call__(
+        self,
+        predict: Predictor,
+        x: Tensor,  # (B, *event)
+        y: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:  # (B, *event)
+        smoothed = Smoothed(predict, self.sigma, self.num, seed=None, generator=generator)
+        return self.attack(smoothed, x, y, generator=generator)
 
 
 def _anew(x: Tensor, num: int, generator: torch.Generator | None) -> Iterator[Randomness]:
