@@ -104,7 +104,25 @@ def test_inputs_outside_the_box_are_named(name: str) -> None:
 @pytest.mark.parametrize("name", EVERY)
 def test_no_history_comes_with_the_result(name: str) -> None:
     predict, x, y = labelled(10, 4)
-    assert not EVERY[name](L2(0.5))(predict, x.clone().requires_grad_(), y).requires_grad
+    for eps, num in ((0.5, 10), (0.0, 10), (0.5, 0)):
+        leaf = x[:num].clone().requires_grad_()
+        assert not EVERY[name](L2(eps))(predict, leaf, y[:num]).requires_grad
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_inputs_may_have_any_floating_dtype(name: str, dtype: torch.dtype) -> None:
+    predict, x, y = labelled(12, 4)
+    x = x.to(dtype)
+
+    def rounded(x: Tensor) -> Distribution:
+        return predict(x.float())
+
+    for ball in (L2(1.0, scale=0.5), Linf(0.3)):
+        x_adv = EVERY[name](ball)(rounded, x, y, generator=generator_for(0, "attack"))
+        assert x_adv.dtype == dtype
+        assert bool(ball.contains(x_adv, x).all())
+        assert not torch.equal(x_adv, x)
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -146,7 +146,7 @@ class Search(ABC):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         if self.ball.eps == 0 or not len(x):
-            return x.clone()
+            return x.detach().clone()
         x, y = entry(predict, self.ball, x, y, *self._losses)
         return self._search(Problem(predict, self._losses[-1], self.ball, x, y, generator))
 
