@@ -122,6 +122,31 @@ def test_regressors() -> None:
     assert from_sklearn(counts, scale=1.0).numpy  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("unit", [1.0, 1e-9, 1e9])
+@pytest.mark.parametrize("fitted_on", [(-1,), (-1, 1)], ids=["vector", "column"])
+@pytest.mark.parametrize("judged_on", [(-1,), (-1, 1)], ids=["vector", "column"])
+def test_the_scale_of_residuals_knows_no_unit_and_no_broadcasting(
+    unit: float, fitted_on: tuple[int, ...], judged_on: tuple[int, ...]
+) -> None:
+    draw = np.random.default_rng(0)
+    X = draw.normal(size=(30, 2))
+    y = unit * (X @ [1.0, 2.0] + draw.normal(size=30))
+    fitted = LinearRegression().fit(X, y.reshape(fitted_on))
+    predict = from_sklearn(fitted, data=(X, y.reshape(judged_on)))
+    wanted = np.sqrt(np.mean((fitted.predict(X).ravel() - y) ** 2))
+    assert predict.scale == pytest.approx(wanted, rel=1e-12)  # type: ignore[attr-defined]
+
+
+def test_the_residuals_of_other_targets_are_refused() -> None:
+    X = np.eye(4)
+    fitted = LinearRegression().fit(X, np.arange(4.0))
+    exact = from_sklearn(fitted, data=(X, fitted.predict(X)))
+    assert 0 < exact.scale < 1e-9  # type: ignore[attr-defined]
+    for y in (np.ones((4, 2)), np.ones(3), np.ones(0)):
+        with pytest.raises(InputError, match="y must have the shape of the predictions"):
+            from_sklearn(fitted, data=(X, y))
+
+
 def test_a_pipeline_is_evaluated_in_raw_units_with_its_own_labels() -> None:
     fitted = make_pipeline(StandardScaler(), LogisticRegression()).fit(X, THREE)
     report = evaluate(fitted, (X, THREE), attacks={"PGD": pgd(BALL, 20)}, train_y=THREE)

@@ -23,6 +23,23 @@ from advbayes.likelihoods import gaussian_prediction
 KINDS = ("logits", "log_probs", "probs", "mean", "mean_and_scale")
 
 
+def rmse_of(said: Any, y: Any) -> float:
+    """The root of the mean squared residual: the scale of a model that states none.
+
+    Where nothing but rounding is left, a residual of 1e-12 of the largest target is.
+
+    >>> rmse_of(np.array([1.0, 2.0]), np.array([[1.0], [4.0]]))
+    1.4142135623730951
+    """
+    means, targets = (np.asarray(value, dtype=float) for value in (said, y))
+    if not targets.size or (len(means), means.size) != (len(targets), targets.size):
+        raise checks.InputError(
+            f"y must have the shape of the predictions, {means.shape}, got {targets.shape}"
+        )
+    error = float(np.sqrt(np.mean(np.square(means.reshape(targets.shape) - targets))))
+    return max(error, 1e-12 * (float(np.abs(targets).max()) or 1.0))
+
+
 @dataclass(frozen=True, eq=False)
 class FunctionPredictor:
     """A function whose outputs are of a stated kind, as a Predictor; see `from_function`.

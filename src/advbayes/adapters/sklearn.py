@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from advbayes import checks
-from advbayes.adapters.models import FunctionPredictor
+from advbayes.adapters.models import FunctionPredictor, rmse_of
 from advbayes.types import Predictor
 
 Array = NDArray[Any]
@@ -69,7 +69,7 @@ def from_sklearn(estimator: Any, *, scale: float | None = None, data: Any = None
             f"a standard deviation, or data=(X, y) that it was not fitted to, from whose residuals "
             f"it is taken; got neither"
         )
-    scale = rmse_of(estimator, *data) if scale is None else scale
+    scale = rmse_of(estimator.predict(data[0]), data[1]) if scale is None else scale
     if net is not None:
         return FunctionPredictor(net, "mean", scale)
     return FunctionPredictor(lambda x: estimator.predict(frame(x)), "mean", scale, True)
@@ -122,12 +122,6 @@ def with_estimators(predict: Any, data: Any, *others: Any) -> tuple[Any, Any, *t
 def is_estimator(value: Any) -> bool:
     """Whether a value is a scikit-learn estimator: it has `predict`, and is no Predictor itself."""
     return hasattr(value, "predict") and hasattr(value, "fit") and not callable(value)
-
-
-def rmse_of(estimator: Any, X: Any, y: Any) -> float:
-    """The root of the mean squared residual: the scale of an estimator that states none."""
-    residuals = np.asarray(estimator.predict(X), dtype=float) - np.asarray(y, dtype=float)
-    return max(float(np.sqrt(np.mean(np.square(residuals)))), 1e-12)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

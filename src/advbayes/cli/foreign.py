@@ -16,6 +16,7 @@ from sklearn.base import BaseEstimator, is_classifier
 from torch import Tensor, nn
 
 from advbayes.adapters import from_function, from_sklearn, from_torch
+from advbayes.adapters.models import rmse_of
 from advbayes.attacks.balls import Ball
 from advbayes.auditing import ThreatModel, Verdict, audit
 from advbayes.datasets import Dataset
@@ -116,11 +117,12 @@ def _predictor(made: Any, x: Tensor, y: Tensor, task: str) -> Predictor:
             made.eval()
             if regression:
                 unit = from_torch(made, "mean", scale=1.0)  # which takes x to the net's own dtype
-                return from_torch(made, "mean", scale=_rmse(lambda x: unit(x).mean, x, y))
+                with torch.no_grad():
+                    scale = rmse_of(unit(x).mean, y)
+                return from_torch(made, "mean", scale=scale)
             return from_torch(made)
         case BaseEstimator():
-            scale = _rmse(made.predict, x.numpy(), y) if regression else None
-            return from_sklearn(made, scale=scale)
+            return from_sklearn(made, data=(x.numpy(), y.numpy()))
     if hasattr(made, "predict_proba"):
         return from_function(made.predict_proba, "probs", numpy=True)
     return _called(made, x[:2])
@@ -174,10 +176,3 @@ def _places(y: Tensor, names: Sequence[str], wanted: Sequence[str]) -> Tensor:
         known, extra = ", ".join(wanted), ", ".join(missing[:5])
         raise ConfigError(f"data: must hold the model's classes ({known}), got {extra} as well")
     return torch.tensor([wanted.index(name) if name in wanted else -1 for name in names])[y]
-
-
-def _rmse(predict: Any, x: Any, y: Tensor) -> float:
-    """The error that a model without a scale of its own is taken to expect."""
-    with torch.no_grad():
-        said = torch.as_tensor(predict(x)).reshape(y.shape)
-    return max(float((said - y).double().square().mean().sqrt()), 1e-6)
