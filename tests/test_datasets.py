@@ -1161,6 +1161,16 @@ def test_scaling_inverts(rows: int, columns: int, seed: int, size: float, shift:
     )
 
 
+def test_scaling_in_double_precision_is_not_rounded() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = 1e9 + torch.randn(50, 2, generator=draw, dtype=torch.float64)
+    scaling = Standardize.fit(x, x[:, 0])
+    assert {value.dtype for value in scaling.to_dict().values()} == {torch.float64}
+    assert float(scaling.transform(x).mean(0).abs().max()) < 1e-6
+    assert float(scaling.transform_target(x[:, 0]).mean().abs()) < 1e-6
+    assert Standardize.fit(x.bfloat16()).mean.dtype == torch.float32
+
+
 def test_scaling_of_a_constant_column_and_its_eps() -> None:
     x = torch.stack([torch.full((50,), 0.1), torch.arange(50.0)], dim=1)
     scaling = Standardize.fit(x)

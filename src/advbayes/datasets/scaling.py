@@ -51,7 +51,8 @@ class Standardize:
         x: Tensor,  # (N, *event)
         y: Tensor | None = None,  # (N,) or (N, D); absent: the target is not scaled
     ) -> Standardize:
-        """Means and (biased) standard deviations of the rows, computed in double precision."""
+        """Means and (biased) standard deviations of the rows, computed in double precision and kept
+        in the rows' own (float32 at least)."""
         mean, std = _moments("x", x)
         if y is None:
             return cls(mean, std)
@@ -93,7 +94,7 @@ class Standardize:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """The same as nested lists; float32 survives exactly."""
+        """The same as nested lists; `from_dict` makes float32 of them, which survives exactly."""
         return {name: value.tolist() for name, value in self.to_dict().items()}
 
     @classmethod
@@ -133,7 +134,9 @@ def _moments(name: str, rows: Tensor) -> tuple[Tensor, Tensor]:
     mean, std = exact.mean(0), exact.std(0, correction=0)
     # Rounding leaves a constant column a spread of about 1e-16 of its value: that is no scale.
     constant = std <= 1e-12 * mean.abs().clamp_min(1e-300)
-    return mean.float(), torch.where(constant, torch.ones_like(std), std).float()
+    spread = torch.where(constant, torch.ones_like(std), std)
+    dtype = torch.float64 if rows.dtype is torch.float64 else torch.float32
+    return mean.to(dtype), spread.to(dtype)
 
 
 def _scaled(name: str, value: Tensor, mean: Tensor, std: Tensor) -> Tensor:
