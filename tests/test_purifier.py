@@ -504,6 +504,23 @@ def test_blocks_are_kept_for_the_whole_batch_or_not_at_all(
     assert kept == [True, True, False, False, False, False]
 
 
+@pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, 30), (torch.float64, 300)])
+@pytest.mark.parametrize("num", [5, 600_000])
+def test_how_wrong_a_purified_answer_can_be(dtype: torch.dtype, digits: int, num: int) -> None:
+    """Its NLL is the model's up to what the tables can hold, and finite beyond."""
+    net = nn.Linear(1, 2, bias=False, dtype=dtype)
+    model = BayesianModel(net, Categorical())
+    thetas, most = torch.tensor([[1.0, 0.0]], dtype=dtype), digits * math.log(10)
+    for margin in (10.0, 60.0, most, 2 * most):
+        x = torch.full((num, 1), margin, dtype=dtype)
+        purified = Purifier(model, Noise(0.1), thetas, reference=(x, torch.zeros(num).long()))
+        query = x[:1].clone().requires_grad_()
+        value = -purified(query).log_prob(torch.tensor([1]))
+        assert float(value.detach()) == pytest.approx(min(margin, most), rel=1e-4)
+        (gradient,) = torch.autograd.grad(value.sum(), query)
+        assert bool(gradient.isfinite().all())
+
+
 def test_saturated_gradients_point_the_right_way_in_float32() -> None:
     """Where the prediction is certain to 1e-20, the gradient of the likelihood is tiny but no
     rounding noise."""

@@ -38,7 +38,9 @@ Features = Callable[[Tensor], Tensor]
 _BLOCK = 1000  # reference points whose predictions and centres are computed at a time
 _SMALL = 1 << 19  # numbers in the centres of all banks
 _DENSITY = "channel must have a density (SimulatedPurifier needs samples alone)"
-_FLOOR = 1e-30  # of a class probability, so that the log of a weighted average is finite
+# of a class probability, so that the log of a weighted average is finite: what the products of
+# weights and probabilities can hold
+_FLOOR, _DOUBLE_FLOOR = 1e-30, 1e-300
 
 
 class _ThetaAskedError(Exception):
@@ -155,7 +157,8 @@ class Store:
 def _values(prediction: Distribution) -> tuple[Tensor, int]:
     """(n, V) and the number of outputs (0 for classes)."""
     if predicts_classes(prediction):
-        return prediction.probs.clamp_min(_FLOOR), 0
+        probs = prediction.probs
+        return probs.clamp_min(_DOUBLE_FLOOR if probs.dtype is torch.float64 else _FLOOR), 0
     normal = prediction.base_dist if isinstance(prediction, Independent) else prediction
     if not isinstance(normal, Normal):
         raise checks.InputTypeError(
