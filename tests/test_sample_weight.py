@@ -236,6 +236,22 @@ def test_class_weights_are_sample_weights_and_find_the_rare_class() -> None:
     assert said[1] > said[0] + 0.05
 
 
+@pytest.mark.parametrize("class_weight", [None, "balanced", {"rare": 3.0, "usual": 0.5}])
+@pytest.mark.parametrize("defense", ["proactive", "reactive"])
+def test_a_row_of_weight_w_is_w_rows_whatever_its_class_weighs(
+    class_weight: Any, defense: str
+) -> None:
+    """As far as the rows decide beside the training, which draws others: it takes no step."""
+    robust = RobustClassifier(
+        "os", defense=defense, class_weight=class_weight, lr=1e-12, epochs=1, random_state=0
+    )
+    times = np.where(LABELS == "rare", 3, np.arange(len(ROWS)) % 3)
+    weighed = clone(robust).fit(ROWS, LABELS, sample_weight=times)
+    repeated = clone(robust).fit(np.repeat(ROWS, times, 0), np.repeat(LABELS, times))
+    said = weighed.predict_proba(ROWS), repeated.predict_proba(ROWS)
+    np.testing.assert_allclose(*said, rtol=1e-6)
+
+
 def test_a_regressor_that_abstains_scores_what_it_answers() -> None:
     y = ROWS[:, 0] + 0.1 * ROWS[:, 1]
     robust = RobustRegressor(None, noise_scale="heteroscedastic", epochs=60, random_state=0)

@@ -354,11 +354,13 @@ class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
             raise checks.InputError(
                 f"y must hold at least two classes, got one class: {self.classes_.tolist()}"
             )
+        places = torch.as_tensor(index, dtype=torch.long)
         weights = self._weights(x, sample_weight)
-        if self.class_weight is not None:
+        if self.class_weight == "balanced":
+            weights = _balanced(weights, places)
+        elif self.class_weight is not None:
             each = compute_sample_weight(self.class_weight, labels)
             weights = weights * torch.as_tensor(each, dtype=self._dtype)
-        places = torch.as_tensor(index, dtype=torch.long)
         self._train(x, places, len(self.classes_), Categorical(), weights)
         return self
 
@@ -522,6 +524,13 @@ def _moments(
     # Rounding leaves a constant column a spread of about 1e-16 of its value: that is no scale.
     spread = torch.where(spread <= 1e-12 * mean.abs(), 1.0, spread)
     return mean.to(values.dtype), spread.to(values.dtype)
+
+
+def _balanced(weights: Tensor, places: Tensor) -> Tensor:
+    """The weights with every class that has any counting alike: times W / (C W_c)."""
+    of_class = torch.bincount(places, weights.double())
+    factor = of_class.sum() / ((of_class > 0).sum() * of_class)
+    return weights * torch.where(of_class > 0, factor, 0.0)[places].to(weights.dtype)
 
 
 def _affine(weight: Tensor, bias: Tensor) -> nn.Linear:
