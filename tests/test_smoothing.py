@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical as CategoricalDistribution
 
 from advbayes import (
     L2,
@@ -18,7 +19,9 @@ from advbayes import (
     GaussianMixture,
     MeanField,
     PosteriorPredictive,
+    SmoothedAttack,
     nll,
+    one_step,
     pgd,
 )
 from advbayes.predictive import Smoothed
@@ -162,3 +165,22 @@ def test_bad_arguments_are_named() -> None:
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             Smoothed(**({"predict": predictor(), "sigma": 0.5} | settings))  # type: ignore[arg-type]
+
+
+def test_an_attack_on_the_smoothed_predictive_sees_what_lies_within_the_noise() -> None:
+    def predict(x: Tensor) -> CategoricalDistribution:  # a cliff beside a plain that tilts
+        logit = 5 * torch.tanh(50 * (0.5 - x[:, 0])) - 0.1 * x[:, 1]
+        return CategoricalDistribution(logits=torch.stack([logit, -logit], 1))
+
+    x, y = torch.zeros(4, 2, dtype=torch.float64), torch.zeros(4, dtype=torch.long)
+    near = one_step(L2(0.1))
+    moved = near(predict, x, y)
+    assert (moved[:, 1] - x[:, 1] > 0.0999).all()  # the cliff has no slope here
+    attack = SmoothedAttack(near, sigma=0.5, num=2000)
+    seen = attack(predict, x, y, generator=generator(0))
+    assert (seen[:, 0] > 0.099).all()
+    again = attack(predict, x, y, generator=generator(0))
+    other = attack(predict, x, y, generator=generator(1))
+    assert torch.equal(seen, again)
+    assert not torch.equal(seen, other)
+    assert torch.equal(SmoothedAttack(near, sigma=0.0)(predict, x, y), moved)  # the limit
