@@ -104,7 +104,9 @@ call(metrics.balanced_accuracy, {"correct": HITS, "labels": LABELS}, LEVEL)
 call(metrics.recall, {"correct": HITS, "labels": LABELS, "of": 1}, LEVEL | {"of": 2})
 call(metrics.auroc, {"scores": SURE, "positive": HITS}, LEVEL | {"method": "delong"})
 call(metrics.auprc, {"scores": SURE, "positive": HITS}, LEVEL | FEW | G)
-call(metrics.aurc, {"losses": SCORES.square(), "confidence": SURE}, LEVEL | FEW | G)
+call(
+    metrics.aurc, {"losses": SCORES.square(), "confidence": SURE}, LEVEL | FEW | G | {"most": 30.0}
+)
 call(metrics.risk_coverage, {"losses": SCORES.square(), "confidence": SURE})
 call(
     metrics.selective_accuracy,

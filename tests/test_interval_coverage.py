@@ -153,10 +153,27 @@ def test_an_order_without_a_mistake_is_not_certain() -> None:
     assert metrics.aurc(torch.full((9,), 0.5), torch.arange(9)).high == 0.5  # no truth values
 
 
+def test_an_area_of_bounded_losses_knows_their_bound() -> None:
+    none, hardly = torch.zeros(30), torch.eye(30)[7] / 1000
+    order = torch.arange(30)
+    bounds = [metrics.aurc(losses, order, most=1.0).high for losses in (none, hardly)]
+    assert bounds[1] == pytest.approx(bounds[0], abs=1e-3)
+    shares = torch.rand(30, generator=generator_for(0, "shares"))
+    found, tenfold = (
+        metrics.aurc(shares, order, most=1.0),
+        metrics.aurc(10 * shares, order, most=10),
+    )
+    for name in ("value", "low", "high"):
+        assert getattr(tenfold, name) == pytest.approx(10 * getattr(found, name))
+    for losses in (shares - 1, 2 * shares):
+        with pytest.raises(ValueError, match="losses must be from 0 to most"):
+            metrics.aurc(losses, order, most=1.0)
+
+
 @pytest.mark.parametrize("num", [20, 60])
 def test_areas_near_their_end_are_held(num: int) -> None:
     """A bootstrap alone held them in 11 to 59 % of the samples."""
-    repeats, held = 300, [0, 0]
+    repeats, held = 300, [0, 0, 0]
     spaced = torch.linspace(0, 1, 20001, dtype=torch.float64)
     true_aurc = metrics.risk_coverage(0.05 * (1 - spaced), spaced).aurc
     many = torch.randn(400_000, generator=generator_for(0, "many"))
@@ -169,6 +186,9 @@ def test_areas_near_their_end_are_held(num: int) -> None:
         few: Any = {"num_resamples": 50, "generator": generator}
         found = metrics.aurc(wrong, confidence, **few)
         held[0] += found.low <= true_aurc <= found.high
+        shares = wrong * torch.rand(num, generator=generator)  # wrong in some of several answers
+        found = metrics.aurc(shares, confidence, most=1.0, **few)
+        held[2] += found.low <= true_aurc / 2 <= found.high
         positive = torch.arange(num) % 2
         scores = torch.randn(num, generator=generator) + 4 * positive
         found = metrics.auprc(scores, positive, **few)

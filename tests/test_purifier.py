@@ -511,12 +511,12 @@ def test_how_wrong_a_purified_answer_can_be(dtype: torch.dtype, digits: int, num
     net = nn.Linear(1, 2, bias=False, dtype=dtype)
     model = BayesianModel(net, Categorical())
     thetas, most = torch.tensor([[1.0, 0.0]], dtype=dtype), digits * math.log(10)
-    for gap in (10.0, 60.0, most, 2 * most):
-        x = torch.full((num, 1), gap, dtype=dtype)
+    for size in (10.0, 60.0, most, 2 * most):
+        x = torch.full((num, 1), size, dtype=dtype)
         purified = Purifier(model, Noise(0.1), thetas, reference=(x, torch.zeros(num).long()))
         query = x[:1].clone().requires_grad_()
         value = -purified(query).log_prob(torch.tensor([1]))
-        assert float(value.detach()) == pytest.approx(min(gap, most), rel=1e-4)
+        assert float(value.detach()) == pytest.approx(min(size, most), rel=1e-4)
         (gradient,) = torch.autograd.grad(value.sum(), query)
         assert bool(gradient.isfinite().all())
 

@@ -44,7 +44,7 @@ REDUCTIONS: dict[Task, dict[str, Callable[[Columns], Estimate]]] = {
         "selective_accuracy": lambda rows: metrics.selective_accuracy(
             rows["correct"], -rows["entropy"], coverage=0.5
         ),
-        "aurc": lambda rows: metrics.aurc(1 - rows["correct"], -rows["entropy"]),
+        "aurc": lambda rows: metrics.aurc(1 - rows["correct"], -rows["entropy"], most=1.0),
     },
     "regression": {
         "rmse": lambda rows: metrics.rmse(rows["squared_error"]),

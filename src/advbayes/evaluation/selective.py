@@ -128,6 +128,6 @@ def _point(
         float(eps),
         metrics.selective_accuracy(answers, -doubt, coverage=coverage),
         metrics.auroc(doubt, foreign),
-        metrics.aurc(1 - answers, -doubt),
+        metrics.aurc(1 - answers, -doubt, most=1.0),
         metrics.selective_accuracy(foreign, -doubt, coverage=coverage).value,
     )

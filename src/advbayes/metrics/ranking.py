@@ -58,24 +58,40 @@ def risk_coverage(
 def aurc(
     losses: Any,  # (N,)
     confidence: Any,  # (N,)
+    *,
+    most: float | None = None,
     **options: Unpack[Resampling],
 ) -> Estimate:
     """Area under the risk-coverage curve, with a bootstrap interval.
 
-    It is a mean of the losses in which the most confident answers weigh most. Where these are
-    zeros and ones the interval is no narrower than Wilson's for as many examples as these weights
-    are worth, about N / 2: no error among few answers does not make the area 0.
+    It is a mean of the losses in which the most confident answers weigh most. Where a loss is at
+    most `most` (1 for shares of wrong answers; known without a word where all are zeros and ones),
+    the interval is no narrower than Wilson's for as many examples as these weights are worth, about
+    N / 2: no error among few answers does not make the area 0.
 
     >>> round(aurc([0, 1, 0], [0.9, 0.1, 0.5]).value, 4)
     0.1111
+    >>> round(aurc([0, 0, 0], [0.9, 0.1, 0.5], most=4.0).high, 4)
+    2.6305
     """
     losses, confidence = _selection("losses", losses, confidence)
+    if most is None and bool(((losses == 0) | (losses == 1)).all()):
+        most = 1.0
+    unit = 1.0 if most is None else number("most", most, low=0.0, open_low=True)
+    losses = losses / unit
+    if most is not None:
+        bounded = losses.clamp(0.0, 1.0)
+        if float((bounded - losses).abs().max()) > 1e-9:  # more than the rounding of a share
+            low, high = unit * float(losses.min()), unit * float(losses.max())
+            raise InputError(f"losses must be from 0 to most, {unit:g}, got {low:g} to {high:g}")
+        losses = bounded
     estimate = bootstrap(lambda *rows: _risks(*rows).mean(1), losses, confidence, **options)
-    if not bool(((losses == 0) | (losses == 1)).all()):
+    if most is None:
         return estimate
     num = len(losses)
     weights = (1 / torch.arange(num, 0, -1, dtype=torch.float64)).cumsum(0) / num
-    return _no_narrower(estimate, int(1 / float(weights.square().sum()) + 1e-9))
+    found = _no_narrower(estimate, int(1 / float(weights.square().sum()) + 1e-9))
+    return replace(found, value=unit * found.value, low=unit * found.low, high=unit * found.high)
 
 
 def selective_accuracy(
