@@ -88,6 +88,18 @@ def test_a_budget_that_nobody_spends_is_remarked_on(
     assert re.search(said, " ".join(capsys.readouterr().err.split()))
 
 
+def test_thetas_of_a_point_estimate_are_remarked_on_in_its_report(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(place / "kind")
+    assert main(["evaluate", run, "--attack", "pgd1", "--num", "2", "--name", "reported"]) == 0
+    for flags, said in (((), False), (("--thetas", "7"), True)):
+        capsys.readouterr()
+        assert main(["report", run, "--out", str(tmp_path / "report"), *flags]) == 0
+        warned = " ".join(capsys.readouterr().err.split())
+        assert ("thetas: 7 has no effect on this model" in warned) is said
+
+
 def test_the_budgets_that_attacks_spend() -> None:
     """An attack holds the budgets that it is said to take, and no other."""
     from advbayes import L2

@@ -137,8 +137,21 @@ def report(
     place = Path(out) if out is not None else Path(run[0]) / "report"
     with resumable(" before the report was complete; the same command writes it"):
         paths = report_runs(run, place, title=title, trusted=trust_network, num_thetas=thetas)
+        _remark_thetas(run, thetas, trusted=trust_network)
     if json:
         files = {name: str(path) for name, path in vars(paths).items() if name != "digest"}
         emit({"runs": run, "sha256": paths.digest, **files})
     else:
         say(str(paths.html))
+
+
+def _remark_thetas(runs: list[str], num: int, *, trusted: bool) -> None:
+    """A line for each run on whose model the number of thetas has no effect."""
+    if num == flags.THETAS:
+        return
+    from advbayes.cli.threat import remark_thetas
+    from advbayes.runs import Run, load_trained
+
+    for run in map(Run.open, runs):
+        if run.model_path.exists() and (trusted or ":" not in run.config.network):
+            remark_thetas(load_trained(run.path, trusted=trusted), num)
