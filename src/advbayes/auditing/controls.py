@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from advbayes.attacks import pgd
 from advbayes.attacks.balls import Ball
 from advbayes.auditing.case import Case, layers_of, num_different
 from advbayes.auditing.findings import Finding, check, judged, no_attacks, not_applicable, not_run
-from advbayes.auditing.strength import SIGNIFICANT, breaks_more
+from advbayes.auditing.strength import SIGNIFICANT
 from advbayes.auditing.support import Baseline, Support, published_for, recorded_for
 from advbayes.channels import AttackChannel, Noise
 from advbayes.evaluation.inputs import as_tensors, is_stochastic
@@ -31,10 +33,15 @@ from advbayes.types import Channel, Predictor
 
 LEFT, NEAR = 0.05, 0.03  # E20: what the control may keep; how near its clean accuracy must be
 BEHIND = 0.05  # E21: how far below its published figure the recipe may be
+# E21, where no figure is published: what the control keeps where the baseline is compared to it,
+# at most (where nothing stands there is nothing to compare); how far ahead the baseline must be
+# (undefended nets of different seeds are up to five points apart)
+FEW, AHEAD = 0.2, 0.05
 GROWTH = 2.0**0.5  # of the control ball, where Support has none
+HALVINGS = 3  # of that factor, down to 4 %, where baseline and control are compared
 CHECKED = 20  # times that a control's clean accuracy is looked at while it trains
 # examples, at least, on which baseline and control are compared (where there are as many)
-COMPARED = 256
+COMPARED = 512
 ALL = 2000  # examples on which clean accuracies are compared
 BRITTLE = 0.25  # of what it gets right: what a control keeps, at least, under noise of its ball
 TRIVIAL = (
@@ -63,9 +70,8 @@ def undefended_control(case: Case) -> Finding:
     figures: dict[str, Any] = {"clean": clean, "clean_audited": defended}
     unfit = _unfit(control, case)
     if abs(clean - defended) > NEAR + 1e-9:
-        pairs = ((right, audited), (audited, right))
-        differ = min(metrics.mcnemar(*pair) for pair in pairs) < SIGNIFICANT
-        if not unfit and len(right) * NEAR < 1 and not differ:  # one example is more than 3 points
+        differ = is_ahead(right, audited, NEAR) or is_ahead(audited, right, NEAR)
+        if not unfit and not differ:
             return not_run(
                 f"{len(right)} examples are too few to tell whether the clean accuracies of "
                 f"control ({clean:.3f}) and audited model ({defended:.3f}) are within 3 points"
@@ -154,6 +160,23 @@ def clean_accuracy(predict: Predictor, case: Case) -> float:
     return float(clean_answers(predict, case).double().mean())
 
 
+def is_ahead(first: Tensor, second: Tensor, margin: float) -> bool:  # (N,) bool, paired
+    """Whether the share of `first` exceeds that of `second` by significantly more than a margin:
+    the score test of paired shares (Tango), at 1 %.
+
+    >>> right = torch.arange(100)
+    >>> is_ahead(right < 98, right < 85, 0.03), is_ahead(right < 98, right < 90, 0.03)
+    (True, False)
+    """
+    num = len(first)
+    ahead, behind = int((first & ~second).sum()), int((second & ~first).sum())
+    # the likeliest share of "second alone" of those that put `first` ahead by just the margin
+    linear = margin * (2 * num - ahead + behind) - ahead - behind
+    root = math.sqrt(linear**2 + 8 * num * behind * margin * (1 - margin))
+    spread = math.sqrt((root - linear) / 2 + num * margin * (1 - margin))
+    return ahead - behind - num * margin > NormalDist().inv_cdf(1 - SIGNIFICANT) * spread
+
+
 def apart(case: Case, ball: Ball | None = None) -> float:
     """The median distance between two examples, in the norm of the audited ball or another."""
     distance = (ball or case.ball).norm(case.x - case.x.roll(1, 0))
@@ -175,10 +198,29 @@ def farthest(case: Case, control: Predictor, ball: Ball) -> float:
 
 
 def comparing(case: Case, control: Predictor) -> Ball:
-    """The ball in which adversarial training is compared to the control: the one that breaks it,
-    but not beyond half the distance between two examples, where nothing can stand."""
-    ball, _ = breaking(case, control)
-    return replace(ball, eps=min(ball.eps, max(case.ball.eps, 0.5 * apart(case))))
+    """The ball in which adversarial training is compared to the control: the smallest in which that
+    keeps a fifth at most, for farther out nothing may stand, however it was trained; not smaller
+    than the audited one, nor beyond half the distance between two examples."""
+
+    def make() -> Ball:
+        ball, columns = _widened(case, control, FEW)
+        stands, falls = max(case.ball.eps, ball.eps / GROWTH), ball.eps
+        if stands < falls and case.value(columns) <= FEW:
+            for _ in range(HALVINGS):
+                between = math.sqrt(stands * falls)
+                left = case.value(_left(case, control, replace(ball, eps=between)))
+                stands, falls = (stands, between) if left <= FEW else (between, falls)
+        return replace(ball, eps=min(falls, max(case.ball.eps, 0.5 * apart(case))))
+
+    return case.once("comparing", make)
+
+
+def compared(case: Case) -> Case:
+    """The case with as many examples as a comparison wants, more than a look."""
+    if len(case.x) >= COMPARED:
+        return case
+    x, y = (part[:COMPARED] for part in case.whole)
+    return case.once("compared", lambda: replace(case, x=x, y=y, memory={}))
 
 
 def _control(case: Case, control: Predictor) -> tuple[Ball, Columns]:
@@ -191,22 +233,23 @@ def _control(case: Case, control: Predictor) -> tuple[Ball, Columns]:
 
 
 def breaking(case: Case, control: Predictor) -> tuple[Ball, Columns]:
-    """The audited ball widened until the control falls, up to half the distance between two
-    examples or, where that is more, until nearly all of them have one within reach that the control
-    answers otherwise, which an attack worth its name finds; and what it leaves. Every feature may
-    change, for it is the attack that is on trial here."""
+    """The audited ball widened until the control falls; and what it leaves."""
+    return case.once("breaking", lambda: _widened(case, control, LEFT))
 
-    def make() -> tuple[Ball, Columns]:
-        ball = case.ball.freed()
-        far = farthest(case, control, ball)
-        most = far if ball.eps > 0 and far < math.inf else ball.eps
-        while True:
-            columns = _left(case, control, ball)
-            if case.task == "regression" or case.value(columns) <= LEFT or ball.eps >= most:
-                return ball, columns
-            ball = replace(ball, eps=min(ball.eps * GROWTH, most))
 
-    return case.once("breaking", make)
+def _widened(case: Case, control: Predictor, share: float) -> tuple[Ball, Columns]:
+    """The audited ball widened until the control keeps no more than a share, up to half the
+    distance between two examples or, where that is more, until nearly all of them have one within
+    reach that the control answers otherwise, which an attack worth its name finds; and what it
+    leaves. Every feature may change, for it is the attack that is on trial here."""
+    ball = case.ball.freed()
+    far = farthest(case, control, ball)
+    most = far if ball.eps > 0 and far < math.inf else ball.eps
+    while True:
+        columns = _left(case, control, ball)
+        if case.task == "regression" or case.value(columns) <= share or ball.eps >= most:
+            return ball, columns
+        ball = replace(ball, eps=min(ball.eps * GROWTH, most))
 
 
 def _left(case: Case, predict: Predictor, ball: Ball) -> Columns:
@@ -220,9 +263,9 @@ def _left(case: Case, predict: Predictor, ball: Ball) -> Columns:
 @check("E21", "credible baseline", cost=lambda case: case.passes * (case.sources > 0))
 def credible_baseline(case: Case) -> Finding:
     """E21: the published recipe is at most 5 points below its figure; where none is published,
-    adversarial training is better than the undefended control under the same attack: significantly
-    (McNemar), in regression on average. Few examples that rule out neither this nor the opposite
-    say nothing."""
+    adversarial training is significantly more than 5 points ahead of the undefended control under
+    the same attack, in regression better on average. Examples that rule out neither this nor the
+    opposite say nothing."""
     support = case.support
     known = published_for(support.dataset, case.ball)
     published = known or support.published
@@ -279,10 +322,8 @@ def _against_control(case: Case, baseline: Predictor) -> Finding:
         return not_run(
             "nothing is published: give the undefended control too, which the baseline must beat"
         )
+    case = compared(case)
     ball = comparing(case, control)
-    if len(case.x) < COMPARED:  # a comparison wants more examples than a look
-        x, y = (part[:COMPARED] for part in case.whole)
-        case = replace(case, x=x, y=y, memory={})
     plain, trained = (_left(case, each, ball) for each in (control, baseline))
     if case.value(trained) > case.value(plain):
         if is_trivial(case, baseline):
@@ -292,18 +333,28 @@ def _against_control(case: Case, baseline: Predictor) -> Finding:
         transferred = case.union(attacks, "to the baseline", through=control, by=baseline)
         trained = worst([trained, transferred], case.task)
     undefended, defended = case.value(plain), case.value(trained)
-    better = breaks_more(case, plain, trained)[0]
-    if not better and _too_few(plain, trained):
-        return not_run(
-            f"{len(case.x)} examples are too few to tell the baseline ({defended:.3f}) from the "
-            f"control ({undefended:.3f}): give {COMPARED}"
-        )
     if case.task == "regression":  # the slope of the truth itself bounds what training can gain
         better = defended > undefended
+    elif ball.eps <= case.ball.eps and max(undefended, defended) <= LEFT:
+        return not_run(
+            f"in the audited ball neither the control ({undefended:.3f}) nor the baseline "
+            f"({defended:.3f}) stands, so that nothing can be compared: audit a smaller one"
+        )
+    else:
+        better = is_ahead(trained["correct"] >= 0.5, plain["correct"] >= 0.5, AHEAD)
+        if not better and (defended - undefended > AHEAD + 1e-9 or _too_few(plain, trained)):
+            return not_run(
+                f"{len(case.x)} examples are too few to tell whether the baseline "
+                f"({defended:.3f}) is five points ahead of the control ({undefended:.3f}) in the "
+                f"ball of eps = {ball.eps:.3g}: give more ({COMPARED} at least), or train the "
+                f"baseline in that ball"
+            )
     advice = (
-        "adversarial training must beat the undefended net under the same attack before "
-        "anything else may"
+        "adversarial training (in that ball, or the audited one) must be five points ahead of the "
+        "undefended net under the same attack before anything else may"
     )
+    if case.task == "regression":
+        advice = "adversarial training must beat the undefended net before anything else may"
     figures = {"undefended": undefended, "baseline": defended, "eps": float(ball.eps)}
     return judged(not better, advice, **figures, examples=len(case.x))
 
@@ -327,11 +378,11 @@ def has_learnt_less(case: Case, other: Predictor) -> bool:
 def _too_few(plain: Columns, trained: Columns) -> bool:
     """Whether fewer examples than are wanted still allow an advantage of five points (Clopper and
     Pearson's upper bound)."""
-    correct = trained.get("correct")
-    if correct is None or len(correct) >= COMPARED:
+    correct = trained["correct"]
+    if len(correct) >= COMPARED:
         return False
     ahead = int(((correct >= 0.5) & (plain["correct"] < 0.5)).sum())
-    return metrics.clopper_pearson(ahead, len(correct), side="upper")[1] >= BEHIND
+    return metrics.clopper_pearson(ahead, len(correct), side="upper")[1] >= AHEAD
 
 
 # --- training what is missing -------------------------------------------------------------------
@@ -345,8 +396,8 @@ def _updates(num: int) -> int:
 def with_controls(case: Case, *, progress: bool | None = None) -> Support:
     """The case's support with the controls that it lacks, trained on its `training` data: an
     undefended point estimate of the predictor's own architecture, stopped where its clean accuracy
-    is nearest to the audited model's, and adversarial training in the ball that breaks it, or the
-    largest in which something is learnt (unless a published recipe is asked for).
+    is nearest to the audited model's, and adversarial training in the ball in which the two are
+    compared, or the largest in which something is learnt (unless a published recipe is asked for).
     """
     support, model = case.support, model_of(case.predict)
     if support.training is None or not support.to_train or model is None or not case.attacks:
@@ -357,10 +408,11 @@ def with_controls(case: Case, *, progress: bool | None = None) -> Support:
     options: Any = {"seed": case.seed, "progress": progress}
     control, baseline = support.undefended, support.baseline
     if control is None:
-        near = case if classes else None
-        control = trained_control(model, Noise(0.0), (x, y), near, **options)
+        target = clean_accuracy(case.predict, case) if classes else 0.0
+        away = lambda net: abs(clean_accuracy(net, case) - target)  # noqa: E731
+        control = trained_control(model, Noise(0.0), (x, y), away if classes else None, **options)
     if baseline is None and published_for(support.dataset, case.ball) is None:
-        ball = comparing(case, control)
+        ball = comparing(compared(case), control)
         while True:
             channel = AttackChannel(pgd(ball, ATTACK_STEPS), 0.0)
             baseline = trained_control(model, channel, (x, y), None, **options)
@@ -386,17 +438,16 @@ def trained_control(
     model: BayesianModel,
     channel: Channel,
     data: tuple[Tensor, Tensor],
-    near: Case | None,
+    away: Callable[[Predictor], float] | None,
     *,
     seed: int,
     progress: bool | None = None,
 ) -> Predictor:
-    """A point estimate from the net's initial weights: the state whose clean accuracy is nearest to
-    that of the audited model in `near`, or else the last."""
+    """A point estimate from the net's initial weights: the state that is least `away` from where
+    its clean accuracy should be, or else the last."""
     model, num = copy.deepcopy(model), len(data[0])
     posterior = PointMass(model)
-    target = 0.0 if near is None else clean_accuracy(near.predict, near)
-    rounds = 1 if near is None else CHECKED
+    rounds = 1 if away is None else CHECKED
     best, nearest = math.inf, posterior.mean.clone()
     for turn in range(rounds):
         fit(
@@ -410,8 +461,7 @@ def trained_control(
             seed=seed_for(seed, "audit/control", turn) % 2**31,
             progress=progress,
         )
-        reached = target if near is None else clean_accuracy(model.at(posterior.mean), near)
-        distance = abs(reached - target)
+        distance = 0.0 if away is None else away(model.at(posterior.mean))
         if distance < best:
             best, nearest = distance, posterior.mean.clone()
         if distance < 0.3 * NEAR:
