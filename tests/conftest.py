@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +47,21 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-class _Shifted(torch.Generator):
-    def manual_seed(self, seed: int) -> torch.Generator:
-        return super().manual_seed(seed + SHIFT)
+def shift(by: int, put: Callable[[object, str, object], None] = setattr) -> None:
+    """Seed every generator that is made from now on with that much more."""
+    plain, set_global, make_numpy = torch.Generator, torch.manual_seed, np.random.default_rng
 
-
-def _shift() -> None:
-    set_global, make_numpy = torch.manual_seed, np.random.default_rng
+    class Shifted(plain):  # type: ignore[misc, valid-type]
+        def manual_seed(self, seed: int) -> torch.Generator:
+            return super().manual_seed(seed + by)  # type: ignore[no-any-return]
 
     def default_rng(seed: Any = None) -> np.random.Generator:
-        return make_numpy(seed + SHIFT if isinstance(seed, int) else seed)
+        return make_numpy(seed + by if isinstance(seed, int) else seed)
 
-    torch.Generator = _Shifted  # type: ignore[misc]
-    torch.manual_seed = lambda seed: set_global(int(seed) + SHIFT)
-    np.random.default_rng = default_rng
+    put(torch, "Generator", Shifted)
+    put(torch, "manual_seed", lambda seed: set_global(int(seed) + by))
+    put(np.random, "default_rng", default_rng)
 
 
 if SHIFT:
-    _shift()
+    shift(SHIFT)

@@ -461,31 +461,52 @@ def flipping(num: int) -> Callable[[Tensor], Classes]:
     return wrong
 
 
-# 1.7 and 3.3 points of 60
-@pytest.mark.parametrize(("off", "wanted"), [(1, "passed"), (2, "failed")])
-def test_e20_wants_a_control_within_three_points(off: int, wanted: str) -> None:
-    found = looked_at(
-        "E20", undefended=flipping(off), control_ball=L2(2.4), attacks={"a": pgd(BALL, 5)}
-    )["E20"]
-    assert found.status == wanted, found.line()
-    assert ("within 3 points" in found.advice) is (wanted == "failed")
-    assert found.figures["clean"] == pytest.approx(1 - off / 60)
-
-
 @pytest.mark.parametrize(
     ("num", "off", "wanted"),
     [
+        (60, 0, "passed"),
+        (60, 1, "passed"),  # 1.7 points
+        (60, 2, "not run"),  # 3.3, but it may be less for all that 60 examples say
+        (60, 7, "not run"),
+        (60, 8, "failed"),  # 13.3
         (33, 0, "passed"),
         (33, 1, "not run"),
-        (33, 6, "not run"),  # six discordant pairs of six have p = 1/64, seven 1/128
+        (33, 6, "not run"),
         (33, 7, "failed"),
-        (34, 2, "failed"),
     ],
 )
-def test_e20_on_few_examples_one_is_more_than_three_points(num: int, off: int, wanted: str) -> None:
+def test_e20_wants_a_control_within_three_points(num: int, off: int, wanted: str) -> None:
     options: Any = {"control_ball": L2(2.4), "attacks": {"a": pgd(BALL, 5)}}
     found = looked_at("E20", undefended=flipping(off), data=(X[:num], Y[:num]), **options)["E20"]
     assert found.status == wanted, found.line()
+    assert ("within 3 points" in found.advice) is (wanted != "passed")
+    if wanted != "not run":
+        assert found.figures["clean"] == pytest.approx(1 - off / num)
+
+
+@pytest.mark.parametrize("margin", [controls.NEAR, controls.AHEAD])
+@pytest.mark.parametrize("rarely", [0.0, 0.01, 0.1])
+def test_a_lead_of_just_the_margin_is_no_more_than_that(margin: float, rarely: float) -> None:
+    """Where the first is alone right with probability `rarely + margin` and the second with
+    `rarely`, one in a hundred is taken for more, or one in fifty: the test is of large samples."""
+    num, row, found = 100, torch.arange(100), 0.0
+    for ahead in range(num + 1):
+        for behind in range(num - ahead + 1 if rarely else 1):
+            rest = num - ahead - behind
+            ways = math.comb(num, ahead) * math.comb(num - ahead, behind)
+            chance = (rarely + margin) ** ahead * rarely**behind
+            chance *= ways * (1 - margin - 2 * rarely) ** rest
+            second = (row >= ahead) & (row < ahead + behind)
+            if chance > 1e-9 and controls.is_ahead(row < ahead, second, margin):
+                found += chance
+    assert found <= 0.02
+
+
+def test_a_lead_is_paired() -> None:
+    """The same shares say less the more often the two disagree."""
+    row = torch.arange(200)
+    assert controls.is_ahead(row < 180, row < 156, 0.05)
+    assert not controls.is_ahead(row < 180, row >= 44, 0.05)
 
 
 @pytest.mark.parametrize(("left", "wanted"), [(3, "passed"), (4, "failed")])  # of 60: 5 and 6.7 %
@@ -598,13 +619,15 @@ def test_e21_takes_a_record_of_this_threat_model_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("num", "more", "wanted"),
     [
-        (256, 6, "failed"),
-        (256, 7, "passed"),
+        (512, 25, "failed"),  # 4.9 points
+        (512, 26, "not run"),  # 5.1: more or less than five for all that 512 examples say
+        (512, 37, "not run"),
+        (512, 38, "passed"),
         # fewer examples: the advantage may be five points for all they say, or it may not
         (60, 0, "failed"),
         (60, 1, "not run"),
-        (60, 6, "not run"),
-        (60, 7, "passed"),
+        (60, 8, "not run"),
+        (60, 9, "passed"),
         (255, 6, "failed"),
         (180, 6, "not run"),
     ],
@@ -612,8 +635,8 @@ def test_e21_takes_a_record_of_this_threat_model_alone(tmp_path: Path) -> None:
 def test_e21_elsewhere_wants_a_baseline_that_beats_the_control(
     num: int, more: int, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing is published: significantly (McNemar, 1 %) better than the undefended net under
-    the same attack."""
+    """Where nothing is published: significantly (1 %) more than five points ahead of the undefended
+    net under the same attack."""
     other = lambda x: predict(x)  # noqa: E731
     x = torch.randn(num, 5, generator=torch.Generator().manual_seed(0))
     data = x, predict(x).logits.argmax(1)

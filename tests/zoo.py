@@ -1078,32 +1078,32 @@ def controls(predict: Any) -> dict[str, Any]:
     }
 
 
-def honest_undefended(folder: Path) -> Verdict:
+def honest_undefended(folder: Path, **options: Any) -> Verdict:
     """A posterior predictive with known thetas, undefended."""
     plain = trained()
     predict = plain.predictive(5)
-    return honest(predict, folder, support={**controls(predict), "fresh": plain.fresh()})
+    return honest(predict, folder, support={**controls(predict), "fresh": plain.fresh()}, **options)
 
 
-def honest_defended(folder: Path) -> Verdict:
+def honest_defended(folder: Path, **options: Any) -> Verdict:
     """The same, trained through a PGD channel; its controls are trained by the audit."""
     defended = trained(defended=True)
     channel = AttackChannel(pgd(L2(0.5, box=(0, 1)), 3), 0.05)
     support = {"fresh": defended.fresh(), "channel": channel, "training": digits()[:2]}
-    return honest(defended.predictive(5), folder, support=support)
+    return honest(defended.predictive(5), folder, support=support, **options)
 
 
-def honest_stochastic(folder: Path) -> Verdict:
+def honest_stochastic(folder: Path, **options: Any) -> Verdict:
     """Fresh thetas at every call, scored ten times."""
     plain = trained()
     controlled = controls(plain.predictive(5))
-    return honest(plain.fresh(5), folder, support={**controlled, "fresh": plain.fresh()})
+    return honest(plain.fresh(5), folder, support={**controlled, "fresh": plain.fresh()}, **options)
 
 
-def honest_single_net(folder: Path) -> Verdict:
+def honest_single_net(folder: Path, **options: Any) -> Verdict:
     """One net, no thetas, in the maximum norm."""
     support = {**controls(point()), "control_ball": Linf(0.5, box=(0, 1))}
-    return honest(point(), folder, ball=Linf(0.1, box=(0, 1)), support=support)
+    return honest(point(), folder, ball=Linf(0.1, box=(0, 1)), support=support, **options)
 
 
 def blobs(num: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -1199,7 +1199,7 @@ def honest_regression(folder: Path) -> Verdict:
     )
 
 
-HONEST: dict[str, Callable[[Path], Verdict]] = {
+HONEST: dict[str, Callable[..., Verdict]] = {
     "undefended posterior predictive": honest_undefended,
     "adversarially trained predictive": honest_defended,
     "stochastic predictor": honest_stochastic,
@@ -1230,3 +1230,9 @@ def certificate(factor: float = 1.0, folder: Path | None = None, **options: Any)
         "tier": replace(SMALL, num=40, steps=5, certified_again=40),
     } | options
     return audit(predictor, data, certified=claimed, threat_model=RAW, progress=False, **chosen)
+
+
+def forget() -> None:
+    """Everything is trained anew at the next asking, for it is to have other seeds."""
+    for made in (images, trained, adversarially_trained, regression, smoothed):
+        made.cache_clear()
