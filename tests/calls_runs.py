@@ -367,13 +367,13 @@ call(
         "scaling": None,
         "eps": 0.5,
         "fixed": (),
-        "feature_eps": {"a": 2.0},
+        "feature_eps": ("a=2",),
     },
     {
         "scaling": Standardize(torch.zeros(3), torch.tensor([2.0, 1.0, 1.0])),
         "eps": 0.25,
         "fixed": ("b",),
-        "feature_eps": {},
+        "feature_eps": (),
     },
 )
 call(

@@ -1148,9 +1148,9 @@ _through = _Shared()""",
     Bug("the seed of an attack is ignored", "cli/attack.py", "seed=seed", "seed=0", "test_options"),
     Bug(
         "the run's norm whatever is asked for",
-        "cli/threat.py",
-        "trained.ball(norm, eps,",
-        "trained.ball(None, eps,",
+        "runs/trained.py",
+        "make_ball(norm or self.norm, eps,",
+        "make_ball(self.norm, eps,",
         "test_options",
     ),
     Bug(

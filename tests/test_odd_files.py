@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from advbayes.cli import main
-from advbayes.cli.threat import ball_for
 from advbayes.datasets import DataError, from_npz
 from advbayes.datasets.tables import parse_table
 from advbayes.estimators import RobustClassifier, save_pipeline
@@ -168,7 +167,7 @@ def test_an_audit_looks_at_an_evaluation_of_its_own_reach(tmp_path: Path) -> Non
 
     def found(*reach: str) -> Path | None:
         given = [reach[1:2] if reach else (), reach[3:] if len(reach) > 2 else ()]
-        return _saved(run, predict, x, ball_for(trained, None, 0.5, *given), reach)
+        return _saved(run, predict, x, trained.ball(None, 0.5, *given), reach)
 
     assert found(*flags) == tmp_path / "run" / "evaluation" / "made"
     assert found() is None

@@ -16,7 +16,6 @@ from advbayes import L2, audit, pgd
 from advbayes.attacks.parts import with_eps
 from advbayes.cli.app import run as command
 from advbayes.cli.describe import legend, no_better
-from advbayes.cli.threat import ball_for
 from advbayes.datasets.dataset import Dataset
 from advbayes.estimators import RobustClassifier, RobustRegressor
 from advbayes.experiments.catalogue import BASE, EXPERIMENTS
@@ -201,7 +200,7 @@ def test_text_stays_out_of_reach_when_more_is_fixed(tmp_path: Path) -> None:
     assert trained.feature_names == ("size", "weight", "colour=blue", "colour=red")
     assert trained.mask is not None
     assert trained.mask.tolist() == [True, True, False, False]
-    mask = ball_for(trained, None, 0.5, ["size"]).mask
+    mask = trained.ball(None, 0.5, ["size"]).mask
     assert mask is not None
     assert mask.tolist() == [False, True, False, False]
     assert command([*data, "--fixed", "size", "--out", str(tmp_path / "other")]) == 0

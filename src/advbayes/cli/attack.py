@@ -11,7 +11,7 @@ from advbayes.checks import counted
 from advbayes.cli import flags
 from advbayes.cli.screen import check_new, emit, say
 from advbayes.cli.signals import watched
-from advbayes.cli.threat import attack_for, ball_for, open_run, remark_spent, remark_thetas
+from advbayes.cli.threat import attack_for, open_run, remark_spent, remark_thetas
 
 _ROWS = 256
 
@@ -57,7 +57,7 @@ def attack(
 
     _, trained, data = open_run(run, trusted=trust_network)
     x, y = data.x_test[:num], data.y_test[:num]
-    ball = ball_for(trained, norm, eps, fixed, feature_eps)
+    ball = trained.ball(norm, eps, fixed or (), feature_eps or ())
     spent = {"steps": steps, "restarts": restarts, "queries": queries}
     remark_spent([attack], spent)
     remark_thetas(trained, thetas)

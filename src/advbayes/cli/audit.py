@@ -10,7 +10,7 @@ import typer
 from advbayes.cli import flags
 from advbayes.cli.screen import emit, resumable, say
 from advbayes.cli.signals import watched
-from advbayes.cli.threat import ball_for, budgets, open_run, remark_thetas
+from advbayes.cli.threat import open_run, remark_thetas
 from advbayes.runs.config import ConfigError
 
 BELOW = 3
@@ -87,6 +87,7 @@ def audit(
     answers an array with probabilities (by predict_proba or when called; --classes names their
     order) or a Predictor; eps is then in the data's own units.
     """
+    reach = fixed or (), feature_eps or ()
     if model is None and run is None:
         wanted = "RUN: must be a run folder, or --model and --data must be given"
         raise ConfigError(f"{wanted}, got neither")
@@ -105,7 +106,7 @@ def audit(
         norm = norm or "l2"
         names = classes.split(",") if classes else ()
         foreign = load_foreign(model, data, target=target, task=task, classes=names)
-        within = foreign.ball(norm, eps, fixed or (), budgets(feature_eps, eps))
+        within = foreign.ball(norm, eps, *reach)
         told: dict[str, Any] = {"model": model, "norm": norm, "eps": eps, "report": None}
         kind = foreign.dataset.task
         begin = f"{model} on {data} ({kind}), {norm} eps = {eps:g} in the data's own units"
@@ -136,10 +137,10 @@ def audit(
         if undefended is not None:
             control = load_trained(undefended, trusted=trust_network).to(device).point()
         if control_eps is not None:
-            control_ball = ball_for(trained, norm, control_eps, fixed, feature_eps)
-        ball = ball_for(trained, norm, eps, fixed, feature_eps)
-        given = zip(REACH, (fixed, feature_eps), strict=True)
-        reach = [word for flag, each in given for value in each or () for word in (flag, value)]
+            control_ball = trained.ball(norm, control_eps, *reach)
+        ball = trained.ball(norm, eps, *reach)
+        given = zip(REACH, reach, strict=True)
+        words = [word for flag, each in given for value in each for word in (flag, value)]
         hint = " before a verdict; the one of an earlier audit, if any, stands"
         with resumable(hint), folder.lock() if ranks().is_first else nullcontext():
             verdict = audit_run(
@@ -152,7 +153,7 @@ def audit(
                 num_thetas=thetas,
                 undefended=control,
                 control_ball=control_ball,
-                reach=reach,
+                reach=words,
                 seed=seed,
                 tell=None if json else say,
             )

@@ -79,7 +79,7 @@ def evaluate(
     names = list(dict.fromkeys(attack or DEFAULTS[data.dataset.task]))
     radii = sorted(set(eps)) if eps else [trained.eps]
     norm = norm or trained.norm
-    ball = threat.ball_for(trained, norm, max(radii), fixed, feature_eps)
+    ball = trained.ball(norm, max(radii), fixed or (), feature_eps or ())
     spent = {"steps": steps, "restarts": restarts, "queries": queries}
     used = spent if purify is None else {"queries": queries, "restarts": restarts}
     threat.remark_spent(names, used)

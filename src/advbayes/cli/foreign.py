@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,11 +44,9 @@ class Foreign:
     title: str
     assumed: bool = False  # whether the order of its outputs is that of the data's classes
 
-    def ball(
-        self, norm: str, eps: float, fixed: Sequence[str], budgets: Mapping[str, float]
-    ) -> Ball:
+    def ball(self, norm: str, eps: float, fixed: Sequence[str], feature_eps: Sequence[str]) -> Ball:
         """The ball in the data's own units."""
-        mask, scale = reach_of(self.dataset.feature_names, None, eps, fixed, budgets)
+        mask, scale = reach_of(self.dataset.feature_names, None, eps, fixed, feature_eps)
         return make_ball(norm, eps, self.dataset.box, mask, scale)
 
     def audit(self, ball: Ball, *, tier: str, num: int | None, seed: int) -> Verdict:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from advbayes.checks import InputError
 from advbayes.cli import flags
 from advbayes.cli.screen import usable, warn
-from advbayes.runs.config import SPENDING, ConfigError, names_code, parse_feature_eps
+from advbayes.runs.config import SPENDING, ConfigError, names_code
 
 if TYPE_CHECKING:
     from advbayes.attacks.balls import Ball
@@ -27,18 +27,6 @@ def open_run(path: str, *, trusted: bool, device: str = "cpu") -> tuple[Folder, 
     torch.set_num_threads(folder.config.threads)
     trained = load_trained(path, trusted=trusted).to(usable(device))
     return folder, trained, prepare(folder.config, encoding=trained.encoding).to(device)
-
-
-def ball_for(
-    trained: Trained,
-    norm: str | None,
-    eps: float | None,
-    fixed: Sequence[str] | None = None,
-    feature_eps: Sequence[str] | None = None,
-) -> Ball:
-    """The ball that is asked for, or the one trained against, within the data's box."""
-    eps = trained.eps if eps is None else eps
-    return trained.ball(norm, eps, fixed or (), budgets(feature_eps, eps))
 
 
 def remark_thetas(trained: Trained, num: int) -> None:
@@ -73,20 +61,6 @@ def attack_for(
     if names_code(name):
         return own_attack(name, ball, trusted=trusted)
     return make_attack(name, ball, task=trained.task, **spent)
-
-
-def budgets(entries: Sequence[str] | None, eps: float) -> dict[str, float]:
-    """`--feature-eps` by name; multiples of eps in the ball, which must not be 0 then.
-
-    >>> budgets(["age=5"], 0.3)
-    {'age': 5.0}
-    """
-    if entries and eps == 0:
-        raise ConfigError("eps: must be > 0 where feature_eps is given, got 0")
-    try:
-        return parse_feature_eps(tuple(entries or ()))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def purifier_for(trained: Trained, data: Prepared, num_thetas: int, update: str) -> Predictor:

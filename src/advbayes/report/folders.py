@@ -120,13 +120,11 @@ def histories(runs: Mapping[str, Run]) -> dict[str, dict[str, list[Any]]]:
 
 def _reach(trained: Trained, evaluation: Evaluation) -> dict[str, Any]:
     """The features out of the attacker's reach, and the multiples of eps of the others."""
-    from advbayes.runs.config import parse_feature_eps
-
     fixed, budgets, radii = _asked(evaluation)
     try:
         eps = max(map(float, radii)) if budgets else trained.eps
-        mask, scale = trained.reach(eps, fixed, parse_feature_eps(budgets))
-    except (ValueError, ZeroDivisionError) as error:
+        mask, scale = trained.reach(eps, fixed, budgets)
+    except ValueError as error:
         wanted = "the command of an evaluation of this run"
         raise store.StoreError(evaluation.folder or "", wanted, f"{error!s:.200}") from None
     names, threat = trained.feature_names, dict[str, Any]()

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -93,8 +93,8 @@ def prepare(
         x_train, x_test = scaling.transform(x_train), scaling.transform(x_test)
         if dataset.task == "regression":
             y_train, y_test = scaling.transform_target(y_train), scaling.transform_target(y_test)
-    each = parse_feature_eps(config.feature_eps)
-    mask, scale = reach_of(dataset.feature_names, scaling, config.eps, config.fixed, each)
+    asked = config.eps, config.fixed, config.feature_eps
+    mask, scale = reach_of(dataset.feature_names, scaling, *asked)
     if dataset.mask is not None:
         mask = dataset.mask if mask is None else mask & dataset.mask
     return Prepared(dataset, x_train, y_train, x_test, y_test, scaling, mask, scale)
@@ -120,18 +120,21 @@ def reach_of(
     scaling: Standardize | None,
     eps: float,
     fixed: Sequence[str],
-    feature_eps: Mapping[str, float],  # in raw units
+    feature_eps: Sequence[str],  # name=number, in raw units
 ) -> tuple[Tensor | None, Tensor | None]:
     """Mask and scale of the ball: which features may change, and by how much of eps.
 
     >>> scaling = Standardize(torch.zeros(2), torch.tensor([1.0, 10.0]))
-    >>> reach_of(("a", "b"), scaling, 0.5, ["a"], {"b": 10.0})
+    >>> reach_of(("a", "b"), scaling, 0.5, ["a"], ["b=10"])
     (tensor([False,  True]), tensor([1., 2.]))
-    >>> reach_of(("age", "sex=f", "sex=m"), None, 0.5, ["sex"], {})[0]  # a column of text, whole
+    >>> reach_of(("age", "sex=f", "sex=m"), None, 0.5, ["sex"], [])[0]  # a column of text, whole
     tensor([ True, False, False])
     """
     columns = [name.partition("=")[0] for name in names]
-    for key, given in (("fixed", fixed), ("feature_eps", feature_eps)):
+    budgets = parse_feature_eps(feature_eps)
+    if budgets and eps == 0:  # of which they are multiples
+        raise ConfigError("eps: must be > 0 where feature_eps is given, got 0")
+    for key, given in (("fixed", fixed), ("feature_eps", budgets)):
         known = {*names, *columns} if key == "fixed" else names
         if unknown := [name for name in given if name not in known]:
             there = ", ".join(names[:20]) if names else "none with a name"
@@ -142,11 +145,11 @@ def reach_of(
     if mask is not None and not bool(mask.any()):
         wanted = "fixed: must leave at least one feature that the attacker may change"
         raise ConfigError(f"{wanted}, got all of them")
-    if not feature_eps:
+    if not budgets:
         return mask, None
     std = torch.ones(len(names)) if scaling is None else scaling.std.reshape(-1).float()
     scales = [
-        feature_eps[name] / (eps * float(spread)) if name in feature_eps else 1.0
+        budgets[name] / (eps * float(spread)) if name in budgets else 1.0
         for name, spread in zip(names, std, strict=True)
     ]
     return mask, torch.tensor(scales)

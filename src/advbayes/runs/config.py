@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -181,7 +181,7 @@ class RunConfig(BaseModel):
         return self
 
 
-def parse_feature_eps(entries: tuple[str, ...]) -> dict[str, float]:
+def parse_feature_eps(entries: Sequence[str]) -> dict[str, float]:
     """Budgets by feature.
 
     >>> parse_feature_eps(("age=5", "income=1e3"))
@@ -196,7 +196,7 @@ def parse_feature_eps(entries: tuple[str, ...]) -> dict[str, float]:
             value = 0.0
         if not name or not 0 < value < float("inf"):
             wanted = "feature_eps: must be name=number with a number > 0"
-            raise InputError(f"{wanted}, got {entry!r:.60}")
+            raise ConfigError(f"{wanted}, got {entry!r:.60}")
         budgets[name] = value
     return budgets
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,10 +51,7 @@ class Trained(Preparation):
         return replace(self, model=self.model.to(device), posterior=posterior)
 
     def reach(
-        self,
-        eps: float,
-        fixed: Sequence[str] = (),
-        feature_eps: Mapping[str, float] = MappingProxyType({}),  # in raw units
+        self, eps: float, fixed: Sequence[str] = (), feature_eps: Sequence[str] = ()
     ) -> tuple[Tensor | None, Tensor | None]:
         """Mask and scale of a ball around its examples: what is asked for, or as it was trained."""
         mask, scale = reach_of(self.feature_names, self.scaling, eps, fixed, feature_eps)
@@ -70,7 +66,7 @@ class Trained(Preparation):
         norm: str | None = None,
         eps: float | None = None,
         fixed: Sequence[str] = (),
-        feature_eps: Mapping[str, float] = MappingProxyType({}),  # in raw units
+        feature_eps: Sequence[str] = (),  # name=number, in raw units
     ) -> Ball:
         """The ball that is asked for, or the one trained against, within the data's box."""
         eps = self.eps if eps is None else eps
