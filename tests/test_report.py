@@ -39,7 +39,7 @@ from advbayes.report import (
 from advbayes.report.figures import security_curves
 from advbayes.report.gather import MANDATORY
 from advbayes.report.pictures import png
-from advbayes.report.telling import facts, headline
+from advbayes.report.telling import facts, headline, trained
 from advbayes.report.text import clean
 from advbayes.report.text import inert_markdown as markdown
 from advbayes.report.write import by_name
@@ -426,6 +426,29 @@ def test_the_summary_is_about_the_radius_trained_for_or_the_largest(
     for row in document["summary"]:
         wanted = image_evaluation().estimate("accuracy", row["predictor"], "worst", eps)
         assert row["worst"]["value"] == wanted.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "adversary", "noise"),
+    [
+        ({"defense": "none"}, False, False),
+        ({"defense": "noise"}, False, True),
+        ({"defense": "consistency"}, False, True),
+        ({"defense": "at"}, True, False),
+        ({"defense": "pgd"}, True, True),
+        ({"channel": "mine:make"}, True, True),
+    ],
+)
+def test_a_run_is_said_to_have_had_the_adversary_and_the_noise_that_it_had(
+    changes: dict[str, str], adversary: bool, noise: bool
+) -> None:
+    document = gather(title="t", evaluation=image_evaluation(), run=run("MIX", seconds=1.0))
+    config = {**document["runs"][0]["config"], "sigma": 0.25, **changes}
+    (said,) = trained({"runs": [{**document["runs"][0], "config": config}]})
+    assert ("the training adversary had L2 ε = 1" in said) is adversary
+    assert ("noise σ = 0.25" in said) is noise
+    assert ("through mine:make" in said) is ("channel" in changes)
+    assert "a mixture of noise" not in said
 
 
 def test_a_fact_is_left_out_where_it_is_unknown_and_not_where_it_is_zero() -> None:

@@ -215,8 +215,10 @@ def trained(document: Document) -> list[str]:
 def _how(run: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     defense, network = config.get("defense"), NETWORKS.get(str(config.get("network")))
     posterior = words.POSTERIORS.get(str(config.get("posterior")), config.get("posterior"))
-    adversary = defense not in (None, "none", "noise") and config.get("eps") is not None
-    noisy = config.get("sigma") and defense in ("noise", "os", "os50", "mix", "pgd")
+    own, unattacked = config.get("channel"), (None, "none", "noise", "consistency")
+    adversary = (own or defense not in unattacked) and config.get("eps") is not None
+    noisy = own or defense in ("noise", "consistency", "os", "os50", "mix", "pgd")
+    through = f"through {own}" if own else words.DEFENSES.get(str(defense))
     norm = words.norm_name(config.get("norm", ""))
     parts = (
         (posterior, f"{posterior}{f' over {network} network' if network else ''}, "),
@@ -224,9 +226,9 @@ def _how(run: Mapping[str, Any], config: Mapping[str, Any]) -> str:
         (config.get("data"), f" on {config.get('data')}"),
         (config.get("epochs"), f" for {short(config.get('epochs'))} epochs"),
         (run.get("steps"), f" ({run.get('steps') or 0:,} steps)"),
-        (str(defense) in words.DEFENSES, f" {words.DEFENSES.get(str(defense))}"),
+        (through, f" {through}"),
         (adversary, f"; the training adversary had {norm} ε = {short(config.get('eps'))}"),
-        (noisy, f"; noise σ = {short(config.get('sigma'))}"),
+        (noisy and config.get("sigma"), f"; noise σ = {short(config.get('sigma'))}"),
     )
     return "".join(text for known, text in parts if known)
 
