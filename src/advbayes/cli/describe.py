@@ -95,8 +95,7 @@ def said_units(units: dict[str, Any], name: str = "eps") -> str:
 
 def described_run(run: Run) -> dict[str, Any]:
     """A run folder for machines."""
-    config = run.config
-    manifest = run.manifest if (run.path / "manifest.json").exists() else {}
+    config, manifest = run.config, run.manifest
     result: dict[str, Any] = {
         "run": str(run.path),
         "status": run.status,

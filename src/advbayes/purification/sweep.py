@@ -158,7 +158,8 @@ def _sweep_bank(store: Store, bank: Bank, query: Query, values: bool, keep: bool
         largest = terms.gather(-1, index)
         rest = torch.matmul(terms.scatter_(-1, index, 0.0).to(narrow), right.to(narrow))
         terms.scatter_(-1, index, largest)
-        fresh = Leading(top.double(), index + rows.start, _gather(right, index))
+        theirs = torch.stack([table[at] for table, at in zip(right, index, strict=True)])
+        fresh = Leading(top.double(), index + rows.start, theirs)
         earlier = leading.get(groups.start)
         both = fresh if earlier is None else _joined(earlier, fresh, dim=2)
         order = both.logits.topk(min(_LEADING, both.logits.shape[-1]), dim=-1)[1]
@@ -189,10 +190,6 @@ def _nearest_bank(
     lead = Leading(logits, rows, functional.pad(right, (0, 1), value=1.0))
     rest = torch.zeros_like(lead.values[:, :, 0])
     return BankSums(bank, logits.amax(-1), rest, offset, [], lead, [])
-
-
-def _gather(right: Tensor, index: Tensor) -> Tensor:  # (g, n, W), (g, B, k) -> (g, B, k, W)
-    return torch.stack([table[rows] for table, rows in zip(right, index, strict=True)])
 
 
 def _joined(*parts: Leading, dim: int) -> Leading:

@@ -12,7 +12,7 @@ import torch
 
 from advbayes import metrics
 from advbayes.attacks.parts import settings
-from advbayes.auditing import CHECKS, ThreatModel, Verdict
+from advbayes.auditing import CHECKS, Finding, ThreatModel, Verdict
 from advbayes.checks import InputError
 from advbayes.datasets import Standardize
 from advbayes.evaluation.result import CLEAN, REDUCTIONS, WORST, Evaluation, gives, risk_coverage_of
@@ -34,14 +34,7 @@ _UNKNOWN: dict[str, Any] = dict.fromkeys(("value", "low", "high"), None) | {"num
 # no result.
 _PLACE = ("started", "command", "machine", "folder", "root", "out", "path", "host", "pid", "log")
 _NOT_RESULTS = (*_PLACE, "seconds", "time")
-_UNSAID = {  # of a finding that leaves something out
-    "id": "?",
-    "title": "",
-    "status": "not run",
-    "figures": {},
-    "advice": "",
-    "mandatory": True,
-}
+_UNSAID = vars(Finding("?", "", "not run"))  # of a finding that leaves something out
 _OF_MANIFEST = ("versions", "weights", "steps", "skipped", "status")
 _SETTINGS = ("code", "versions", "data", "rescored", "batch_size")  # of the evaluation
 
@@ -86,7 +79,7 @@ def gather(
     scale = _scaling(sources.get("scaling"), sources.get("feature_names", ()))
     gallery, images = sources.get("gallery"), {} if pictures is None else pictures
     names = [name for name in evaluation.predictors if name not in evaluation.trivial]
-    believed = {name: _believed(audits.get(name)) for name in names}
+    believed = {name: name in audits and _believed(audits[name]) for name in names}
     believed |= dict.fromkeys(evaluation.trivial, True)
     levels = {name: verdict["level"] for name, verdict in audits.items()}
     eps = _headline(evaluation, threat)
@@ -141,12 +134,9 @@ def _verdict(verdict: Any) -> dict[str, Any]:
     return {**verdict, "findings": known, "never_asked": never_asked}
 
 
-def _believed(verdict: Mapping[str, Any] | None) -> bool:
+def _believed(verdict: Mapping[str, Any]) -> bool:
     """Level A, or B with no mandatory check left out: one never asked for did not pass."""
-    match verdict:
-        case {"level": "A"} | {"level": "B", "never_asked": []}:
-            return True
-    return False
+    return verdict["level"] == "A" or (verdict["level"] == "B" and not verdict["never_asked"])
 
 
 # --- numbers ------------------------------------------------------------------------------------

@@ -76,9 +76,9 @@ class Run:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Status, versions, where it comes from."""
+        """Status, versions, where it comes from; nothing before the training began."""
         path = self.path / "manifest.json"
-        document = store.read_document(path)
+        document = store.read_document(path) if path.exists() else {}
         if type(document) is not dict:
             raise store.StoreError(path, "a JSON object", type(document).__name__)
         for field in document.keys() & _FIELDS.keys():
@@ -90,10 +90,7 @@ class Run:
     @property
     def status(self) -> str:
         """new, training, interrupted or trained."""
-        try:
-            return str(self.manifest.get("status", "new"))
-        except FileNotFoundError:
-            return "new"
+        return str(self.manifest.get("status", "new"))
 
     @property
     def model_path(self) -> Path:
@@ -148,11 +145,7 @@ class Run:
 
     def write_manifest(self, **more: Any) -> None:
         """Replace fields of the manifest."""
-        try:
-            before = self.manifest
-        except FileNotFoundError:
-            before = {}
-        store.write_document(self.path / "manifest.json", {**before, **more})
+        store.write_document(self.path / "manifest.json", {**self.manifest, **more})
 
 
 @contextmanager
