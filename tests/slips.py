@@ -19,14 +19,7 @@ that these called for, 46.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from tests.mutations import Bug, read
 
-from tests.mutations import Bug
-
-DATA = Path(__file__).with_name("data") / "slips.json"
-ROUNDS = {
-    name: tuple(Bug(**slip) for slip in slips)
-    for name, slips in json.loads(DATA.read_text(encoding="utf-8")).items()
-}
+ROUNDS = {name: [Bug(**slip) for slip in slips] for name, slips in read("slips.json").items()}
 SLIPS = tuple(bug for bugs in ROUNDS.values() for bug in bugs)
