@@ -15,13 +15,9 @@ from advbayes import (
     APGD,
     L2,
     DivergenceFrom,
-    HardLabel,
     Linf,
     MarginTo,
     MinimumNorm,
-    MultiStart,
-    RandomSearch,
-    Square,
     Toward,
     dlr,
     margin,
@@ -37,17 +33,7 @@ from advbayes.attacks.gradients import NoGradientWarning
 from advbayes.seeds import generator_for
 from advbayes.types import Attack, Predictor
 
-EVERY: dict[str, Callable[[Ball], Attack]] = {
-    "one_step": one_step,
-    "PGD": lambda ball: pgd(ball, 8),
-    "APGD": lambda ball: APGD(ball, steps=8),
-    "MinimumNorm": MinimumNorm,
-    "MultiStart": lambda ball: MultiStart(ball, steps=8, restarts=8),
-    "Square": lambda ball: Square(ball, 30),
-    "HardLabel": lambda ball: HardLabel(ball, 3),
-    "RandomSearch": lambda ball: RandomSearch(ball, 5),
-    "strong_suite": lambda ball: strong_suite(ball, steps=5, queries=5),
-}
+from .attacks import EVERY
 
 
 def linear(num_in: int, shift: float = 0.0) -> tuple[Predictor, Tensor]:

@@ -17,11 +17,8 @@ from advbayes import (
     L2,
     PGD,
     BayesianModel,
-    HardLabel,
     Linf,
     MarginTo,
-    MinimumNorm,
-    MultiStart,
     Noise,
     RandomSearch,
     Square,
@@ -42,7 +39,6 @@ from advbayes.attacks import (
     nll,
     on_rows,
     parts_of,
-    pgd_plus,
     steps_of,
     strong_suite,
     with_ball,
@@ -59,6 +55,8 @@ from advbayes.purification import Purifier
 from advbayes.purification.attacks import Annealed, NearestCentre
 from advbayes.seeds import generator_for
 from advbayes.types import Attack, Predictor
+
+from .attacks import EVERY
 
 WEIGHT = torch.randn(3, 6, generator=generator_for(0, "weight"))
 X = torch.randn(60, 6, generator=generator_for(0, "x"))
@@ -99,14 +97,7 @@ class Defense:
 
 
 ATTACKS: dict[str, Callable[[Ball], Any]] = {
-    "PGD": lambda ball: pgd(ball, 6, step_size=0.25 * ball.eps),
-    "PGD+": lambda ball: pgd_plus(ball, 3),
-    "APGD": lambda ball: APGD(ball, nll, 6, targets=2),
-    "MinimumNorm": lambda ball: MinimumNorm(ball, steps=6),
-    "MultiStart": lambda ball: MultiStart(ball, steps=6, restarts=6),
-    "Square": lambda ball: Square(ball, 6),
-    "RandomSearch": lambda ball: RandomSearch(ball, 6),
-    "HardLabel": lambda ball: HardLabel(ball, 6),
+    **EVERY,
     "NearestCentre": lambda ball: NearestCentre(ball, 6),
     "Annealed": lambda ball: Annealed(ball, steps=6, start=pgd(ball, 6, step_size=0.1 * ball.eps)),
     "suite": lambda ball: strong_suite(

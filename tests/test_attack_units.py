@@ -3,7 +3,6 @@ member of a family comes first."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,19 +11,11 @@ from torch import Tensor, nn
 from torch.distributions import Categorical as Classes
 from torch.distributions import Distribution, Normal
 
-from advbayes import L2, Linf, MinimumNorm, Square, entropy, nll, pgd, pgd_plus
-from advbayes.attacks import (
-    APGD,
-    HardLabel,
-    MultiStart,
-    RandomSearch,
-    Suite,
-    Transfer,
-    ascent,
-    strong_suite,
-)
+from advbayes import L2, Linf, entropy, nll, pgd, pgd_plus
+from advbayes.attacks import APGD, Suite, Transfer, ascent
 from advbayes.attacks.balls import Ball
-from advbayes.attacks.zeroth_order import ZerothOrder
+
+from .attacks import EVERY
 
 NUM = 12
 UNITS = torch.tensor([1.0, 4.0, 0.25, 2.0, 0.5])  # powers of two: nothing is rounded
@@ -43,26 +34,12 @@ def values(x: Tensor) -> Distribution:
     return Normal(NET(x)[:, 0], 0.5)
 
 
-ATTACKS: dict[str, Callable[[Ball], Any]] = {
-    "PGD": lambda ball: pgd(ball, 5, restarts=3),
-    "PGD+": lambda ball: pgd_plus(ball, 3),
-    "APGD": lambda ball: APGD(ball, nll, 8, targets=2),
-    "MinimumNorm": lambda ball: MinimumNorm(ball, steps=8),
-    "MultiStart": lambda ball: MultiStart(ball, steps=5, restarts=4),
-    "Square": lambda ball: Square(ball, 30),
-    "RandomSearch": lambda ball: RandomSearch(ball, 30),
-    "HardLabel": lambda ball: HardLabel(ball, 6, probes=20),
-    "ZerothOrder": lambda ball: ZerothOrder(pgd(ball, 4)),
-    "suite": lambda ball: strong_suite(ball, steps=4, queries=20),
-}
-
-
 @pytest.mark.parametrize("boxed", [False, True], ids=["free", "boxed"])
 @pytest.mark.parametrize("kind", [L2, Linf])
 @pytest.mark.parametrize(
     ("name", "predict"),
-    [(name, classes) for name in ATTACKS]
-    + [(name, values) for name in ("PGD", "APGD", "MultiStart", "ZerothOrder", "suite")],
+    [(name, classes) for name in EVERY]
+    + [(name, values) for name in ("PGD", "APGD", "MultiStart", "ZerothOrder", "strong_suite")],
 )
 def test_an_attack_does_not_depend_on_the_units_of_the_features(
     name: str, predict: Any, kind: Any, boxed: bool
@@ -74,7 +51,7 @@ def test_an_attack_does_not_depend_on_the_units_of_the_features(
     scaled = kind(0.3, box=(zero, UNITS.double()) if boxed else None, scale=UNITS)
 
     def run(ball: Ball, asked: Any, x: Tensor) -> Tensor:
-        found: Tensor = ATTACKS[name](ball)(asked, x, y, generator=torch.Generator().manual_seed(0))
+        found: Tensor = EVERY[name](ball)(asked, x, y, generator=torch.Generator().manual_seed(0))
         return found
 
     here = run(plain, predict, X)
