@@ -46,7 +46,6 @@ from advbayes.cli.experiments import _seeds, _settings
 from advbayes.cli.foreign import _places
 from advbayes.cli.predicting import read_inputs
 from advbayes.cli.screen import check_new
-from advbayes.cli.threat import budgets
 from advbayes.datasets import (
     SOURCES,
     Standardize,
@@ -381,15 +380,15 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     # --- runs and commands
     "features that are not there": (
-        lambda: reach_of(("a", "b"), None, 0.5, ["c"], {}),
+        lambda: reach_of(("a", "b"), None, 0.5, ["c"], []),
         "fixed: must name features of the data, got c; there are a, b",
     ),
     "budgets of what is not there": (
-        lambda: reach_of((), None, 0.5, [], {"c": 1.0}),
+        lambda: reach_of((), None, 0.5, [], ["c=1"]),
         "feature_eps: must name features of the data, got c; there are none with a name",
     ),
     "nothing left to change": (
-        lambda: reach_of(("a", "b"), None, 0.5, ["a", "b"], {}),
+        lambda: reach_of(("a", "b"), None, 0.5, ["a", "b"], []),
         "fixed: must leave at least one feature that the attacker may change, got all of them",
     ),
     "features and what is left out": (
@@ -425,11 +424,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         "network: must be auto, conv, mlp or module:factory, got 'module:'",
     ),
     "budgets by hand": (
-        lambda: budgets(["age=5"], 0.0),
+        lambda: reach_of(("age",), None, 0.0, [], ["age=5"]),
         "eps: must be > 0 where feature_eps is given, got 0",
     ),
     "budgets of no number": (
-        lambda: budgets(["age=x"], 1.0),
+        lambda: reach_of(("age",), None, 1.0, [], ["age=x"]),
         "feature_eps: must be name=number with a number > 0, got 'age=x'",
     ),
     "a folder that is not there": (
@@ -500,7 +499,7 @@ def test_where_nothing_is_asked_nothing_is_refused() -> None:
     assert purifier(Noise(0.1)).denoise(X[:0]).shape == (0, 3)
     assert _seeds(None) is None
     assert metrics.paired_t([1.0], [2.0]) == 1.0
-    assert budgets(None, 0.0) == {}
+    assert reach_of(("age",), None, 0.0, [], []) == (None, None)
     assert _places(torch.tensor([0, 1]), ["a", "b", "c"], ["b", "a"]).tolist() == [1, 0]
 
 
