@@ -64,13 +64,9 @@ def attack_for(
 
 
 def purifier_for(trained: Trained, data: Prepared, num_thetas: int, update: str) -> Predictor:
-    """The purified predictive of a run, exact over its training set."""
-    from advbayes.channels import Noise
-    from advbayes.purification import Purifier
-
-    channel, thetas = trained.channel or Noise(0.0), trained.thetas(num_thetas)
+    """The purified predictive of a run whose channel has a density."""
     try:
-        return Purifier(trained.model, channel, thetas, (data.x_train, data.y_train), update)
+        return trained.purified(data, num_thetas, update)
     except InputError as error:
         wanted = "purify: must go with a run whose channel is noisy (os, mix, noise)"
         raise ConfigError(f"{wanted}, got defense {trained.defense!r}: {error}") from None

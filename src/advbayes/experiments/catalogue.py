@@ -56,8 +56,8 @@ class Experiment:
     note: str = ""
 
 
-def _rows(*names: str, **settings: Any) -> dict[str, Row]:
-    return {name: Row(DEFENSES[name], settings) for name in names}
+def _rows(*names: str) -> dict[str, Row]:
+    return {name: Row(DEFENSES[name]) for name in names}
 
 
 # What the settings below leave open, whatever the defaults of a run are.

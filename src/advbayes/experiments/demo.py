@@ -23,7 +23,6 @@ from advbayes.channels import Noise
 from advbayes.evaluation import Evaluation, evaluate
 from advbayes.evaluation.tables import Column, Grid
 from advbayes.experiments.catalogue import BASE
-from advbayes.purification import Purifier
 from advbayes.report import make_gallery, write_report
 from advbayes.report.folders import histories, merged
 from advbayes.report.words import sentence
@@ -78,7 +77,8 @@ def run_demo(
         name: each.predict(num_thetas) for name, each in trained.items()
     }
     tell("purifying the undefended model")
-    predictors[PURIFIED] = purifier_of(trained["undefended"], data, PURIFIER_SIGMA, num_thetas)
+    noise = Noise(PURIFIER_SIGMA)
+    predictors[PURIFIED] = trained["undefended"].purified(data, num_thetas, channel=noise)
 
     tell(f"attacking {num} test images")
     run = Run(folder / "MIX")
@@ -155,12 +155,6 @@ def trained_run(config: RunConfig, place: Path) -> Trained:
         with create_run(config, place) as run:
             train(run)
     return load_trained(place)
-
-
-def purifier_of(base: Trained, data: Prepared, sigma: float, num_thetas: int) -> Purifier:
-    """The online purifier on a trained model, over its training set."""
-    reference = data.x_train, data.y_train
-    return Purifier(base.model, Noise(sigma), base.thetas(num_thetas), reference, "online")
 
 
 def _evaluated(

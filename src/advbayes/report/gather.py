@@ -329,8 +329,6 @@ def _plain(value: Any) -> Any:
             return _plain(vars(value))
         case torch.Tensor():
             return _plain(value.tolist())
-        case set() | frozenset():
-            return [_plain(member) for member in sorted(value, key=str)]
         case list() | tuple():
             return [_plain(member) for member in value]
     return clean(value, 600)

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from advbayes import store
 from advbayes.attacks.balls import Ball
+from advbayes.channels import Noise
 from advbayes.checks import InputError
 from advbayes.model import BayesianModel
 from advbayes.posteriors import Ensemble, Samples
 from advbayes.predictive import PosteriorPredictive
-from advbayes.runs.building import own_classes, own_net, reach_of
+from advbayes.purification import Purifier
+from advbayes.runs.building import Prepared, own_classes, own_net, reach_of
 from advbayes.runs.config import NETWORKS
 from advbayes.runs.folder import Run
 from advbayes.runs.named import make_ball
@@ -82,6 +84,13 @@ class Trained(Preparation):
     def predict(self, num: int = 20) -> PosteriorPredictive:
         """The posterior predictive."""
         return PosteriorPredictive(self.model, self.thetas(num))
+
+    def purified(
+        self, data: Prepared, num: int, update: str = "online", channel: Channel | None = None
+    ) -> Purifier:
+        """The purified predictive, exact over the training set; absent, the channel is its own."""
+        through, reference = channel or self.channel or Noise(0.0), (data.x_train, data.y_train)
+        return Purifier(self.model, through, self.thetas(num), reference, update)
 
     def point(self) -> PosteriorPredictive:
         """One net, not averaged: the posterior's mean, or the first of finitely many members."""

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from advbayes import checks
 from advbayes.attacks.balls import Ball
+from advbayes.channels import Noise
 from advbayes.datasets import DataMissingError, load_dataset
 from advbayes.datasets.fetching import cache_folder
 from advbayes.experiments.catalogue import BASE
-from advbayes.experiments.demo import PURIFIED, PURIFIER_SIGMA, SETTINGS, purifier_of, trained_run
+from advbayes.experiments.demo import PURIFIED, PURIFIER_SIGMA, SETTINGS, trained_run
 from advbayes.runs import Prepared, prepare
 from advbayes.runs.config import RunConfig, make_config
 from advbayes.store import write_bytes
@@ -96,7 +97,7 @@ def load_world(
     for defense, config in configs.items():
         tell(f"{name}: {defense}")
         trained[defense] = trained_run(config, place / f"{name}-{fingerprint(config)}")
-    purifier = purifier_of(trained["undefended"], data, _SIGMA[name], NUM_THETAS)
+    purifier = trained["undefended"].purified(data, NUM_THETAS, channel=Noise(_SIGMA[name]))
     predictors: dict[str, Predictor] = {
         defense: one.predict(1 if configs[defense].posterior == "point" else NUM_THETAS)
         for defense, one in trained.items()
