@@ -73,8 +73,8 @@ class HardLabel(Search):
         start, started = x, torch.zeros_like(broken)
         flat, y = (x / self.ball.units(x)).flatten(1), problem.y.reshape(len(x), -1)
         same = (y.unsqueeze(1) == y.unsqueeze(0)).all(-1)
-        wide = flat.to(torch.promote_types(flat.dtype, torch.float32))  # cdist knows none narrower
-        distance = torch.cdist(wide, wide).masked_fill(same, math.inf)
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))  # cdist knows none narrower
+        distance = torch.cdist(flat, flat).masked_fill(same, math.inf)
         for _ in range(min(3, len(x) - 1)):  # a few rounds: the nearest example whose label differs
             open_rows = ~started & ~broken
             if not bool(open_rows.any()):
