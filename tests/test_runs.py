@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -497,6 +498,15 @@ def test_a_damaged_checkpoint_or_history_is_refused(tmp_path: Path) -> None:
             train(run, progress=False)
         (run.path / "history.jsonl").write_text(lines)
         train(run, progress=False)
+
+
+def test_a_trained_run_without_its_manifest_is_damaged(
+    reference: tuple[Path, float], tmp_path: Path
+) -> None:
+    copied = shutil.copytree(reference[0], tmp_path / "run")
+    (copied / "manifest.json").unlink()
+    with pytest.raises(store.StoreError, match="the manifest of a trained run, got no such file"):
+        Run(copied).described()
 
 
 def test_the_manifest_proves_where_the_weights_come_from(reference: tuple[Path, float]) -> None:

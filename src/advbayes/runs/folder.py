@@ -78,6 +78,8 @@ class Run:
     def manifest(self) -> dict[str, Any]:
         """Status, versions, where it comes from; nothing before the training began."""
         path = self.path / "manifest.json"
+        if not path.exists() and self.model_path.exists():
+            raise store.StoreError(path, "the manifest of a trained run", "no such file")
         document = store.read_document(path) if path.exists() else {}
         if type(document) is not dict:
             raise store.StoreError(path, "a JSON object", type(document).__name__)
