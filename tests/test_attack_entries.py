@@ -27,6 +27,7 @@ from advbayes import (
     pgd_plus,
     squared_error,
     strong_suite,
+    with_eps,
 )
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.gradients import NoGradientWarning
@@ -92,7 +93,8 @@ def test_no_history_comes_with_the_result(name: str) -> None:
     predict, x, y = labelled(10, 4)
     for eps, num in ((0.5, 10), (0.0, 10), (0.5, 0)):
         leaf = x[:num].clone().requires_grad_()
-        assert not EVERY[name](L2(eps))(predict, leaf, y[:num]).requires_grad
+        attack = with_eps(EVERY[name](L2(0.5)), eps)
+        assert not attack(predict, leaf, y[:num]).requires_grad
 
 
 @pytest.mark.parametrize("name", EVERY)
