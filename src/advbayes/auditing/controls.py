@@ -18,7 +18,7 @@ from advbayes.attacks import pgd
 from advbayes.attacks.balls import Ball
 from advbayes.auditing.case import Case, layers_of, num_different
 from advbayes.auditing.findings import Finding, check, judged, no_attacks, not_applicable, not_run
-from advbayes.auditing.strength import SIGNIFICANT
+from advbayes.auditing.strength import SIGNIFICANT, breaks_more
 from advbayes.auditing.support import Baseline, Support, published_for, recorded_for
 from advbayes.channels import AttackChannel, Noise
 from advbayes.evaluation.inputs import as_tensors, is_stochastic
@@ -335,6 +335,11 @@ def _against_control(case: Case, baseline: Predictor) -> Finding:
     undefended, defended = case.value(plain), case.value(trained)
     if case.task == "regression":  # the slope of the truth itself bounds what training can gain
         better = defended > undefended
+        if undefended > defended and not breaks_more(case, trained, plain)[0]:
+            return not_run(
+                f"{len(case.x)} examples are too few to tell whether the baseline ({defended:.3f}) "
+                f"or the control ({undefended:.3f}) is better: give more"
+            )
     elif ball.eps <= case.ball.eps and max(undefended, defended) <= LEFT:
         return not_run(
             f"in the audited ball neither the control ({undefended:.3f}) nor the baseline "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -27,6 +28,7 @@ from advbayes.seeds import generator_for
 from advbayes.types import Attack
 
 SIGNIFICANT = 0.01
+FEWEST = 10  # E6: steps that an attack of fewer is held against
 NEIGHBOURS, OTHERS = 5, 2000  # E12: examples that one is moved towards, of so many
 NOTHING = (
     "the attacker may touch nothing (every feature is text, missing or fixed): numbers under "
@@ -205,24 +207,26 @@ def doubled(
     what: str,
     more: Callable[[Attack, int], Attack],
     is_last: Callable[[int], bool],
+    factor: int = 2,
 ) -> tuple[int, float, Columns]:
-    """Twice as much of something, and twice as much again while that costs more than half a point:
-    the factor at the end, what its last doubling cost, and the scores that are left."""
-    factor = 2
+    """Twice (or `factor` times) as much of something, and twice as much again while that costs more
+    than half a point: how many times as much there was before the last of these, what that cost,
+    and the scores that are left."""
+    enough = 1
     while True:
         larger = {name: more(attack, factor) for name, attack in attacks.items()}
         after = further(case, larger, f"{what} x{factor}", before)
         case.join(f"{what} x{factor}", after)
         cost = case.value(before) - case.value(after)
         if cost <= POINT + 1e-9 or is_last(factor):
-            return factor, cost, after
-        before, factor = after, 2 * factor
+            return enough, cost, after
+        before, enough, factor = after, factor, 2 * factor
 
 
 @check("E6", "converged in steps", cost=lambda case: 2 * case.passes, attacks=True, calm=True)
 def converged_in_steps(case: Case) -> Finding:
-    """E6: twice the steps cost at most half a point; an attack of the audit's own choosing is
-    escalated first."""
+    """E6: twice the steps, and ten at least, cost at most half a point; an attack of the audit's
+    own choosing is escalated first."""
     most = max(steps_of(attack) or 0 for attack in case.attacks.values())
     if not most:
         return not_run("the attacks do not say how many steps they take")
@@ -231,11 +235,14 @@ def converged_in_steps(case: Case) -> Finding:
         return case.claim is not None or 2 * factor * most > case.budget.max_steps
 
     before = case.gradient()
-    factor, cost, after = doubled(case, case.attacks, before, "steps", with_steps, is_last)
+    factor = max(2, math.ceil(FEWEST / most))  # two steps may be as far from the end as one
+    enough, cost, after = doubled(
+        case, case.attacks, before, "steps", with_steps, is_last, factor=factor
+    )
     case.memory["converged attacks"] = {
-        name: with_steps(attack, factor // 2) for name, attack in case.attacks.items()
+        name: with_steps(attack, enough) for name, attack in case.attacks.items()
     }
-    figures = {"cost": cost, "steps": factor // 2 * most, case.label: case.value(after)}
+    figures = {"cost": cost, "steps": enough * most, case.label: case.value(after)}
     advice = "use more steps, or adaptive step sizes, until doubling changes nothing"
     return judged(cost > POINT + 1e-9, advice, **figures)
 
@@ -250,9 +257,9 @@ def converged_in_restarts(case: Case) -> Finding:
     def is_last(factor: int) -> bool:
         return not case.own_attacks or 2 * factor > case.budget.max_restarts
 
-    factor, cost, _ = doubled(case, attacks, before, "restarts", with_restarts, is_last)
+    enough, cost, _ = doubled(case, attacks, before, "restarts", with_restarts, is_last)
     advice = "use more restarts until doubling changes nothing"
-    return judged(cost > POINT + 1e-9, advice, cost=cost, times=factor // 2)
+    return judged(cost > POINT + 1e-9, advice, cost=cost, times=enough)
 
 
 class _Watched:
