@@ -71,8 +71,8 @@ def _other_seeds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("_other_seeds")
 def test_what_compares_nets_does_not_hang_on_their_seeds(tmp_path: Path) -> None:
-    """Nets of different seeds are several points apart, clean and under attack. Of a hundred
-    shifts of all seeds, about one is expected to leave one of these without a result."""
+    """Nets of different seeds are several points apart, clean and under attack. From the
+    spread over eight shifts, about one in a hundred is expected to leave one without a result."""
     for number, name in enumerate(COMPARING):
         verdict = zoo.HONEST[name](tmp_path / str(number), only=("E20", "E21"))
         for id in ("E20", "E21"):
