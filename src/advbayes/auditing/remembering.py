@@ -29,6 +29,7 @@ ASKED = 64  # examples of E29
 SAME = 1e-4
 # E29: how far apart two points are asked about, in units of eps; the p at which it is no chance
 BETWEEN, BY_CHANCE = (1.1, 6.0), 0.001
+TURNS = 4  # E29: times that each example has two such points
 EXCHANGES = 99_999  # permutations
 
 
@@ -130,20 +131,20 @@ def order_independence(case: Case) -> Finding:
 
 @torch.no_grad()
 def asked_in_turn(predict: Predictor, x: Tensor, ball: Ball, seed: int) -> tuple[Tensor, Tensor]:
-    """Whether two points are answered alike, (B,) bool each: where the one half-way between them
-    was asked about before, and where it was not. Nothing has been asked there earlier, and wherever
-    a memory may be kept, it makes the first more frequent than the second. Of a predictor that
-    raises away from the data nothing is found out.
+    """Whether two points are answered alike, (TURNS B,) bool each: where the one half-way between
+    them was asked about before, and where it was not. Nothing has been asked there earlier, and
+    wherever a memory may be kept, it makes the first more frequent than the second. Of a predictor
+    that raises away from the data nothing is found out.
 
     >>> from torch.distributions import Categorical
     >>> first = []
     >>> def repeats(x):
     ...     first.append(x)
-    ...     return Categorical(logits=first[-1 if len(first) < 3 else 2])
+    ...     return Categorical(logits=first[min(len(first) - 1, 2 * TURNS)])
     >>> from advbayes import L2
     >>> alike = asked_in_turn(repeats, torch.rand(20, 3), L2(0.1), 0)
     >>> [int(each.sum()) for each in alike]
-    [20, 0]
+    [80, 0]
     """
     generator = generator_for(seed, "audit/in turn", device=x.device)
 
@@ -165,8 +166,8 @@ def asked_in_turn(predict: Predictor, x: Tensor, ball: Ball, seed: int) -> tuple
 
     try:
         with GlobalStream(seed):
-            without = alike(between=False)
-            return alike(between=True), without
+            without = torch.cat([alike(between=False) for _ in range(TURNS)])
+            return torch.cat([alike(between=True) for _ in range(TURNS)]), without
     except Exception:  # whatever a foreign predictor raises; on the data it is named
         return torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
 
