@@ -269,3 +269,25 @@ def known(condition: Tensor, *, otherwise: bool) -> bool:
         return bool(condition)
     except RuntimeError:
         return otherwise
+
+
+def native(value: T) -> T:
+    """An array that torch takes: not backwards, writable, in this machine's byte order and of a
+    dtype that torch computes with; anything else as it came.
+
+    >>> import numpy as np
+    >>> native(np.array([1.0, 2.0], dtype=">f8")[::-1])
+    array([2., 1.])
+    """
+    import numpy as np
+
+    if not isinstance(value, np.ndarray):
+        return value
+    dtype = value.dtype.newbyteorder("=")
+    if dtype.kind == "f" and dtype.itemsize > 8:
+        dtype = np.dtype(np.float64)
+    elif dtype in (np.uint16, np.uint32):
+        dtype = np.dtype(np.int64)
+    if dtype == value.dtype and min(value.strides, default=0) >= 0 and value.flags.writeable:
+        return value
+    return np.array(value, dtype, order="C")

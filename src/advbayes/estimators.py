@@ -278,11 +278,11 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 
     def _weights(self, x: Tensor, sample_weight: ArrayLike | None) -> Tensor:  # (N,)
         each = _check_sample_weight(sample_weight, x.numpy(), ensure_non_negative=True)
-        return torch.as_tensor(each, dtype=self._dtype)
+        return torch.as_tensor(checks.native(each), dtype=self._dtype)
 
     def _inputs(self, values: NDArray[Any]) -> Tensor:
         """X as the network sees it: float32 where X was that for `fit`, else float64."""
-        x = torch.tensor(values, dtype=self._dtype)
+        x = torch.tensor(checks.native(values), dtype=self._dtype)
         if self.event_shape is None:
             return x
         if math.prod(self.event_shape) != x.shape[1]:
@@ -489,7 +489,7 @@ class RobustRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         values = np.asarray(y)
         if values.dtype.kind not in "biuf":
             raise checks.InputTypeError(f"y must hold numbers, got an array of {values.dtype}")
-        targets = torch.tensor(values, dtype=self._dtype)
+        targets = torch.tensor(checks.native(values), dtype=self._dtype)
         return targets.squeeze(1) if targets.ndim == 2 and targets.shape[1] == 1 else targets
 
     def __sklearn_tags__(self) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from advbayes import checks
 from advbayes.attacks import applies_to, with_ball
 from advbayes.attacks.balls import Ball, per_row
 from advbayes.attacks.parts import on_rows, settings, steps_of
@@ -331,7 +332,7 @@ class Case:
         training = self.support.training
         inputs = None if training is None else training[0]
         if isinstance(inputs, np.ndarray) and inputs.dtype.kind in "iuf":
-            inputs = torch.as_tensor(inputs)
+            inputs = torch.as_tensor(checks.native(inputs))
         if not isinstance(inputs, Tensor) or inputs.shape[1:] != self.x.shape[1:]:
             return self.x[:0]
         return inputs.detach().to(self.x)

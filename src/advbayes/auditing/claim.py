@@ -13,7 +13,7 @@ from torch import Tensor
 
 from advbayes.attacks.balls import Ball
 from advbayes.attacks.parts import loss_names, restarts_of, settings, steps_of
-from advbayes.checks import InputError, choice, finite, instance
+from advbayes.checks import InputError, choice, finite, instance, native
 from advbayes.types import Attack, Predictor
 
 UNITS = ("raw", "standardised")
@@ -157,7 +157,7 @@ def _tensors(name: str, values: Mapping[str, Values]) -> dict[str, Tensor]:
 
 def _tensor(name: str, value: Values) -> Tensor:
     instance(name, value, (Tensor, np.ndarray), "a tensor or an array")
-    return value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+    return value.detach() if isinstance(value, Tensor) else torch.tensor(native(value))
 
 
 def fitted(

@@ -15,7 +15,16 @@ from torch.distributions import Distribution
 from torch.utils.data import DataLoader
 
 from advbayes.attacks.balls import Ball
-from advbayes.checks import InputError, InputTypeError, describe, finite, instance, number, outlined
+from advbayes.checks import (
+    InputError,
+    InputTypeError,
+    describe,
+    finite,
+    instance,
+    native,
+    number,
+    outlined,
+)
 from advbayes.likelihoods import predicts_classes
 from advbayes.metrics.intervals import wilson
 from advbayes.metrics.scores import labels, log_prob, targets
@@ -106,7 +115,7 @@ def as_targets(name: str, value: Any) -> Tensor:
     tensor([0, 1, 1])
     """
     try:
-        targets = torch.as_tensor(value)
+        targets = torch.as_tensor(native(value))
     except (TypeError, ValueError, RuntimeError):
         raise InputTypeError(
             f"{name} must be a tensor, an array or a list of numbers", got=value
@@ -155,7 +164,7 @@ def _tensor(name: str, value: Any, dtype: torch.dtype) -> Tensor:
         if value.dtype.kind not in "biufc":
             got = f"an array of {value.dtype}"
             raise InputTypeError(f"{name} must hold numbers (classes from 0), got {got}")
-        array: Tensor = torch.tensor(value)
+        array: Tensor = torch.tensor(native(value))
         return array.to(dtype) if array.is_floating_point() else array
     tensor: Tensor = instance(name, value, Tensor, "a tensor or an array")
     return tensor

@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from advbayes.checks import InputError, InputTypeError, choice, count, number
+from advbayes.checks import InputError, InputTypeError, choice, count, native, number
 from advbayes.seeds import generator_for
 
 
@@ -55,6 +55,7 @@ def column(name: str, values: Any) -> Tensor:  # (N,), float64 on the CPU
     >>> column("scores", [1, 2])
     tensor([1., 2.], dtype=torch.float64)
     """
+    values = native(values)
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from advbayes.checks import InputError, choice, count
+from advbayes.checks import InputError, choice, count, native
 from advbayes.metrics.intervals import (
     Estimate,
     Resampling,
@@ -107,7 +107,7 @@ def coverage(
     >>> coverage([[True, True], [True, False]]).value
     0.75
     """
-    inside = torch.as_tensor(inside)
+    inside = torch.as_tensor(native(inside))
     if inside.ndim != 2 or inside.shape[1] == 1:
         return proportion(outcomes("inside", inside), level)
     return proportion(outcomes("inside", inside.flatten()).reshape(inside.shape).mean(1), level)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from advbayes import metrics
-from advbayes.checks import InputError, InputTypeError, number
+from advbayes.checks import InputError, InputTypeError, native, number
 from advbayes.likelihoods import GaussianMixture, predicts_classes
 from advbayes.model import BayesianModel
 from advbayes.posteriors import Ensemble, PointMass, Posterior, Samples
@@ -99,7 +99,7 @@ class RawPredictor(Preparation):
                 x = preprocessing.dense(self.steps.transform(np.asarray(x))).astype(np.float64)
             if self.encoding is not None:
                 x = self.encoding.transform(x)
-        rows = torch.as_tensor(x).to(self.predict.model.device, self.predict.model.dtype)
+        rows = torch.as_tensor(native(x)).to(self.predict.model.device, self.predict.model.dtype)
         if self.scaling is None:
             return self.predict(rows)
         prediction = self.predict(self.scaling.transform(rows))

@@ -174,7 +174,7 @@ def _weights(weight: Any, num: int, model: BayesianModel) -> Tensor | None:
     """One weight >= 0 for each example, some of them positive."""
     if weight is None:
         return None
-    each = torch.as_tensor(weight, dtype=model.dtype, device=model.device)
+    each = torch.as_tensor(checks.native(weight), dtype=model.dtype, device=model.device)
     if each.shape != (num,):
         raise checks.InputError(
             f"sample_weight must hold one number for each of the {num} examples", got=weight
@@ -244,9 +244,9 @@ class _Check:
     def __call__(self, x: Any, y: Any) -> tuple[Tensor, Tensor]:
         model = self.model
         if isinstance(x, np.ndarray):  # arrays follow the model; tensors must agree with it
-            x = torch.tensor(x, device=model.device, dtype=model.dtype)
+            x = torch.tensor(checks.native(x), device=model.device, dtype=model.dtype)
         if isinstance(y, np.ndarray):
-            y = torch.tensor(y, device=model.device)
+            y = torch.tensor(checks.native(y), device=model.device)
             y = y.to(model.dtype) if y.is_floating_point() else y
         for name, value in (("x", x), ("y", y)):
             checks.instance(name, value, Tensor, "a tensor or an array")
