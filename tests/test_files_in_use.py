@@ -255,6 +255,25 @@ def test_several_outputs_in_raw_units() -> None:
     torch.testing.assert_close(prediction.variance.sqrt(), torch.tensor([[0.5, 2.0]]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_raw_units_far_from_zero_keep_the_precision_of_their_scaling(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = 1e9 + torch.randn(20, 2, generator=draw, dtype=torch.float64)
+    y = 5e8 + 3 * torch.randn(20, generator=draw, dtype=torch.float64)
+    scaling = Standardize.fit(x, y)
+    model = BayesianModel(nn.Linear(2, 1, dtype=dtype), Gaussian(0.5))
+    thetas = torch.tensor([[1.0, -2.0, 0.5], [0.3, 0.2, 0.1]], dtype=dtype)
+    inside = advbayes.PosteriorPredictive(model, thetas)(scaling.transform(x).to(dtype))
+    predict = store.RawPredictor(advbayes.PosteriorPredictive(model, thetas), scaling=scaling)
+    found, unit = predict(x), scaling.target_std
+    assert unit is not None
+    torch.testing.assert_close(
+        found.mean, inside.mean.double() * unit + scaling.target_mean, rtol=1e-14, atol=1e-6
+    )
+    wanted = inside.log_prob(scaling.transform_target(y).to(dtype)).double() - unit.log()
+    torch.testing.assert_close(found.log_prob(y), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_class_names_seed_and_number_of_thetas(tmp_path: Path) -> None:
     model = BayesianModel(mlp(3, 2), Categorical())
     scaling = Standardize(torch.ones(3), 2 * torch.ones(3))

@@ -99,16 +99,19 @@ class RawPredictor(Preparation):
                 x = preprocessing.dense(self.steps.transform(np.asarray(x))).astype(np.float64)
             if self.encoding is not None:
                 x = self.encoding.transform(x)
-        rows = torch.as_tensor(native(x)).to(self.predict.model.device, self.predict.model.dtype)
+        device, dtype = self.predict.model.device, self.predict.model.dtype
+        rows = torch.as_tensor(native(x)).to(device)
         if self.scaling is None:
-            return self.predict(rows)
-        prediction = self.predict(self.scaling.transform(rows))
+            return self.predict(rows.to(dtype))
+        # in the scaling's precision: what is small beside its mean would be lost in less
+        rows = rows.to(torch.promote_types(dtype, self.scaling.mean.dtype))
+        prediction = self.predict(self.scaling.transform(rows).to(dtype))
         if not isinstance(prediction, GaussianMixture) or self.scaling.target_std is None:
             return prediction
-        means = self.scaling.inverse_target(prediction.means)
-        return GaussianMixture(
-            means, prediction.scales * self.scaling.target_std.to(means), prediction.log_weights
-        )
+        wide = torch.promote_types(dtype, self.scaling.target_std.dtype)
+        means = self.scaling.inverse_target(prediction.means.to(wide))
+        scales = prediction.scales.to(wide) * self.scaling.target_std.to(means)
+        return GaussianMixture(means, scales, prediction.log_weights.to(wide))
 
     def interval(self, x: Any, level: float = 0.9) -> tuple[Tensor, Tensor]:
         """Lower and upper end of the central interval of each row, in the target's own unit."""
