@@ -290,4 +290,4 @@ def native(value: T) -> T:
         dtype = np.dtype(np.int64)
     if dtype == value.dtype and min(value.strides, default=0) >= 0 and value.flags.writeable:
         return value
-    return np.array(value, dtype, order="C")
+    return np.array(value, dtype, order="C")  # type: ignore[return-value]
