@@ -195,7 +195,8 @@ def squared_error(
 
 
 def entropy(prediction: Distribution) -> Tensor:  # (B,)
-    """The prediction's own entropy, in nats (a density's may be negative).
+    """The prediction's own entropy, in nats (a density's may be negative; a mixture of Gaussians
+    gives that of the Gaussian of its moments, an upper bound).
 
     >>> entropy(torch.distributions.Categorical(logits=torch.zeros(1, 4)))
     tensor([1.3863])
