@@ -14,6 +14,7 @@ import struct
 import sys
 import tarfile
 import time
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -571,7 +572,8 @@ def _in_intact_zip(member: bytes) -> bytes:
 
 def _fuzz(parse: Callable[[], object]) -> bool:
     try:
-        parse()
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            parse()
     except DataError:
         return False
     return True
@@ -704,8 +706,8 @@ def test_csv_several_targets_chosen_features_and_given_header(tmp_path: Path) ->
     ("text", "words"),
     [
         ("a,b\n1,2\n3,x\n", r"row 2 below the header, column 'b', got 'x'.*Correct"),
-        ("a;b;y\n1;2,5;3\n", "row 1 below the header, column 'b'.*decimal point"),
-        ("a,b,y\n1,nan,3\n2,,4\n", "values in column 'b', got none.*drop 'b'"),
+        ("a;b;y\n1;1.002,5;3\n2;3,5;4\n3;4,5;4\n", "row 1 below.*, column 'b'.*between thousands"),
+        ("a,b,y\n1,nan,3\n2,,4\n", "values in 'b', got none.*--drop b "),
         ("a,b,y\n1,1,3\n1,inf,4\n", "row 2 below the header, column 'b'"),
         ("a,b,y\n1,1,3\n1,1_0,4\n", "row 2 below the header, column 'b'"),
         (
@@ -714,7 +716,7 @@ def test_csv_several_targets_chosen_features_and_given_header(tmp_path: Path) ->
         ),
         ("a,b,y\n1,1e39,3\n1,2,3\n", "float32"),
         ("a,b,y\n1,2,3\n1,2\n", "3 cells in line 3, got 2"),
-        ("a,b,a\n1,2,3\n", "'a' for column 3"),
+        ("a,b,a\n1,2,3\n", "'a' for column 3, as for column 1"),
         ("a,b,\n1,2,3\n", "'' for column 3"),
         ("a,b,,\n1,2,,\n", "'' for column 3"),
         ("a,y\n1,2,\n3,4,5\n", "2 cells in line 3, got 3"),

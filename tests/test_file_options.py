@@ -129,7 +129,7 @@ def test_lines_and_classes(tmp_path: Path) -> None:
         from_csv(csv_of(tmp_path, "a,y\n1,x\n2,x\n"), "y")
 
 
-@pytest.mark.parametrize("wrong", ["NA", "nan", "1e400", "inf", "7 kg", "1,5", "?"])
+@pytest.mark.parametrize("wrong", ["1e400", "inf", "7 kg", "1.5.5"])
 def test_a_number_that_is_none_makes_no_classes_of_the_others(tmp_path: Path, wrong: str) -> None:
     path = tmp_path / "t.csv"
     for others, ok in ((["1.5", "2.5"], False), (["1.5"], True), (["a", "b"], True)):

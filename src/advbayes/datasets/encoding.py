@@ -14,14 +14,20 @@ from torch import Tensor
 
 from advbayes.checks import InputError, extra
 from advbayes.datasets.errors import DataError
-from advbayes.datasets.tables import NO_COMMA, decimal_comma, finite_number, float32, parse_table
+from advbayes.datasets.tables import (
+    MISSING,
+    NO_COMMA,
+    decimal_comma,
+    finite_number,
+    float32,
+    parse_table,
+)
 from advbayes.store import StoreError
 from advbayes.store.preprocessing import as_fitted, decode, dense, encode
 
 if TYPE_CHECKING:
     from advbayes.datasets.scaling import Standardize
 
-MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
 MAX_CATEGORIES = 50
 
 
@@ -302,17 +308,17 @@ def sort_columns(
 
     A column is one of numbers if every cell that is not missing is one. A column of which half are
     numbers is taken for one with a mistake in it, and one of more than `MAX_CATEGORIES` words for a
-    name or an identifier: both are refused.
+    name or an identifier: both are refused, and so is an empty one.
     """
     rows = np.empty((len(next(iter(table.values()))), len(table)), object)
     numeric = []
+    empty: list[str] = []
     many: dict[str, tuple[int, str]] = {}  # text columns of too many words, and one of these
     for index, (name, cells) in enumerate(table.items()):
-        drop = f"Leave it out: drop {name!r}."
         present = [(row, cell) for row, cell in enumerate(cells, 1) if not _missing(cell)]
         wrong = [(row, cell) for row, cell in present if finite_number(cell) is None]
         if not present:
-            raise DataError(file, f"values in column {name!r}", "none", drop)
+            empty.append(name)
         commas = sum(decimal_comma(cell) for _, cell in wrong)
         if wrong and (2 * len(wrong) <= len(present) or 2 * commas > len(wrong)):
             row, cell = wrong[0]
@@ -327,10 +333,16 @@ def sort_columns(
         if len(words) > MAX_CATEGORIES:
             many[name] = len(words), present[0][1][:40]
         rows[:, index] = [_word(cell) for cell in cells]
+    faults = {}  # what was wanted: what came
+    if empty:
+        faults[f"values in {', '.join(map(repr, empty))}"] = "none"
     if many:
         named = ", ".join(map(repr, many))
         wanted = f"at most {MAX_CATEGORIES} different words in a text column, in {named}"
-        got = ", ".join(f"{num} such as {example!r}" for num, example in many.values())
-        remedy = f"Leave out names and identifiers: --drop {','.join(many)} (drop= in Python)."
-        raise DataError(file, wanted, got, f"{remedy} Write amounts as plain numbers (1234.5).")
+        faults[wanted] = ", ".join(f"{num} such as {word!r}" for num, word in many.values())
+    if faults:
+        remedy = f"Leave them out: --drop {','.join([*empty, *many])} (drop= in Python)."
+        if many:
+            remedy += " Write amounts and dates as plain numbers (1234.5)."
+        raise DataError(file, "; ".join(faults), "; ".join(faults.values()), remedy)
     return rows, tuple(numeric)

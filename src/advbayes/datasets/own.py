@@ -24,6 +24,7 @@ from advbayes.datasets.errors import DataError
 from advbayes.datasets.formats import read_npz, read_plain
 from advbayes.datasets.scaling import Standardize
 from advbayes.datasets.tables import (
+    MISSING,
     NotANumberError,
     check_apart,
     finite_number,
@@ -112,19 +113,20 @@ def from_csv(
     if unknown := [name for name in movable if name not in columns]:
         there = ", ".join(columns[:20])
         raise InputError(f"movable must name features, got {unknown}; there are {there}")
-    cells = {name: table.text[name] for name in targets}
-    task = task or _task_of(path, cells)
+    task, known, cells = _known_targets(path, {name: table.text[name] for name in targets}, task)
+    numbers = table.numbers[known]
+    rows = None if rows is None else rows[known]
     class_names: tuple[str, ...] = ()
     if task == "regression":
-        y = _numbers(path, cells)
+        y = _numbers(path, cells, known)
     else:
         class_names, y = _classes(path, cells[targets[0]])
     labels = y if task == "classification" else None
     train, test = split_rows(len(y), seed=seed, test_fraction=test_fraction, labels=labels)
     if rows is None:
-        for name, column in zip(columns, table.numbers.T, strict=True):
+        for name, column in zip(columns, numbers.T, strict=True):
             check_apart(path, name, column)
-        x = float32(path, "the features", table.numbers, columns)
+        x = float32(path, "the features", numbers, columns)
     else:
         for name in compress(columns, is_number):
             present = (finite_number(cell) for cell in table.text[name])
@@ -252,6 +254,30 @@ def _rows_for(
     return rows
 
 
+def _known_targets(
+    path: Path, cells: dict[str, list[str]], task: str | None
+) -> tuple[str, list[int], dict[str, list[str]]]:
+    """The task, the rows whose target is known, and their targets; how many are left out is said.
+
+    An empty cell is not known, and where numbers are wanted neither is `NA` or its like. A class
+    may be called so.
+    """
+    rows = list(zip(*cells.values(), strict=True))
+    known = [place for place, row in enumerate(rows) if all(row)]
+    present = {name: [column[place] for place in known] for name, column in cells.items()}
+    task = task or _task_of(path, present)
+    if task == "regression":
+        known = [place for place in known if not any(c.lower() in MISSING for c in rows[place])]
+        present = {name: [column[place] for place in known] for name, column in cells.items()}
+    if lost := len(rows) - len(known):
+        named = ", ".join(map(repr, cells))
+        warnings.warn(
+            f"{path}: {lost} of {len(rows)} rows have no target ({named}) and are left out",
+            stacklevel=3,
+        )
+    return task, known, present
+
+
 def _task_of(path: Path, cells: dict[str, list[str]]) -> str:
     """Text is a class, unless nearly every row has one to itself: a price with its unit, a name. A
     number that is missing or mistyped does not make classes of the others."""
@@ -268,9 +294,6 @@ def _task_of(path: Path, cells: dict[str, list[str]]) -> str:
 
 def _classes(path: Path, cells: list[str]) -> tuple[tuple[str, ...], Tensor]:
     """Class names, numbers in their order and text in the alphabet's, and each row's class."""
-    if "" in cells:
-        got = f"an empty one in row {cells.index('') + 1}"
-        raise DataError(path, "a class for every row", got, "Fill it in.")
     values = {cell: finite_number(cell) for cell in cells}
     by_number = None not in values.values()
     names = sorted(values, key=lambda cell: ((by_number and values[cell]) or 0.0, cell))
@@ -281,15 +304,19 @@ def _classes(path: Path, cells: list[str]) -> tuple[tuple[str, ...], Tensor]:
     return tuple(names), torch.tensor([index[cell] for cell in cells])
 
 
-def _numbers(path: Path, cells: dict[str, list[str]]) -> Tensor:  # (N,) or (N, D)
+def _numbers(
+    path: Path,
+    cells: dict[str, list[str]],
+    rows: list[int],  # their places in the file
+) -> Tensor:  # (N,) or (N, D)
     """What is regressed on."""
     columns = []
     for name, column in cells.items():
         values = list(map(finite_number, column))
         if None in values:
             row = values.index(None)
-            got = f"{column[row][:80]!r} in row {row + 1}"
-            remedy = f"Fix it, or {_AS_CLASSES}."
+            got = f"{column[row][:80]!r} in row {rows[row] + 1}"
+            remedy = f"Fix it, leave it empty, or {_AS_CLASSES}."
             raise DataError(path, f"numbers in the target {name!r}", got, remedy)
         columns.append(np.array(values, np.float64))
         check_apart(path, name, columns[-1])

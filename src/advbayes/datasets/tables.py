@@ -7,6 +7,7 @@ import difflib
 import io
 import math
 import re
+import warnings
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from advbayes.checks import InputError, describe
 from advbayes.datasets.errors import DataError
 
 DELIMITERS = (",", ";", "\t")
+MISSING = frozenset(("", "na", "n/a", "nan", "null", "none", "?"))
 _SEPARATOR = re.compile(r'"?sep=([^"\r\n])"?\r?\n?', re.IGNORECASE)
 UNNAMED = "column 1"  # what a first column without a name is called
 _MAX_LINE = 1 << 20
@@ -63,6 +65,11 @@ def parse_table(
 ) -> Table:
     """Read delimited text in UTF-8; blank lines, and a delimiter at the end of a line, are skipped.
 
+    Unless commas divide the cells, a number may have a decimal comma; then none has a point.
+
+    >>> with warnings.catch_warnings(action="ignore"):  # which says that commas were read as points
+    ...     parse_table(b"a;b\\n1,5;2\\n", "t.csv").numbers
+    array([[1.5, 2. ]])
     >>> parse_table(b"a,b\\n1,x\\n", "t.csv")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
@@ -72,6 +79,7 @@ def parse_table(
         if data.startswith(signature):
             remedy = "Unpack it, or save its sheet as CSV."
             raise DataError(name, "delimited text", got, remedy)
+    delimiter = _delimiter(data, delimiter)
     rows = _rows(data, name, delimiter)
     columns = [cell.strip() for cell in (header if header is not None else next(rows, (0, []))[1])]
     first = list(islice(rows, 1))
@@ -95,6 +103,7 @@ def parse_table(
     asked = columns if numbers is None else numbers
     numeric = [column for column in asked if column not in words]
     values = array("d")
+    points: dict[str, tuple[str, str]] = {}  # of "," and ".", where one is first in a number
     num = 0
     for line, row in chain(first, rows):
         num += 1
@@ -105,7 +114,13 @@ def parse_table(
             raise DataError(name, wanted, f"{len(row)}", "Check that line.")
         for column in numeric:
             cell = row[position[column]]
-            if (value := finite_number(cell)) is None:
+            value = finite_number(cell)
+            if delimiter != ",":
+                if value is None and (value := _with_comma(cell)) is not None:
+                    points.setdefault(",", (column, cell))
+                elif "." in cell:
+                    points.setdefault(".", (column, cell))
+            if value is None:
                 wanted = f"a number in line {line}, column {column!r}"
                 raise NotANumberError(name, wanted, describe(cell), _remedy(cell))
             values.append(value)
@@ -113,8 +128,46 @@ def parse_table(
             cells.append(row[position[column]].strip())
     if num == 0:
         raise DataError(name, "rows below the header", "none", "Check the file.")
+    if delimiter != ",":
+        words = {column: _with_points(column, cells, points) for column, cells in words.items()}
+    _check_points(name, points)
     matrix = np.frombuffer(values, np.float64) if numeric else np.empty(0)
     return Table(tuple(numeric), matrix.reshape(num, len(numeric)), words)
+
+
+def _with_comma(cell: str) -> float | None:
+    """A number with a decimal comma."""
+    return finite_number(cell.replace(",", ".")) if "," in cell and "." not in cell else None
+
+
+def _with_points(column: str, cells: list[str], points: dict[str, tuple[str, str]]) -> list[str]:
+    """The cells of a column with decimal points for its commas, if it holds numbers alone."""
+    with_commas = {cell for cell in cells if _with_comma(cell) is not None}
+    others = [cell for cell in cells if cell.lower() not in MISSING and cell not in with_commas]
+    if any(finite_number(cell) is None for cell in others):
+        return cells
+    if with_point := [cell for cell in others if "." in cell]:
+        points.setdefault(".", (column, with_point[0]))
+    if not with_commas:
+        return cells
+    points.setdefault(",", (column, min(with_commas)))
+    return [cell.replace(",", ".") if cell in with_commas else cell for cell in cells]
+
+
+def _check_points(name: str, points: dict[str, tuple[str, str]]) -> None:
+    """Say that commas were read as points; refuse a file with both, where one may divide
+    thousands."""
+    if "," not in points:
+        return
+    column, cell = points[","]
+    if "." in points:
+        other, with_point = points["."]
+        got = f"{cell!r:.40} in column {column!r} and {with_point!r:.40} in column {other!r}"
+        raise DataError(name, "decimal points, or decimal commas, in all numbers", got, NO_COMMA)
+    warnings.warn(
+        f"{name}: numbers are read with decimal commas, such as {cell!r:.40} in column {column!r}",
+        stacklevel=3,
+    )
 
 
 def _check_header(name: str, columns: list[str], *, given: bool) -> None:
@@ -125,42 +178,58 @@ def _check_header(name: str, columns: list[str], *, given: bool) -> None:
         wanted = "a first line that names the columns"
         remedy = "Add a line of names at the top (in Python, header= names them)."
         raise DataError(name, wanted, "numbers", remedy)
-    seen = {""}
+    seen: dict[str, int] = {}
     for index, column in enumerate(columns, 1):
-        if column in seen:
-            got = f"{describe(column)} for column {index}"
+        if not column or column in seen:
+            also = f", as for column {seen[column]}" if column else ""
+            got = f"{describe(column)} for column {index}{also}"
             raise DataError(name, "a name of its own for each column", got, "Rename it.")
-        seen.add(column)
+        seen[column] = index
 
 
-def _rows(data: bytes, name: str, delimiter: str | None) -> Iterator[tuple[int, list[str]]]:
-    """Number and cells of each line that is not blank, decoded as they are read, none endless."""
+def _delimiter(data: bytes, delimiter: str | None) -> str:
+    """What divides the cells: as given, as a line `sep=;` says, or what gives most of , ; tab."""
     if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
         wanted = "delimiter must be one character, no quote and no line end"
         raise InputError(f"{wanted}, got {describe(delimiter)}")
+    if delimiter is not None:
+        return delimiter
+    lines = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig", errors="replace", newline="")
+    line = lines.readline(_MAX_LINE + 1)
+    if said := _SEPARATOR.fullmatch(line):  # which Excel writes
+        return said[1]
+    while line and not line.strip():
+        line = lines.readline(_MAX_LINE + 1)
+    return max(DELIMITERS, key=lambda each: _num_cells(line, each))
+
+
+def _rows(data: bytes, name: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Number and cells of each row that is not blank, decoded as they are read, none endless."""
     stream = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig", newline="")
-    num = 0
+    length, line = 0, ""  # of the row so far; its last line
+
+    def lines() -> Iterator[str]:
+        nonlocal length, line
+        while line := stream.readline(_MAX_LINE + 1):
+            length += len(line)
+            if length > _MAX_LINE:
+                wanted = f"at most {_MAX_LINE} characters in line {began}"
+                raise DataError(name, wanted, "more", "Check its quotes, and that it is a table.")
+            yield line
+
+    reader = csv.reader(lines(), delimiter=delimiter, skipinitialspace=True)
+    began = 1
     try:
-        following = stream.readline(_MAX_LINE + 1)
-        while line := following:
-            num += 1
-            if len(line) > _MAX_LINE:
-                wanted = f"at most {_MAX_LINE} characters in line {num}"
-                raise DataError(name, wanted, "more", "Check that it is a table.")
-            following = stream.readline(_MAX_LINE + 1)
-            if num == 1 and (said := _SEPARATOR.fullmatch(line)):  # which Excel writes
-                delimiter = delimiter or said[1]
-            elif line.strip():
-                delimiter = delimiter or max(DELIMITERS, key=lambda each: _num_cells(line, each))
-                row = next(csv.reader([line], delimiter=delimiter, skipinitialspace=True))
-                if following and row[-1].endswith(("\r", "\n")):
-                    # A row over several lines could go on for ever, and no number has one in it.
-                    wanted = f"the quote opened in line {num} closed there"
-                    raise DataError(name, wanted, "a line end inside it", "Check that line.")
-                if any(cell.strip() for cell in row):
-                    yield num, row
+        for row in reader:
+            if not line:  # the reader wanted more
+                wanted = f"the quote opened in line {began} closed"
+                raise DataError(name, wanted, "the end of the file", "Check that line.")
+            said_alone = began == 1 and _SEPARATOR.fullmatch(line)
+            if any(cell.strip() for cell in row) and not said_alone:
+                yield began, row
+            began, length = reader.line_num + 1, 0
     except csv.Error as error:
-        got = f"{error} in line {num}"
+        got = f"{error} in line {began}"
         raise DataError(name, "delimited text", got, "Check that line.") from None
     except UnicodeDecodeError as error:  # of a piece of the file, somewhere ahead of the reader
         where = 1 + data.count(b"\n", 0, _undecodable(data))

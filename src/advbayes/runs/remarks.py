@@ -9,7 +9,7 @@ from itertools import compress
 import torch
 
 from advbayes.datasets import Dataset
-from advbayes.datasets.encoding import MISSING
+from advbayes.datasets.tables import MISSING
 from advbayes.runs.building import Prepared, network_kind
 from advbayes.runs.config import RunConfig
 
