@@ -146,3 +146,15 @@ def test_train_and_predict_on_a_spreadsheet_with_decimal_commas(
     with pytest.warns(UserWarning, match="decimal commas, such as '3,5' in column 'Größe'"):
         assert main(["predict", run, str(tmp_path / "new.csv"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
+
+
+def test_a_word_that_looks_like_a_number_is_saved_as_a_word(
+    tmp_path: Path, capsys: Printed
+) -> None:
+    rows = [f"{n % 10},{('3.5', 'x', 'y')[n % 3]},{n % 4}" for n in range(30)]
+    path, run = csv_of(tmp_path, "\n".join(["a,grade,y", *rows])), str(tmp_path / "run")
+    flags = ["--data", str(path), "--target", "y", "--epochs", "1", "--quiet", "--out", run]
+    assert main(["train", *flags]) == 0
+    (tmp_path / "new.csv").write_text("a,grade\n1,3.5\n1,x\n")
+    assert main(["predict", run, str(tmp_path / "new.csv")]) == 0
+    assert "no known category" not in capsys.readouterr().err

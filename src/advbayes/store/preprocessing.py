@@ -233,6 +233,8 @@ def _example(described: Any, place: str) -> npt.NDArray[Any]:
             rows[1, described.get("missing", [])] = array(missing, place)
             if array(statistics, place).dtype == object:
                 return rows
+    if any(isinstance(cell, str) for cell in rows[0]):  # which may look like a number
+        return rows
     try:
         return rows.astype(np.float64)
     except (ValueError, TypeError):
