@@ -150,6 +150,20 @@ def test_a_decimal_comma_in_new_rows_is_read_as_one(
     assert capsys.readouterr().out == with_point
 
 
+@pytest.mark.parametrize(("copies", "remarked"), [(0, False), (3, False), (40, True)])
+def test_test_rows_that_were_trained_on_are_counted(
+    tmp_path: Path, copies: int, remarked: bool
+) -> None:
+    rows = [f"{n * 37 % 101}.5,{n % 7},{n % 3},{n % 2},{n % 4},{n % 5}" for n in range(100)]
+    found = said(write(tmp_path / "t.csv", "a,b,c,d,e,y", rows + rows[:copies]), "y")
+    assert ("test rows have the features of a training row" in found) == remarked
+
+
+def test_rows_of_few_words_are_not_taken_for_copies(tmp_path: Path) -> None:
+    rows = [f"{'rgb'[n % 3]},{n % 2},{n % 5}" for n in range(100)]
+    assert "features of a training row" not in said(write(tmp_path / "t.csv", "a,b,y", rows), "y")
+
+
 def test_text_columns_are_said_to_be_fixed_once() -> None:
     raw = {"age": 6.9, "age missing": 0.0, "sex=f": 0.0, "sex=m": 0.0, "size": 1.0}
     line = said_units({"eps": 0.3, "units": "standardised", "raw": raw})

@@ -81,7 +81,7 @@ def parse_table(
             raise DataError(name, "delimited text", got, remedy)
     delimiter = _delimiter(data, delimiter)
     rows = _rows(data, name, delimiter)
-    columns = [cell.strip() for cell in (header if header is not None else next(rows, (0, []))[1])]
+    columns = [*map(_one_line, header if header is not None else next(rows, (0, []))[1])]
     first = list(islice(rows, 1))
     unnamed = header is None and len(columns) > 1 and not columns[-1]
     if unnamed and not any(row[-1].strip() for _, row in first):
@@ -125,7 +125,7 @@ def parse_table(
                 raise NotANumberError(name, wanted, describe(cell), _remedy(cell))
             values.append(value)
         for column, cells in words.items():
-            cells.append(row[position[column]].strip())
+            cells.append(_one_line(row[position[column]]))
     if num == 0:
         raise DataError(name, "rows below the header", "none", "Check the file.")
     if delimiter != ",":
@@ -133,6 +133,12 @@ def parse_table(
     _check_points(name, points)
     matrix = np.frombuffer(values, np.float64) if numeric else np.empty(0)
     return Table(tuple(numeric), matrix.reshape(num, len(numeric)), words)
+
+
+def _one_line(cell: str) -> str:
+    """The cell without space around it, and with a space for each line end within it."""
+    cell = cell.strip()
+    return cell if cell.isprintable() else " ".join(cell.splitlines())
 
 
 def _with_comma(cell: str) -> float | None:
@@ -296,12 +302,13 @@ def check_apart(file: object, name: str, values: npt.NDArray[np.float64]) -> Non
     advbayes.datasets.errors.DataError: a.csv: wanted numbers that differ in float32 ...
     """
     with np.errstate(all="ignore"):  # what is beyond float32 is refused elsewhere
-        spread = float(values.std()) if len(values) else 0.0
+        size = float(np.abs(values).max(initial=0.0)) or 1.0  # of which squares may be 0
+        spread = float((values / size).std()) * size if len(values) else 0.0
         lost = float(np.abs(values.astype(np.float32) - values).max(initial=0.0))
     if math.inf > lost > 0.01 * spread > 0:
         wanted = f"numbers that differ in float32 in column {name!r}"
         got = f"{values[0]:.12g} and others, of standard deviation {spread:.3g}"
-        raise DataError(file, wanted, got, "Subtract a constant from it, or drop it.")
+        raise DataError(file, wanted, got, "Subtract a constant from it, rescale it, or drop it.")
 
 
 def float32(

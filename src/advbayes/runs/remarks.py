@@ -13,7 +13,9 @@ from advbayes.datasets.tables import MISSING
 from advbayes.runs.building import Prepared, network_kind
 from advbayes.runs.config import RunConfig
 
-FEW, ENOUGH = 5, 50  # training rows of a class that is remarked on, of a table that is no sketch
+REPEATED = 0.05  # of the test rows: a larger share with the features of a training row
+# training rows of a class that is remarked on (and features), of a table that is no sketch
+FEW, ENOUGH = 5, 50
 _AMOUNT = re.compile(r"[$€£¥]?\s*[-+]?\d[\d.,' ]*\s*[%$€£¥]?")
 
 
@@ -31,7 +33,22 @@ def remarks(dataset: Dataset) -> list[str]:
     "'id' only numbers the rows"
     """  # noqa: E501
     of_columns = _of_columns(dataset) if dataset.feature_names else ()  # images have none
-    return [*of_columns, *_of_target(dataset)]
+    return [*of_columns, *_of_rows(dataset), *_of_target(dataset)]
+
+
+def _of_rows(dataset: Dataset) -> Iterator[str]:
+    """Of test rows that were trained on, where chance would not make them so: in a table of several
+    features in which most rows differ."""
+    x_train, x_test = (part.flatten(1).numpy() for part in (dataset.x_train, dataset.x_test))
+    known = {row.tobytes() for row in x_train}
+    again = sum(row.tobytes() in known for row in x_test)
+    several = len(x_train) >= ENOUGH and x_train.shape[1] >= FEW
+    if several and 2 * len(known) > len(x_train) and again > REPEATED * len(x_test):
+        yield (
+            f"{again} of {len(x_test)} test rows have the features of a training row, and a model "
+            f"that remembers it looks better than it is; if they are the same cases, leave the "
+            f"copies out"
+        )
 
 
 def _of_columns(dataset: Dataset) -> Iterator[str]:
