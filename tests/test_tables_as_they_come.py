@@ -164,3 +164,14 @@ def test_a_word_that_looks_like_a_number_is_saved_as_a_word(
     (tmp_path / "new.csv").write_text("a,grade\n1,3.5\n1,x\n")
     assert main(["predict", run, str(tmp_path / "new.csv")]) == 0
     assert "no known category" not in capsys.readouterr().err
+
+
+def test_a_column_with_a_comma_in_its_name_can_be_named(tmp_path: Path, capsys: Printed) -> None:
+    rows = [f"{n % 10},{n % 7},{n % 3},{n % 4}" for n in range(40)]
+    path = csv_of(tmp_path, "\n".join(['a,"b, kg",c,"price, EUR"', *rows]))
+    flags = ["--data", str(path), "--epochs", "1", "--quiet", "--json"]
+    chosen = ["--target", '"price, EUR"', "--drop", 'a,"b, kg"', "--out", str(tmp_path / "run")]
+    assert main(["train", *flags, *chosen]) == 0
+    assert list(json.loads(capsys.readouterr().out)["threat_model"]["raw"]) == ["c"]
+    assert main(["train", *flags, "--target", "price, EUR", "--out", str(tmp_path / "b")]) == 2
+    assert "with a comma in it stands in double quotes" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from advbayes.cli import flags
 from advbayes.cli.screen import emit, resumable, say
 from advbayes.cli.signals import watched
 from advbayes.cli.threat import open_run, remark_thetas
-from advbayes.runs.config import ConfigError
+from advbayes.runs.config import ConfigError, listed
 
 BELOW = 3
 OF_MODELS = ("data", "target", "task", "classes", "report")
@@ -104,7 +104,7 @@ def audit(
         from advbayes.cli.foreign import load_foreign
 
         norm = norm or "l2"
-        names = classes.split(",") if classes else ()
+        names = listed(classes) if classes else ()
         foreign = load_foreign(model, data, target=target, task=task, classes=names)
         within = foreign.ball(norm, eps, *reach)
         told: dict[str, Any] = {"model": model, "norm": norm, "eps": eps, "report": None}

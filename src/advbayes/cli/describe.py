@@ -15,7 +15,7 @@ from advbayes.checks import counted
 from advbayes.datasets import Standardize
 from advbayes.evaluation.tables import Column
 from advbayes.runs import Run, Trained
-from advbayes.runs.config import RunConfig
+from advbayes.runs.config import RunConfig, listed
 
 SHOWN_PARTS = ("posterior", "channel", "class_names", "threat_model", "extra", "audit")
 # --json has all
@@ -195,7 +195,7 @@ def why_task(config: RunConfig, task: str) -> str:
     if config.task is not None:
         return f"{task}, as asked for by --task"
     classes = task == "classification"
-    if config.target is not None and "," in config.target:
+    if config.target is not None and len(listed(config.target)) > 1:
         return f"{task}, since there are several targets"
     if config.file.suffix.lower() == ".csv":
         text = "text" if classes else "numbers; --task classification makes classes of them"

@@ -14,7 +14,15 @@ import typer
 from advbayes.cli import flags
 from advbayes.cli.screen import downloads, emit, say, usable, warn
 from advbayes.cli.signals import Finishing
-from advbayes.runs.config import DATA_SETS, NETWORKS, ConfigError, RunConfig, make_config, read_toml
+from advbayes.runs.config import (
+    DATA_SETS,
+    NETWORKS,
+    ConfigError,
+    RunConfig,
+    listed,
+    make_config,
+    read_toml,
+)
 
 if TYPE_CHECKING:
     from advbayes.runs import Run
@@ -55,6 +63,8 @@ def parse(key: str, text: Any) -> Any:
 
     >>> parse("hidden", "32,16"), parse("noise_scale", "learned"), parse("lr", "fast")
     ([32, 16], 'learned', 'fast')
+    >>> parse("drop", 'id,"weight, kg"')
+    ['id', 'weight, kg']
     >>> parse("epochs", "5")
     5
     """
@@ -63,8 +73,7 @@ def parse(key: str, text: Any) -> Any:
         return text
     if tuple not in kinds:
         return _number(text, kinds)
-    parts = (part.strip() for part in text.split(","))
-    return [_number(part, [int] if key == "hidden" else []) for part in parts if part]
+    return [_number(part, [int] if key == "hidden" else []) for part in listed(text)]
 
 
 def _number(text: str, kinds: list[Any]) -> Any:

@@ -95,6 +95,8 @@ def parse_table(
         if column not in position:
             near = difflib.get_close_matches(column, columns[:1000], 1)
             remedy = f"Did you mean {near[0]!r}?" if near else "Check the name."
+            if near and "," in near[0]:
+                remedy += " On the command line a name with a comma in it stands in double quotes."
             if len(columns) == 1:
                 remedy = "Check that its cells are divided by commas, semicolons or tabs."
             got = f"the columns {', '.join(columns[:50])[:300]}"

@@ -27,7 +27,7 @@ from advbayes.model import BayesianModel
 from advbayes.networks import ConvGenerator, FullyConnectedGenerator, conv_net, mlp
 from advbayes.objectives import ChannelELBO, Consistency, LogitPairing, Penalty, Trades
 from advbayes.posteriors import Posterior
-from advbayes.runs.config import ConfigError, RunConfig, parse_feature_eps
+from advbayes.runs.config import ConfigError, RunConfig, listed, parse_feature_eps
 from advbayes.runs.named import make_ball, named_channel, named_posterior
 from advbayes.seeds import GlobalStream, seed_for
 from advbayes.types import Attack, Channel
@@ -110,7 +110,7 @@ def _load(config: RunConfig, downloading: Downloading | None, encoding: Encoding
     if path.suffix.lower() != ".csv":
         return from_npz(path, **how)
     assert target is not None
-    targets = target.split(",") if "," in target else target
+    targets = listed(target)
     how |= {"features": config.features, "drop": config.drop, "encoding": encoding}
     return from_csv(path, targets, **how)
 

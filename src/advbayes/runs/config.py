@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -66,11 +67,16 @@ class RunConfig(BaseModel):
 
     data: str = key("digits", "A built-in data set, or a .csv or .npz file", min_length=1)
     root: str | None = key(None, "Folder of the data sets (else ADVBAYES_DATA, then the cache)")
-    target: str | None = key(None, "Target column of a .csv file, or Y1, Y2, both for energy")
+    target: str | None = key(
+        None, "Target column of a .csv file, or several, or Y1, Y2, both for energy"
+    )
     task: Literal["classification", "regression"] | None = key(
         None, "Of your own file, if not clear"
     )
-    features: Names | None = key(None, "Feature columns of a .csv file (else all but the target)")
+    features: Names | None = key(
+        None,
+        "Feature columns of a .csv file (else all but the target); a name with a comma in quotes",
+    )
     drop: Names = key((), "Columns of a .csv file to leave out")
     num_train: Count | None = key(None, "Use only the first so many training examples")
 
@@ -179,6 +185,19 @@ class RunConfig(BaseModel):
             wanted = "num_channel: must be >= 2 for defense 'consistency', which compares channel"
             raise InputError(f"{wanted} samples, got {self.num_channel}")
         return self
+
+
+def listed(text: str) -> list[str]:
+    """Names divided by commas; one with a comma in it stands in quotes.
+
+    >>> listed('age,"weight, kg"')
+    ['age', 'weight, kg']
+    """
+    try:
+        row = next(csv.reader([text], skipinitialspace=True), [])
+    except csv.Error:  # a line end, which no name has
+        row = text.split(",")
+    return [name for part in row if (name := part.strip())]
 
 
 def parse_feature_eps(entries: Sequence[str]) -> dict[str, float]:
