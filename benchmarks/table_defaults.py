@@ -192,8 +192,8 @@ def markdown(rows: dict[str, dict[str, Any]]) -> str:
         "those a forest remembers the answer. Written by `benchmarks/table_defaults.py`.\n\n"
         "## Held-out training rows\n\nMean over the splits, MIX over the number in brackets and "
         f"compared on the same.\n\n{part('validation')}\n\n"
-        f"## Test rows\n\nBy models of all training rows (at most {MAX_ROWS}): looked at once, and once "
-        "more when repeated rows were left out.\n\n"
+        f"## Test rows\n\nBy models of all training rows (at most {MAX_ROWS}): looked at once, and "
+        "once more when repeated rows were left out.\n\n"
         f"{part('test')}\n"
     )
 
