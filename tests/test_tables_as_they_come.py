@@ -1,177 +1,216 @@
-"""Tables as spreadsheets and other programs write them."""
+"""Tables with text and missing values: encoded, kept with the model, asked for again, and out of
+the attacker's reach."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+import advbayes
+from advbayes import store
 from advbayes.cli import main
-from advbayes.datasets import DataError, from_csv
-from advbayes.datasets.tables import parse_table
+from advbayes.datasets import DataError, Encoding, from_csv
+from advbayes.datasets.encoding import MAX_CATEGORIES
+from advbayes.runs import create_run, load_trained, prepare, train
+from advbayes.runs.config import make_config
 
-Printed = pytest.CaptureFixture[str]
 
-
-def csv_of(folder: Path, text: str) -> Path:
-    path = folder / "t.csv"
-    path.write_bytes(text.encode())
+def table(path: Path, num: int = 60) -> Path:
+    """Colour moves the target, size moves it, weight is missing every fifth time."""
+    rng = np.random.default_rng(0)
+    lines = ["size,colour,weight,label,price"]
+    for row in range(num):
+        size, colour = rng.normal(10, 3), ["red", "blue", "green"][row % 3]
+        weight = "" if row % 5 == 0 else f"{rng.normal(2, 1):.3f}"
+        price = 5 * size + {"red": 40, "blue": 0, "green": -40}[colour]
+        lines.append(
+            f"{size:.3f},{colour},{weight},{'dear' if price > 50 else 'cheap'},{price:.3f}"
+        )
+    path.write_text("\n".join(lines) + "\n")
     return path
 
 
-@pytest.mark.parametrize("mark", [";", "\t", "|"])
-def test_decimal_commas_are_read_where_no_comma_divides_the_cells(
-    tmp_path: Path, mark: str
-) -> None:
-    """As numbers, as targets, and beside text and gaps; to the same values as with points."""
-    lines = ["a;word;gap;y"]
-    lines += [f"{n},25;{'uv'[n % 2]};{'' if n % 4 else '1,5e1'};{n % 7},5" for n in range(20)]
-    text = "\n".join(lines).replace(";", mark)
-    with pytest.warns(UserWarning, match=r"decimal commas, such as '0,25' in column 'a'"):
-        commas = from_csv(csv_of(tmp_path, text), "y", delimiter=mark)
-    points = from_csv(csv_of(tmp_path, text.replace(",", ".")), "y", delimiter=mark)
-    assert commas.task == "regression"
-    assert commas.feature_names == points.feature_names
-    assert torch.equal(commas.x_train, points.x_train)
-    assert torch.equal(commas.y_test, points.y_test)
-    with pytest.warns(UserWarning, match="decimal commas"):
-        assert parse_table(b"a;b\n1,5;2\n", "t").numbers.tolist() == [[1.5, 2.0]]
+@pytest.fixture
+def csv_file(tmp_path: Path) -> Path:
+    return table(tmp_path / "t.csv")
 
 
-def test_a_file_with_commas_and_points_is_refused(tmp_path: Path) -> None:
-    """One of the two divides thousands, and nobody says which."""
-    said = r"points, or decimal commas, in all numbers, got '(0,5|1\.250)' in column"
-    for gap in ("", "1"):  # read as text, as numbers
-        rows = "".join(f"{n},5;1.25{n};{n}\n" for n in range(9)) + f"1,5;1.250;{gap or 3}\n"
-        with pytest.raises(DataError, match=said):
-            from_csv(csv_of(tmp_path, "a;b;y\n" + rows + (";2.5;1\n" if not gap else "")), "y")
+NAMES = ("size", "weight", "weight missing", "colour=blue", "colour=green", "colour=red")
 
 
-def test_a_comma_in_quotes_is_no_decimal_comma_where_commas_divide(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="nothing between thousands"):
-        from_csv(csv_of(tmp_path, 'a,y\n"1,234",2\n"2,345",3\n'), "y")
-
-
-def test_words_with_commas_stay_words(tmp_path: Path) -> None:
-    rows = "".join(f"{n};{('1,5', 'a,b', 'c')[n % 3]};{n % 2}\n" for n in range(12))
-    assert "b=1,5" in from_csv(csv_of(tmp_path, "a;b;y\n" + rows), "y").feature_names
-
-
-def test_a_quoted_cell_may_go_over_several_lines(tmp_path: Path) -> None:
-    end = "\r\n"
-    rows = [f'{n},"first{end}second ""{n % 2}""",{n % 3}' for n in range(12)]
-    path = csv_of(tmp_path, end.join(['a,"a\nnote",y', *rows]) + end)
-    assert from_csv(path, "y", drop=["a note"]).feature_names == ("a",)
-    assert from_csv(path, "y").feature_names[1:] == tuple(
-        f'a note=first second "{n}"' for n in (0, 1)
+def test_text_and_missing_values_become_features(csv_file: Path) -> None:
+    data = from_csv(csv_file, "price", drop=["label"])
+    assert data.feature_names == NAMES
+    assert data.mask is not None
+    assert data.mask.tolist() == [True, True, False, False, False, False]
+    colours = data.x_train[:, 3:]
+    assert torch.equal(colours.sum(1), torch.ones(len(colours)))
+    lost = data.x_train[:, 2] == 1
+    known = data.x_train[~lost, 1]
+    assert 0.1 < float(lost.float().mean()) < 0.3
+    assert torch.equal(
+        data.x_train[lost, 1], known.double().quantile(0.5).float().expand(int(lost.sum()))
     )
-    wrong = csv_of(tmp_path, 'a,b,y\n1,"x\ny",2\n1,2\n')
-    with pytest.raises(DataError, match="3 cells in line 4, got 2"):  # of the file, not of the rows
-        from_csv(wrong, "y")
+    offset = {(1, 0, 0): 0.0, (0, 1, 0): -40.0, (0, 0, 1): 40.0}
+    for row, y in zip(data.x_train.tolist(), data.y_train.tolist(), strict=True):
+        assert y == pytest.approx(5 * row[0] + offset[tuple(map(int, row[3:]))], abs=0.01)  # type: ignore[index]
+    # Medians come from the training rows alone: the test rows are encoded with them.
+    assert torch.equal(
+        data.x_test[data.x_test[:, 2] == 1, 1].unique(), data.x_train[lost, 1].unique()
+    )
 
 
-@pytest.mark.parametrize("end", ["", "\n"])
-def test_a_quote_that_is_never_closed_is_refused(tmp_path: Path, end: str) -> None:
-    rows = "a,y\n1,2\n" + '"1,2\n' + "3,4\n" * 5 + "5,6" + end
-    with pytest.raises(DataError, match="quote opened in line 3 closed, got the end of the file"):
-        from_csv(csv_of(tmp_path, rows), "y")
+def test_options(csv_file: Path) -> None:
+    assert from_csv(csv_file, "price", features=["size", "colour"]).feature_names == (
+        "size",
+        *NAMES[3:],
+    )
+    assert from_csv(csv_file, "price", features=["size"]).encoding is None
+    free = from_csv(csv_file, "price", drop=["label"], movable=["colour"])
+    assert free.mask is not None
+    assert free.mask.tolist() == [True, True, False, True, True, True]
+    with pytest.raises(ValueError, match="movable must name features"):
+        from_csv(csv_file, "price", movable=["price"])
+    classes = from_csv(csv_file, "label", drop=["price"])
+    assert classes.class_names == ("cheap", "dear")
+    assert (
+        from_csv(csv_file, "price", drop=["label"], seed=1).y_train.tolist()
+        != from_csv(csv_file, "price", drop=["label"]).y_train.tolist()
+    )
+    assert len(from_csv(csv_file, "price", drop=["label"], test_fraction=0.5).x_test) == 30
 
 
-def test_a_quote_does_not_swallow_a_large_file() -> None:
-    rows = b'a,y\n"1,2\n' + b"3,4\n" * (1 << 19)
-    with pytest.raises(DataError, match="in line 2"):
-        parse_table(rows, "t.csv")
+def test_thresholds_from_both_sides(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
 
+    def words(num: int) -> None:
+        path.write_text("a,b,y\n" + "".join(f"1,w{i % num},{i}\n" for i in range(100)))
 
-@pytest.mark.parametrize(
-    ("known", "unknown", "task"),
-    [
-        (("1.5", "2.5"), ("", "NA", "?", "nan"), "regression"),
-        (("ill", "well"), ("",), "classification"),
-        (("0", "1"), ("",), "classification"),
-    ],
-)
-def test_rows_without_a_target_are_left_out_and_counted(
-    tmp_path: Path, known: tuple[str, str], unknown: tuple[str, ...], task: str
-) -> None:
-    for word in ("", "u,"):  # all numbers, or text besides
-        cells = [known[n % 2] for n in range(20)]
-        kept = [f"{n},{word}{cell}" for n, cell in enumerate(cells)]
-        lost = [f"99,{word}{cell}" for cell in unknown]
-        head = "a,b,y" if word else "a,y"
-        path = csv_of(tmp_path, "\n".join([head, *lost, *kept]))
-        with pytest.warns(UserWarning, match=rf"{len(lost)} of {20 + len(lost)} rows have no targ"):
-            whole = from_csv(path, "y", task=task)
-        alone = from_csv(csv_of(tmp_path, "\n".join([head, *kept])), "y", task=task)
-        assert torch.equal(whole.x_train, alone.x_train)
-        assert torch.equal(whole.y_test, alone.y_test)
-        assert whole.class_names == alone.class_names
-
-
-def test_a_mistyped_target_is_named_by_its_row_in_the_file(tmp_path: Path) -> None:
-    path = csv_of(tmp_path, "a,y\n1,\n" + "2,3\n" * 9 + "3,7 kg\n")
-    with (
-        pytest.warns(UserWarning, match="1 of 11 rows have no target"),
-        pytest.raises(DataError, match=r"got '7 kg' in row 11\. Fix it, leave it empty, or say"),
-    ):
+    words(MAX_CATEGORIES)
+    assert len(from_csv(path, "y").feature_names) <= 1 + MAX_CATEGORIES
+    words(MAX_CATEGORIES + 1)
+    with pytest.raises(DataError, match=f"at most {MAX_CATEGORIES} different words"):
         from_csv(path, "y")
+    path.write_text("a,b,y\n" + "1,2,3\n" * 5 + "1,x,3\n" * 5)  # half are numbers: a mistake
+    with pytest.raises(DataError, match=r"a number in row 6 below the header, column 'b', got 'x'"):
+        from_csv(path, "y")
+    path.write_text("a,b,y\n" + "1,2,3\n" * 5 + "1,x,3\n" * 6)  # fewer: text
+    assert from_csv(path, "y").feature_names == ("a", "b=2", "b=x")
 
 
-def test_all_columns_to_leave_out_are_named_at_once(tmp_path: Path) -> None:
-    rows = "".join(f"{n},,w{n},2021-01-{n:02},{n}\n" for n in range(60))
-    with pytest.raises(DataError) as refused:
-        from_csv(csv_of(tmp_path, "a,void,name,day,y\n" + rows), "y")
-    assert "values in 'void'; at most 50 different words in a text column, in 'name', 'day'" in str(
-        refused.value
-    )
-    assert "--drop void,name,day (drop= in Python). Write amounts and dates as" in str(
-        refused.value
-    )
-    assert from_csv(tmp_path / "t.csv", "y", drop=["void", "name", "day"]).feature_names == ("a",)
+@pytest.mark.parametrize("word", ["", " ", "NA", "n/a", "NaN", "null", "None", "?"])
+def test_what_counts_as_missing(tmp_path: Path, word: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("a,y\n" + f"1,3\n2,4\n{word},5\n" * 4)
+    assert from_csv(path, "y").feature_names == ("a", "a missing")
+    with pytest.warns(UserWarning, match=r"4 of 12 rows have no target \('a'\) and are left out"):
+        left = from_csv(path, "a", task="regression")
+    assert len(left.y_train) + len(left.y_test) == 8
 
 
-def test_numbers_too_small_for_float32_are_not_taken_for_a_constant(tmp_path: Path) -> None:
-    rows = "".join(f"{n}e-300,{n},{n % 3}\n" for n in range(12))
-    with pytest.raises(DataError, match=r"differ in float32 in column 'tiny'.*rescale it"):
-        from_csv(csv_of(tmp_path, "tiny,a,y\n" + rows), "y")
+def test_rows_that_were_never_seen(csv_file: Path) -> None:
+    encoding = from_csv(csv_file, "price", drop=["label"]).encoding
+    assert encoding is not None
+    assert encoding.columns == ("size", "colour", "weight")
+    rows = encoding.transform([[1, "violet", 2], [None, None, float("nan")], ["3", " red ", "?"]])
+    assert rows[:, 3:].tolist() == [[0, 0, 0], [0, 0, 0], [0, 0, 1]]
+    assert rows[0, :3].tolist() == [1.0, 2.0, 0.0]
+    assert rows[2, 0] == 3
+    assert rows[1:, 2].tolist() == [1.0, 1.0]
+    for wrong, words in (
+        ([[1, "red"]], "columns size, colour, weight"),
+        ([["tall", "red", 1]], "the rows: wanted a number in row 1, column 'size'"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            encoding.transform(wrong)
+    with pytest.raises(DataError, match="float32"):
+        encoding.transform([[1e39, "red", 1]])
 
 
-def test_train_and_predict_on_a_spreadsheet_with_decimal_commas(
-    tmp_path: Path, capsys: Printed
+def test_a_mistake_in_new_rows_is_named_with_file_and_row(csv_file: Path) -> None:
+    encoding = from_csv(csv_file, "price", drop=["label"]).encoding
+    assert encoding is not None
+    rows = b"size,colour,weight\n1,red,2\ntall,red,2\n"
+    with pytest.raises(DataError, match=r"new.csv: wanted a number in row 2, column 'size'"):
+        encoding.read(rows, "new.csv")
+
+
+@pytest.mark.parametrize("price", ["{:,}", "{} EUR"])
+def test_a_target_of_numbers_as_text_is_no_set_of_classes(tmp_path: Path, price: str) -> None:
+    path = tmp_path / "t.csv"
+    lines = [f'{row},"{price.format(250_000 + 1000 * row)}"' for row in range(20)]
+    path.write_text("\n".join(["size,price", *lines]))
+    with pytest.raises(DataError, match=r"the target 'price', got 20 different ones in 20 rows"):
+        from_csv(path, "price")
+    assert len(from_csv(path, "price", task="classification").class_names) == 20
+
+
+def test_it_comes_back_from_json(csv_file: Path) -> None:
+    data = from_csv(csv_file, "price", drop=["label"], movable=["colour"])
+    assert data.encoding is not None
+    document = json.loads(json.dumps(data.encoding.to_json(), allow_nan=False))
+    came = Encoding.from_json(document)
+    rows = [[1, "violet", 2], [None, "red", None]]
+    assert torch.equal(came.transform(rows), data.encoding.transform(rows))
+    assert came.feature_names == data.feature_names
+    assert torch.equal(came.mask, data.encoding.mask)
+    for change in (
+        {"columns": ["a"]},
+        {"numeric": 1},
+        {"transformer": {"kind": "os.system"}},
+        {"movable": None},
+    ):
+        with pytest.raises(store.StoreError, match="encoding"):
+            Encoding.from_json({**document, **change})
+
+
+def test_train_predict_and_load(csv_file: Path, tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "data": str(csv_file),
+        "target": "price",
+        "drop": ("label",),
+        "defense": "at",
+        "eps": 0.3,
+    }
+    config = make_config({**values, "hidden": [8], "epochs": 40, "lr": 0.03, "batch_size": 16})
+    with create_run(config, tmp_path / "run") as run:
+        train(run)
+    trained = load_trained(run.path)
+    assert trained.mask is not None
+    assert trained.mask.tolist() == [True, True, False, False, False, False]
+    # The attacker of the training moves numbers alone.
+    data = prepare(config)
+    moved = advbayes.L2(0.3, mask=data.mask).project(data.x_train + 1, data.x_train) - data.x_train
+    assert torch.equal(moved[:, 2:], torch.zeros_like(moved[:, 2:]))
+    assert float(moved[:, :2].abs().min()) > 0
+    rows = [[10.0, "red", None], [10.0, "green", 2.0]]
+    mean = advbayes.load(run.path).predictor()(rows).mean
+    assert float(mean[0] - mean[1]) > 30  # red is 80 dearer
+    new = tmp_path / "new.csv"
+    new.write_text("colour,extra,size,weight\nred,x,10,\ngreen,y,10,2\n")
+    out = tmp_path / "p.json"
+    assert main(["predict", str(run.path), str(new), "--out", str(out)]) == 0
+    np.testing.assert_allclose(mean.numpy(), json.loads(out.read_text())["price"], rtol=1e-5)
+
+
+def test_predict_says_which_categories_training_has_not_seen(
+    csv_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [f"{n % 10},5;{n % 3};{n % 10},0" for n in range(60)]
-    path = csv_of(tmp_path, "\ufeff" + "\r\n".join(["Größe;n;Preis", *rows]))
-    run = str(tmp_path / "run")
-    flags = ["--data", str(path), "--target", "Preis", "--epochs", "1", "--quiet", "--out", run]
-    with pytest.warns(UserWarning, match="decimal commas, such as '0,5' in column 'Größe'"):
-        assert main(["train", *flags]) == 0
-    (tmp_path / "new.csv").write_text("n;Größe\n1;3,5\n", encoding="utf-8")
-    capsys.readouterr()
-    with pytest.warns(UserWarning, match="decimal commas, such as '3,5' in column 'Größe'"):
-        assert main(["predict", run, str(tmp_path / "new.csv"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)
-
-
-def test_a_word_that_looks_like_a_number_is_saved_as_a_word(
-    tmp_path: Path, capsys: Printed
-) -> None:
-    rows = [f"{n % 10},{('3.5', 'x', 'y')[n % 3]},{n % 4}" for n in range(30)]
-    path, run = csv_of(tmp_path, "\n".join(["a,grade,y", *rows])), str(tmp_path / "run")
-    flags = ["--data", str(path), "--target", "y", "--epochs", "1", "--quiet", "--out", run]
-    assert main(["train", *flags]) == 0
-    (tmp_path / "new.csv").write_text("a,grade\n1,3.5\n1,x\n")
-    assert main(["predict", run, str(tmp_path / "new.csv")]) == 0
-    assert "no known category" not in capsys.readouterr().err
-
-
-def test_a_column_with_a_comma_in_its_name_can_be_named(tmp_path: Path, capsys: Printed) -> None:
-    rows = [f"{n % 10},{n % 7},{n % 3},{n % 4}" for n in range(40)]
-    path = csv_of(tmp_path, "\n".join(['a,"b, kg",c,"price, EUR"', *rows]))
-    flags = ["--data", str(path), "--epochs", "1", "--quiet", "--json"]
-    chosen = ["--target", '"price, EUR"', "--drop", 'a,"b, kg"', "--out", str(tmp_path / "run")]
-    assert main(["train", *flags, *chosen]) == 0
-    assert list(json.loads(capsys.readouterr().out)["threat_model"]["raw"]) == ["c"]
-    assert main(["train", *flags, "--target", "price, EUR", "--out", str(tmp_path / "b")]) == 2
-    assert "with a comma in it stands in double quotes" in capsys.readouterr().err
+    config = {"data": str(csv_file), "target": "price", "drop": ["label"], "epochs": 1}
+    with create_run(make_config(config), tmp_path / "run") as run:
+        train(run, progress=False)
+    new = tmp_path / "new.csv"
+    new.write_text("size,colour,weight\n9,red,2\n9,violet,2\n9,,2\n9,violet,\n")
+    said = r"column 'colour' .* in 3 of 4 rows \('violet', an empty cell\)"
+    with pytest.warns(UserWarning, match=said) as caught:
+        assert main(["predict", str(run.path), str(new)]) == 0
+    assert len(caught) == 1
+    assert len(capsys.readouterr().out.splitlines()) == 5
+    new.write_text("size,colour,weight\n9,red,2\n")
+    assert main(["predict", str(run.path), str(new)]) == 0
+    assert not capsys.readouterr().err
