@@ -299,7 +299,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         seeds=1,
         measure="certified",
         views=("certified",),
-        note="Every twentieth test image, as the published certificates have it.",
+        note="Every twentieth test image; the published averages are over all of them.",
     ),
     "iwae": Experiment(
         "Surrogate against importance-weighted bound, MIX on MNIST, L2, eps 2 (SM-3): smaller, "
