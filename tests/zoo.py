@@ -827,13 +827,13 @@ def twin_as_sibling() -> Verdict:
 
 def control_ball_too_wide() -> Verdict:
     """In the ball that the control falls in everything does."""
-    support = Support(undefended=point(seed=1), control_ball=L2(4.0, box=(0, 1)))
+    support = Support(undefended=point(), control_ball=L2(4.0, box=(0, 1)))
     return looked_at(point(), "E20", support=support)
 
 
 def control_ball_of_another_norm() -> Verdict:
     """The control falls in another norm than the one that counts."""
-    support = Support(undefended=point(seed=1), control_ball=Linf(0.5, box=(0, 1)))
+    support = Support(undefended=point(), control_ball=Linf(0.5, box=(0, 1)))
     return looked_at(point(), "E20", support=support)
 
 
@@ -924,7 +924,7 @@ def thetas_of_nothing() -> Verdict:
 
 def brittle_control() -> Verdict:
     """The control is right at the test points and wrong wherever else it is asked."""
-    plain, known = point(seed=1), digits()[2]
+    plain, known = point(), digits()[2]
 
     def predict(x: Tensor) -> Distribution:
         at_one = (torch.cdist(x, known).amin(1, keepdim=True) < 1e-4).float()

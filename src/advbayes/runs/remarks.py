@@ -14,7 +14,7 @@ from advbayes.runs.building import Prepared, network_kind
 from advbayes.runs.config import RunConfig
 
 REPEATED = 0.05  # of the test rows: a larger share with the features of a training row
-# training rows of a class that is remarked on (and features), of a table that is no sketch
+# rows of a class that is remarked on (features, repeated rows), of a table that is no sketch
 FEW, ENOUGH = 5, 50
 _AMOUNT = re.compile(r"[$€£¥]?\s*[-+]?\d[\d.,' ]*\s*[%$€£¥]?")
 
@@ -42,7 +42,7 @@ def _of_rows(dataset: Dataset) -> Iterator[str]:
     x_train, x_test = (part.flatten(1).numpy() for part in (dataset.x_train, dataset.x_test))
     known = {row.tobytes() for row in x_train}
     again = sum(row.tobytes() in known for row in x_test)
-    several = len(x_train) >= ENOUGH and x_train.shape[1] >= FEW
+    several = len(x_train) >= ENOUGH and min(x_train.shape[1], again) >= FEW
     if several and 2 * len(known) > len(x_train) and again > REPEATED * len(x_test):
         yield (
             f"{again} of {len(x_test)} test rows have the features of a training row, and a model "
