@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from advbayes.model import BayesianModel, Vjp, vjp_of
 
 # rows x thetas x input size worked on at once: activations then stay near the cache
-_NUMBERS = 1 << 20
+_NUMBERS = 1 << 19
 _ROWS = 16  # of a batch; fewer are not worth a call
 # of a batch of images, up to which a grouped convolution is faster than one for each theta
 _PIXELS = 3 << 10
@@ -71,7 +71,7 @@ def in_parts(
 ) -> list[_R]:
     """The work on parts of a batch, on torch's threads: layers gain less from their own."""
     recycle_blocks()
-    numbers = _NUMBERS if _is_convolutional(model) else 4 * _NUMBERS
+    numbers = _NUMBERS if _is_convolutional(model) else 8 * _NUMBERS
     most = max(_ROWS, numbers // (max(1, math.prod(x.shape[1:])) * len(thetas)))
     # as equal parts as few as may be
     rows = math.ceil(len(x) / math.ceil(len(x) / most)) if len(x) else 1
