@@ -4,6 +4,7 @@ that they promise."""
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from advbayes import (
     pgd,
     squared_error,
 )
-from advbayes.checks import InputError, InputTypeError
+from advbayes.checks import AdvBayesError, InputError, InputTypeError
 from advbayes.predictive import (
     Choices,
     ConformalIntervals,
@@ -352,14 +353,32 @@ def test_abstaining_is_an_action_whatever_it_costs(abstain: float | None) -> Non
 
 
 def test_bad_utilities_are_named() -> None:
-    with pytest.raises(ValueError, match="utility must be a matrix"):
-        decide(classes, torch.zeros(1, 4), torch.ones(3))
-    with pytest.raises(ValueError, match="with actions"):
-        decide(line, torch.zeros(1, 4), lambda a, y: a - y)
-    with pytest.raises(TypeError, match="predict must give 2 classes"):
-        decide(classes, torch.zeros(1, 4), torch.eye(2))
+    x, squared = torch.zeros(2, 4), lambda action, y: -((action - y) ** 2)
+    for predict, utility, actions, said in (
+        (classes, torch.ones(3), None, r"utility must be a tensor \(classes.*got a .*\(3,\)"),
+        (classes, torch.eye(3).numpy(), None, r"utility must be a tensor \(classes.*got array"),
+        (classes, torch.eye(2), None, "predict must give 2 classes"),
+        (classes, torch.eye(3), torch.ones(3), r"actions must be left out.*got a .*\(3,\)"),
+        (classes, squared, torch.ones(3), r"utility must be a tensor.* of classes, got <function"),
+        (line, squared, None, r"actions must be a tensor \(A,\).*got None"),
+        (line, squared, [0.0, 1.0], r"actions must be a tensor \(A,\).*got \[0.0, 1.0\]"),
+        (line, squared, torch.eye(2), r"actions must be a tensor \(A,\).*got a .*\(2, 2\)"),
+    ):
+        with pytest.raises(AdvBayesError, match=said):
+            decide(predict, x, utility, actions=actions)  # type: ignore[arg-type]
+    for y in (torch.tensor([0, -1]), torch.tensor([3, 0])):  # -1 is no last class
+        with pytest.raises(InputError, match="y must hold labels from 0 to 2"):
+            utility_under(classes, (x, y), Choices(torch.eye(3)))
 
 
+def test_what_cannot_be_asked_cannot_be_decided_on() -> None:
+    x, ask = torch.zeros(2, 4), Choices(torch.eye(3))
+    for decided in (decide, partial(worst_case_utility, ball=L2(1.0))):
+        with pytest.raises(InputTypeError, match="of an estimator: its `predictor_`"):
+            decided(object(), x, ask)  # type: ignore[arg-type]
+
+
+@pytest.mark.unshifted("the page prints what one split gave")
 def test_the_page_runs_as_printed() -> None:
     page = Path(__file__).parent.parent / "docs" / "decisions.md"
     scope: dict[str, object] = {}
@@ -398,9 +417,9 @@ def test_labels_of_sets_may_be_a_column_of_any_whole_numbers_and_nothing_else() 
     for labels in (y.unsqueeze(1), y.to(torch.int32), y.to(torch.uint8)):
         assert conformal_sets(classes, (x, labels)).threshold == wanted.threshold
         assert torch.equal(wanted.covers(x, labels), wanted.covers(x, y))
-    with pytest.raises(InputTypeError, match="y must hold integer class labels"):
+    with pytest.raises(InputTypeError, match="y must be a tensor of integer class labels"):
         conformal_sets(classes, (x, y.float()))
     with pytest.raises(InputError, match=r"labels from 0 to \d, got 0 to 9"):
         conformal_sets(classes, (x, y.clamp(0, 0).index_fill(0, torch.tensor([3]), 9)))
-    with pytest.raises(InputError, match="y must have the prediction's shape"):
+    with pytest.raises(InputError, match="y must have one label per prediction"):
         conformal_sets(classes, (x, y.unsqueeze(1).expand(-1, 2)))

@@ -75,13 +75,23 @@ def labels(
     >>> labels(torch.distributions.Categorical(logits=torch.zeros(2, 3)), torch.tensor([[0], [2]]))
     tensor([0, 2])
     """
-    num, num_classes = class_probs(prediction).shape
+    return class_labels(y, *class_probs(prediction).shape)
+
+
+def class_labels(y: Tensor, num: int, num_classes: int) -> Tensor:  # (num,) or (num, 1) -> (num,)
+    """Class labels of `num` examples, or what is wrong with them.
+
+    >>> class_labels(torch.tensor([0, 3]), 2, 3)
+    Traceback (most recent call last):
+    ...
+    advbayes.checks.InputError: y must hold labels from 0 to 2, got 0 to 3
+    """
     if not is_integral(y):
         raise InputTypeError("y must be a tensor of integer class labels", got=y)
     if tuple(y.shape) not in ((num,), (num, 1)):
         raise InputError(f"y must have one label per prediction, shape ({num},)", got=y)
     y = y.reshape(num).long()
-    if int(y.min()) < 0 or int(y.max()) >= num_classes:
+    if num and (int(y.min()) < 0 or int(y.max()) >= num_classes):
         raise InputError(
             f"y must hold labels from 0 to {num_classes - 1}, got {int(y.min())} to {int(y.max())}"
         )

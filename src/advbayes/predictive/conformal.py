@@ -18,8 +18,10 @@ from torch.distributions import Categorical, Distribution
 
 from advbayes import checks
 from advbayes.likelihoods import predicts_classes, targets_like
+from advbayes.metrics.scores import class_labels
 from advbayes.types import Attack, Predictor
 
+PREDICTOR = "a Predictor (of an estimator: its `predictor_`)"
 # last digits by which an answer is wider than its quantile: a score that ties with the quantile is
 # inside, whatever the rounding of a product, or of a prediction in another batch
 _DIGITS = 8
@@ -133,14 +135,7 @@ def conformal_sets(
 
 def _of_class(values: Tensor, y: Tensor) -> Tensor:  # (B, C), (B,) or (B, 1) -> (B,)
     """The value at each example's class."""
-    if y.is_floating_point():
-        raise checks.InputTypeError("y must hold integer class labels", got=y)
-    labels = targets_like(values[:, 0], y).long()
-    if bool(((labels < 0) | (labels >= values.shape[1])).any()):
-        raise checks.InputError(
-            f"y must hold labels from 0 to {values.shape[1] - 1}, got {int(labels.min())} to "
-            f"{int(labels.max())}"
-        )
+    labels = class_labels(y, *values.shape)
     return values.gather(1, labels.unsqueeze(1)).squeeze(1)
 
 
@@ -159,7 +154,7 @@ def _calibration(
     attack: Attack | None,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor]:
-    checks.function("predict", predict, "a Predictor (of an estimator: its `predictor_`)")
+    checks.function("predict", predict, PREDICTOR)
     x, y = data
     if not len(x) or len(x) != len(y):
         raise checks.InputError(

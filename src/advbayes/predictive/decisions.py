@@ -16,12 +16,15 @@ from advbayes.attacks.balls import Ball
 from advbayes.attacks.losses import never
 from advbayes.likelihoods import predicts_classes
 from advbayes.metrics import Estimate, mean
+from advbayes.metrics.scores import class_labels
+from advbayes.predictive.conformal import PREDICTOR
 from advbayes.predictive.smoothing import components
 from advbayes.seeds import GlobalStream, generator_for
 from advbayes.types import Attack, Predictor
 
 _LEAST = 16  # values that stand for one component
 _STARTS = 16  # of the search for the worst case in regression
+_WANTED = "a tensor (classes, actions), or a function (action, y) with actions"
 Utility = Callable[[Tensor, Tensor], Tensor]  # (action, y), broadcast against each other
 
 
@@ -45,22 +48,18 @@ class Choices:
 
     def __post_init__(self) -> None:
         if isinstance(self.utility, Tensor):
-            if self.utility.ndim != 2 or self.actions is not None:
-                raise checks.InputError(
-                    "utility must be a matrix (classes, actions), without actions, or a function "
-                    "with them"
-                )
+            if self.utility.ndim != 2:
+                raise checks.InputError(f"utility must be {_WANTED}", got=self.utility)
+            if self.actions is not None:
+                wanted = "actions must be left out with a matrix, whose columns they are"
+                raise checks.InputError(wanted, got=self.actions)
             checks.finite("utility", self.utility)
-        elif (
-            not callable(self.utility)
-            or self.actions is None
-            or self.actions.ndim != 1
-            or not len(self.actions)
-        ):
-            raise checks.InputError(
-                "utility must be a matrix (classes, actions), or a function (action, y) with "
-                "actions (A,)"
-            )
+        else:
+            checks.function("utility", self.utility, _WANTED)
+            actions = self.actions
+            if not isinstance(actions, Tensor) or actions.ndim != 1 or not len(actions):
+                wanted = "actions must be a tensor (A,), what a function (action, y) is asked about"
+                raise checks.InputError(wanted, got=actions)
         if self.abstain is not None:
             checks.number("abstain", self.abstain)
         checks.count("num", self.num)
@@ -86,6 +85,9 @@ class Choices:
                     f"{prediction}"
                 )
             worth = prediction.probs @ self.utility.to(prediction.probs)
+        elif predicts_classes(prediction):
+            wanted = "utility must be a tensor (classes, actions) for a prediction of classes"
+            raise checks.InputTypeError(wanted, got=self.utility)
         else:
             y, weights = outcomes(prediction, self.num)
             each = self.utility(self._grid.to(y), y.unsqueeze(-1))  # (K, B, A)
@@ -95,7 +97,7 @@ class Choices:
     def realised(self, y: Tensor) -> Tensor:  # (B, A)
         """utility(a, y): what each action turns out to be worth."""
         if isinstance(self.utility, Tensor):
-            return self._with_abstention(self.utility[y])
+            return self._with_abstention(self.utility[class_labels(y, len(y), len(self.utility))])
         y = _floating(_one_output(y))
         return self._with_abstention(self.utility(self._grid.to(y), y.unsqueeze(1)))
 
@@ -225,6 +227,7 @@ def decide(
         choices = utility
     else:
         choices = Choices(utility, actions, abstain)
+    checks.function("predict", predict, PREDICTOR)
     if worst_case is None:
         return choices.expected(predict(x)).argmax(1)
     least = worst_case_utility(predict, x, choices, worst_case, steps=steps, generator=generator)
@@ -243,6 +246,7 @@ def worst_case_utility(
     """The least expected utility of each action over the ball around x, by projected ascent; in
     regression also from several points, for one ascent often ends in a local optimum there. Every
     point reached counts for every action."""
+    checks.function("predict", predict, PREDICTOR)
     nobody = torch.zeros(len(x), dtype=torch.long, device=x.device)  # these losses do not look at y
     if generator is None:
         generator = generator_for(0, "worst case", device=x.device)
