@@ -53,6 +53,7 @@ from advbayes import (
 )
 from advbayes.attacks import margin, squared_error
 from advbayes.likelihoods import gaussian_log_density, mix
+from advbayes.metrics import rmse_floor
 from advbayes.metrics.intervals import resamples
 from advbayes.networks import FullyConnectedGenerator
 from advbayes.objectives import divergence
@@ -814,6 +815,11 @@ call(
     {"num_samples": 20},
     look=of_purifier,
     name="SimulatedPurifier, points drawn",
+)
+call(
+    rmse_floor,
+    {"x": X, "y": Y.double(), "ball": L2(0.4)},
+    {"ball": L2(0.2), "clean_rmse": 0.3, "steps": 10},
 )
 MANY = torch.rand(2600, 2, generator=seeded(3), dtype=D)
 call(

@@ -38,6 +38,7 @@ from advbayes.datasets import load_dataset, split_rows
 from advbayes.evaluation import evaluate
 from advbayes.experiments.catalogue import Experiment, Row
 from advbayes.experiments.defenses import DEFENSES, Defense, least_squares
+from advbayes.metrics import rmse_floor
 from advbayes.model import BayesianModel
 from advbayes.objectives import ChannelELBO
 from advbayes.posteriors import Posterior
@@ -353,6 +354,27 @@ def _certified(unit: Unit) -> Measured:
     return records, {**info, "sigma": config.sigma, "draws": draws, "alpha": 0.001}
 
 
+CLEAN = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the spread of y
+
+
+def _floored(unit: Unit) -> Measured:
+    """What no predictor is below on rows drawn from the whole table, in standard deviations of y,
+    for every clean RMSE that it may have; none: any."""
+    data = unit.data
+    x, y = torch.cat([data.x_train, data.x_test]), torch.cat([data.y_train, data.y_test])
+    generator = generator_for(unit.seed, "experiments/floor")
+    index = torch.randperm(len(x), generator=generator)[: unit.experiment.num_test]
+    x, y = x[index], y[index]
+    y = (y - y.mean()) / y.std(correction=0)
+    records: list[Record] = []
+    for eps in unit.experiment.radii:
+        ball = data.ball(unit.config.norm, eps)
+        for clean in (None, *CLEAN):
+            floor = rmse_floor(x, y, ball, clean_rmse=clean)
+            records.append({"radius": eps, "clean": clean, "floor": floor})
+    return records, {"num_rows": len(x)}
+
+
 def _timed(unit: Unit) -> Measured:
     """100 training steps (first ten dropped) without and with MIX; 100 answers."""
     data = unit.data
@@ -468,6 +490,7 @@ MEASURES: dict[str, Callable[[Unit], Measured]] = {
     "attacked": _attacked,
     "selective": _selective,
     "certified": _certified,
+    "floored": _floored,
     "timed": _timed,
     "pictured": _pictured,
     "audited": _audited,

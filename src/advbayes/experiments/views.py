@@ -268,6 +268,35 @@ def front(experiment: Experiment, scores: Scores, folder: Path) -> View:
     yield "![front](front.svg)"
 
 
+def limits(experiment: Experiment, scores: Scores, folder: Path) -> View:
+    """The least attacked RMSE that is possible, for each clean RMSE that is allowed."""
+    head = ["clean RMSE at most", *(f"eps {eps:g}" for eps in experiment.radii)]
+    with saved_figure(folder / "limits", (3 * len(scores.rows), 3.2)) as figure:
+        grid = figure.subplots(1, len(scores.rows), sharey=True, squeeze=False)[0]
+        for axes, row in zip(grid, scores.rows, strict=True):
+            floors = {(each["clean"], each["radius"]): each["floor"] for each in scores.of(row)}
+            allowed = list(dict.fromkeys(clean for clean, _ in floors))
+            rows = {
+                "any" if clean is None else f"{clean:g}": [
+                    f"{floors[clean, eps]:.3f}" for eps in experiment.radii
+                ]
+                for clean in allowed
+            }
+            num = scores.about(row)["num_rows"]
+            yield _section(
+                f"{row.capitalize()} ({num} rows), in standard deviations of y", head, rows
+            )
+            for eps in experiment.radii:
+                curve = [(clean, floors[clean, eps]) for clean in allowed if clean is not None]
+                axes.plot(*zip(*curve, strict=True), label=f"eps {eps:g}")
+            axes.axhline(1, color="grey", linestyle=":", label="a constant")
+            axes.set_title(row.capitalize())
+            axes.set_xlabel("clean RMSE")
+        grid[0].set_ylabel("attacked RMSE, at least")
+        grid[-1].legend(fontsize=7)
+    yield "![limits](limits.svg)"
+
+
 def curves(experiment: Experiment, scores: Scores, folder: Path) -> View:
     """Each metric over eps, one figure an attack; bands are one standard deviation over seeds."""
     selective = experiment.measure == "selective"
@@ -411,7 +440,7 @@ def saved_figure(path: Path, size: tuple[float, float]) -> Iterator[Any]:
             store.write_bytes(path.with_suffix(f".{kind}"), buffer.getvalue())
 
 
-_VIEWS = (attack_table, pairs, readings, front, curves, multi_step, effects, certified, times)
+_VIEWS = (attack_table, pairs, readings, front, limits, curves, multi_step, effects, certified)
 VIEWS: dict[str, Callable[[Experiment, Scores, Path], View]] = {
-    view.__name__: view for view in (*_VIEWS, pictures, verdicts)
+    view.__name__: view for view in (*_VIEWS, times, pictures, verdicts)
 }

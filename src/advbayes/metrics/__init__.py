@@ -4,6 +4,7 @@ its interval."""
 from __future__ import annotations
 
 from advbayes.metrics.comparison import holm, mcnemar, paired_difference, paired_t
+from advbayes.metrics.floor import rmse_floor
 from advbayes.metrics.intervals import Estimate, bootstrap, clopper_pearson, incomplete_beta, wilson
 from advbayes.metrics.marginals import Interval, crps, interval, quantile
 from advbayes.metrics.ranking import (
@@ -75,6 +76,7 @@ __all__ = [
     "reliability",
     "risk_coverage",
     "rmse",
+    "rmse_floor",
     "selective_accuracy",
     "squared_error",
     "uniform",
