@@ -1,6 +1,7 @@
 """One switch for other seeds: with ADVBAYES_TEST_SEED=7 every generator that a test or the package
-seeds is seeded with 7 more. A test that then fails had passed by luck, unless it compares with
-recorded numbers.
+seeds is seeded with 7 more. A test that then fails had passed by luck: those that cannot be run so
+(they compare with recorded numbers, or with another process, where nothing is shifted) are marked
+`unshifted`, with the reason, and are skipped, as doctests are, whose numbers are printed.
 
 Tests that fork many times come first: a fork takes 65 ms then, and three times as long when all
 others have left something in memory. Temporary files are kept in memory where there is room: a
@@ -40,6 +41,11 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("forks") is None)
+    for item in items if SHIFT else ():
+        if isinstance(item, pytest.DoctestItem):
+            item.add_marker(pytest.mark.skip(reason="seeds are shifted: its numbers are printed"))
+        elif mark := item.get_closest_marker("unshifted"):
+            item.add_marker(pytest.mark.skip(reason=f"seeds are shifted: {mark.args[0]}"))
 
 
 def pytest_collection_finish() -> None:
@@ -50,15 +56,26 @@ def pytest_collection_finish() -> None:
 def shift(by: int, put: Callable[[object, str, object], None] = setattr) -> None:
     """Seed every generator that is made from now on with that much more."""
     plain, set_global, make_numpy = torch.Generator, torch.manual_seed, np.random.default_rng
+    default = torch.default_generator
 
     class Shifted(plain):  # type: ignore[misc, valid-type]
         def manual_seed(self, seed: int) -> torch.Generator:
             return super().manual_seed(seed + by)  # type: ignore[no-any-return]
 
+    class Default:  # torch's own generator: whoever hands it on has to take it from elsewhere
+        def __getattr__(self, name: str) -> Any:
+            return getattr(default, name)
+
+        def manual_seed(self, seed: int) -> torch.Generator:
+            return default.manual_seed(seed + by)
+
     def default_rng(seed: Any = None) -> np.random.Generator:
         return make_numpy(seed + by if isinstance(seed, int) else seed)
 
+    for name in ("__module__", "__qualname__"):  # of both the same is said
+        setattr(Shifted, name, getattr(plain, name))
     put(torch, "Generator", Shifted)
+    put(torch, "default_generator", Default())
     put(torch, "manual_seed", lambda seed: set_global(int(seed) + by))
     put(np.random, "default_rng", default_rng)
 

@@ -37,6 +37,9 @@ def line(x: Tensor) -> Classes:
 X = torch.stack([torch.linspace(-1.5, 1.5, 40), torch.zeros(40)], 1)
 Y = (X[:, 0] < 0).long()
 SMOOTHED = Smoothed(line, 0.5, num=32)
+# The predictor itself errs where the noise of its draws, the same everywhere, is not even: its edge
+# is off the line by 1.25 * 0.5 / sqrt(num), with 32 draws by 0.11, with 4096 by 0.01.
+MANY = replace(SMOOTHED, num=4096)
 HELD = certify(SMOOTHED, X, n=2000, generator=torch.Generator().manual_seed(0))
 
 
@@ -132,11 +135,12 @@ def test_no_level_a_where_any_radius_is_too_large(monkeypatch: pytest.MonkeyPatc
 
 def test_examples_are_attacked_at_their_own_radius() -> None:
     """On a line the exact radius is the distance: a tenth beyond it every example falls, a tenth
-    within it none does."""
-    exact = torch.where(X[:, 0].abs() > 0.4, X[:, 0].abs(), 0.0).double()
+    within it none does. A tenth is 0.065 or more, six standard deviations of where the predictor's
+    edge is."""
+    exact = torch.where(X[:, 0].abs() > 0.6, X[:, 0].abs(), 0.0).double()
     for factor, wanted in ((0.9, 0), (1.1, int((exact > 0).sum()))):
         held = replace(HELD, radii=factor * exact, classes=Y, n=20_000)
-        assert broken_at_their_radius(case(held), SMOOTHED, held) == wanted
+        assert broken_at_their_radius(case(held, MANY), MANY, held) == wanted
 
 
 def test_errors_of_the_predictors_few_draws_do_not_contradict_a_certificate() -> None:
@@ -183,13 +187,15 @@ def test_radii_alone_are_reported_and_never_level_a() -> None:
 
 @pytest.mark.parametrize("above", [False, True])
 def test_a_claimed_number_must_be_the_proven_one(above: bool) -> None:
+    """The next example to the line that can be proven at 0.5 is 0.077 away from falling, more than
+    seven standard deviations of where the predictor's edge is."""
     proven = (HELD.classes == Y) & (HELD.radii >= 0.5)
-    x_adv = pgd(L2(0.5), 5)(SMOOTHED, X, Y)
+    x_adv = pgd(L2(0.5), 5)(MANY, X, Y, generator=torch.Generator().manual_seed(1))
     worst = proven.clone()
     if above:
         worst[int((~proven).nonzero()[0])] = True
     claim = Claim({"a": x_adv}, correct={"a": torch.ones(40)}, worst=worst)
-    found = audited(HELD, claim=claim)
+    found = audited(HELD, MANY, claim=claim)
     said = str(found.summary["certificate"])
     assert ("is claimed" in said or "E17 failed" in said) if above else found.level == "A", said
 

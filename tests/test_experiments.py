@@ -134,6 +134,7 @@ def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(
     assert (stopped / "records.jsonl.gz").read_bytes() == (whole / "records.jsonl.gz").read_bytes()
 
 
+@pytest.mark.unshifted("the workers know nothing of it")
 def test_side_by_side_gives_the_same_records(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).normal(size=(80, 3))
     file = tmp_path / "t.csv"  # for which the workers need not load scikit-learn

@@ -269,6 +269,7 @@ def test_a_regressor_that_abstains_scores_what_it_answers() -> None:
         assert np.isfinite(robust.score(ROWS, y)) == is_known
 
 
+@pytest.mark.unshifted("the other processes know nothing of it")
 def test_processes_train_score_and_give_back_what_one_process_does() -> None:
     y = (ROWS[:, 0] > 0).astype(int)
     robust = RobustClassifier("os", eps=0.3, epochs=10, random_state=0)
