@@ -129,6 +129,31 @@ def test_what_cannot_be_touched_keeps_rows_apart() -> None:
     assert rmse_floor(x, y, L2(0.08, scale=torch.tensor([1.0, 10.0]))) > 0.9
 
 
+def test_the_ball_is_that_of_the_dtype_of_x() -> None:
+    y = torch.tensor([0.0, 1.0])
+    # the nearest float32 to 0.7 is below it: inside the box all the same
+    edge = torch.tensor([[0.7], [0.75]])
+    assert rmse_floor(edge, y, L2(0.1, box=(0.7, 0.9))) == pytest.approx(0.5, abs=1e-3)
+    # the nearest float32 to 0.3 is above it: no sign of a missing feature all the same
+    known = torch.tensor([[0.0, 0.3], [0.1, 0.3]])
+    ball = L2(1.0, indicators=((0, 1, 0.3),))
+    assert rmse_floor(known, y, ball) == pytest.approx(0.5, abs=1e-3)
+    # adjacent numbers: nothing lies between them that a predictor could be asked about
+    adjacent = torch.tensor([[1e6], [1e6 + 0.0625]])
+    assert rmse_floor(adjacent, y, L2(0.04)) == 0.0
+    assert rmse_floor(adjacent.double(), y, L2(0.04)) == pytest.approx(0.5, abs=1e-3)
+
+
+@pytest.mark.parametrize("unit", [1e-25, 1e-6, 1e6, 1e25])
+@pytest.mark.parametrize("clean", [None, 0.4])
+def test_it_goes_with_the_unit_of_y(unit: float, clean: float | None) -> None:
+    x, y = rows(20, 2)
+    usual = rmse_floor(x, y, L2(0.5), clean_rmse=clean)
+    scaled = rmse_floor(x, unit * y, L2(0.5), clean_rmse=clean and unit * clean)
+    assert usual > 0.1
+    assert scaled == pytest.approx(unit * usual, rel=1e-4)
+
+
 def test_bad_input_is_named() -> None:
     x, y = rows(4, 2)
     for call, message in (

@@ -36,7 +36,9 @@ def rmse_floor(
 
     The answer is a value of the dual program after so many steps of ascent: each such value is a
     lower bound, so that fewer steps make it lower, not wrong. More rows make it higher. It takes
-    memory for about ten matrices of N x N numbers: draw a few thousand rows at most.
+    memory for up to thirty matrices of N x N numbers, where all rows are in reach of each other:
+    draw a few thousand rows at most. Of a predictor that draws its answers it bounds the root of
+    the expected squared error.
 
     >>> from advbayes.attacks.balls import L2
     >>> x, y = torch.tensor([[0.0], [1.0], [9.0]]), torch.tensor([0.0, 3.0, 7.0])
@@ -46,17 +48,18 @@ def rmse_floor(
     0.0
     """
     x, y, budget = _checked(x, y, clean_rmse)
-    gap = (y[:, None] - y).abs().float()
-    apart = _distances(x, ball)
-    shared = torch.triu(torch.maximum(apart, apart.T) <= 2 * ball.eps, 1).float()
-    onto = (apart <= ball.eps).fill_diagonal_(False).float() * (budget < math.inf)  # i onto j
-    return math.sqrt(
-        _largest_dual(gap, shared, onto, budget, checks.count("steps", steps)) / len(y)
-    )
+    steps = checks.count("steps", steps)
+    shared, onto = _in_reach(x, ball)
+    onto &= budget < math.inf
+    gap = (y[:, None] - y).abs()
+    unit = float(gap.max()) or 1.0
+    best = _largest_dual((gap / unit).float(), shared, onto, budget / unit, steps)
+    return unit * math.sqrt(best / len(y))
 
 
 def _checked(x: Tensor, y: Tensor, clean_rmse: float | None) -> tuple[Tensor, Tensor, float]:
-    x, y = (checks.finite(name, each).detach().double() for name, each in (("x", x), ("y", y)))
+    x, y = (checks.finite(name, each).detach() for name, each in (("x", x), ("y", y)))
+    x, y = x if x.is_floating_point() else x.double(), y.double()
     if y.shape not in ((len(x),), (len(x), 1)) or len(x) == 0:
         raise checks.InputError(
             f"x and y must hold the same N >= 1 rows, y in shape (N,), got {tuple(x.shape)} and "
@@ -67,17 +70,23 @@ def _checked(x: Tensor, y: Tensor, clean_rmse: float | None) -> tuple[Tensor, Te
     return x, y.view(-1), checks.number("clean_rmse", clean_rmse, low=0, open_low=True)
 
 
-def _distances(x: Tensor, ball: Ball) -> Tensor:  # (N, N)
-    """From row i to row j in units of the norm, infinite where i would have to change what it
-    cannot."""
+def _in_reach(x: Tensor, ball: Ball) -> tuple[Tensor, Tensor]:  # (N, N) bool each
+    """Which rows i < j have a point half-way in reach of both, rounded as x is: adjacent numbers
+    have none between them. Which rows i can be moved onto which j."""
     ball.check(x)
-    reach = ball.reach(x)
+    reach, wide = ball.reach(x), x.double()
     free = torch.ones_like(x, dtype=torch.bool) if reach is None else reach.expand_as(x)
-    rows = []
-    for point, movable in zip(x, free, strict=True):
-        stuck = ((x != point) & ~movable).flatten(1).any(1)
-        rows.append(ball.norm(x - point).masked_fill(stuck, math.inf))
-    return torch.stack(rows)
+    shared, onto = x.new_zeros(2, len(x), len(x), dtype=torch.bool)
+    for row, movable in enumerate(free):
+        moved, apart = x != x[row], ball.norm(wide - wide[row])
+        kept = ~(moved & ~movable).flatten(1).any(1)
+        onto[row] = kept & (apart <= ball.eps)
+        kept &= ~(moved & ~free).flatten(1).any(1) & (apart <= 2.001 * ball.eps)
+        others = row + 1 + kept[row + 1 :].nonzero()[:, 0]
+        half = ((wide[others] + wide[row]) / 2).to(x.dtype).double()
+        near = torch.maximum(ball.norm(half - wide[others]), ball.norm(half - wide[row]))
+        shared[row, others] = near <= ball.eps
+    return shared, onto.fill_diagonal_(False)
 
 
 def _largest_dual(
@@ -87,23 +96,28 @@ def _largest_dual(
     moved onto others; sum(a gap) + sum(b gap) - sum(t^2) - sqrt(N) clean_rmse norm(s), with
     t = (sums of a and b over all that holds t) / 2 and s the sums of b over all that holds e."""
     root = math.sqrt(len(gap)) * budget if budget < math.inf else 0.0
+    (i, j), (k, l) = shared.nonzero().T, onto.nonzero().T
+    gap_a, gap_b = gap[i, j], gap[k, l]
+
+    def summed(at: Tensor, values: Tensor) -> Tensor:  # (N,)
+        return values.new_zeros(len(gap)).index_add_(0, at, values)
 
     def worst(a: Tensor, b: Tensor) -> Tensor:
-        return (a.sum(0) + a.sum(1) + b.sum(1)) / 2
+        return (summed(i, a) + summed(j, a) + summed(k, b)) / 2
 
     def dual(a: Tensor, b: Tensor) -> float:
-        gained = (a * gap).sum() + (b * gap).sum() - worst(a, b).square().sum()
-        return float(gained - root * b.sum(0).norm())
+        gained = (a * gap_a).sum() + (b * gap_b).sum() - worst(a, b).square().sum()
+        return float(gained - root * summed(l, b).norm())
 
-    degree, degree_clean = 2 * worst(shared, onto), onto.sum(0)
-    rate = 2 / (degree[:, None] + degree).clamp_min(1)
-    a, b, price = torch.zeros_like(gap), torch.zeros_like(gap), 1.0
+    a, b, price = torch.zeros_like(gap_a), torch.zeros_like(gap_b), 1.0
+    degree, degree_clean = 2 * worst(a + 1, b + 1), summed(l, b + 1)
+    rate = 2 / (degree[i] + degree[j])
     a_ahead, b_ahead, best, pace = a, b, 0.0, 1.0
     for _ in range(steps):
-        t, e = worst(a_ahead, b_ahead), b_ahead.sum(0) / (2 * price)
-        rate_clean = 2 / (degree[:, None] + degree_clean / price).clamp_min(1e-9)
-        a_next = (a_ahead + rate * (gap - t[:, None] - t)).clamp_min(0) * shared
-        b_next = (b_ahead + rate_clean * (gap - t[:, None] - e)).clamp_min(0) * onto
+        t, e = worst(a_ahead, b_ahead), summed(l, b_ahead) / (2 * price)
+        rate_clean = 2 / (degree[k] + (degree_clean / price)[l])
+        a_next = (a_ahead + rate * (gap_a - t[i] - t[j])).clamp_min(0)
+        b_next = (b_ahead + rate_clean * (gap_b - t[k] - e[l])).clamp_min(0)
         value = dual(a_next, b_next)
         pace, before = (1 + math.sqrt(1 + 4 * pace**2)) / 2, pace
         drive = (before - 1) / pace
@@ -113,6 +127,6 @@ def _largest_dual(
         a_ahead, b_ahead = a_next + drive * (a_next - a), b_next + drive * (b_next - b)
         a, b = a_next, b_next
         if root:
-            target = float(b.sum(0).norm()) / (2 * root)
+            target = float(summed(l, b).norm()) / (2 * root)
             price += _SHARE * (max(target, 1e-3) - price)
     return max(dual(a.double(), b.double()), 0.0)
