@@ -426,6 +426,19 @@ call(viewed, {"view": "times", "rows": ("wine",), "more": lambda: time_of}, name
 call(
     viewed,
     {
+        "view": "limits",
+        "rows": ("wine", "energy"),
+        "seeds": 1,
+        "radii": (0.5, 1.0),
+        "about": {"num_rows": 7},
+        "more": lambda: floor_of,
+    },
+    {"radii": (1.0,)},
+    name="limits",
+)
+call(
+    viewed,
+    {
         "view": "verdicts",
         "rows": ("A", "B"),
         "seeds": 1,
@@ -543,6 +556,13 @@ def time_of(draw: Any, row: str) -> dict[str, Any]:
     kinds = ("standard training", "robust training", "standard inference", "robust inference")
     time_of.turn = (getattr(time_of, "turn", -1) + 1) % 4  # type: ignore[attr-defined]
     return {"what": kinds[time_of.turn], "ms": float(draw.random())}  # type: ignore[attr-defined]
+
+
+def floor_of(draw: Any, row: str) -> dict[str, Any]:
+    floor_of.turn = (getattr(floor_of, "turn", -1) + 1) % 6  # type: ignore[attr-defined]
+    turn: int = floor_of.turn  # type: ignore[attr-defined]
+    clean = (None, 0.2, 0.4)[turn % 3]
+    return {"clean": clean, "radius": (0.5, 1.0)[turn // 3], "floor": float(draw.random())}
 
 
 def check_of(draw: Any, row: str) -> dict[str, Any]:

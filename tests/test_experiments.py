@@ -23,7 +23,7 @@ from advbayes.experiments.defenses import DEFENSES, Defense
 from advbayes.experiments.reported import REPORTED
 from advbayes.experiments.running import run
 from advbayes.experiments.scores import Cell, Scores
-from advbayes.experiments.units import Unit, attacks_on, predictor, prepared, run_unit
+from advbayes.experiments.units import CLEAN, Unit, attacks_on, predictor, prepared, run_unit
 from advbayes.experiments.views import pairs, write_views
 from advbayes.metrics import paired_t
 from advbayes.purification.attacks import Annealed, NearestCentre
@@ -301,3 +301,44 @@ def test_certified_records_are_certificates() -> None:
     assert all(0 <= each["radius"] <= longest + 1e-6 for each in records)
     assert np.mean([each["correct"] for each in records]) > 0.7
     assert max(each["radius"] for each in records) > 0.5 * longest
+
+
+def test_floors_are_those_of_rows_of_the_whole_table() -> None:
+    """The constant keeps within them; the less clean error is allowed, the higher they are."""
+    experiment = Experiment(
+        "",
+        {"data": "diabetes", "num_train": 30},
+        {"diabetes": Row(DEFENSES["BL"])},
+        radii=(1.0, 3.0),
+        num_test=80,
+        measure="floored",
+    )
+    unit = Unit(experiment, "diabetes", 0)
+    records, about = run_unit(unit)
+    assert about["num_rows"] == 80
+    floors = {(each["radius"], each["clean"]): each["floor"] for each in records}
+    for eps in experiment.radii:
+        bounds = [floors[eps, clean] for clean in (*CLEAN, None)]
+        assert bounds == sorted(bounds, reverse=True)
+        assert 0 < floors[eps, None] < 1 + 1e-6
+    assert floors[3.0, None] > floors[1.0, None]
+    assert floors[3.0, 0.1] > 1.2  # far above the constant
+
+
+def test_floors_are_printed_and_drawn_as_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {name: Row(DEFENSES["BL"], {"data": "diabetes"}) for name in ("diabetes", "again")}
+    settings = {"num_test": 40, "seeds": 1, "measure": "floored", "views": ("limits",)}
+    experiment = Experiment("Limits", {}, rows, radii=(1.0, 3.0), **settings)  # type: ignore[arg-type]
+    monkeypatch.setitem(EXPERIMENTS, "limits", experiment)
+    folder = run(Spec("limits"), tmp_path, quiet=True)
+    page, scores = write_views(folder).read_text(), Scores(folder)
+    for row in rows:
+        for clean in (None, *CLEAN):
+            found = [each["floor"] for each in scores.of(row) if each["clean"] == clean]
+            name = "any" if clean is None else f"{clean:g}"
+            assert f"| {name} | {found[0]:.3f} | {found[1]:.3f} |" in page
+    assert page.count("(40 rows)") == 2
+    assert (folder / "limits.svg").exists()
+    assert (folder / "limits.png").exists()

@@ -366,7 +366,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         {},
         {name: Row(DEFENSES["BL"], settings) for name, settings in TABLES.items()},
         radii=(0.25, 0.5, 1.0, 2.0),
-        num_test=3000,
+        num_test=2000,
         seeds=1,
         measure="floored",
         views=("limits",),

@@ -355,6 +355,7 @@ def _certified(unit: Unit) -> Measured:
 
 
 CLEAN = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)  # of the spread of y
+_ASCENTS = 200  # of the bound: a hundred come within 3 % of four hundred (700 rows)
 
 
 def _floored(unit: Unit) -> Measured:
@@ -369,9 +370,11 @@ def _floored(unit: Unit) -> Measured:
     records: list[Record] = []
     for eps in unit.experiment.radii:
         ball = data.ball(unit.config.norm, eps)
-        for clean in (None, *CLEAN):
-            floor = rmse_floor(x, y, ball, clean_rmse=clean)
-            records.append({"radius": eps, "clean": clean, "floor": floor})
+        least = rmse_floor(x, y, ball, steps=_ASCENTS)
+        records.append({"radius": eps, "clean": None, "floor": least})
+        for clean in CLEAN:  # both are bounds: the higher one holds
+            floor = rmse_floor(x, y, ball, clean_rmse=clean, steps=_ASCENTS)
+            records.append({"radius": eps, "clean": clean, "floor": max(least, floor)})
     return records, {"num_rows": len(x)}
 
 
