@@ -78,11 +78,11 @@ def deterministic(clean: float = 0.5, steps: int = 1) -> MakeChannel:
     return make
 
 
-def weighted(clean: float, steps: int = 1) -> MakeChannel:
+def weighted(clean: float) -> MakeChannel:
     """clean N(x, sigma^2) + (1 - clean) attack: the regression MIX is `weighted(0.4)`."""
 
     def attacked(config: RunConfig, data: Prepared) -> Channel:
-        return _attack(config, data, steps=steps, sigma=config.sigma)
+        return _attack(config, data, sigma=config.sigma)
 
     return attacked if clean == 0 else mixed(clean, attacked)
 
