@@ -138,7 +138,7 @@ def _front(name: str) -> Experiment:
         attacks=("strong",),
         radii=(0.25, 0.5, 1.0, 2.0),
         steps=20,
-        num_test=300,
+        num_test=100,
         splits=("validation", "test"),
         views=("front",),
     )
