@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -204,3 +205,47 @@ def test_a_report_that_is_stopped_says_so(tmp_path: Path) -> None:
     assert not list((run / "report").glob("*.tmp*"))
     assert main(["report", str(run)]) == 0
     assert (run / "report" / "report.html").is_file()
+
+
+def test_training_and_evaluation_name_the_comparison_that_prices_the_defense(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the command that they name runs as printed."""
+    csv_file = tmp_path / "my t.csv"
+    csv_file.write_text(
+        "\n".join(["a,b,id, c,y", *(f"{n % 7},{n % 3},{n},1,{n % 5}" for n in range(40))])
+    )
+    flags = ["--data", str(csv_file), "--target", "y", "--drop", "id,c", "--epochs", "1", "--quiet"]
+    run = ["--out", str(tmp_path / "run")]
+    assert main(["train", *flags, "--fixed", "b", "--eps", "0.2", *run]) == 0
+    (said,) = (line for line in capsys.readouterr().out.splitlines() if "against no def" in line)
+    assert main(["evaluate", run[1], "--attack", "pgd1", "--num", "4", "--quiet"]) == 0
+    assert said in capsys.readouterr().out
+    words = shlex.split(said.partition(": advbayes ")[2])
+    assert {"drop=id,c", "fixed=b", "epochs=1.0", "0.2", "none", "mix"} <= set(words)
+    more = ["--seeds", "1", "--num", "4", "--out", str(tmp_path / "out"), "--quiet"]
+    assert main([*words, *more]) == 0
+    assert "| mix |" in capsys.readouterr().out.lower()
+    assert main(["train", *flags, "--defense", "none", "--out", str(tmp_path / "none")]) == 0
+    assert "against no defense" not in capsys.readouterr().out
+
+
+def test_a_comparison_says_what_is_odd_about_its_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    csv_file = tmp_path / "t.csv"
+    csv_file.write_text("\n".join(["id,a,y", *(f"{n},{n % 7},{n % 5}" for n in range(40))]))
+    argv = ["compare", "--data", str(csv_file), "--target", "y", "--defense", "none", "--quiet"]
+    argv += ["--seeds", "1", "--num", "4", "--set", "epochs=1", "--out", str(tmp_path / "out")]
+    assert main(argv) == 0
+    assert "'id' only numbers the rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seeds", ["0", "-1", "3,-4"])
+def test_a_comparison_over_no_seed_is_refused(
+    seeds: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["compare", "--data", "diabetes", "--defense", "none", "--seeds", seeds]
+    assert main([*argv, "--out", str(tmp_path / "out")]) == 2
+    assert "seeds must be how many (1 or more)" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

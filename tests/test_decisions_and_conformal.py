@@ -376,6 +376,31 @@ def test_what_cannot_be_asked_cannot_be_decided_on() -> None:
     for decided in (decide, partial(worst_case_utility, ball=L2(1.0))):
         with pytest.raises(InputTypeError, match="of an estimator: its `predictor_`"):
             decided(object(), x, ask)  # type: ignore[arg-type]
+    y, matrix, asked = torch.zeros(2), torch.eye(3), r"choices must be Choices\(utility.*got a"
+    with pytest.raises(InputTypeError, match=asked):
+        worst_case_utility(classes, x, matrix, L2(1.0))  # type: ignore[arg-type]
+    with pytest.raises(InputTypeError, match=asked):
+        utility_under(classes, (x, y), matrix)  # type: ignore[arg-type]
+    with pytest.raises(InputTypeError, match=asked):
+        Spoiling(matrix)  # type: ignore[arg-type]
+    with pytest.raises(InputTypeError, match=r"attack must be an attack such as pgd\(ball\)"):
+        utility_under(classes, (x, y), ask, attack=L2(1.0))  # type: ignore[arg-type]
+
+
+def test_a_utility_may_look_at_the_action_or_the_outcome_alone() -> None:
+    """Whatever it broadcasts to, there is one worth for each action, and abstaining comes last."""
+    x, y, actions = torch.zeros(2, 4), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0, 2.0])
+    for utility, expected in (
+        (lambda action, y: y, [[1.0] * 3 + [-0.1], [2.0] * 3 + [-0.1]]),
+        (lambda action, y: action, [[0.0, 1.0, 2.0, -0.1]] * 2),
+        (lambda action, y: 1.0, [[1.0, 1.0, 1.0, -0.1]] * 2),
+    ):
+        choices = Choices(utility, actions, abstain=0.1)
+        torch.testing.assert_close(choices.realised(y), torch.tensor(expected))
+        assert choices.expected(line(x)).shape == (2, 4)
+    wrong = Choices(lambda action, y: action[:2], actions)
+    with pytest.raises(InputError, match=r"utility must broadcast actions.*got a .*\(2,\)"):
+        decide(line, x, wrong)
 
 
 @pytest.mark.unshifted("the page prints what one split gave")
@@ -407,8 +432,11 @@ def test_intervals_of_several_outputs_hold_all_of_them_as_often_as_they_say() ->
 
 @pytest.mark.parametrize("calibrate", [conformal_intervals, conformal_sets])
 def test_what_cannot_be_asked_cannot_be_calibrated(calibrate: Any) -> None:
+    data = torch.zeros(2, 1), torch.zeros(2)
     with pytest.raises(InputTypeError, match="of an estimator: its `predictor_`"):
-        calibrate(object(), (torch.zeros(2, 1), torch.zeros(2)))
+        calibrate(object(), data)
+    with pytest.raises(InputTypeError, match=r"attack must be an attack such as pgd\(ball\)"):
+        calibrate(line, data, attack=L2(1.0))
 
 
 def test_labels_of_sets_may_be_a_column_of_any_whole_numbers_and_nothing_else() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from advbayes.checks import counted
 from advbayes.datasets import Standardize
 from advbayes.evaluation.tables import Column
 from advbayes.runs import Run, Trained
-from advbayes.runs.config import RunConfig, listed
+from advbayes.runs.config import TABLE_SETS, RunConfig, joined, listed, names_code
 
+_SAID_BY_COMPARE = {"data", "target", "defense", "eps", "seed", "checkpoint_every", "threads"}
 SHOWN_PARTS = ("posterior", "channel", "class_names", "threat_model", "extra", "audit")
 # --json has all
 SHOWN = {"classification": ("accuracy", "nll", "ece"), "regression": ("rmse", "nll", "coverage")}
@@ -202,6 +204,30 @@ def why_task(config: RunConfig, task: str) -> str:
         return f"{task}, since column {config.target!r} holds {text}"
     whole, other = ("", "regression") if classes else ("not only ", "classification")
     return f"{task}, since y holds {whole}whole numbers; --task {other} treats it otherwise"
+
+
+def price(config: RunConfig) -> str:
+    """How to see what a table's defense costs and gains; empty where `compare` cannot say.
+
+    >>> from advbayes.runs.config import make_config
+    >>> print(price(make_config({"data": "my t.csv", "target": "y", "drop": ["id", "a, b"]})))
+    What mix costs on clean rows and gains under attack, against no defense: advbayes compare --data 'my t.csv' --target y --defense none --defense mix --eps 0.3 --set 'drop=id,"a, b"'
+    >>> price(make_config({"data": "diabetes", "defense": "none"}))
+    ''
+    """  # noqa: E501
+    own = config.channel or names_code(config.network)
+    table = config.file is not None or config.data in TABLE_SETS
+    if own or not table or config.defense == "none" or config.norm != "l2":
+        return ""
+    words = ["advbayes", "compare", "--data", config.data]
+    words += [] if config.target is None else ["--target", config.target]
+    words += ["--defense", "none", "--defense", config.defense, "--eps", f"{config.eps:g}"]
+    for key, value in config.model_dump(exclude_defaults=True).items():
+        if key not in _SAID_BY_COMPARE and type(value) is not bool:
+            text = joined(value) if type(value) is tuple else f"{value}"
+            words += ["--set", f"{key}={text}"]
+    what = f"What {config.defense} costs on clean rows and gains under attack, against no defense"
+    return f"{what}: {shlex.join(words)}"
 
 
 def no_better(metrics: dict[str, Any]) -> str:

@@ -67,7 +67,7 @@ def evaluate(
     if name is not None and not re.fullmatch(r"[\w-][\w.-]*", name):
         raise ConfigError(f"name: must be letters, digits, -, _ and ., got {name!r}")
 
-    from advbayes.cli.describe import SHOWN, column_of, legend, said_units, uneven, units_of
+    from advbayes.cli.describe import SHOWN, column_of, legend, price, said_units, uneven, units_of
     from advbayes.distributed import ranks
     from advbayes.evaluation import evaluate as measure
     from advbayes.report.folders import merged
@@ -170,3 +170,5 @@ def evaluate(
     say(f"{legend(metrics)}.")
     places = " and ".join(str(where) for where, _, _ in jobs)
     say(f"Never look at the input: {trivial}.\nRecords and arrays: {places}")
+    if cost := price(folder.config):
+        say(cost)

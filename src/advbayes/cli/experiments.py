@@ -14,7 +14,7 @@ import typer
 
 from advbayes.checks import InputError, choice
 from advbayes.cli import flags
-from advbayes.cli.screen import emit, resumable, say
+from advbayes.cli.screen import emit, resumable, say, warn
 from advbayes.cli.signals import watched
 
 Seeds = typer.Option("--seeds", metavar="N or A,B,...", help="How many, or which")
@@ -30,7 +30,11 @@ Cluster = Annotated[
 ]
 Changes = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A key of a run for all rows; repeat"),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A key of `advbayes train` for all rows, such as drop=id; repeat",
+    ),
 ]
 NumTest = Annotated[
     int | None, typer.Option(*flags.NUM, min=1, help="How many test examples, from the first")
@@ -161,15 +165,19 @@ def compare(
     from advbayes.experiments.views import write_views
     from advbayes.runs import prepare
     from advbayes.runs.config import make_config
+    from advbayes.runs.remarks import remarks
 
     place = str(Path(data).resolve()) if Path(data).suffix in (".csv", ".npz") else data
     given = {"data": place} | ({} if target is None else {"target": target})
     settings = {"eps": eps, **_settings(changes, OF_COMPARISONS, **given), **given}
-    task = prepare(make_config(settings)).dataset.task
     known = tuple(map(str.lower, DEFENSES))
     rows = tuple(choice("defense", name.lower(), known) for name in defense)
-    spec = Spec(f"compare-{Path(data).stem}", "paper", settings, num_test, rows, task, eps)
     chosen, hidden = _seeds(seeds), quiet or as_json
+    config = make_config(settings)
+    dataset = prepare(config).dataset
+    for remark in remarks(dataset) if config.file is not None else ():
+        warn(remark)
+    spec = Spec(f"compare-{Path(data).stem}", "paper", settings, num_test, rows, dataset.task, eps)
     with resumable(HINT):
         table = write_views(run(spec, out, seeds=chosen, jobs=jobs, cluster=cluster, quiet=hidden))
     if as_json:
@@ -183,7 +191,7 @@ def compare(
 def _seeds(text: str | None) -> list[int] | None:
     """`5` is the first five, `3,4` are those two.
 
-    >>> _seeds("2"), _seeds("3,4")
+    >>> _seeds("2"), _seeds("3,4,3")
     ([0, 1], [3, 4])
     """
     if text is None:
@@ -193,7 +201,11 @@ def _seeds(text: str | None) -> list[int] | None:
     except ValueError:
         wanted = "seeds must be a number, or numbers with commas between them"
         raise InputError(f"{wanted}, got {text!r}") from None
-    return numbers if "," in text else list(range(numbers[0]))
+    chosen = numbers if "," in text else list(range(numbers[0]))
+    if not chosen or min(chosen) < 0:
+        wanted = "seeds must be how many (1 or more), or numbers >= 0 with commas between them"
+        raise InputError(f"{wanted}, got {text!r}")
+    return list(dict.fromkeys(chosen))
 
 
 OF_ROWS = {"defense": "the rows, which are told apart by it", "seed": "--seeds"}

@@ -213,6 +213,10 @@ def train(
         if result.interrupted:
             _tell(run, json, "stopped", f"\nGo on with: advbayes train --resume {run.path}")
             return stop.code
+        from advbayes.cli.describe import price
+
         hint = f"\nNext: advbayes evaluate {run.path}    advbayes audit {run.path}"
+        if cost := price(run.config):
+            hint += f"\n{cost}"
         _tell(run, json, "trained", hint)
     return 0

@@ -22,6 +22,7 @@ from advbayes.metrics.scores import class_labels
 from advbayes.types import Attack, Predictor
 
 PREDICTOR = "a Predictor (of an estimator: its `predictor_`)"
+ATTACK = "an attack such as pgd(ball)"
 # last digits by which an answer is wider than its quantile: a score that ties with the quantile is
 # inside, whatever the rounding of a product, or of a prediction in another batch
 _DIGITS = 8
@@ -162,5 +163,6 @@ def _calibration(
         )
     if attack is None:
         return x, y
+    checks.function("attack", attack, ATTACK)
     with torch.enable_grad():
         return attack(predict, x, y, generator=generator), y

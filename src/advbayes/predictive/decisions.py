@@ -17,7 +17,7 @@ from advbayes.attacks.losses import never
 from advbayes.likelihoods import predicts_classes
 from advbayes.metrics import Estimate, mean
 from advbayes.metrics.scores import class_labels
-from advbayes.predictive.conformal import PREDICTOR
+from advbayes.predictive.conformal import ATTACK, PREDICTOR
 from advbayes.predictive.smoothing import components
 from advbayes.seeds import GlobalStream, generator_for
 from advbayes.types import Attack, Predictor
@@ -25,6 +25,7 @@ from advbayes.types import Attack, Predictor
 _LEAST = 16  # values that stand for one component
 _STARTS = 16  # of the search for the worst case in regression
 _WANTED = "a tensor (classes, actions), or a function (action, y) with actions"
+_CHOICES = "Choices(utility, actions, abstain)"
 Utility = Callable[[Tensor, Tensor], Tensor]  # (action, y), broadcast against each other
 
 
@@ -90,7 +91,7 @@ class Choices:
             raise checks.InputTypeError(wanted, got=self.utility)
         else:
             y, weights = outcomes(prediction, self.num)
-            each = self.utility(self._grid.to(y), y.unsqueeze(-1))  # (K, B, A)
+            each = self._of_each(y.unsqueeze(-1))  # (K, B, A)
             worth = (weights.unsqueeze(-1) * each).sum(0)
         return self._with_abstention(worth)
 
@@ -98,8 +99,17 @@ class Choices:
         """utility(a, y): what each action turns out to be worth."""
         if isinstance(self.utility, Tensor):
             return self._with_abstention(self.utility[class_labels(y, len(y), len(self.utility))])
-        y = _floating(_one_output(y))
-        return self._with_abstention(self.utility(self._grid.to(y), y.unsqueeze(1)))
+        return self._with_abstention(self._of_each(_floating(_one_output(y)).unsqueeze(1)))
+
+    def _of_each(self, y: Tensor) -> Tensor:  # (..., B, 1) -> (..., B, A)
+        """utility(a, y) of every action, also where the function looks at one of the two alone."""
+        assert not isinstance(self.utility, Tensor)
+        worth = torch.as_tensor(self.utility(self._grid.to(y), y))
+        try:
+            return worth.expand(*y.shape[:-1], len(self._grid))
+        except RuntimeError:
+            wanted = "utility must broadcast actions (A,) against y (B, 1) to (B, A)"
+            raise checks.InputError(wanted, got=worth) from None
 
     def _with_abstention(self, worth: Tensor) -> Tensor:
         worth = _floating(worth)
@@ -185,6 +195,9 @@ class Spoiling:
     choices: Choices
     temperature: float = 0.05
 
+    def __post_init__(self) -> None:
+        checks.instance("choices", self.choices, Choices, _CHOICES)
+
     def __call__(self, prediction: Distribution, y: Tensor) -> Tensor:
         taken = (self.choices.expected(prediction) / self.temperature).softmax(1)
         return -(taken * self.choices.realised(y).to(taken)).sum(1)
@@ -247,6 +260,7 @@ def worst_case_utility(
     regression also from several points, for one ascent often ends in a local optimum there. Every
     point reached counts for every action."""
     checks.function("predict", predict, PREDICTOR)
+    checks.instance("choices", choices, Choices, _CHOICES)
     nobody = torch.zeros(len(x), dtype=torch.long, device=x.device)  # these losses do not look at y
     if generator is None:
         generator = generator_for(0, "worst case", device=x.device)
@@ -281,8 +295,10 @@ def utility_under(
     >>> utility_under(predict, data, Choices(torch.eye(2))).value
     0.5
     """
+    checks.instance("choices", choices, Choices, _CHOICES)
     x, y = data
     if attack is not None:
+        checks.function("attack", attack, ATTACK)
         x = attack(predict, x, y, generator=generator)
     action = decide(predict, x, choices, worst_case=worst_case, steps=steps, generator=generator)
     return mean(choices.realised(y).gather(1, action.unsqueeze(1)).squeeze(1))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -185,6 +186,16 @@ class RunConfig(BaseModel):
             wanted = "num_channel: must be >= 2 for defense 'consistency', which compares channel"
             raise InputError(f"{wanted} samples, got {self.num_channel}")
         return self
+
+
+def joined(names: Iterable[object]) -> str:
+    """The names as `listed` reads them.
+
+    >>> joined(["age", "weight, kg"])
+    'age,"weight, kg"'
+    """
+    csv.writer(line := io.StringIO(), lineterminator="").writerow(names)
+    return line.getvalue()
 
 
 def listed(text: str) -> list[str]:
