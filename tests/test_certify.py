@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical as CategoricalDistribution
 
 from advbayes import BayesianModel, Categorical, FreshPredictive, MeanField
+from advbayes.checks import InputError
 from advbayes.cli import main
 from advbayes.predictive import ABSTAIN, Certificates, Smoothed, certify
 from advbayes.runs import Run, prepare
@@ -121,6 +122,20 @@ def test_bad_arguments_are_named() -> None:
     ):
         with pytest.raises((ValueError, TypeError), match=message):
             certify(**({"smoothed": Smoothed(sign, 0.5), "x": x, "n": 10} | settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_net_that_diverged_is_not_certified(bad: float) -> None:
+    def predict(x: Tensor) -> CategoricalDistribution:
+        logits = torch.stack([x[:, 0], bad * torch.ones(len(x)), -x[:, 0]], 1)
+        return CategoricalDistribution(logits=logits, validate_args=False)
+
+    with pytest.raises(InputError, match="logits of the draws"):
+        certify(Smoothed(predict, 0.5), torch.ones(2, 1), n=100)
+    never = lambda x: CategoricalDistribution(  # noqa: E731
+        logits=torch.stack([x[:, 0], torch.full((len(x),), -math.inf)], 1), validate_args=False
+    )
+    assert certify(Smoothed(never, 0.5), torch.ones(2, 1), n=100).classes.tolist() == [0, 0]
 
 
 def test_the_curve_of_the_command_counts_right_classes_alone(

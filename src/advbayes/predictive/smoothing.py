@@ -77,6 +77,8 @@ class Smoothed:
             for part in self._draws(x, _anew(x, checks.count("num", num), generator)):
                 if len(part) != 1:
                     raise checks.InputTypeError("votes need a classifier, got a regression")
+                # NaN counts as the largest: a net that diverged would be certified
+                checks.finite("the logits of the draws (their largest)", part[0].amax(-1))
                 classes = part[0].shape[-1]
                 ballot = torch.nn.functional.one_hot(part[0].argmax(-1), classes).sum(0)  # (B, C)
                 counts = ballot if counts is None else counts + ballot
