@@ -15,12 +15,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Categorical as Classes
 from torch.distributions import Distribution, Normal
 
 import advbayes
-from advbayes import L2, Linf, Noise, Square, margin, one_step, pgd
+from advbayes import (
+    L2,
+    BayesianModel,
+    Gaussian,
+    Linf,
+    MeanField,
+    Noise,
+    PosteriorPredictive,
+    Square,
+    fit,
+    margin,
+    one_step,
+    pgd,
+)
 from advbayes.attacks import APGD, RandomSearch
 from advbayes.attacks.zeroth_order import ZerothOrder, gives_gradient
 from advbayes.auditing import (
@@ -45,6 +58,7 @@ from advbayes.auditing.copies import copied, copies_of
 from advbayes.auditing.run import CHECKS, _case
 from advbayes.evaluation import evaluate
 from advbayes.evaluation.files import data_hash
+from advbayes.likelihoods import HeteroscedasticGaussian
 from advbayes.seeds import GlobalStream
 from tests import zoo
 
@@ -113,11 +127,57 @@ def test_e28_counts_those_that_stand_again() -> None:
     assert not remembering.loses_more(there, here, case())[0]
 
 
+def gaussian(squared_error: Tensor, variance: float) -> dict[str, Tensor]:
+    """The scores of Gaussian predictions of one variance."""
+    log_prob = -0.5 * (squared_error / variance + math.log(2 * math.pi * variance))
+    return {"squared_error": squared_error, "log_prob": log_prob}
+
+
 @pytest.mark.parametrize(("factor", "wanted"), [(1.49, False), (1.51, True)])
 def test_e28_in_regression_allows_half_of_the_squared_error(factor: float, wanted: bool) -> None:
-    here = {"squared_error": torch.linspace(0.9, 1.1, 50).double()}
-    there = {"squared_error": factor * here["squared_error"]}
+    error = torch.linspace(0.9, 1.1, 50).double()
+    here, there = gaussian(error, 100.0), gaussian(factor * error, 100.0)
     assert remembering.loses_more(there, here, replace(case(), task="regression"))[0] is wanted
+
+
+@pytest.mark.parametrize("unit", [1e-3, 1.0, 1e3])
+@pytest.mark.parametrize(("variance", "allowed"), [(1.0, 0.1), (0.25, 0.1 + 0.5 * (1.5 - 0.6931))])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_e28_in_regression_allows_a_tenth_of_a_nat_and_half_of_the_misfit(
+    variance: float, allowed: float, unit: float, outputs: int
+) -> None:
+    """Squared errors of 1 under a variance of 1/4 have an NLL (4 - 1 - ln 4) / 2 above that of a
+    variance of 1; outputs alike have twice as much."""
+    regression = replace(case(), task="regression", y=torch.zeros(50, outputs))
+    here = gaussian(torch.full((50,), unit**2).double(), variance * unit**2)
+    here["log_prob"] *= outputs
+    for share, wanted in ((0.99, False), (1.01, True)):
+        there = here | {"log_prob": here["log_prob"] - share * allowed * outputs}
+        bad, figures = remembering.loses_more(there, here, regression)
+        assert bad is wanted, figures
+        assert figures["beyond_allowed"] < 0
+
+
+@pytest.mark.parametrize("heteroscedastic", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_e28_spares_honest_variances(heteroscedastic: bool, seed: int) -> None:
+    likelihood = HeteroscedasticGaussian() if heteroscedastic else Gaussian(0.3)
+    x = torch.randn(400, 3, generator=torch.Generator().manual_seed(seed))
+    noise = torch.randn(400, generator=torch.Generator().manual_seed(100 + seed))
+    y = x[:, 0].sin() + 0.5 * x[:, 1] * x[:, 2] + 0.3 * x[:, 0].sigmoid() * noise
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        net = nn.Sequential(nn.Linear(3, 16), nn.Tanh(), nn.Linear(16, 1 + heteroscedastic))
+    model = BayesianModel(net, likelihood)
+    posterior, data = MeanField(model), (x[:250], y[:250])
+    fit(model, posterior, Noise(0.0), data, epochs=30, lr=1e-2, batch_size=50, progress=False)
+    predict = PosteriorPredictive(
+        model, posterior.sample(10, generator=torch.Generator().manual_seed(2))
+    )
+    for eps in (0.3, 0.8):
+        data, tier = (x[250:], y[250:]), replace(SMALL, num=150)
+        found = looked_at("E28", model=predict, data=data, ball=L2(eps), tier=tier)["E28"]
+        assert found.status == "passed", found.line()
 
 
 @pytest.mark.parametrize("dimensions", [1, 2, 5])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -22,7 +24,8 @@ from advbayes.seeds import GlobalStream, generator_for
 from advbayes.types import Predictor
 
 ALLOWED = 0.08  # of the examples: what honest models lose when the centre is moved by eps / 2
-ALLOWED_ERROR = 0.5  # in regression: of the mean squared error
+ALLOWED_ERROR = 0.5  # in regression: of the mean squared error, and of the NLL's misfit
+ALLOWED_NATS = 0.1  # and of NLL beside it, for each output
 HELD = 0.5  # of the examples: what a predictor may have seen of them, repeated rows being common
 ASKED = 64  # examples of E29
 # answers (probabilities; means in units of sd(y)) no further apart than this are the same
@@ -64,12 +67,21 @@ def displaced_centre(case: Case) -> Finding:
 
 def loses_more(there: Columns, here: Columns, case: Case) -> tuple[bool, dict[str, float]]:
     """Whether more is lost from `here` to `there` than honest models lose: McNemar at 1 % after 8
-    points of the examples are taken off; in regression a paired bootstrap of the squared errors
-    after half of the mean is."""
+    points of the examples are taken off; in regression paired bootstraps of the squared errors,
+    after half of their mean is, and of the NLL, after 0.1 nats and half of what it is above that of
+    the Gaussian whose variance is the mean squared error."""
     if case.task == "regression":
         before, after = (1 + ALLOWED_ERROR) * here["squared_error"], there["squared_error"]
-        lower = metrics.paired_difference(after, before, level=1 - 2 * SIGNIFICANT).low
-        return lower > 0, {"beyond_allowed": lower}
+        nll, nll_after = (-each["log_prob"] / case.y[0].numel() for each in (here, there))
+        fitting = 0.5 * (2 * math.pi * math.e * here["squared_error"].mean()).log()
+        misfit = (nll.mean() - fitting).clamp(0, sys.float_info.max)
+        nll = nll + ALLOWED_NATS + ALLOWED_ERROR * misfit
+        beyond, nll_beyond = (
+            metrics.paired_difference(*pair, level=1 - 2 * SIGNIFICANT).low
+            for pair in ((after, before), (nll_after, nll))
+        )
+        figures = {"beyond_allowed": beyond, "nll_beyond_allowed": nll_beyond}
+        return max(beyond, nll_beyond) > 0, figures
     broken, stood = there["correct"] < 0.5, here["correct"] >= 0.5
     aside = (broken & stood).nonzero().squeeze(1)[: int(ALLOWED * len(broken))]
     kept = torch.ones(len(broken), dtype=torch.bool)
