@@ -100,8 +100,8 @@ LINES = [
 ]
 
 
-def read(text: str = "", sep: str = ",", head: str = "a,b,colour,d\n", **settings: Any) -> Any:
-    rows = text or head.replace(",", sep) + "".join(sep.join(line) + "\n" for line in LINES)
+def read(cells: str = "", sep: str = ",", head: str = "a,b,colour,d\n", **settings: Any) -> Any:
+    rows = cells or head.replace(",", sep) + "".join(sep.join(line) + "\n" for line in LINES)
     with file("table.csv", rows) as path:
         return from_csv(path, **settings)
 
@@ -120,6 +120,7 @@ call(
         "features": ("a", "b"),
         "drop": ("colour",),
         "movable": ("colour",),
+        "text": ("a",),
         "encoding": EARLIER,
         "seed": 4,
         "test_fraction": 0.4,
@@ -140,7 +141,7 @@ call(
 PIPES = "a|b,c;d|y\n" + "".join(f"{i}|{i % 4}|{i % 3}\n" for i in range(12))
 call(
     read,
-    {"text": PIPES, "target": "y", "delimiter": "|"},
+    {"cells": PIPES, "target": "y", "delimiter": "|"},
     look=of_data,
     name="from_csv with a delimiter of its own",
 )

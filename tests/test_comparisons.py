@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import json
 import os
 import shlex
 import shutil
@@ -162,6 +163,19 @@ def test_other_settings_are_another_comparison(
         assert "content {'t.csv'" in capsys.readouterr().err
     finally:
         csv_file.write_text(before)
+
+
+def test_a_comparison_of_an_earlier_version_goes_on(
+    compared: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Its records do not name the keys that were added since."""
+    csv_file, whole = compared
+    shutil.copytree(whole, tmp_path / "out")
+    for part in (tmp_path / "out/compare-t/parts").glob("*.json"):
+        about = json.loads(part.read_text())
+        del about["config"]["text"]
+        store.write_document(part, about)
+    assert main(asked(csv_file, tmp_path / "out")) == 0
 
 
 def test_errors_come_back_from_a_worker_as_they_were() -> None:

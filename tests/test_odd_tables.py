@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from advbayes import L2, audit, evaluate, pgd
+from advbayes.checks import InputError
 from advbayes.cli import main
 from advbayes.cli.describe import said_units
 from advbayes.datasets import DataError, from_csv
@@ -64,6 +65,34 @@ def test_a_first_column_without_a_name_is_read_and_suggested_to_be_dropped(tmp_p
     for header in (",column 1,y", "size,,y"):
         with pytest.raises(DataError, match="a name of its own for each column"):
             from_csv(write(path, header, rows), "y")
+
+
+@pytest.mark.parametrize("colour", ["", "red"])  # read as numbers alone, and with text
+def test_codes_written_with_zeros_in_front_are_remarked_on(tmp_path: Path, colour: str) -> None:
+    rows = [f"{n % 4:05d},0.{n % 9},0,{colour or 1},{n % 3}" for n in range(40)]
+    path = write(tmp_path / "t.csv", '"my, zip",size,nil,colour,y', rows)
+    with pytest.warns(UserWarning, match="zeros in front") as warned:
+        data = from_csv(path, "y")
+    (said,) = (str(each.message) for each in warned)
+    assert "zeros in front are read as plain numbers, such as '00000' in column 'my, zip'" in said
+    assert """--text '"my, zip"' (text= in Python)""" in said
+    assert data.feature_names[0] == "my, zip"
+    data = from_csv(path, "y", text=["my, zip"])  # and no warning
+    assert [name for name in data.feature_names if "zip" in name] == [
+        f"my, zip={code:05d}" for code in range(4)
+    ]
+    assert not any("amounts" in remark for remark in remarks(data))
+    with pytest.raises(InputError, match=r"text must name features, got \['zap'\]"):
+        from_csv(path, "y", text=["zap"])
+
+
+def test_names_with_commas_are_suggested_as_a_shell_takes_them(tmp_path: Path) -> None:
+    rows = [f"{n},name {n},{n % 2}" for n in range(90)]
+    path = write(tmp_path / "t.csv", '"row, id","its name",y', rows)
+    with pytest.raises(DataError, match=r"--drop 'its name' \(drop="):
+        from_csv(path, "y")
+    said_at_last = said(path, "y", drop=["its name"])
+    assert """--drop '"row, id"' leaves it out""" in said_at_last
 
 
 @pytest.mark.parametrize("code", ["-999", "9999", "-99"])

@@ -171,6 +171,25 @@ def trained_hash(place: Path, settings: tuple[tuple[str, str], ...]) -> str:
     return str(Run(out).manifest["weights"])
 
 
+@shows("train", "text")
+def test_codes_are_taken_for_text(place: Path) -> None:
+    """By every command, whatever the rows to predict look like; and no attacker changes them."""
+    rows = [f"{'00150' if n % 3 else '1234'},{n % 7},{n % 2 + n % 3}" for n in range(60)]
+    (place / "codes.csv").write_text("\n".join(["zip,size,y", *rows]))
+    (place / "new.csv").write_text("zip,size\n00150,3\n1234,3\n")
+    settings = {"data": str(place / "codes.csv"), "target": "y", "text": "zip", "epochs": "30"}
+    assert main(training(place, place / "codes", **settings)) == 0
+    trained = load_trained(place / "codes")
+    assert trained.feature_names == ("size", "zip=00150", "zip=1234")
+    assert trained.mask is not None
+    assert trained.mask.tolist() == [True, False, False]
+    out = place / "codes-answers.csv"
+    assert main(["evaluate", str(place / "codes"), "--attack", "pgd1", "--quiet"]) == 0
+    assert main(["predict", str(place / "codes"), str(place / "new.csv"), "--out", str(out)]) == 0
+    first, second = (line.split(",") for line in out.read_text().splitlines()[1:])
+    assert first != second
+
+
 @shows("train", "noise_scale", "target", "task", "data")
 def test_keys_of_the_data_and_of_regression(place: Path) -> None:
     numbers = {"data": str(place / "numbers.csv")}

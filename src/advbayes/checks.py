@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import difflib
+import io
 import math
 import operator
 import sys
@@ -208,6 +210,16 @@ def nearest(value: object, options: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(str(value), options, 1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def joined(names: Iterable[object]) -> str:
+    """Names as a flag takes them: divided by commas, one with a comma in it in double quotes.
+
+    >>> joined(["age", "weight, kg"])
+    'age,"weight, kg"'
+    """
+    csv.writer(line := io.StringIO(), lineterminator="").writerow(names)
+    return line.getvalue()
 
 
 @contextmanager

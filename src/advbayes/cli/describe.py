@@ -12,11 +12,11 @@ from torch import Tensor
 
 from advbayes import store
 from advbayes.attacks.balls import Ball
-from advbayes.checks import counted
+from advbayes.checks import counted, joined
 from advbayes.datasets import Standardize
 from advbayes.evaluation.tables import Column
 from advbayes.runs import Run, Trained
-from advbayes.runs.config import TABLE_SETS, RunConfig, joined, listed, names_code
+from advbayes.runs.config import TABLE_SETS, RunConfig, listed, names_code
 
 _SAID_BY_COMPARE = {"data", "target", "defense", "eps", "seed", "checkpoint_every", "threads"}
 SHOWN_PARTS = ("posterior", "channel", "class_names", "threat_model", "extra", "audit")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _of_run = partial(typer.Option, rich_help_panel="Run")
 PANELS = {
-    "Data": "data root target task features drop num_train",
+    "Data": "data root target task features drop text num_train",
     "Model": "network hidden posterior members rank prior_scale init_scale noise_scale",
     "Defense": "defense channel norm eps feature_eps fixed sigma attack_steps beta adversary_lr",
     "Training": "epochs batch_size lr decay num_theta num_channel bound class_weight kl_weight "

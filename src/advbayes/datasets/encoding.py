@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from advbayes.checks import InputError, extra
+from advbayes.checks import InputError, extra, joined
 from advbayes.datasets.errors import DataError
 from advbayes.datasets.tables import (
     MISSING,
@@ -303,6 +304,7 @@ def _as_numbers(column: str, cells: Iterable[object], file: object) -> list[floa
 def sort_columns(
     file: object,
     table: Mapping[str, list[str]],  # the cells of each column
+    text: Collection[str] = (),  # columns that are text even if every cell is a number
 ) -> tuple[npt.NDArray[Any], tuple[bool, ...]]:
     """The rows as numbers (NaN where missing) and text, and which columns are numbers.
 
@@ -320,7 +322,9 @@ def sort_columns(
         if not present:
             empty.append(name)
         commas = sum(decimal_comma(cell) for _, cell in wrong)
-        if wrong and (2 * len(wrong) <= len(present) or 2 * commas > len(wrong)):
+        if name in text:
+            wrong = present
+        elif wrong and (2 * len(wrong) <= len(present) or 2 * commas > len(wrong)):
             row, cell = wrong[0]
             remedy = NO_COMMA if commas else "Correct it, or leave the cell empty."
             wanted = f"a number in row {row} below the header, column {name!r}"
@@ -341,7 +345,8 @@ def sort_columns(
         wanted = f"at most {MAX_CATEGORIES} different words in a text column, in {named}"
         faults[wanted] = ", ".join(f"{num} such as {word!r}" for num, word in many.values())
     if faults:
-        remedy = f"Leave them out: --drop {','.join([*empty, *many])} (drop= in Python)."
+        names = shlex.quote(joined([*empty, *many]))
+        remedy = f"Leave them out: --drop {names} (drop= in Python)."
         if many:
             remedy += " Write amounts and dates as plain numbers (1234.5)."
         raise DataError(file, "; ".join(faults), "; ".join(faults.values()), remedy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import shlex
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from advbayes.checks import InputError, choice, count
+from advbayes.checks import InputError, choice, count, joined
 from advbayes.datasets.dataset import Dataset, Provenance, split_rows
 from advbayes.datasets.encoding import Encoding, sort_columns
 from advbayes.datasets.errors import DataError
@@ -30,6 +31,7 @@ from advbayes.datasets.tables import (
     finite_number,
     float32,
     parse_table,
+    zero_padded,
 )
 
 _TASKS = ("classification", "regression")
@@ -54,6 +56,7 @@ def from_csv(
     task: str | None = None,  # absent: text is a class; a target of numbers, or most, regressed on
     features: Sequence[str] | None = None,  # absent: every other column
     drop: Sequence[str] = (),  # columns that are neither
+    text: Sequence[str] = (),  # columns of numbers that are codes, such as 00150: taken for text
     movable: Sequence[str] = (),  # columns whose text, or imputed numbers, an attacker may change
     header: Sequence[str] | None = None,  # the columns of a file that does not name them
     delimiter: str | None = None,  # absent: , or ; or tab, whichever divides the header most
@@ -86,10 +89,11 @@ def from_csv(
         raise InputError(f"drop must name neither the target nor a feature, got {both}")
     if both := sorted(set(asked) & set(targets)):
         raise InputError(f"features must not contain the target, got {both}")
-    if encoding is not None and movable:
-        raise InputError(
-            f"movable must be left out with an encoding, which has its own, got {movable}"
-        )
+    for name, given in (("movable", movable), ("text", text)):
+        if encoding is not None and given:
+            raise InputError(
+                f"{name} must be left out with an encoding, which has its own, got {given}"
+            )
     data = read_plain(path, count("max_bytes", max_bytes))
     parse = functools.partial(parse_table, data, str(path), header=header, delimiter=delimiter)
     others = (*targets, *drop)
@@ -100,19 +104,32 @@ def from_csv(
         "numbers": (),
     }
     try:
-        table = parse(**as_text if encoding else {"text": others, "numbers": features})
+        table = parse(**as_text if encoding or text else {"text": others, "numbers": features})
     except NotANumberError:  # text or missing values
         table = parse(**as_text)
     columns = table.columns or tuple(name for name in table.text if name not in others)
     if encoding is not None:
         rows = _rows_for(path, encoding, columns, table.text)
     elif not table.columns and columns:
-        rows, is_number = sort_columns(path, {name: table.text[name] for name in columns})
+        rows, is_number = sort_columns(path, {name: table.text[name] for name in columns}, text)
     if not columns:
         raise DataError(path, "a column besides the target", "none", "Check the delimiter.")
-    if unknown := [name for name in movable if name not in columns]:
-        there = ", ".join(columns[:20])
-        raise InputError(f"movable must name features, got {unknown}; there are {there}")
+    for argument, given in (("movable", movable), ("text", text)):
+        if unknown := [name for name in given if name not in columns]:
+            there = ", ".join(columns[:20])
+            raise InputError(f"{argument} must name features, got {unknown}; there are {there}")
+    padded = table.padded | {
+        name: next(filter(zero_padded, table.text[name]), "")
+        for name in compress(columns, is_number)
+    }
+    if encoding is None and (codes := {name: cell for name, cell in padded.items() if cell}):
+        shown = ", ".join(f"{cell!r:.40} in column {name!r}" for name, cell in codes.items())
+        flag = shlex.quote(joined(codes))
+        warnings.warn(
+            f"{path}: numbers with zeros in front are read as plain numbers, such as {shown}; if "
+            f"they are codes, --text {flag} (text= in Python) takes them for text",
+            stacklevel=2,
+        )
     task, known, cells = _known_targets(path, {name: table.text[name] for name in targets}, task)
     numbers = table.numbers[known]
     rows = None if rows is None else rows[known]

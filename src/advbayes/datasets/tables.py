@@ -10,7 +10,7 @@ import re
 import warnings
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
 
@@ -48,6 +48,7 @@ class Table:
     columns: tuple[str, ...]  # of `numbers`
     numbers: npt.NDArray[np.float64]  # (N, len(columns))
     text: dict[str, list[str]]
+    padded: dict[str, str] = field(default_factory=dict, repr=False)  # of numbers, such as 00150
 
     def select(self, names: Sequence[str]) -> npt.NDArray[np.float64]:  # (N, len(names))
         """Numeric columns by name."""
@@ -105,6 +106,7 @@ def parse_table(
     asked = columns if numbers is None else numbers
     numeric = [column for column in asked if column not in words]
     values = array("d")
+    padded: dict[str, str] = {}
     points: dict[str, tuple[str, str]] = {}  # of "," and ".", where one is first in a number
     num = 0
     for line, row in chain(first, rows):
@@ -126,6 +128,8 @@ def parse_table(
                 wanted = f"a number in line {line}, column {column!r}"
                 raise NotANumberError(name, wanted, describe(cell), _remedy(cell))
             values.append(value)
+            if zero_padded(cell):
+                padded.setdefault(column, cell)
         for column, cells in words.items():
             cells.append(_one_line(row[position[column]]))
     if num == 0:
@@ -134,7 +138,7 @@ def parse_table(
         words = {column: _with_points(column, cells, points) for column, cells in words.items()}
     _check_points(name, points)
     matrix = np.frombuffer(values, np.float64) if numeric else np.empty(0)
-    return Table(tuple(numeric), matrix.reshape(num, len(numeric)), words)
+    return Table(tuple(numeric), matrix.reshape(num, len(numeric)), words, padded)
 
 
 def _one_line(cell: str) -> str:
@@ -272,6 +276,15 @@ def finite_number(cell: str) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) and "_" not in cell else None
+
+
+def zero_padded(cell: str) -> bool:
+    """Whether a number is written as codes are.
+
+    >>> zero_padded("00150"), zero_padded("0.5"), zero_padded("0")
+    (True, False, False)
+    """
+    return cell[:1] == "0" and cell[1:2].isdigit()
 
 
 def decimal_comma(cell: str) -> bool:

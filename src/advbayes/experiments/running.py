@@ -90,13 +90,15 @@ def run(
 def _check_same(folder: Path, experiment: Experiment, done: dict[str, dict[str, Any]]) -> None:
     """Refuse to go on with a comparison that was made with other settings or of other data."""
     from advbayes.experiments.units import Unit, made_from
+    from advbayes.runs.config import RunConfig
 
+    default = RunConfig().model_dump(mode="json", exclude_none=True)
     for about in done.values():
         if about["row"] not in experiment.rows:
             continue  # a defense that is not asked for this time
         now = made_from(Unit(experiment, about["row"], about["seed"]))
         told = {key: about.get(key, now[key]) for key in ("num_test", "content")}
-        before = about["config"] | told
+        before = default | about["config"] | told  # a key that was not there yet had its default
         keys = sorted(key for key in now.keys() | before.keys() if now.get(key) != before.get(key))
         if keys:
             was, wanted = (

@@ -112,6 +112,7 @@ def _load(config: RunConfig, downloading: Downloading | None, encoding: Encoding
     assert target is not None
     targets = listed(target)
     how |= {"features": config.features, "drop": config.drop, "encoding": encoding}
+    how |= {"text": config.text if encoding is None else ()}
     return from_csv(path, targets, **how)
 
 

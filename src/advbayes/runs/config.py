@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -79,6 +78,7 @@ class RunConfig(BaseModel):
         "Feature columns of a .csv file (else all but the target); a name with a comma in quotes",
     )
     drop: Names = key((), "Columns of a .csv file to leave out")
+    text: Names = key((), "Columns of numbers that are codes, such as 00150: taken for text")
     num_train: Count | None = key(None, "Use only the first so many training examples")
 
     network: str = key("auto", "auto, conv, mlp, or module:factory of your own", min_length=1)
@@ -160,8 +160,8 @@ class RunConfig(BaseModel):
             wanted = "Y1, Y2 or both for energy, a column's name for a .csv file, and left out"
             got = f"{self.target!r:.60} for {self.data!r}"
             raise InputError(f"target: must be {wanted} otherwise, got {got}")
-        if suffix != ".csv" and (self.features is not None or self.drop):
-            wanted = "features, drop: must be left out unless the data are a .csv file"
+        if suffix != ".csv" and (self.features is not None or self.drop or self.text):
+            wanted = "features, drop, text: must be left out unless the data are a .csv file"
             raise InputError(f"{wanted}, got {self.data!r}")
         if self.features is not None and self.drop:
             raise InputError("features, drop: must not be given together, got both")
@@ -186,16 +186,6 @@ class RunConfig(BaseModel):
             wanted = "num_channel: must be >= 2 for defense 'consistency', which compares channel"
             raise InputError(f"{wanted} samples, got {self.num_channel}")
         return self
-
-
-def joined(names: Iterable[object]) -> str:
-    """The names as `listed` reads them.
-
-    >>> joined(["age", "weight, kg"])
-    'age,"weight, kg"'
-    """
-    csv.writer(line := io.StringIO(), lineterminator="").writerow(names)
-    return line.getvalue()
 
 
 def listed(text: str) -> list[str]:

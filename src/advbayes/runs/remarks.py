@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from itertools import compress
 
 import torch
 
+from advbayes.checks import joined
 from advbayes.datasets import Dataset
-from advbayes.datasets.tables import MISSING
+from advbayes.datasets.tables import MISSING, finite_number
 from advbayes.runs.building import Prepared, network_kind
 from advbayes.runs.config import RunConfig
 
@@ -57,14 +59,14 @@ def _of_columns(dataset: Dataset) -> Iterator[str]:
     if numbers := list(compress(names, (steps == 1).all(0).tolist())):
         yield (
             f"{_quoted(numbers)} only numbers the rows, and new ones have other numbers; --drop "
-            f"{','.join(numbers)} leaves it out"
+            f"{_typed(numbers)} leaves it out"
         )
     same = (dataset.x_train == dataset.x_train[:1]).all(0)
     same = same if dataset.mask is None else same & dataset.mask  # within the attacker's reach
     if constant := list(compress(names, same.tolist())):
         yield (
             f"{_quoted(constant)} has the same value in every training row, and an attacker may "
-            f"move it; --drop {','.join(constant)} leaves it out"
+            f"move it; --drop {_typed(constant)} leaves it out"
         )
     for name in () if encoding is None else encoding.late:
         lost = dataset.x_test[:, names.index(f"{name} missing")]
@@ -86,7 +88,8 @@ def _of_columns(dataset: Dataset) -> Iterator[str]:
                     f"that means that it is not known, leave those cells empty"
                 )
     for name, words in ({} if encoding is None else encoding.words).items():
-        amounts = [word for word in words if _AMOUNT.fullmatch(word)]
+        named = filter(_AMOUNT.fullmatch, words)
+        amounts = [word for word in named if finite_number(word) is None]  # codes are meant as text
         if len(amounts) > 2 and 2 * len(amounts) > len(words):
             yield (
                 f"{name!r} is taken for text of {len(words)} words, such as {amounts[0]!r}; if "
@@ -125,6 +128,10 @@ def _of_target(dataset: Dataset) -> Iterator[str]:
 
 def _quoted(names: list[str]) -> str:
     return ", ".join(map(repr, names))
+
+
+def _typed(names: list[str]) -> str:
+    return shlex.quote(joined(names))
 
 
 def without_effect(config: RunConfig, data: Prepared) -> list[str]:
