@@ -246,10 +246,10 @@ def front(experiment: Experiment, scores: Scores, folder: Path) -> View:
     head += ["against (Holm)", "beats all for <= 10 %"]
     yield _FRONT + _table(head, chosen)
     last = tested[radii[-1]]
-    worse = [row for row in defended if mean(row, last) > mean("constant", last)]
+    good = [row for row in defended if mean(row, last) <= mean("constant", last)]
     yield (
-        f"At eps {last.eps:g}, {len(worse)} of {len(defended)} defenses are worse than the "
-        f"constant: {', '.join(worse) or 'none'}."
+        f"At eps {last.eps:g}, {len(defended) - len(good)} of {len(defended)} defenses are worse "
+        f"than the constant{', all but ' if good else ''}{', '.join(good)}."
     )
     with saved_figure(folder / "front", (3 * len(tested), 3.2)) as figure:
         grid = figure.subplots(1, len(tested), sharex=True)
