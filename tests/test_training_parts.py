@@ -127,6 +127,25 @@ def test_the_history_is_of_the_whole_data_set() -> None:
     assert sorted(history["seconds"]) == history["seconds"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("posterior_type", [MeanField, PointMass, LowRank, Ensemble])
+def test_the_kl_of_coarse_parameters_is_summed_in_float32(
+    posterior_type: type[MeanField], dtype: torch.dtype
+) -> None:
+    """30,000 parameters: the sum is beyond float16, and LowRank's determinant beyond bfloat16."""
+
+    def model(dtype: torch.dtype) -> BayesianModel:
+        return BayesianModel(nn.Linear(300, 100).to(dtype), Categorical())
+
+    coarse, exact = posterior_type(model(dtype)), posterior_type(model(torch.float64))
+    exact.load_state_dict({name: value.double() for name, value in coarse.state_dict().items()})
+    assert coarse.kl(1.3).item() == pytest.approx(exact.kl(1.3).item(), rel=1e-5)
+    small = BayesianModel(nn.Linear(5, 1).to(dtype), Gaussian(0.5))
+    posterior = posterior_type(small)
+    data = X.to(dtype), Y.to(dtype)
+    assert fit(small, posterior, Noise(0.1), data, steps=3, batch_size=8).skipped == 0
+
+
 # --- A step -------------------------------------------------------------------------------------
 
 

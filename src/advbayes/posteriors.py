@@ -108,6 +108,12 @@ def _inverse_softplus(scale: float) -> float:
     return scale + math.log(-math.expm1(-scale))
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    """In float32 at least: a sum over all parameters leaves the range of float16, and slogdet knows
+    nothing narrower."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
 class MeanField(Posterior):
     """q(theta) = N(mu, diag(softplus(rho)^2)), started at the net's own weights.
 
@@ -144,8 +150,9 @@ class MeanField(Posterior):
     def kl(self, prior_scale: float) -> Tensor:
         """0.5 sum((s^2 + mu^2)/t^2 - 1 - ln(s^2/t^2)), over every parameter."""
         prior_scale = checks.number("prior_scale", prior_scale, low=0, open_low=True)
-        scale, constant = self.scale, self.num_params * (math.log(prior_scale) - 0.5)
-        squares = (scale.dot(scale) + self.mu.dot(self.mu)) / (2 * prior_scale**2)
+        mu, scale = _wide(self.mu), functional.softplus(_wide(self.rho))
+        constant = self.num_params * (math.log(prior_scale) - 0.5)
+        squares = (scale.dot(scale) + mu.dot(mu)) / (2 * prior_scale**2)
         return squares - scale.log().sum() + constant
 
 
@@ -175,7 +182,8 @@ class PointMass(Posterior):
 
     def kl(self, prior_scale: float) -> Tensor:
         """0.5 |theta|^2 / t^2; zero for the flat prior."""
-        return 0.5 * self.theta.dot(self.theta) / check_prior_scale(prior_scale) ** 2
+        theta = _wide(self.theta)
+        return 0.5 * theta.dot(theta) / check_prior_scale(prior_scale) ** 2
 
 
 class _Members(Posterior):
@@ -236,7 +244,7 @@ class Ensemble(_Members):
 
     def kl(self, prior_scale: float) -> Tensor:
         """mean_m 0.5 |theta_m|^2 / t^2."""
-        squares = self.thetas.square().sum() / len(self.thetas)
+        squares = _wide(self.thetas).square().sum() / len(self.thetas)
         return 0.5 * squares / check_prior_scale(prior_scale) ** 2
 
 
@@ -302,12 +310,13 @@ class LowRank(Posterior):
     def kl(self, prior_scale: float) -> Tensor:
         """0.5 [(tr C + |mu|^2)/t^2 - P + P ln t^2 - ln det C], C = F F' + D."""
         prior_scale = checks.number("prior_scale", prior_scale, low=0, open_low=True)
-        variance = functional.softplus(self.rho).square()
+        mu, factor = _wide(self.mu), _wide(self.factor)
+        variance = functional.softplus(_wide(self.rho)).square()
         with self._own_precision():
-            inner = self.factor.T @ (self.factor / variance.unsqueeze(-1))
+            inner = factor.T @ (factor / variance.unsqueeze(-1))
         eye = torch.eye(inner.shape[0], dtype=inner.dtype, device=inner.device)
         log_det: Tensor = variance.log().sum() + torch.linalg.slogdet(eye + inner)[1]
-        squares = variance.sum() + self.factor.square().sum() + self.mu.dot(self.mu)
+        squares = variance.sum() + factor.square().sum() + mu.dot(mu)
         constant = self.num_params * (2 * math.log(prior_scale) - 1)
         return 0.5 * (squares / prior_scale**2 + constant - log_det)
 
