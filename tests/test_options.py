@@ -750,6 +750,8 @@ def test_a_model_of_others_meets_data_of_its_kind(
     coded.write_text(kinds.replace("yes", "1").replace("no", "0"))
     argv = ["audit", "--eps", "0.5", "--target", "kind", "--data", str(coded)]
     theirs = [*argv, "--model", "options_kinds:numbered"]
+    assert main([*theirs, "--tier", "quick"]) == 0
+    assert capsys.readouterr().out.startswith("audit (quick): 64 examples, about ")  # cost first
     told(capsys, [*theirs, "--fixed", "a", "--feature-eps", "b=2"])
     # numbers as labels: the estimator knows that they are classes
     assert (seen["predict"](seen["x"]).probs.argmax(1) == seen["y"]).double().mean() > 0.9
@@ -761,7 +763,7 @@ def test_a_model_of_others_meets_data_of_its_kind(
     for wrong, message in (
         ([*theirs, "--task", "regression"], "model: must be for regression"),
         ([*argv[:-1], str(texts), "--model", "options_kinds:net"], "must hold numbers alone"),
-        ([*argv, "--model", "options_kinds:net"], "must answer rows of shape (3,) for regression"),
+        ([*argv, "--model", "options_kinds:net"], "rows of shape (3,) for regression (a, b, c)"),
         ([*theirs, "--undefended", "x"], "--undefended: must go with a run"),
         ([*theirs, "--control-eps", "1"], "--control-eps: must go with a run"),
         ([*theirs, "--thetas", "3"], "--thetas: must go with a run"),

@@ -115,7 +115,8 @@ def audit(
             begin += f"\noutputs taken to be in the order of the classes {order} (else --classes)"
         end = ""
         with watched():
-            verdict = foreign.audit(within, tier=tier, num=num, seed=seed)
+            tell = None if json else say
+            verdict = foreign.audit(within, tier=tier, num=num, seed=seed, tell=tell)
             if report is not None:
                 paths = foreign.report(report, within, verdict, num=num or 200, seed=seed)
                 told["report"], end = str(paths.html), f"\nReport: {paths.html}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from advbayes.adapters import from_function, from_sklearn, from_torch
 from advbayes.adapters.models import rmse_of
 from advbayes.attacks.balls import Ball
-from advbayes.auditing import ThreatModel, Verdict, audit
+from advbayes.auditing import ThreatModel, Verdict, audit, audit_cost
 from advbayes.datasets import Dataset
 from advbayes.evaluation import evaluate
 from advbayes.report import ReportPaths, write_report
@@ -49,9 +49,19 @@ class Foreign:
         mask, scale = reach_of(self.dataset.feature_names, None, eps, fixed, feature_eps)
         return make_ball(norm, eps, self.dataset.box, mask, scale)
 
-    def audit(self, ball: Ball, *, tier: str, num: int | None, seed: int) -> Verdict:
-        """Its audit within the ball."""
+    def audit(
+        self,
+        ball: Ball,
+        *,
+        tier: str,
+        num: int | None,
+        seed: int,
+        tell: Callable[[str], None] | None = None,
+    ) -> Verdict:
+        """Its audit within the ball; `tell` hears the cost before anything starts."""
         rows, threat = (self.x[:num], self.y[:num]), ThreatModel(units="raw")
+        if tell is not None:
+            tell(str(audit_cost(self.predict, rows, ball=ball, tier=tier)))
         return audit(self.predict, rows, ball=ball, tier=tier, threat_model=threat, seed=seed)
 
     def report(self, out: str, ball: Ball, verdict: Verdict, *, num: int, seed: int) -> ReportPaths:
@@ -101,6 +111,8 @@ def load_foreign(
         predict(x[:2])
     except Exception as error:  # whatever the user's code raises is the user's to mend
         wanted = f"model: must answer rows of shape {tuple(x.shape[1:])} for {dataset.task}"
+        if names := dataset.feature_names:
+            wanted += f" ({', '.join(names[:10])}{', ...' if len(names) > 10 else ''})"
         got = f"{type(error).__name__}: {error!s:.400}"
         raise ConfigError(f"{wanted}, got {got}; {_OTHERWISE}") from error
     y = _places(y, dataset.class_names, names)

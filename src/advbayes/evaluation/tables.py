@@ -14,16 +14,21 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 
-def shown(value: float) -> str:
-    """Three decimals, more digits for small numbers, infinity as inf.
+_ROUNDING = 1e-7  # such as the ECE of a guess among three classes
 
-    >>> shown(0.5), shown(0.00012), shown(1234.5)
-    ('0.500', '1.20e-04', '1234')
+
+def shown(value: float) -> str:
+    """Three decimals, more digits for small numbers, none for float32's rounding; infinity as inf.
+
+    >>> shown(0.5), shown(0.00012), shown(9.9e-9), shown(1234.5)
+    ('0.500', '1.20e-04', '0.000', '1234')
     """
     if not math.isfinite(value):
         return "inf" if value > 0 else "-inf"
     size = abs(value)
-    return f"{value:.0f}" if size >= 1000 else f"{value:.2e}" if 0 < size < 5e-4 else f"{value:.3f}"
+    if size < _ROUNDING:
+        return "0.000"
+    return f"{value:.0f}" if size >= 1000 else f"{value:.2e}" if size < 5e-4 else f"{value:.3f}"
 
 
 @dataclass(frozen=True)
