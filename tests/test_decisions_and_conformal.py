@@ -451,3 +451,51 @@ def test_labels_of_sets_may_be_a_column_of_any_whole_numbers_and_nothing_else() 
         conformal_sets(classes, (x, y.clamp(0, 0).index_fill(0, torch.tensor([3]), 9)))
     with pytest.raises(InputError, match="y must have one label per prediction"):
         conformal_sets(classes, (x, y.unsqueeze(1).expand(-1, 2)))
+
+
+def test_nan_is_no_decision_and_no_coverage() -> None:
+    """NaN counts as the largest of utilities, so that its action was taken; as a score it made a
+    threshold that holds one class, or none."""
+
+    def classes(x: Tensor) -> Categorical:
+        logits = torch.cat([x, -x], 1) * torch.where(x > 5, torch.nan, 1.0)
+        return Categorical(logits=logits, validate_args=False)
+
+    def values(x: Tensor) -> Normal:
+        mean = torch.where(x[:, 0] > 5, torch.nan, x[:, 0])
+        return Normal(mean, torch.ones(len(x)), validate_args=False)
+
+    x = torch.linspace(-3, 3, 20).unsqueeze(1)
+    far = torch.tensor([[1.0], [6.0]])
+    worth = torch.eye(2)
+    assert decide(classes, x[:1], worth).tolist() == [1]
+    quadratic = Choices(lambda action, y: -((action - y) ** 2), torch.tensor([0.0, 1.0]))
+    for predict, choices in ((classes, worth), (values, quadratic)):
+        with pytest.raises(InputError, match="NaN"):
+            decide(predict, far, choices)
+        with pytest.raises(InputError, match="NaN"):
+            decide(predict, torch.tensor([[4.5]]), choices, worst_case=L2(1.0))
+    y = (x[:, 0] < 0).long()
+    sets, intervals = conformal_sets(classes, (x, y)), conformal_intervals(values, (x, x[:, 0] + 1))
+    for call in (
+        lambda: sets(far),
+        lambda: intervals(far),
+        lambda: conformal_sets(classes, (x + 4, y)),
+        lambda: conformal_intervals(values, (x + 4, x[:, 0])),
+        lambda: conformal_quantile(torch.tensor([0.1, torch.nan]), 0.5),
+    ):
+        with pytest.raises(InputError, match="NaN"):
+            call()
+
+
+def test_a_deviation_of_nothing_is_covered_where_it_is_right() -> None:
+    def predict(x: Tensor) -> Normal:
+        return Normal(x[:, 0], (x[:, 0] < 0).double(), validate_args=False)
+
+    x = torch.linspace(-1, 1, 40, dtype=torch.float64).unsqueeze(1)
+    exact = conformal_intervals(predict, (x, x[:, 0]))
+    assert exact.factor == 0.0
+    assert bool(exact.covers(x, x[:, 0]).all())
+    unknown = conformal_intervals(predict, (x[-3:], x[-3:, 0] + 1), level=0.9)
+    assert unknown.factor == torch.inf
+    assert bool(unknown.covers(x, x[:, 0] + 9).all())

@@ -37,6 +37,8 @@ def conformal_quantile(scores: Tensor, level: float) -> float:
     inf
     """
     checks.number("level", level, low=0, high=1, open_low=True, open_high=True)
+    if bool(scores.isnan().any()):
+        raise checks.InputError("scores must not be NaN", got=scores)
     rank = math.ceil(round((len(scores) + 1) * level, 9))
     return math.inf if rank > len(scores) else float(scores.double().sort().values[rank - 1])
 
@@ -52,8 +54,8 @@ class ConformalIntervals:
     @torch.no_grad()
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:  # (B,) or (B, D) each
         """Lower and upper ends."""
-        prediction = self.predict(x)
-        mean, half = prediction.mean, self.factor * prediction.stddev
+        mean, deviation = _moments(self.predict(x))
+        half = (self.factor * deviation).nan_to_num(nan=math.inf, posinf=math.inf)  # of inf 0
         half = half + _DIGITS * torch.finfo(mean.dtype).eps * (mean.abs() + half)
         return mean - half, mean + half
 
@@ -107,7 +109,9 @@ def conformal_intervals(
         raise checks.InputTypeError(
             "predict must be a regression predictor, got classes; see conformal_sets"
         )
-    scores = (targets_like(prediction.mean, y) - prediction.mean).abs() / prediction.stddev
+    mean, deviation = _moments(prediction)
+    error = (targets_like(mean, y) - mean).abs()
+    scores = torch.where(error == 0, 0.0, error / deviation)
     factor = conformal_quantile(scores.reshape(len(y), -1).amax(1), level)
     return ConformalIntervals(predict, factor, level)
 
@@ -146,7 +150,14 @@ def _classes(prediction: Distribution) -> Categorical:
             f"predict must predict classes, got {type(prediction).__name__}; see "
             f"conformal_intervals"
         )
+    checks.finite("prediction.probs", prediction.probs)
     return prediction
+
+
+def _moments(prediction: Distribution) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation; an interval of NaN would hold nothing."""
+    mean = checks.finite("prediction.mean", prediction.mean)
+    return mean, checks.finite("prediction.stddev", prediction.stddev)
 
 
 def _calibration(

@@ -93,6 +93,10 @@ class Choices:
             y, weights = outcomes(prediction, self.num)
             each = self._of_each(y.unsqueeze(-1))  # (K, B, A)
             worth = (weights.unsqueeze(-1) * each).sum(0)
+        if checks.known(worth.isnan().any(), otherwise=False):  # it would count as the largest
+            raise checks.InputError(
+                "predict and utility must give numbers, got expected utilities of NaN"
+            )
         return self._with_abstention(worth)
 
     def realised(self, y: Tensor) -> Tensor:  # (B, A)
