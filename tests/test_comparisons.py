@@ -17,8 +17,9 @@ import pytest
 from advbayes import store
 from advbayes.cli import main
 from advbayes.datasets.errors import DataError
+from advbayes.estimators import RobustClassifier
 from advbayes.experiments import running
-from advbayes.runs.config import ConfigError
+from advbayes.runs.config import ConfigError, RunConfig
 from tests import forking
 from tests.test_missing_values import table
 
@@ -263,3 +264,12 @@ def test_a_comparison_over_no_seed_is_refused(
     assert main([*argv, "--out", str(tmp_path / "out")]) == 2
     assert "seeds must be how many (1 or more)" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_commands_and_estimators_state_the_price_of_a_defense_in_the_same_words() -> None:
+    words = "A defense costs clean error: `advbayes compare` shows how much, and what it gains"
+    pages = (Path(__file__).parents[1] / "docs").joinpath
+    places = [RunConfig.model_fields["defense"].description, RobustClassifier.__doc__]
+    places += [pages(f"{page}.md").read_text() for page in ("command-line", "estimators")]
+    for text in places:
+        assert words in " ".join(str(text).split())

@@ -82,6 +82,10 @@ def test_codes_written_with_zeros_in_front_are_remarked_on(tmp_path: Path, colou
         f"my, zip={code:05d}" for code in range(4)
     ]
     assert not any("amounts" in remark for remark in remarks(data))
+    many = [f"{n:05d},{row}" for n, row in enumerate(rows * 2)]
+    with pytest.warns(UserWarning, match="text, and --drop number leaves out what has more than"):
+        from_csv(write(path, 'number,"my, zip",size,nil,colour,y', many), "y")
+    write(path, '"my, zip",size,nil,colour,y', rows)
     with pytest.raises(InputError, match=r"text must name features, got \['zap'\]"):
         from_csv(path, "y", text=["zap"])
 

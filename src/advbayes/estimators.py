@@ -312,8 +312,9 @@ class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     """A Bayesian classifier trained through a channel, or one that purifies its inputs.
 
     - `channel`: a name (noise, at, os, os50, mix, pgd), or a channel, whose eps and sigma are then
-      in the units of X; None: no adversary. `defense`: "proactive" trains through it, "reactive"
-      purifies with it, "both", or "none".
+      in the units of X; None: no adversary. A defense costs clean error: `advbayes compare` shows
+      how much, and what it gains, against none. `defense`: "proactive" trains through it,
+      "reactive" purifies with it, "both", or "none".
     - `eps`: the adversary's budget, or one for each feature (0: cannot be changed), in standard
       deviations of the features or with `units="raw"` in their own; in the norm `norm`. `sigma`:
       noise of the channel, in standard deviations.

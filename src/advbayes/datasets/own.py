@@ -7,7 +7,7 @@ import hashlib
 import math
 import shlex
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import compress
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from advbayes.checks import InputError, choice, count, joined
 from advbayes.datasets.dataset import Dataset, Provenance, split_rows
-from advbayes.datasets.encoding import Encoding, sort_columns
+from advbayes.datasets.encoding import MAX_CATEGORIES, Encoding, sort_columns
 from advbayes.datasets.errors import DataError
 from advbayes.datasets.formats import read_npz, read_plain
 from advbayes.datasets.scaling import Standardize
@@ -118,18 +118,10 @@ def from_csv(
         if unknown := [name for name in given if name not in columns]:
             there = ", ".join(columns[:20])
             raise InputError(f"{argument} must name features, got {unknown}; there are {there}")
-    padded = table.padded | {
-        name: next(filter(zero_padded, table.text[name]), "")
-        for name in compress(columns, is_number)
-    }
-    if encoding is None and (codes := {name: cell for name, cell in padded.items() if cell}):
-        shown = ", ".join(f"{cell!r:.40} in column {name!r}" for name, cell in codes.items())
-        flag = shlex.quote(joined(codes))
-        warnings.warn(
-            f"{path}: numbers with zeros in front are read as plain numbers, such as {shown}; if "
-            f"they are codes, --text {flag} (text= in Python) takes them for text",
-            stacklevel=2,
-        )
+    if encoding is None:
+        cells_of = {name: table.text[name] for name in compress(columns, is_number)}
+        numbers_of = {name: table.select([name]).ravel().tolist() for name in table.padded}
+        _remark_codes(path, _padded(cells_of) | table.padded, cells_of | numbers_of)
     task, known, cells = _known_targets(path, {name: table.text[name] for name in targets}, task)
     numbers = table.numbers[known]
     rows = None if rows is None else rows[known]
@@ -250,6 +242,31 @@ def from_npz(
         box=box,
         scaling=scaling,
         provenance=Provenance(str(path), digest, note="the user's own file"),
+    )
+
+
+def _padded(cells: Mapping[str, list[str]]) -> dict[str, str]:
+    """A number with zeros in front, of each column that has one."""
+    found = {name: next(filter(zero_padded, column), "") for name, column in cells.items()}
+    return {name: cell for name, cell in found.items() if cell}
+
+
+def _remark_codes(path: Path, codes: Mapping[str, str], cells: Mapping[str, list[Any]]) -> None:
+    """Say that what is written as codes are is read as numbers, and what else could be done."""
+    if not codes:
+        return
+    shown = ", ".join(f"{cell!r:.40} in column {name!r}" for name, cell in codes.items())
+    many = {name for name in codes if len(set(cells[name])) > MAX_CATEGORIES}
+    few, flags = [name for name in codes if name not in many], []
+    if few:
+        flags.append(f"--text {shlex.quote(joined(few))} (text= in Python) takes them for text")
+    if many:
+        names = shlex.quote(joined(name for name in codes if name in many))
+        flags.append(f"--drop {names} leaves out what has more than {MAX_CATEGORIES} of them")
+    warnings.warn(
+        f"{path}: numbers with zeros in front are read as plain numbers, such as {shown}; if "
+        f"they are codes, {', and '.join(flags)}",
+        stacklevel=3,
     )
 
 

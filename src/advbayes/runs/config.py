@@ -98,7 +98,11 @@ class RunConfig(BaseModel):
         "one for each input",
     )
 
-    defense: Defense = key("mix", "The channel trained through; docs/defenses.md lists them")
+    defense: Defense = key(
+        "mix",
+        "The channel trained through (docs/defenses.md). A defense costs clean error: `advbayes "
+        "compare` shows how much, and what it gains, against none",
+    )
     channel: str | None = key(
         None, "module:factory of a channel or attack of your own, in the place of the defense's"
     )
