@@ -16,10 +16,11 @@ import pytest
 
 from advbayes import store
 from advbayes.cli import main
+from advbayes.cli.train import PANELS
 from advbayes.datasets.errors import DataError
 from advbayes.estimators import RobustClassifier
-from advbayes.experiments import running
-from advbayes.runs.config import ConfigError, RunConfig
+from advbayes.experiments import running, units
+from advbayes.runs.config import ConfigError, RunConfig, make_config
 from tests import forking
 from tests.test_missing_values import table
 
@@ -179,6 +180,12 @@ def test_a_comparison_of_an_earlier_version_goes_on(
     assert main(asked(csv_file, tmp_path / "out")) == 0
 
 
+def test_every_key_of_the_data_reaches_a_comparison() -> None:
+    """One that did not would be ignored in silence. The rows trained on are cut off afterwards."""
+    keys = {*PANELS["Data"].split(), "seed"} - {"num_train"}
+    assert keys == units._OF_DATA
+
+
 def test_errors_come_back_from_a_worker_as_they_were() -> None:
     errors = (
         store.DiskFullError("a", needed=2000, free=30),
@@ -273,3 +280,8 @@ def test_commands_and_estimators_state_the_price_of_a_defense_in_the_same_words(
     places += [pages(f"{page}.md").read_text() for page in ("command-line", "estimators")]
     for text in places:
         assert words in " ".join(str(text).split())
+
+
+def test_a_key_that_is_not_set_leaves_the_names_of_kept_models_as_they_are() -> None:
+    """Experiments know a model by its configuration's repr: keys added later must not be in it."""
+    assert "text" not in repr(make_config({"data": "wine"}))

@@ -149,7 +149,7 @@ def run_unit(unit: Unit) -> Measured:
 # --- Data ---------------------------------------------------------------------------------------
 
 
-_OF_DATA = {"data", "target", "task", "root", "seed", "features", "drop"}
+_OF_DATA = {"data", "target", "task", "root", "seed", "features", "drop", "text"}
 _OF_REACH = {"eps", "fixed", "feature_eps"}
 
 
@@ -219,7 +219,7 @@ def trained(unit: Unit) -> tuple[BayesianModel, Posterior, dict[str, Any]]:
     model, posterior = build_model(config, data, trusted=config.network.startswith("advbayes."))
     channel, objective = _channel(unit)
     text = f"{config!r} {channel!r} {objective!r} {unit.what.units} {len(data.x_train)}"
-    text += "".join(unit.content.values())
+    text += "".join([*unit.content.values(), *config.text])
     key = hashlib.sha256(text.encode()).hexdigest()[:20]
     place = None if unit.models is None else unit.models / key
     info: Any

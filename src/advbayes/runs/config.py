@@ -78,7 +78,9 @@ class RunConfig(BaseModel):
         "Feature columns of a .csv file (else all but the target); a name with a comma in quotes",
     )
     drop: Names = key((), "Columns of a .csv file to leave out")
-    text: Names = key((), "Columns of numbers that are codes, such as 00150: taken for text")
+    text: Names = key(  # not in the repr, by which experiments know models that they kept
+        (), "Columns of numbers that are codes, such as 00150: taken for text", repr=False
+    )
     num_train: Count | None = key(None, "Use only the first so many training examples")
 
     network: str = key("auto", "auto, conv, mlp, or module:factory of your own", min_length=1)
