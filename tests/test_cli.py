@@ -439,6 +439,21 @@ def test_predict_classifies_arrays(
     refused(capsys, ["predict", run, str(tmp_path / "bad.npz")], "(1, 8, 8)", "(1, 9, 9)")
 
 
+@pytest.mark.filterwarnings("ignore:.*predictions there are extrapolated")
+def test_predict_names_no_class_where_the_net_overflows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = np.random.default_rng(0).normal(size=(60, 2)) * [1, 0.01]
+    lines = [f"{a:.4f},{b:.6f},{'yes' if a > 0 else 'no'}" for a, b in rows]
+    (tmp_path / "t.csv").write_text("\n".join(["a,b,y", *lines]))
+    (tmp_path / "new.csv").write_text("a,b\n0,3e38\n0,0.01\n")
+    flags = ["--data", str(tmp_path / "t.csv"), "--target", "y", "--epochs", "1", "--quiet"]
+    assert main(["train", *flags, "--out", str(tmp_path / "r")]) == 0
+    capsys.readouterr()
+    asked = ["predict", str(tmp_path / "r"), str(tmp_path / "new.csv")]
+    refused(capsys, asked, "prediction.probs must be finite, got 2 NaN")
+
+
 def test_attack_writes_what_it_says(
     run: str, regression: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -220,6 +220,14 @@ def test_bad_settings_are_named(
         RobustClassifier(**settings).fit(x, y)  # type: ignore[arg-type]
 
 
+def test_no_class_is_named_where_the_net_overflows() -> None:
+    x = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32) * np.float32([1, 0.01])
+    fitted = RobustClassifier("at", epochs=1, random_state=0).fit(x, x[:, 0] > 0)
+    for ask in (fitted.predict, fitted.predict_proba):
+        with pytest.raises(ValueError, match=r"prediction\.probs must be finite"):
+            ask(np.array([[0, 3e38]], dtype=np.float32))
+
+
 def test_bad_data_is_named() -> None:
     x, y = tables()
     with pytest.raises(ValueError, match="at least two classes, got one class"):

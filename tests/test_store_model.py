@@ -573,6 +573,16 @@ def test_there_is_a_name_for_each_class(tmp_path: Path, names: str) -> None:
             predict.classes(torch.zeros(1, 3))
 
 
+def test_no_class_is_named_where_the_net_overflows(tmp_path: Path) -> None:
+    net = nn.Linear(3, 2)
+    nn.init.constant_(net.weight, 9.0)
+    model = BayesianModel(net, Categorical())
+    save(tmp_path / "m", model=model, posterior=PointMass(model, init=net), class_names="ab")
+    predict = load(tmp_path / "m").predictor()
+    with pytest.raises(ValueError, match=r"prediction\.probs must be finite, got 2 NaN"):
+        predict.classes(torch.full((1, 3), 3e38))
+
+
 @pytest.mark.parametrize("factor", [1e-200, 1e-71, 1e71, 1e200])
 def test_scales_of_a_purifier_have_squares(tmp_path: Path, factor: float) -> None:
     model = BayesianModel(mlp(3, 2), Categorical())

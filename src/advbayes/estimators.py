@@ -35,6 +35,7 @@ from advbayes.attacks.balls import Ball
 from advbayes.channels import Noise
 from advbayes.evaluation import score as scored
 from advbayes.likelihoods import Categorical, Gaussian, HeteroscedasticGaussian, Likelihood
+from advbayes.metrics.scores import class_probs
 from advbayes.model import BayesianModel
 from advbayes.networks import mlp
 from advbayes.objectives import ChannelELBO
@@ -367,7 +368,7 @@ class RobustClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
 
     def predict_proba(self, X: ArrayLike) -> NDArray[np.float64]:  # (B, C)
         """The predictive's probabilities, in the order of `classes_`."""
-        probs: NDArray[np.float64] = self._predicted(X).probs.double().numpy()  # type: ignore[attr-defined]
+        probs: NDArray[np.float64] = class_probs(self._predicted(X)).double().numpy()
         return probs
 
     def predict(self, X: ArrayLike) -> NDArray[Any]:  # (B,)

@@ -22,6 +22,7 @@ from advbayes.datasets.formats import read_npz, read_plain
 from advbayes.datasets.own import MAX_CSV_BYTES, MAX_NPZ_BYTES
 from advbayes.datasets.tables import parse_table
 from advbayes.likelihoods import predicts_classes
+from advbayes.metrics.scores import class_probs
 from advbayes.progress import Progress
 from advbayes.report.text import inert_cell
 from advbayes.runs import Trained
@@ -141,7 +142,7 @@ def tabulate(trained: Trained, x: Tensor, *, num_thetas: int = 20, level: float 
 
 
 def _classes(prediction: Categorical, names: tuple[str, ...]) -> Columns:
-    probs = prediction.probs
+    probs = class_probs(prediction)
     names = names if len(names) == probs.shape[-1] else tuple(map(str, range(probs.shape[-1])))
     best = probs.argmax(-1)
     columns: Columns = {

@@ -19,6 +19,7 @@ from torch.distributions import Distribution
 from advbayes import metrics
 from advbayes.checks import InputError, InputTypeError, native, number
 from advbayes.likelihoods import GaussianMixture, predicts_classes
+from advbayes.metrics.scores import class_probs
 from advbayes.model import BayesianModel
 from advbayes.posteriors import Ensemble, PointMass, Posterior, Samples
 from advbayes.predictive import PosteriorPredictive
@@ -131,7 +132,7 @@ class RawPredictor(Preparation):
         names = self.class_names or tuple(map(str, range(num)))
         if len(names) != num:
             raise InputError(f"class_names must name the model's {num} classes, got {len(names)}")
-        return [names[index] for index in prediction.logits.argmax(-1).tolist()]
+        return [names[index] for index in class_probs(prediction).argmax(-1).tolist()]
 
 
 @dataclass(frozen=True, eq=False)
