@@ -294,9 +294,11 @@ def test_class_names_seed_and_number_of_thetas(tmp_path: Path) -> None:
     assert not torch.equal(bundle.predictor(5)(x).logits, wanted)  # type: ignore[attr-defined]
     assert bundle.predictor(4).classes(x) == [["no", "yes"][index] for index in wanted.argmax(-1)]
     advbayes.save(tmp_path / "s", posterior=Samples(torch.zeros(3, model.num_params)), model=model)
-    assert len(advbayes.load(tmp_path / "s").predictor(20).predict.thetas) == 3
+    assert len(advbayes.load(tmp_path / "s").predictor(20).inner.thetas) == 3
     advbayes.save(tmp_path / "p", posterior=PointMass(model), model=model)
-    assert len(advbayes.load(tmp_path / "p").predictor(20).predict.thetas) == 1
+    assert len(advbayes.load(tmp_path / "p").predictor(20).inner.thetas) == 1
+    # as an estimator's, it would be called with raw rows, and answer in standardised units
+    assert not hasattr(advbayes.load(tmp_path / "p").predictor(), "predict")
     assert set(advbayes.load(tmp_path / "p").predictor().classes(x)) <= {"0", "1"}
 
 

@@ -169,6 +169,7 @@ def evaluate(
     trivial = "; ".join(f"{name} {TRIVIAL[name]}" for name in evaluation.trivial)
     say(f"{legend(metrics)}.")
     places = " and ".join(str(where) for where, _, _ in jobs)
-    say(f"Never look at the input: {trivial}.\nRecords and arrays: {places}")
+    say(f"Never look at the input: {trivial}.")
     if cost := price(folder.config):
         say(cost)
+    say(f"Records and arrays: {places}")

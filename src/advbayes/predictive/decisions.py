@@ -108,7 +108,7 @@ class Choices:
     def _of_each(self, y: Tensor) -> Tensor:  # (..., B, 1) -> (..., B, A)
         """utility(a, y) of every action, also where the function looks at one of the two alone."""
         assert not isinstance(self.utility, Tensor)
-        worth = torch.as_tensor(self.utility(self._grid.to(y), y))
+        worth = torch.as_tensor(self.utility(self._grid.to(y), y), device=y.device)
         try:
             return worth.expand(*y.shape[:-1], len(self._grid))
         except RuntimeError:

@@ -87,7 +87,7 @@ class RawPredictor(Preparation):
     (tensor([104.]), tensor([2.]))
     """
 
-    predict: PosteriorPredictive  # in the model's units
+    inner: PosteriorPredictive  # in the model's units
 
     def __call__(self, x: Any) -> Distribution:
         """The predictive at raw rows (a tensor or an array), differentiable in them.
@@ -100,13 +100,13 @@ class RawPredictor(Preparation):
                 x = preprocessing.dense(self.steps.transform(np.asarray(x))).astype(np.float64)
             if self.encoding is not None:
                 x = self.encoding.transform(x)
-        device, dtype = self.predict.model.device, self.predict.model.dtype
+        device, dtype = self.inner.model.device, self.inner.model.dtype
         rows = torch.as_tensor(native(x)).to(device)
         if self.scaling is None:
-            return self.predict(rows.to(dtype))
+            return self.inner(rows.to(dtype))
         # in the scaling's precision: what is small beside its mean would be lost in less
         rows = rows.to(torch.promote_types(dtype, self.scaling.mean.dtype))
-        prediction = self.predict(self.scaling.transform(rows).to(dtype))
+        prediction = self.inner(self.scaling.transform(rows).to(dtype))
         if not isinstance(prediction, GaussianMixture) or self.scaling.target_std is None:
             return prediction
         wide = torch.promote_types(dtype, self.scaling.target_std.dtype)
