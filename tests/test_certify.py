@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Categorical as CategoricalDistribution
 
-from advbayes import BayesianModel, Categorical, FreshPredictive, MeanField
+from advbayes import BayesianModel, Categorical, FreshPredictive, MeanField, Samples
 from advbayes.checks import InputError
 from advbayes.cli import main
 from advbayes.predictive import ABSTAIN, Certificates, Smoothed, certify
@@ -109,6 +109,19 @@ def test_fresh_thetas_certify_the_bayesian_vote() -> None:
         generator=generator(3),
     )
     assert bool((found.lower < wanted).all())
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_theta_hidden_in_a_function_comes_with_every_draw(wrapped: bool) -> None:
+    """Half of the thetas say 0 wherever x is, the others 1: nothing can be certified. Where a pass
+    of 1,024 draws shared a theta, two of them in a row looked like a vote beyond doubt."""
+    model = BayesianModel(nn.Linear(1, 2), Categorical())
+    zero, one = torch.tensor([[0.0, 0.0, 5.0, -5.0], [0.0, 0.0, -5.0, 5.0]])
+    for seed in range(8):
+        fresh = FreshPredictive(model, Samples(torch.stack([zero, one])), 1, generator(seed))
+        predict = (lambda x, fresh=fresh: fresh(x)) if wrapped else fresh
+        found = certify(Smoothed(predict, 0.5), torch.zeros(1, 1), n=1500, generator=generator(9))
+        assert found.classes.tolist() == [ABSTAIN]
 
 
 def test_bad_arguments_are_named() -> None:

@@ -22,6 +22,7 @@ from advbayes.types import Attack, Predictor
 Randomness = tuple[Tensor, torch.Generator | None]
 _ROWS = 1024  # noisy inputs in one forward pass
 _BLOCK = 256  # draws that one key of the seed stands for
+_ASKED = 20  # times that a predictor is asked again, to see whether it draws: of two thetas, say
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,8 @@ class Smoothed:
         """How many of `num` independent draws (noise, theta where fresh) vote for each class."""
         counts: Tensor | None = None
         with torch.no_grad():
-            for part in self._draws(x, _anew(x, checks.count("num", num), generator)):
+            apart = _draws_itself(self.predict, x)
+            for part in self._draws(x, _anew(x, checks.count("num", num), generator), apart):
                 if len(part) != 1:
                     raise checks.InputTypeError("votes need a classifier, got a regression")
                 # NaN counts as the largest: a net that diverged would be certified
@@ -97,13 +99,16 @@ class Smoothed:
             noise = normal_like(x, generator, (_BLOCK, 1, *x.shape[1:]))
             yield noise[: self.num - start], thetas
 
-    def _draws(self, x: Tensor, randomness: Iterable[Randomness]) -> Iterator[tuple[Tensor, ...]]:
-        """The parts of the predictions under each noise, (k, B, ...) each, some draws at a time.
+    def _draws(
+        self, x: Tensor, randomness: Iterable[Randomness], apart: bool = False
+    ) -> Iterator[tuple[Tensor, ...]]:
+        """The parts of the predictions under each noise, (k, B, ...) each, some draws at a time, or
+        one (`apart`).
 
         A graph is rebuilt rather than kept, so that attacks through many draws fit in memory.
         """
         fresh = self.predict if isinstance(self.predict, FreshPredictive) else None
-        size = 1 if fresh is not None else max(1, _ROWS // max(1, len(x)))
+        size = 1 if apart or fresh is not None else max(1, _ROWS // max(1, len(x)))
         for noise, generator in randomness:
             for some in torch.split(self.sigma * noise, size):
                 predict: Predictor = self.predict
@@ -156,6 +161,19 @@ def _anew(x: Tensor, num: int, generator: torch.Generator | None) -> Iterator[Ra
     size = max(1, _ROWS // max(1, len(x)))
     for start in range(0, num, size):
         yield normal_like(x, generator, (min(size, num - start), *x.shape)), generator
+
+
+def _draws_itself(predict: Predictor, x: Tensor) -> bool:
+    """Whether a predictor has randomness of its own, such as a `FreshPredictive` within a function:
+    one pass has one draw of it, and votes that share it are not independent."""
+    if isinstance(predict, FreshPredictive) or not len(x):
+        return False
+    first = predict(x)
+    if not predicts_classes(first):
+        return False
+    others = (predict(x) for _ in range(_ASKED))
+    same = (torch.allclose(first.probs, each.probs, atol=1e-6, equal_nan=True) for each in others)  # type: ignore[attr-defined]
+    return not all(same)
 
 
 def _forward(predict: Predictor, noise: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
