@@ -218,12 +218,27 @@ def test_the_page_follows_the_controls(app: Any) -> None:
     assert len([text for text in said() if text.startswith("moved by")]) == 4
     app.radio[0].set_value("wine").run()
     assert "The truth is" in app.markdown[0].value
+    assert "behind the arrows" in said()[4]  # on a phone the controls are out of sight
     (chosen,) = (each for each in app.slider if each.label == "Test wine")
     chosen.set_value(int(chosen.max)).run()  # the last one
     assert "The truth is" in app.markdown[0].value
     app.slider(key=f"alcohol-{int(chosen.max)}").set_value(14.0).run()
     assert not app.exception
     assert "The truth is" not in app.markdown[0].value  # of a wine that was moved nobody knows it
+
+
+def test_numbers_are_named(
+    app: Any, red: World, worlds: dict[str, World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import streamlit
+
+    monkeypatch.setitem(worlds, "wine", red)
+    streamlit.cache_resource.clear()  # the page keeps what it has loaded
+    app.radio[0].set_value("wine").run()
+    assert not app.exception
+    (name,) = red.data.dataset.target_names
+    assert [f"\n\n{name} " in each.value for each in app.markdown[1:5]] == [True] * 4
+    streamlit.cache_resource.clear()
 
 
 def test_a_move_is_a_dozen_gradients_a_defense(

@@ -44,6 +44,7 @@ def page() -> None:
         f":blue[**before**] and :orange[**after**] the attack. "
         f"{'' if y is None else f'The truth is **{_truth(world, y)}**.'}"
     )
+    st.caption("The controls are in the sidebar; on a phone, behind the arrows at the top.")
     panels = playground.move(
         world,
         x,
@@ -146,7 +147,9 @@ def _show(st: Any, world: World, panel: Panel, y: Tensor | None) -> None:
 def _verdict(world: World, panel: Panel) -> str:
     before, after = panel.clean, panel.attacked
     if world.task == "regression":
-        return f"{before.mean:.2f} ± {before.sd:.2f} → **{after.mean:.2f} ± {after.sd:.2f}**"
+        (name,) = world.data.dataset.target_names
+        moved = f"{before.mean:.2f} ± {before.sd:.2f} → **{after.mean:.2f} ± {after.sd:.2f}**"
+        return f"{name} {moved}"
     names = world.data.dataset.class_names
     first, last = (100 * float(each.values[before.label]) for each in (before, after))
     if panel.broken:
