@@ -337,8 +337,8 @@ def test_many_starts_find_what_one_ascent_misses(seed: int) -> None:
         )
     )
     assert alone < 0.85
-    assert many > 1.0
-    assert suite > 1.0
+    assert many > 0.98  # on average; that of the points is the largest of 20,000, not the maximum
+    assert suite > 0.98
 
 
 def test_rounds_of_many_starts() -> None:

@@ -32,6 +32,7 @@ PUBLIC = (
 )
 # both tests of a call in turn: in one process, which makes it once
 EACH = pytest.mark.parametrize("name", CALLS, scope="module")
+RECORDED = pytest.mark.unshifted("answers are recorded, and examples are those of the record")
 
 
 @lru_cache(None)
@@ -45,6 +46,7 @@ def recorded() -> dict[str, Any]:
     return json.loads(FILE.read_text())  # type: ignore[no-any-return]
 
 
+@RECORDED
 @EACH
 def test_a_keyword_has_its_effect(name: str) -> None:
     """Each other value of `changed` gives another answer, those of `kept` the same."""
@@ -56,6 +58,7 @@ def test_a_keyword_has_its_effect(name: str) -> None:
         assert differences(each(**{keyword: value}), found(name)[""]) == [], keyword
 
 
+@RECORDED
 @EACH
 def test_a_call_gives_what_it_gave(name: str) -> None:
     """Whatever the state of the global generator."""

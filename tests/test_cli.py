@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import advbayes
 from advbayes.auditing.case import TIERS
 from advbayes.cli import main
 from advbayes.cli.app import app, is_mistake
@@ -421,17 +422,15 @@ def test_predict_classifies_arrays(
 
     digits = load_dataset("digits")
     np.savez(tmp_path / "x.npz", x=digits.x_test[:50].numpy())
-    found = told(capsys, ["predict", f"{run}/model.advbayes", str(tmp_path / "x.npz")])[
-        "predictions"
-    ]
-    right = [
-        int(said) == truth
-        for said, truth in zip(found["class"], digits.y_test[:50].tolist(), strict=True)
-    ]
-    assert sum(right) > 15  # ten would be chance five times over
+    bundle, more = f"{run}/model.advbayes", [str(tmp_path / "x.npz"), "--thetas", "20"]
+    found = told(capsys, ["predict", bundle, *more])["predictions"]
+    wanted = advbayes.load(bundle).predictor(20)(digits.x_test[:50]).probs
+    assert [int(said) for said in found["class"]] == wanted.argmax(1).tolist()
+    for digit in range(10):
+        np.testing.assert_allclose(found[f"p({digit})"], wanted[:, digit], rtol=1e-4, atol=1e-6)
     total = np.sum([found[f"p({digit})"] for digit in range(10)], axis=0)
     assert np.allclose(total, 1, atol=1e-5)
-    assert main(["predict", run, str(tmp_path / "x.npz"), "--out", str(tmp_path / "out.npz")]) == 0
+    assert main(["predict", run, *more, "--out", str(tmp_path / "out.npz")]) == 0
     with np.load(tmp_path / "out.npz", allow_pickle=False) as arrays:
         assert arrays["confidence"].tolist() == found["confidence"]
     np.savez(tmp_path / "bad.npz", x=np.zeros((3, 1, 9, 9)))

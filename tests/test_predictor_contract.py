@@ -89,7 +89,7 @@ class PurifierContract(PredictorContract):
 
     update = "online"
     sigma = 0.3
-    units = 1024.0  # log-densities of |x' - c|^2 / sigma^2, and differences of their slopes
+    units = 512.0  # log-densities of |x' - c|^2 / sigma^2, and differences of their slopes
 
     def channel(self, task: str) -> Channel:
         return Mixture(

@@ -47,19 +47,23 @@ def test_converges_to_the_closed_form() -> None:
     model = BayesianModel(nn.Linear(1, 1, bias=False).to(FLOAT), Gaussian(SM2.sy))
     thetas = SM2.mu + SM2.v**0.5 * randn(200, 1, seed=1)
     x_adv = torch.tensor([[-1.5], [0.4], [2.0]], dtype=FLOAT)
-    lam_mean = torch.tensor([SM2.lam * float(x) for x in x_adv], dtype=FLOAT) * thetas.mean()
-    errors, bandwidths = [], []
-    for num, draws in ((100, 1), (10_000, 4)):
+    theta = thetas[:20].mean()
+    for num, draws, bandwidth in ((100, 1, 0.8), (10_000, 4, 0.2)):
         reference = SM2.sx * randn(num, 1, seed=2)
         purifier = SimulatedPurifier(
-            model, BlackBox(), thetas[:20], reference, num_simulations=draws
+            model, BlackBox(), thetas[:20], reference, num_simulations=draws, bandwidth=bandwidth
         )
-        exact = thetas[:20].mean() / thetas.mean() * lam_mean
-        errors.append(float((purifier(x_adv).mean - exact).abs().max()))
-        bandwidths.append(purifier.bandwidth)
-    assert bandwidths[1] < 0.6 * bandwidths[0]
-    assert errors[1] < 0.04
-    assert errors[1] < 0.5 * errors[0]
+        # the kernel adds its variance to the channel's: then x given x' is N(lam x', var)
+        slope = 1 + SM2.eps
+        lam = slope * SM2.sx**2 / ((slope * SM2.sx) ** 2 + SM2.sd**2 + bandwidth**2)
+        var = SM2.sx**2 * (1 - slope * lam)
+        # draws of one x count as one
+        num_effective = purifier.diagnose(x_adv).ess_reference / draws
+        standard_error = theta.abs() * (var / num_effective).sqrt()
+        away = purifier(x_adv).mean - theta * lam * x_adv[:, 0]
+        assert bool((away.abs() < 4.9 * standard_error).all())
+    assert float(standard_error.max()) < 0.05
+    assert abs(lam - SM2.lam) < 0.01  # in the end the closed form itself
 
 
 def test_equals_the_purifier_of_the_kernel_when_the_channel_is_still() -> None:

@@ -96,8 +96,19 @@ class Watched:
         return self.predict(x)
 
 
-X = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
-Y = (net()(X).argmax(1) + torch.tensor([0, 0, 0, 0, 1, 1])) % 3  # the last two are wrong at once
+def at_distances() -> Tensor:
+    """Of many inputs those that are, to first order, as far from another class as these: some that
+    an attack of one step breaks, some that it takes more for, some that none breaks."""
+    x = torch.randn(2000, 40, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    first, second = net()(x).topk(2, dim=1).values.T
+    (slope,) = torch.autograd.grad((first - second).sum(), x)
+    distance = ((first - second) / slope.norm(dim=1)).detach()
+    wanted = torch.tensor([0.03, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.5, 2.0, 9.0, 0.6, 0.7])
+    return x.detach()[(distance - wanted.unsqueeze(1)).abs().argmin(1)]
+
+
+X = at_distances()
+Y = (net()(X).argmax(1) + torch.tensor([0] * 10 + [1, 1])) % 3  # the last two are wrong at once
 
 
 def trace(attack: Attack, predict: Predictor = classes) -> tuple[list[Tensor], Tensor]:
@@ -219,11 +230,12 @@ def test_a_setting_of_an_attack_on_purifiers_has_its_effect(
     kind: type, name: str, value: Any
 ) -> None:
     model = BayesianModel(copy.deepcopy(net()).requires_grad_(True), Categorical())
-    reference = torch.randn(30, 40, generator=seeded(5))
+    x, reference = torch.randn(90, 40, generator=seeded(5)).split([60, 30])
     purifier = Purifier(model, Noise(1.5), model.initial_theta().unsqueeze(0), reference)
     base: dict[str, Any] = {"ball": BALL} | ({"steps": 4} if kind is Annealed else {})
     ends = [
-        kind(**base | more)(purifier, X, Y, generator=seeded()) for more in ({}, {}, {name: value})
+        kind(**base | more)(purifier, x, net()(x).argmax(1), generator=seeded())
+        for more in ({}, {}, {name: value})
     ]
     assert torch.equal(ends[0], ends[1])
     assert not torch.equal(ends[0], ends[2])
@@ -421,7 +433,7 @@ def test_the_temperature_of_a_spoiler_smooths_the_decision() -> None:
     cold, warm = (Spoiling(choices, temperature)(prediction, Y) for temperature in (1e-4, 1e4))
     taken = choices.expected(prediction).argmax(1)
     assert torch.allclose(cold, -(taken == Y).float(), atol=1e-4)
-    assert torch.allclose(warm, torch.full((6,), -1 / 3), atol=1e-4)
+    assert torch.allclose(warm, torch.full((len(X),), -1 / 3), atol=1e-4)
 
 
 def test_the_draws_of_an_expected_utility_are_as_many_as_asked_for() -> None:

@@ -91,7 +91,7 @@ def share_of_breakable(attack: Attack, ball: Ball, seed: int) -> float:
     1.0
     """
     ball, generator = _plain(ball), generator_for(seed, "audit/breakable")
-    linear, x, y = _breakable(ball, 50, generator)
+    linear, x, y = _breakable(ball, 200, generator)  # of 50, one seed in fifty came out below 0.9
     breakable = linear.slack(dataclasses.replace(ball, eps=0.9 * ball.eps), x, y) < 0
     with torch.no_grad():
         x_adv = with_ball(attack, ball)(linear, x, y, generator=generator)
