@@ -95,9 +95,9 @@ def test_honest_radii_are_confirmed_and_stretched_ones_are_not_whatever_the_seed
 
 
 def test_radii_that_are_larger_on_average_are_found_though_each_is_possible() -> None:
-    """A tenth too large, but none beyond what the votes can certify: old and new cannot be
+    """An eighth too large, but none beyond what the votes can certify: old and new cannot be
     exchanged."""
-    stretched = replace(HELD, radii=torch.where(HELD.radii < 0.9, 1.1 * HELD.radii, HELD.radii))
+    stretched = replace(HELD, radii=torch.where(HELD.radii < 0.9, 1.12 * HELD.radii, HELD.radii))
     why = certified_again(case(stretched), SMOOTHED, stretched).why
     assert "larger than when certified again" in why, why
 

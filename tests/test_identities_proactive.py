@@ -270,7 +270,8 @@ def test_10_expected_bounds_rise_to_the_exact_term() -> None:
     """A channel with two outcomes: all 2^K samples can be enumerated, so the expectations are
     exact."""
     model = linear_model(4, SCALE)
-    two = torch.stack([model.at(THETA)(X[:1] + shift).log_prob(Y[:1])[0] for shift in (-0.4, 0.4)])
+    y = X[:1] @ THETA + 2.0  # so far off that the outcomes differ, whatever x is
+    two = torch.stack([model.at(THETA)(X[:1] + shift).log_prob(y)[0] for shift in (-0.4, 0.4)])
     assert float((two[0] - two[1]).abs()) > 0.5
     exact = float(torch.logsumexp(two, 0) - math.log(2))
     loose = float(two.mean())

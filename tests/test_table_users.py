@@ -119,7 +119,7 @@ MASKED = L2(0.3, mask=torch.tensor([True, False]))
 
 def honest(x: Tensor) -> Categorical:
     """Answers from the second feature, which is out of the attacker's reach."""
-    return Categorical(logits=torch.stack([-4 * x[:, 1] + 0.1 * x[:, 0], 4 * x[:, 1]], 1))
+    return Categorical(logits=torch.stack([-4 * x[:, 1] + 0.5 * x[:, 0], 4 * x[:, 1]], 1))
 
 
 def leaking(x: Tensor) -> Categorical:
