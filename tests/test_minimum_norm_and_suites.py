@@ -355,7 +355,9 @@ def test_later_attacks_see_the_entries_of_their_own_rows(kind: str) -> None:
         most = to_second(PREDICT(attacks["margin_to"](PREDICT, X, Y)), Y) - before
         to_gain = ~taken & (most > 0.3)  # near a tie with the third class few directions help
         assert int(to_gain.sum()) > 25
-        assert bool((to_second(PREDICT(together), Y) > before)[to_gain].all())
+        gained = to_second(PREDICT(together), Y) > before
+        gained |= labels(PREDICT, together) != Y  # a point of any other class is kept
+        assert bool(gained[to_gain].all())
 
 
 class ByRank:
